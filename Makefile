@@ -1,0 +1,48 @@
+# Two commands are enough: `make demo` and `make test`. Each makes the environment it needs.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test check bench clean
+.DEFAULT_GOAL := help
+
+help:  ## say what the targets do
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+.venv/made:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"seqpar needs Python 3.11 or newer; $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12 ...")'
+	@echo "[env] making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/recipes: .venv/made pyproject.toml constraints.txt
+	@echo "[env] installing torch and what the recipes need (a minute or two, once)"
+	@$(PIP) -e '.[recipes]'
+	@touch $@
+
+.venv/dev: .venv/recipes
+	@echo "[env] installing what the tests and checks need (half a minute, once)"
+	@$(PIP) -e '.[recipes,test,dev]'
+	@touch $@
+
+demo: .venv/recipes  ## train, evaluate and use a translation model on the built-in corpus (about 5 minutes on 2 cores)
+	@$(BIN)/python -m recipes.translation demo
+
+test: check  ## run the checks and every test (under 12 minutes on 2 cores)
+	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
+	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest --durations=10
+
+check: .venv/dev  ## lint, format, strict types, import floors
+	@echo "[check] ruff"
+	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
+	@echo "[check] mypy --strict"
+	@$(BIN)/mypy
+	@echo "[check] import floors"
+	@$(BIN)/lint-imports
+
+bench: .venv/dev  ## measure speed and memory against the peers, as ratios
+	@$(BIN)/python -m benchmarks.loss
+
+clean:  ## remove the environment and caches (runs/ is kept)
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
