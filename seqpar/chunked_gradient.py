@@ -1,0 +1,152 @@
+"""The core: one autograd node that walks chunks, keeps gradients instead of logits, and hands them to ONE backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.chunks import Chunk
+from seqpar.token_loss import TokenLoss, wide
+
+PerChunk = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Chunk], TokenLoss]
+"""(params, this chunk's rows of each per-token tensor, the chunk) -> the chunk's summed loss."""
+
+
+def chunked_gradient(
+    per_chunk: PerChunk,
+    chunks: Sequence[Chunk],
+    per_token: Sequence[Tensor],
+    params: Sequence[Tensor],
+    empty: TokenLoss,
+) -> TokenLoss:
+    """The sum of `per_chunk` over the chunks, with its gradient, while one chunk's logits exist at a time.
+
+    Plain equivalent: `sum((per_chunk(params, [t[c] for t in per_token], c) for c in chunks), start=empty)`, whose
+    graph would keep every chunk's logits. Here each chunk's gradient is taken at once, by `torch.autograd.grad`;
+    nothing is written to `.grad` and no `.backward()` is called. The caller's one backward multiplies what was
+    stored by the upstream factor and hands it to autograd as the gradients of `per_token` and `params`.
+
+    Args:
+        per_chunk: must compute from what it is given alone: a pure function of `params` and the rows.
+        chunks: which rows belong together; a row in no chunk has no loss and the gradient 0.
+        per_token: tensors whose first dimension is the rows, hidden first.
+        params: what else gradients flow into. Their gradients are summed in float32 or wider.
+        empty: the loss of no tokens, what the sum starts from.
+
+    Returns:
+        the sums; `total` is differentiable, once. Without chunks all gradients are 0, whatever the factor (never
+        nan from 0/0). Without gradients (`torch.no_grad`, or nothing requires any) only sums are kept.
+
+    Raises:
+        RuntimeError: in backward, the second time (the gradients were handed over) or with `create_graph=True`.
+        RuntimeError: `per_chunk` reached a tensor that needs a gradient and was not given to it, whose gradient
+            would be lost.
+    """
+    tensors = (*per_token, *params)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return TokenLoss(*_ChunkedGradient.apply(per_chunk, chunks, len(per_token), empty, *tensors))
+    loss = empty
+    with torch.no_grad():
+        for chunk in chunks:
+            loss += _checked(per_chunk(tuple(params), tuple(t[chunk] for t in per_token), chunk))
+    return loss
+
+
+class _ChunkedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, per_chunk: PerChunk, chunks: Sequence[Chunk], split: int, empty: TokenLoss, *tensors: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        per_token, params = tensors[:split], tensors[split:]
+        leaves = tuple(p.detach().requires_grad_(p.requires_grad) for p in params)
+        row_grads = [torch.zeros_like(t) if t.requires_grad else None for t in per_token]
+        sums: list[Tensor | None] = [None] * len(params)
+        loss = empty
+        for i, chunk in enumerate(chunks):
+            rows = tuple(t.detach()[chunk].requires_grad_(t.requires_grad) for t in per_token)
+            with torch.enable_grad():
+                part = _checked(per_chunk(leaves, rows, chunk))
+            if i == 0:
+                _refuse_strangers(part.total, {id(t) for t in (*rows, *leaves)})
+            grads = _gradients(part.total, (*rows, *leaves))
+            for row_grad, grad in zip(row_grads, grads[:split], strict=True):
+                if row_grad is not None and grad is not None:
+                    row_grad[chunk] = grad
+            for j, grad in enumerate(grads[split:]):
+                if grad is not None:
+                    sums[j] = _add(sums[j], grad, last=len(chunks) == 1)
+            loss += part.detach()
+        ctx.stored = (row_grads, sums, bool(chunks))
+        ctx.inputs = [(t.dtype, t.shape, t.device) if t.requires_grad else None for t in tensors]
+        ctx.mark_non_differentiable(*(t for t in loss[1:] if t is not None))
+        ctx.set_materialize_grads(False)
+        return tuple(loss)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the chunked loss was asked for a second derivative (create_graph=True), and it keeps no graph of its "
+                "chunks; use the plain, un-chunked loss where you need one"
+            )
+        if ctx.stored is None:
+            raise RuntimeError(
+                "backward went through the chunked loss a second time, and its gradients were handed over the first "
+                "time; call the loss again, or add the losses up and call backward once"
+            )
+        row_grads, sums, any_chunks = ctx.stored
+        ctx.stored = None
+        grads: list[Tensor | None] = []
+        while row_grads or sums:  # each stored gradient is let go as soon as its product exists
+            grad = (row_grads or sums).pop(0)
+            about = ctx.inputs[len(grads)]
+            if about is None or upstream is None:
+                grads.append(None)
+            elif not any_chunks:
+                dtype, shape, device = about
+                grads.append(torch.zeros(shape, dtype=dtype, device=device))
+            else:
+                grads.append(None if grad is None else (grad * upstream.to(grad.device)).to(about[0]))
+        return (None, None, None, None, *grads)
+
+
+def _checked(loss: TokenLoss) -> TokenLoss:
+    total = loss.total
+    if total.numel() != 1:
+        raise ValueError(f"the criterion returned shape {tuple(total.shape)}; it must return one number, the sum")
+    return loss._replace(total=total.reshape(()).to(wide(total.dtype)))
+
+
+def _gradients(total: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor | None]:
+    wanted = [t for t in inputs if t.requires_grad]
+    if not total.requires_grad:
+        return [None] * len(inputs)
+    found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
+    return [next(found) if t.requires_grad else None for t in inputs]
+
+
+def _add(so_far: Tensor | None, grad: Tensor, last: bool) -> Tensor:
+    """A sum of our own: autograd may hand the same tensor to two parameters, so the first one is copied."""
+    if so_far is None:
+        return grad if last else grad.to(wide(grad.dtype), copy=True)
+    return so_far.add_(grad)
+
+
+def _refuse_strangers(total: Tensor, known: set[int]) -> None:
+    """Follows the first chunk's graph to its leaves: one we were not given would lose its gradient in silence."""
+    todo, seen = [total.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo.extend(parent for parent, _ in node.next_functions)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise RuntimeError(
+                f"the generator or criterion used a tensor of shape {tuple(leaf.shape)} that needs a gradient and is "
+                "neither a registered parameter nor a per-token argument; register it, or pass it as a keyword"
+            )

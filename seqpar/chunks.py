@@ -1,0 +1,48 @@
+"""How rows are cut into chunks, and how many rows a chunk may have.
+
+Shape suffixes: B batch, T time, N = B*T rows, K kept rows (their target is not ignored).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOGITS_BUDGET = 64 * 2**20
+"""Bytes that one chunk's logits may take when the caller names no size."""
+
+FEWEST_ROWS = 256
+"""Below this many rows the matrix products are bound by reading the weight, not by arithmetic."""
+
+Chunk = slice | Tensor
+"""Which rows: a slice where they lie side by side (a view, no copy), else their int64 indices."""
+
+
+def check_size(size: int | None, name: str) -> None:
+    """Raises ValueError unless `size` is None or an int of at least 1."""
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(f"{name} is {size!r}; it must be a whole number of at least 1, or None to choose it")
+
+
+def rows_per_chunk(vocab_size: int, itemsize: int, budget: int = LOGITS_BUDGET) -> int:
+    """The rows whose logits (`vocab_size` numbers of `itemsize` bytes each) fit in `budget` bytes."""
+    return max(FEWEST_ROWS, budget // max(1, vocab_size * itemsize))
+
+
+def cut_rows(kept_N: Tensor, rows: int) -> list[Chunk]:
+    """The rows where the mask `kept_N` is true, in order, in as few even chunks of at most `rows` as there can be."""
+    indices_K = kept_N.nonzero().squeeze(1)
+    count = len(indices_K)
+    parts = -(-count // rows)
+    bounds = [i * count // parts for i in range(parts + 1)] if parts else []
+    slices = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return list(slices) if count == len(kept_N) else [indices_K[s] for s in slices]
+
+
+def cut_time(kept_BT: Tensor, steps: int) -> list[Chunk]:
+    """The same rows (numbered as in `kept_BT.flatten()`), `steps` time steps of the whole batch at a time."""
+    batch, time = kept_BT.shape
+    by_time_K = kept_BT.t().reshape(-1).nonzero().squeeze(1)
+    step_K, row_K = by_time_K.div(max(1, batch), rounding_mode="floor"), by_time_K % max(1, batch)
+    sizes = torch.bincount(step_K // steps).tolist()
+    return [chunk for chunk in (row_K * time + step_K).split(sizes) if len(chunk)]

@@ -1,0 +1,65 @@
+"""A device list, checked once where it enters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Device = int | str | torch.device
+
+
+def accelerator() -> str | None:
+    """The kind of accelerator this machine has ("cuda", "mps", ...), or None."""
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return None if current is None else current.type
+
+
+def available() -> list[torch.device]:
+    """Every accelerator device of this machine, or the CPU where there is none."""
+    kind = accelerator()
+    if kind is None:
+        return [torch.device("cpu")]
+    return [torch.device(kind, i) for i in range(torch.accelerator.device_count())]
+
+
+def _what_exists() -> str:
+    names = ["cpu"] + [str(d) for d in available() if d.type != "cpu"]
+    return "this machine has " + ", ".join(names)
+
+
+def _check_one(device: object, name: str) -> torch.device:
+    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+        raise TypeError(f"{name}: {device!r} is a {type(device).__name__}, not a device; {_what_exists()}")
+    kind = accelerator()
+    if isinstance(device, int) and kind is None:
+        raise ValueError(f"{name}: device {device} is an accelerator's index, and there is none; {_what_exists()}")
+    try:
+        found = torch.device(kind, device) if isinstance(device, int) and kind else torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"{name}: {device!r} is not a device; {_what_exists()}") from None
+    if found.type == "cpu":
+        if found.index not in (None, 0):
+            raise ValueError(f"{name}: {found} does not exist, the CPU is one device; {_what_exists()}")
+        return torch.device("cpu")
+    if found.type != kind:
+        raise ValueError(f"{name}: {found} does not exist or cannot compute; {_what_exists()}")
+    index = torch.accelerator.current_device_index() if found.index is None else found.index
+    count = torch.accelerator.device_count()
+    if not 0 <= index < count:
+        raise ValueError(f"{name}: index {index} of {found} is not below {count}; {_what_exists()}")
+    return torch.device(found.type, index)
+
+
+def check_devices(devices: Sequence[Device], name: str = "devices") -> tuple[torch.device, ...]:
+    """The list as `torch.device`s with an index each. Repeats and a mix of CPU and one accelerator are fine.
+
+    Raises:
+        TypeError: a string or a single device instead of a list; a bool or another type inside it.
+        ValueError: an empty list; a device that does not exist (the message lists what does).
+    """
+    if isinstance(devices, (str, int, torch.device)) or not isinstance(devices, Sequence):
+        raise TypeError(f"{name}: {devices!r} is a {type(devices).__name__}; pass a list, such as [{devices!r}]")
+    if not devices:
+        raise ValueError(f"{name} is empty; {_what_exists()}")
+    return tuple(_check_one(device, f"{name}[{i}]") for i, device in enumerate(devices))

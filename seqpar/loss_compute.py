@@ -1,0 +1,313 @@
+"""The engine: generator and criterion over any device list, in chunks, with the gradient of the single-device loss.
+
+Shape suffixes: B batch, T time, N rows (B*T, or the rows of a 2-D hidden), K rows of one chunk, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.chunked_gradient import chunked_gradient
+from seqpar.chunks import Chunk, check_size, cut_rows, cut_time, rows_per_chunk
+from seqpar.criteria import ignored_target
+from seqpar.devices import Device, check_devices
+from seqpar.replicas import bind, parallel_apply, replicate, scatter
+from seqpar.token_loss import TokenLoss
+
+PROBE_ROWS = 4
+"""Rows projected once, on the first call, to learn the vocabulary's size and whether the criterion sums."""
+
+
+class Shard(NamedTuple):
+    """One device's part of the batch."""
+
+    hidden: Tensor
+    target: Tensor
+    per_token: dict[str, Tensor]
+
+
+class LossCompute(nn.Module):
+    """`criterion(generator(hidden), target)`, summed, without the logits of all tokens ever existing at once.
+
+    Plain equivalent: `criterion(generator(hidden).flatten(0, -2), target.flatten())`. The pattern is the
+    `MultiGPULossCompute` of The Annotated Transformer (Harvard NLP, 2018), with the gradient kept exact.
+
+    Args:
+        generator: any module from hidden states `(..., D)` to scores `(..., V)` of the same number of dimensions
+            that treats every token alone.
+        criterion: any module that sums; `seqpar.criteria` says what is asked of it.
+        devices: where replicas of both compute, each on its share of the rows; None is where hidden is.
+        chunk_tokens: the most tokens whose logits exist at once on a device; None chooses by bytes.
+        chunk_size: instead of that, time steps of the whole batch (2018's way); hidden must be `(B, T, D)`.
+
+    Raises:
+        TypeError, ValueError: a bad device list or chunk size; a generator or criterion that is no module.
+        ValueError: a criterion whose `reduction` is not "sum".
+    """
+
+    def __init__(
+        self,
+        generator: nn.Module,
+        criterion: nn.Module,
+        devices: Sequence[Device] | None = None,
+        chunk_tokens: int | None = None,
+        chunk_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        for name, part in (("generator", generator), ("criterion", criterion)):
+            if not isinstance(part, nn.Module):
+                raise TypeError(f"{name} is a {type(part).__name__}; it must be a torch.nn.Module")
+        check_size(chunk_tokens, "chunk_tokens")
+        check_size(chunk_size, "chunk_size")
+        if chunk_tokens is not None and chunk_size is not None:
+            raise ValueError(f"chunk_tokens={chunk_tokens} and chunk_size={chunk_size}: pass one of them")
+        reduction = getattr(criterion, "reduction", "sum")
+        if reduction != "sum":
+            raise ValueError(f"the criterion has reduction={reduction!r}; the criterion must sum: reduction='sum'")
+        self.head = nn.ModuleDict({"generator": generator, "criterion": criterion})
+        self.devices = None if devices is None else check_devices(devices)
+        self.chunk_tokens = chunk_tokens
+        self.chunk_size = chunk_size
+        self._vocab_size: tuple[object, int] | None = None
+        self._sums = False
+
+    def forward(
+        self, hidden: Tensor | Sequence[Tensor], target: Tensor | Sequence[Tensor], **per_token: Any
+    ) -> TokenLoss:
+        """The summed loss of all tokens.
+
+        Args:
+            hidden: `(N, D)` or `(B, T, D)`; or already scattered, a list of such with one per device.
+            target: int64, hidden's leading shape; or a list like hidden's.
+            per_token: further tensors the generator takes as keywords (copy attention, a teacher's states), each
+                with target's shape first; scattered and chunked with the rest, and differentiated where they need
+                it. None passes through.
+
+        Returns:
+            `TokenLoss` on the first device. `(loss.total / tokens_of_the_step).backward()` is the one backward.
+
+        Raises:
+            TypeError, ValueError: a float target; shapes that disagree; a criterion that does not sum.
+            IndexError: a target outside [0, V) that is not ignored (with value and position).
+        """
+        shards = self._scatter(hidden, target, {k: v for k, v in per_token.items() if v is not None})
+        devices = [shard.hidden.device for shard in shards]
+        at_home = len(shards) == 1 and all(p.device == devices[0] for p in self.head.parameters())
+        heads = [self.head] if at_home else replicate(self.head, devices)
+        kept = [self._kept(shard.target) for shard in shards]
+        vocab_size = self._inspect(heads, shards, kept)
+        inputs = [(h, s, k, vocab_size) for h, s, k in zip(heads, shards, kept, strict=True)]
+        losses = parallel_apply([self._walk] * len(shards), inputs, devices=devices)
+        return sum((_moved(loss, devices[0]) for loss in losses[1:]), start=losses[0])
+
+    def _scatter(self, hidden: Any, target: Any, per_token: dict[str, Any]) -> list[Shard]:
+        if isinstance(hidden, Tensor):
+            _check_shapes(hidden, target, per_token)
+            if self.chunk_size is not None and hidden.dim() != 3:
+                raise ValueError(
+                    f"chunk_size={self.chunk_size} cuts time steps and hidden has shape {tuple(hidden.shape)}; pass "
+                    "(batch, time, D), or use chunk_tokens"
+                )
+            return [Shard(*s) for s in scatter((hidden, target, per_token), self.devices or [hidden.device])]
+        devices, sizes = [h.device for h in hidden], [len(h) for h in hidden]
+
+        def shared_out(value: Any, name: str) -> Sequence[Any]:
+            if isinstance(value, Tensor):
+                if len(value) != sum(sizes):
+                    raise ValueError(
+                        f"{name} has {len(value)} rows and the scattered hidden {sizes}, {sum(sizes)} rows"
+                    )
+                return scatter(value, devices, sizes=sizes)
+            if len(value) != len(devices):
+                raise ValueError(f"{name} is scattered over {len(value)} devices and hidden over {len(devices)}")
+            return [v.to(d) for v, d in zip(value, devices, strict=True)]
+
+        columns = {name: shared_out(value, name) for name, value in per_token.items()}
+        targets = shared_out(target, "target")
+        shards = [Shard(h, targets[i], {n: c[i] for n, c in columns.items()}) for i, h in enumerate(hidden)]
+        for shard in shards:
+            _check_shapes(*shard)
+        return shards
+
+    def _kept(self, target: Tensor) -> Tensor:
+        ignored = ignored_target(self.head["criterion"])
+        return torch.ones_like(target, dtype=torch.bool) if ignored is None else target != ignored
+
+    def _inspect(self, heads: list[nn.ModuleDict], shards: list[Shard], kept: list[Tensor]) -> int:
+        """The vocabulary's size, with every target checked against it and, once, that the criterion sums."""
+        about = [tuple(p.shape) for p in self.head.parameters()]
+        known = self._vocab_size[1] if self._vocab_size and self._vocab_size[0] == about else None
+        if known is not None and self._sums:
+            _check_range(shards, kept, known)
+            return known
+        for head, shard, keep in zip(heads, shards, kept, strict=True):
+            rows = keep.flatten().nonzero().squeeze(1)[:PROBE_ROWS]
+            if len(rows):
+                index = [] if shard.hidden.device.type == "cpu" else [shard.hidden.device]
+                with torch.no_grad(), torch.random.fork_rng(index, device_type=shard.hidden.device.type):
+                    probe = bind(head, {id(b): b.clone() for b in head.buffers()})
+                    logits = _project(probe["generator"], shard, [t[rows] for t in _rows(shard)])
+                    self._vocab_size = (about, logits.size(-1))
+                    _check_range(shards, kept, logits.size(-1))
+                    self._sums = _check_sum(probe["criterion"], logits, shard.target.flatten()[rows])
+                return logits.size(-1)
+        return 1  # every target is ignored: there is nothing to project
+
+    def _walk(self, head: nn.ModuleDict, shard: Shard, kept: Tensor, vocab_size: int) -> TokenLoss:
+        """One device's loss, chunk by chunk."""
+        params, target_N = tuple(head.parameters()), shard.target.flatten()
+
+        def per_chunk(leaves: tuple[Tensor, ...], rows: tuple[Tensor, ...], chunk: Chunk) -> TokenLoss:
+            bound = bind(head, {id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
+            logits_KV = _project(bound["generator"], shard, rows)
+            return _criterion_loss(bound["criterion"], logits_KV, target_N[chunk])
+
+        if self.chunk_size is not None:
+            chunks = cut_time(kept, self.chunk_size)
+        else:
+            itemsize = max(4, shard.hidden.element_size())
+            chunks = cut_rows(kept.flatten(), self.chunk_tokens or rows_per_chunk(vocab_size, itemsize))
+        empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, hasattr(head["criterion"], "token_loss"))
+        return chunked_gradient(per_chunk, chunks, _rows(shard), params, empty)
+
+    def extra_repr(self) -> str:
+        """What `print(module)` adds."""
+        devices = None if self.devices is None else [str(d) for d in self.devices]
+        return f"devices={devices}, chunk_tokens={self.chunk_tokens}, chunk_size={self.chunk_size}"
+
+
+class Stepper(Protocol):
+    """A torch optimizer, or a wrapper round one (2018's NoamOpt) that has `.step()` and `.optimizer`."""
+
+    def step(self) -> Any:
+        """Take one optimizer step."""
+
+
+class MultiGPULossCompute:
+    """The 2018 spelling: loss, the one backward, and the optimizer's step in one call.
+
+    Plain equivalent of `compute(out, targets, normalize)`:
+
+        total = criterion(generator(out).flatten(0, 1), targets.flatten())
+        (total / normalize).backward(); opt.step(); opt.zero_grad(); return float(total)
+
+    Source: `MultiGPULossCompute` of The Annotated Transformer (Harvard NLP, 2018), whose arguments it keeps.
+
+    Args:
+        generator, criterion, devices: as `LossCompute`.
+        opt: a torch optimizer, or a Noam-style wrapper with `.step()` and `.optimizer`; None only evaluates.
+        chunk_size: time steps whose logits exist at once.
+    """
+
+    def __init__(
+        self,
+        generator: nn.Module,
+        criterion: nn.Module,
+        devices: Sequence[Device],
+        opt: Stepper | None = None,
+        chunk_size: int = 5,
+    ) -> None:
+        self.engine = LossCompute(generator, criterion, devices, chunk_size=chunk_size)
+        self.opt = opt
+
+    def __call__(
+        self,
+        out: Tensor | Sequence[Tensor],
+        targets: Tensor | Sequence[Tensor],
+        normalize: float | Tensor,
+        **per_token: Any,
+    ) -> float:
+        """The summed loss as a float; with `opt`, a step has been taken on the gradient of sum / normalize.
+
+        Raises:
+            ValueError: `normalize` is not above 0 though there are tokens. Everything `LossCompute` raises.
+        """
+        with torch.set_grad_enabled(self.opt is not None and torch.is_grad_enabled()):
+            loss = self.engine(out, targets, **per_token)
+        if self.opt is not None:
+            if float(normalize) <= 0 and int(loss.tokens):
+                raise ValueError(f"normalize is {float(normalize)} for {int(loss.tokens)} tokens; it must be above 0")
+            (loss.total / normalize).backward()
+            self.opt.step()
+            getattr(self.opt, "optimizer", self.opt).zero_grad()
+        return float(loss.total)
+
+
+def _rows(shard: Shard) -> tuple[Tensor, ...]:
+    """Hidden and the per-token tensors with one row per token."""
+    lead = shard.target.dim()
+    return tuple(t.flatten(0, lead - 1) for t in (shard.hidden, *shard.per_token.values()))
+
+
+def _project(generator: nn.Module, shard: Shard, rows: Sequence[Tensor]) -> Tensor:
+    """The generator on some rows, in blocks with as many dimensions as the whole has; logits (K, V)."""
+    lead = (1,) * (shard.target.dim() - 1)
+    hidden, *extra = (t.reshape(*lead, *t.shape) for t in rows)
+    logits = generator(hidden, **dict(zip(shard.per_token, extra, strict=True)))
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != hidden.shape[:-1]:
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"the generator made {got} of hidden {tuple(hidden.shape)}; it must return (..., V) scores")
+    return logits.flatten(0, -2)
+
+
+def _criterion_loss(criterion: Any, logits: Tensor, target: Tensor) -> TokenLoss:
+    if hasattr(criterion, "token_loss"):
+        return criterion.token_loss(logits, target)  # type: ignore[no-any-return]
+    total = criterion(logits, target)
+    if not isinstance(total, Tensor):
+        raise TypeError(f"the criterion returned a {type(total).__name__}; it must return a tensor, the summed loss")
+    return TokenLoss(total, torch.full((), len(target), device=target.device))
+
+
+def _moved(loss: TokenLoss, device: torch.device) -> TokenLoss:
+    return TokenLoss(*(None if t is None else t.to(device) for t in loss))  # type: ignore[arg-type]
+
+
+def _check_shapes(hidden: Tensor, target: Any, per_token: dict[str, Any]) -> None:
+    if not isinstance(target, Tensor):
+        raise TypeError(f"hidden is one tensor and target a {type(target).__name__}; scatter both or neither")
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise TypeError(f"target has dtype {target.dtype}; it must hold class indices, int64")
+    if hidden.dim() < 2 or hidden.shape[:-1] != target.shape:
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)} and target {tuple(target.shape)}; target must have hidden's "
+            "leading shape: (N, D) with (N,), or (batch, time, D) with (batch, time)"
+        )
+    for name, value in per_token.items():
+        if not isinstance(value, Tensor) or value.shape[: target.dim()] != target.shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"{name} is {got}; a per-token tensor must have target's shape {tuple(target.shape)} first"
+            )
+
+
+def _check_range(shards: list[Shard], kept: list[Tensor], vocab_size: int) -> None:
+    above = 0
+    for shard, keep in zip(shards, kept, strict=True):
+        bad = keep & ((shard.target < 0) | (shard.target >= vocab_size))
+        if bad.any():
+            first, *rest = bad.nonzero()[0].tolist()
+            value = shard.target[(first, *rest)].item()
+            raise IndexError(
+                f"target {value} at position {(above + first, *rest)} is outside the vocabulary [0, {vocab_size}) and "
+                "is not the ignored one; check the vocabulary's size and the criterion's ignore_index"
+            )
+        above += len(shard.target)
+
+
+def _check_sum(criterion: nn.Module, logits: Tensor, target: Tensor) -> bool:
+    """Whether twice the rows give twice the loss; undecided (False) where the loss is 0 or not finite."""
+    once = float(_criterion_loss(criterion, logits, target).total.sum())
+    twice = float(_criterion_loss(criterion, logits.repeat(2, 1), target.repeat(2)).total.sum())
+    if once == 0 or once != once or abs(once) == float("inf"):
+        return False
+    if abs(twice - once) <= 0.01 * abs(once):
+        raise ValueError(
+            f"the criterion gives {once:.6g} for {len(target)} rows and {twice:.6g} for the same rows twice, so it "
+            "takes a mean; the criterion must sum (reduction='sum'), and the total is divided once, by the step's tokens"
+        )
+    return True

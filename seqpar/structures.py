@@ -1,0 +1,71 @@
+"""Nested containers of tensors taken apart and put together again: dict, list, tuple, NamedTuple, dataclass."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def leaves(structure: Any) -> Iterator[Any]:
+    """Everything in the structure that is not a container, in a fixed order."""
+    for child in _children(structure):
+        if child is structure:
+            yield structure
+        else:
+            yield from leaves(child)
+
+
+def rebuild(structure: Any, values: Iterator[Any]) -> Any:
+    """A copy of the structure with its leaves taken, in order, from `values`."""
+    if isinstance(structure, PackedSequence):
+        raise TypeError("a PackedSequence cannot be cut by rows; pass the padded batch and its lengths instead")
+    if isinstance(structure, Mapping):
+        made = copy.copy(structure)
+        for key in structure:
+            made[key] = rebuild(structure[key], values)  # type: ignore[index]
+        return made
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return type(structure)(*(rebuild(child, values) for child in structure))
+    if isinstance(structure, (list, tuple)):
+        return type(structure)(rebuild(child, values) for child in structure)
+    if _is_dataclass(structure):
+        made = copy.copy(structure)
+        for field in dataclasses.fields(structure):
+            object.__setattr__(made, field.name, rebuild(getattr(structure, field.name), values))
+        return made
+    return next(values)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], structure: Any) -> Any:
+    """The structure with `function` applied to each tensor and everything else as it was."""
+    found = leaves(structure)
+    return rebuild(structure, (function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in found))
+
+
+def describe(structure: Any) -> str:
+    """The shape of the containers, for error messages: leaves show as their type's name."""
+    if isinstance(structure, Mapping):
+        return "{" + ", ".join(f"{k!r}: {describe(v)}" for k, v in structure.items()) + "}"
+    if isinstance(structure, (list, tuple)):
+        return f"{type(structure).__name__}[" + ", ".join(describe(v) for v in structure) + "]"
+    return type(structure).__name__
+
+
+def _is_dataclass(structure: Any) -> bool:
+    return dataclasses.is_dataclass(structure) and not isinstance(structure, type)
+
+
+def _children(structure: Any) -> Iterator[Any]:
+    if isinstance(structure, Mapping):
+        yield from structure.values()
+    elif isinstance(structure, (list, tuple)):
+        yield from structure
+    elif _is_dataclass(structure):
+        yield from (getattr(structure, field.name) for field in dataclasses.fields(structure))
+    else:
+        yield structure
