@@ -5,6 +5,8 @@ Shape suffixes: B batch, T time, N = B*T rows, K kept rows (their target is not 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ def cut_rows(kept_N: Tensor, rows: int) -> list[Chunk]:
     count = len(indices_K)
     parts = -(-count // rows)
     bounds = [i * count // parts for i in range(parts + 1)] if parts else []
-    slices = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    slices = [slice(a, b) for a, b in pairwise(bounds)]
     return list(slices) if count == len(kept_N) else [indices_K[s] for s in slices]
 
 

@@ -226,14 +226,15 @@ class MultiGPULossCompute:
         Raises:
             ValueError: `normalize` is not above 0 though there are tokens. Everything `LossCompute` raises.
         """
-        with torch.set_grad_enabled(self.opt is not None and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(self.opt is not None):
             loss = self.engine(out, targets, **per_token)
         if self.opt is not None:
             if float(normalize) <= 0 and int(loss.tokens):
                 raise ValueError(f"normalize is {float(normalize)} for {int(loss.tokens)} tokens; it must be above 0")
             (loss.total / normalize).backward()
             self.opt.step()
-            getattr(self.opt, "optimizer", self.opt).zero_grad()
+            optimizer: Any = getattr(self.opt, "optimizer", self.opt)
+            optimizer.zero_grad()
         return float(loss.total)
 
 
@@ -308,6 +309,6 @@ def _check_sum(criterion: nn.Module, logits: Tensor, target: Tensor) -> bool:
     if abs(twice - once) <= 0.01 * abs(once):
         raise ValueError(
             f"the criterion gives {once:.6g} for {len(target)} rows and {twice:.6g} for the same rows twice, so it "
-            "takes a mean; the criterion must sum (reduction='sum'), and the total is divided once, by the step's tokens"
+            "takes a mean; the criterion must sum (reduction='sum'), the one division is by the tokens of the whole step"
         )
     return True

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel._functions import Broadcast, Gather, Scatter
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from seqpar.devices import Device, accelerator, check_devices
 from seqpar.structures import describe, leaves, rebuild
@@ -80,7 +80,7 @@ def _refuse(part: nn.Module) -> None:
     for name, tensor in (*part._parameters.items(), *part._buffers.items()):
         if tensor is None:
             continue
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise TypeError(f"{kind}.{name} is lazy, it has no shape yet; run one batch through the module first")
         if tensor.is_meta:
             raise TypeError(f"{kind}.{name} is on the meta device and has no data; use module.to_empty(device=...)")

@@ -35,7 +35,8 @@ class TokenLoss(NamedTuple):
         """Field by field; a field that either side lacks is None."""
         if not isinstance(other, TokenLoss):
             return NotImplemented
-        return TokenLoss(*(None if a is None or b is None else a + b for a, b in zip(self, other, strict=True)))  # type: ignore[arg-type]
+        fields = (None if a is None or b is None else a + b for a, b in zip(self, other, strict=True))
+        return TokenLoss(*fields)  # type: ignore[arg-type]
 
     def __radd__(self, other: object) -> TokenLoss:
         """What lets `sum(losses)` start from its 0."""
