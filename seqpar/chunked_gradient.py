@@ -48,11 +48,10 @@ def chunked_gradient(
     tensors = (*per_token, *params)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return TokenLoss(*_ChunkedGradient.apply(per_chunk, chunks, len(per_token), empty, *tensors))
-    loss = empty
     with torch.no_grad():
-        for chunk in chunks:
-            loss += _checked(per_chunk(tuple(params), tuple(t[chunk] for t in per_token), chunk))
-    return loss
+        rows = (tuple(t[chunk] for t in per_token) for chunk in chunks)
+        parts = [_checked(per_chunk(tuple(params), r, chunk)) for r, chunk in zip(rows, chunks, strict=True)]
+    return _sum(empty, parts)
 
 
 class _ChunkedGradient(torch.autograd.Function):
@@ -64,7 +63,7 @@ class _ChunkedGradient(torch.autograd.Function):
         leaves = tuple(p.detach().requires_grad_(p.requires_grad) for p in params)
         row_grads = [torch.zeros_like(t) if t.requires_grad else None for t in per_token]
         sums: list[Tensor | None] = [None] * len(params)
-        loss = empty
+        parts: list[TokenLoss] = []
         for i, chunk in enumerate(chunks):
             rows = tuple(t.detach()[chunk].requires_grad_(t.requires_grad) for t in per_token)
             with torch.enable_grad():
@@ -78,7 +77,8 @@ class _ChunkedGradient(torch.autograd.Function):
             for j, grad in enumerate(grads[split:]):
                 if grad is not None:
                     sums[j] = _add(sums[j], grad, last=len(chunks) == 1)
-            loss += part.detach()
+            parts.append(part.detach())
+        loss = _sum(empty, parts)
         ctx.stored = (row_grads, sums, bool(chunks))
         ctx.inputs = [(t.dtype, t.shape, t.device) if t.requires_grad else None for t in tensors]
         ctx.mark_non_differentiable(*(t for t in loss[1:] if t is not None))
@@ -120,6 +120,13 @@ def _checked(loss: TokenLoss) -> TokenLoss:
     return loss._replace(total=total.reshape(()).to(wide(total.dtype)))
 
 
+def _sum(empty: TokenLoss, parts: Sequence[TokenLoss]) -> TokenLoss:
+    """Field by field and all at once: a running float32 sum would lose a digit over a thousand chunks."""
+    columns = [[t for t in column if t is not None] for column in zip(empty, *parts, strict=True)]
+    whole = (torch.stack(c).sum() if len(c) == len(parts) + 1 else None for c in columns)
+    return TokenLoss(*whole)  # type: ignore[arg-type]
+
+
 def _gradients(total: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor | None]:
     wanted = [t for t in inputs if t.requires_grad]
     if not total.requires_grad:
@@ -130,9 +137,11 @@ def _gradients(total: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor | None]
 
 def _add(so_far: Tensor | None, grad: Tensor, last: bool) -> Tensor:
     """A sum of our own: autograd may hand the same tensor to two parameters, so the first one is copied."""
-    if so_far is None:
-        return grad if last else grad.to(wide(grad.dtype), copy=True)
-    return so_far.add_(grad)
+    if so_far is not None:
+        return so_far.add_(grad)
+    # A plain bias gradient is one careful reduction, not a running sum: vectors are cheap to keep in float64
+    cheap = grad.dim() < 2 and grad.device.type != "mps"
+    return grad if last else grad.to(torch.float64 if cheap else wide(grad.dtype), copy=True)
 
 
 def _refuse_strangers(total: Tensor, known: set[int]) -> None:

@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from seqpar.token_loss import TokenLoss, wide
 
@@ -67,9 +66,13 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
         return loss_N, nll_N, correct_N
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream_N: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
         """upstream x (p - q)."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the criterion was asked for a second derivative (create_graph=True), and it keeps only the first; "
+                "use torch.nn.functional.cross_entropy where you need one"
+            )
         p_NV, target_N = ctx.saved_tensors
         q: _Smoothed = ctx.q
         upstream_N1 = upstream_N.unsqueeze(1)

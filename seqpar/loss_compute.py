@@ -15,7 +15,7 @@ from seqpar.chunked_gradient import chunked_gradient
 from seqpar.chunks import Chunk, check_size, cut_rows, cut_time, rows_per_chunk
 from seqpar.criteria import ignored_target
 from seqpar.devices import Device, check_devices
-from seqpar.replicas import bind, parallel_apply, replicate, scatter
+from seqpar.replicas import bind, check_replicable, parallel_apply, replicate, scatter
 from seqpar.token_loss import TokenLoss
 
 PROBE_ROWS = 4
@@ -94,6 +94,7 @@ class LossCompute(nn.Module):
             TypeError, ValueError: a float target; shapes that disagree; a criterion that does not sum.
             IndexError: a target outside [0, V) that is not ignored (with value and position).
         """
+        check_replicable(self.head)
         shards = self._scatter(hidden, target, {k: v for k, v in per_token.items() if v is not None})
         devices = [shard.hidden.device for shard in shards]
         at_home = len(shards) == 1 and all(p.device == devices[0] for p in self.head.parameters())
@@ -112,7 +113,7 @@ class LossCompute(nn.Module):
                     f"chunk_size={self.chunk_size} cuts time steps and hidden has shape {tuple(hidden.shape)}; pass "
                     "(batch, time, D), or use chunk_tokens"
                 )
-            return [Shard(*s) for s in scatter((hidden, target, per_token), self.devices or [hidden.device])]
+            return [Shard(*s) for s in scatter((hidden, target.long(), per_token), self.devices or [hidden.device])]
         devices, sizes = [h.device for h in hidden], [len(h) for h in hidden]
 
         def shared_out(value: Any, name: str) -> Sequence[Any]:
@@ -128,7 +129,7 @@ class LossCompute(nn.Module):
 
         columns = {name: shared_out(value, name) for name, value in per_token.items()}
         targets = shared_out(target, "target")
-        shards = [Shard(h, targets[i], {n: c[i] for n, c in columns.items()}) for i, h in enumerate(hidden)]
+        shards = [Shard(h, targets[i].long(), {n: c[i] for n, c in columns.items()}) for i, h in enumerate(hidden)]
         for shard in shards:
             _check_shapes(*shard)
         return shards
@@ -235,7 +236,7 @@ class MultiGPULossCompute:
             self.opt.step()
             optimizer: Any = getattr(self.opt, "optimizer", self.opt)
             optimizer.zero_grad()
-        return float(loss.total)
+        return float(loss.total.detach())
 
 
 def _rows(shard: Shard) -> tuple[Tensor, ...]:
@@ -309,6 +310,6 @@ def _check_sum(criterion: nn.Module, logits: Tensor, target: Tensor) -> bool:
     if abs(twice - once) <= 0.01 * abs(once):
         raise ValueError(
             f"the criterion gives {once:.6g} for {len(target)} rows and {twice:.6g} for the same rows twice, so it "
-            "takes a mean; the criterion must sum (reduction='sum'), the one division is by the tokens of the whole step"
+            "takes a mean; the criterion must sum (reduction='sum'), the one division is by the step's tokens"
         )
     return True

@@ -38,14 +38,20 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
             )
     devices = {name: check_devices([device], f"parts[{name!r}]")[0] for name, device in parts.items()}
     _check_tensors(model, devices)
-    for name in sorted(devices, key=len):  # outer parts first, so that an inner part ends where it belongs
-        modules[name].to(devices[name])
+    for name, module in modules.items():  # straight to its place: no device ever holds more than its parts
+        part = _part_of(name, devices)
+        if part is not None:
+            _move_own_tensors(module, devices[part])
     for name, device in devices.items():
         modules[name].register_forward_pre_hook(_bring_inputs(device), with_kwargs=True)
         outer = _part_of(name.rpartition(".")[0], devices) if name else None
         if outer is not None and devices[outer] != device:
             modules[name].register_forward_hook(_send_output(devices[outer]))
     return model
+
+
+def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
+    module._apply(lambda tensor: tensor.to(device), recurse=False)
 
 
 def _part_of(name: str, devices: Mapping[str, torch.device]) -> str | None:

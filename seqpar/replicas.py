@@ -102,7 +102,7 @@ def replicate(module: Module, device_ids: Sequence[Device]) -> list[Module]:
         TypeError, ValueError: a bad device list; a module that cannot be replicated (see `bind`).
     """
     devices = check_devices(device_ids, "device_ids")
-    _refuse_all(module)
+    check_replicable(module)
     parameters = list(module.parameters())
     buffers = list(module.buffers())
     linked = _linked_parameters(parameters, devices)
@@ -118,7 +118,8 @@ def replicate(module: Module, device_ids: Sequence[Device]) -> list[Module]:
     return replicas
 
 
-def _refuse_all(module: nn.Module) -> None:
+def check_replicable(module: nn.Module) -> None:
+    """Raises TypeError, with the remedy, if a part is compiled, scripted, lazy, on the meta device or sharded."""
     for part in module.modules():
         _refuse(part)
 

@@ -1,0 +1,25 @@
+"""Hypothesis profiles, and what the tests need to know of the machine."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=slow_is_fine)
+settings.register_profile("ci", max_examples=150, deadline=None, derandomize=True, suppress_health_check=slow_is_fine)
+settings.register_profile("nightly", max_examples=2_000, deadline=None, suppress_health_check=slow_is_fine)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+torch.set_num_threads(1)  # the cases are tiny: more threads only wait for each other
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests without a GPU, or without the corpora, say so when they skip; nothing else skips."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("data") and not Path(os.environ.get("SEQPAR_DATA", "/nowhere")).is_dir():
+            item.add_marker(pytest.mark.skip(reason="needs SEQPAR_DATA, the folder of the corpora"))

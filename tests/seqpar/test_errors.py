@@ -1,0 +1,213 @@
+"""Every bad input gets one clear line: what, where, both numbers, the way out."""
+
+import pytest
+import torch
+from torch import nn
+
+import seqpar
+from seqpar.devices import check_devices
+
+
+def engine(generator=None, criterion=None, **options):
+    generator = nn.Linear(4, 9) if generator is None else generator
+    return seqpar.LossCompute(generator, criterion or seqpar.CrossEntropy(), **options)
+
+
+def hidden(*lead):
+    return torch.randn(*lead, 4)
+
+
+def zeros(*shape, dtype=torch.int64):
+    return torch.zeros(shape, dtype=dtype)
+
+
+DEVICES = {
+    "a string": ("cpu", TypeError, r"\['cpu'\]"),
+    "an int": (0, TypeError, r"\[0\]"),
+    "empty": ([], ValueError, "empty; this machine has cpu"),
+    "meta": (["meta"], ValueError, "meta does not exist or cannot compute; this machine has cpu"),
+    "a bool": ([True], TypeError, r"devices\[0\]: True is a bool"),
+    "none": ([None], TypeError, "NoneType"),
+    "nonsense": (["gpu0"], ValueError, "'gpu0' is not a device; this machine has cpu"),
+    "another cpu": (["cpu:1"], ValueError, "the CPU is one device"),
+    "far too high": (["cpu", "cuda:99"], ValueError, r"devices\[1\]: (index 99|cuda:99)"),
+    "another kind": (["xpu:0"], ValueError, "does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", DEVICES)
+def test_a_bad_device_list_says_what_exists(case):
+    devices, error, message = DEVICES[case]
+    with pytest.raises(error, match=message):
+        engine(devices=devices)
+    with pytest.raises(error, match=message.replace("devices", "device_ids")):
+        seqpar.DataParallel(nn.Linear(1, 1), devices)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without a GPU")
+def test_an_index_without_an_accelerator_says_so():
+    with pytest.raises(ValueError, match="device 0 is an accelerator's index, and there is none"):
+        check_devices([0])
+
+
+def test_good_device_lists_are_normalised():
+    assert check_devices(["cpu:0", torch.device("cpu")]) == (torch.device("cpu"),) * 2
+
+
+@pytest.mark.parametrize("name", ["chunk_tokens", "chunk_size"])
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, "5"])
+def test_a_chunk_size_that_is_no_positive_int_is_refused(name, size):
+    with pytest.raises(ValueError, match=f"{name} is {size!r}; it must be a whole number of at least 1"):
+        engine(**{name: size})
+
+
+def test_two_ways_to_cut_at_once_are_refused():
+    with pytest.raises(ValueError, match="pass one of them"):
+        engine(chunk_tokens=2, chunk_size=2)
+
+
+def test_time_chunks_of_a_hidden_without_time_are_refused():
+    with pytest.raises(ValueError, match=r"hidden has shape \(6, 4\).*chunk_tokens"):
+        engine(chunk_size=2)(hidden(6), zeros(6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_a_target_of_no_integer_dtype_is_refused(dtype):
+    with pytest.raises(TypeError, match=f"target has dtype {dtype}"):
+        engine()(hidden(6), zeros(6, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_narrow_integer_targets_work(dtype):
+    assert engine()(hidden(6), zeros(6, dtype=dtype)).tokens == 6
+
+
+@pytest.mark.parametrize(("lead", "shape"), [((6,), (5,)), ((2, 3), (6,)), ((2, 3), (3, 2)), ((6,), (2, 3)), ((), ())])
+def test_shapes_that_disagree_are_both_named(lead, shape):
+    with pytest.raises(ValueError, match="target must have hidden's leading shape") as error:
+        engine()(hidden(*lead), zeros(*shape))
+    assert str(tuple(shape)) in str(error.value)
+    assert str((*lead, 4)) in str(error.value)
+
+
+def test_a_per_token_keyword_of_another_shape_is_named():
+    with pytest.raises(ValueError, match=r"teacher is \(5, 4\).*shape \(6,\) first"):
+        engine()(hidden(6), zeros(6), teacher=hidden(5))
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+@pytest.mark.parametrize("value", [9, -1, 10**9])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_target_outside_the_vocabulary_is_named_with_its_position(devices, value, first):
+    made, target = engine(devices=devices), zeros(4, 3)
+    if not first:
+        made(hidden(4, 3), target)  # the check does not end with the first call
+    target[3, 1] = value
+    with pytest.raises(IndexError, match=rf"target {value} at position \(3, 1\) is outside the vocabulary \[0, 9\)"):
+        made(hidden(4, 3), target)
+
+
+class Mean(nn.Module):
+    def forward(self, logits, target):
+        return nn.functional.cross_entropy(logits, target)
+
+
+def test_a_criterion_that_takes_a_mean_is_refused_by_its_setting_and_by_its_numbers():
+    with pytest.raises(ValueError, match="reduction='mean'; the criterion must sum"):
+        engine(criterion=nn.CrossEntropyLoss())
+    with pytest.raises(ValueError, match="takes a mean; the criterion must sum"):
+        engine(criterion=Mean())(hidden(6), zeros(6))
+
+
+def test_the_mean_is_found_later_if_the_first_loss_could_not_tell():
+    made = engine(generator=nn.Linear(4, 1), criterion=Mean())
+    assert made(hidden(6), zeros(6)).total == 0  # one class: every loss is 0
+    made.head["generator"] = nn.Linear(4, 9)
+    with pytest.raises(ValueError, match="takes a mean"):
+        made(hidden(6), zeros(6))
+
+
+class Rows(nn.Module):
+    def forward(self, logits, target):
+        return nn.functional.cross_entropy(logits, target, reduction="none")
+
+
+class Number(nn.Module):
+    def forward(self, logits, target):
+        return 1.0
+
+
+def test_a_criterion_must_return_one_tensor():
+    with pytest.raises(ValueError, match="it must return one number, the sum"):
+        engine(criterion=Rows())(hidden(6), zeros(6))
+    with pytest.raises(TypeError, match="returned a float"):
+        engine(criterion=Number())(hidden(6), zeros(6))
+
+
+def test_a_generator_must_return_scores_per_token():
+    with pytest.raises(ValueError, match=r"the generator made \(16,\) of hidden \(4, 4\)"):
+        engine(generator=nn.Flatten(0))(hidden(6), zeros(6))
+
+
+def test_functions_are_not_modules():
+    with pytest.raises(TypeError, match="criterion is a function"):
+        engine(criterion=nn.functional.cross_entropy)
+
+
+def compiled():
+    return torch.compile(nn.Linear(4, 9))
+
+
+def compiled_in_place():
+    module = nn.Linear(4, 9)
+    module.compile()
+    return module
+
+
+REFUSED = {
+    "compiled": (compiled, "from before torch.compile"),
+    "compiled in place": (compiled_in_place, "from before torch.compile"),
+    "lazy": (lambda: nn.LazyLinear(9), "run one batch through the module first"),
+    "meta": (lambda: nn.Linear(4, 9, device="meta"), "to_empty"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+def test_a_generator_that_cannot_be_replicated_names_the_remedy(case, devices):
+    make, remedy = REFUSED[case]
+    with pytest.raises(TypeError, match=remedy):
+        engine(make(), devices=devices)(hidden(6), zeros(6))
+    with pytest.raises(TypeError, match=remedy):
+        seqpar.replicate(nn.Sequential(make()), ["cpu"] * 2)
+
+
+def test_scattered_hidden_and_target_must_fit():
+    shards = [hidden(2), hidden(1)]
+    with pytest.raises(ValueError, match=r"target has 4 rows and the scattered hidden \[2, 1\], 3 rows"):
+        engine()(shards, zeros(4))
+    with pytest.raises(ValueError, match="target is scattered over 1 devices and hidden over 2"):
+        engine()(shards, [zeros(3)])
+    with pytest.raises(TypeError, match="scatter both or neither"):
+        engine()(hidden(3), [zeros(3)])
+
+
+def test_smoothing_settings_are_checked():
+    with pytest.raises(ValueError, match=r"smoothing is 1\.0"):
+        seqpar.LabelSmoothing(1.0, "torch")
+    with pytest.raises(ValueError, match="convention is 'other'"):
+        seqpar.LabelSmoothing(0.1, "other")
+    with pytest.raises(ValueError, match="ignore_index is -100; the 'harvard' convention"):
+        seqpar.LabelSmoothing(0.1, "harvard")(torch.zeros(1, 4), zeros(1))
+    with pytest.raises(ValueError, match="2 classes are too few"):
+        seqpar.LabelSmoothing(0.1, "harvard", ignore_index=0)(torch.zeros(1, 2), zeros(1))
+
+
+def test_normalize_must_be_above_zero_where_there_are_tokens():
+    generator = nn.Linear(4, 9)
+    opt = torch.optim.SGD(generator.parameters(), 0.1)
+    compute = seqpar.MultiGPULossCompute(generator, seqpar.CrossEntropy(), ["cpu"], opt=opt)
+    with pytest.raises(ValueError, match=r"normalize is 0\.0 for 6 tokens"):
+        compute(hidden(2, 3), zeros(2, 3), 0)
+    compute(hidden(2, 3).requires_grad_(), torch.full((2, 3), -100), 0)  # all padding: 0 / 0 does no harm
+    assert torch.isfinite(generator.weight).all()

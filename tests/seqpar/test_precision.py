@@ -1,0 +1,75 @@
+"""Low precision: at most twice as far from the float64 truth as plain PyTorch in the same dtype."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import seqpar
+
+LOW = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+def errors(loss, hidden, generator, truth):
+    """Relative distance of loss and gradients from the float64 truth."""
+    got = [loss.detach(), *torch.autograd.grad(loss, (hidden, *generator.parameters()))]
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, truth, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@settings(max_examples=15)
+@given(seed=st.integers(0, 999), chunk_tokens=st.sampled_from([1, 7, 64, 1000]), vocab_size=st.integers(20, 900))
+def test_at_most_twice_plain_torchs_own_error(dtype, smoothing, seed, chunk_tokens, vocab_size):
+    torch.manual_seed(seed)
+    rows, width, low = 256, 16, LOW[dtype]
+    generator = nn.Linear(width, vocab_size).to(low)
+    hidden = torch.randn(rows, width).to(low).requires_grad_()
+    target = torch.randint(vocab_size, (rows,))
+    exact = nn.Linear(width, vocab_size).double()
+    exact.load_state_dict(generator.state_dict())
+    hidden64 = hidden.detach().double().requires_grad_()
+    plain = nn.CrossEntropyLoss(reduction="sum", label_smoothing=smoothing)
+    truth_loss = plain(exact(hidden64), target) / rows
+    truth = [truth_loss.detach(), *torch.autograd.grad(truth_loss, (hidden64, *exact.parameters()))]
+    criterion = seqpar.LabelSmoothing(smoothing, "torch")
+    ours = seqpar.LossCompute(generator, criterion, chunk_tokens=chunk_tokens)(hidden, target).total / rows
+    mine = errors(ours, hidden, generator, truth)
+    theirs = errors(plain(generator(hidden), target) / rows, hidden, generator, truth)
+    floor = torch.finfo(low).eps / 2  # a result cannot be expected nearer than its own rounding
+    for name, a, b in zip(["loss", "hidden", "weight", "bias"], mine, theirs, strict=True):
+        assert a <= 2 * max(b, floor if name != "loss" else torch.finfo(torch.float32).eps), (name, a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_loss_and_the_weight_gradient_do_not_lose_small_terms_to_the_chunk_count(dtype):
+    """1,024 equal terms: summed in bf16 they would stop growing at 256."""
+    generator = nn.Linear(1, 2, bias=False).to(dtype)
+    nn.init.zeros_(generator.weight)
+    hidden = torch.ones(1024, 1, dtype=dtype)
+    target = torch.zeros(1024, dtype=torch.int64)
+    loss = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=1)(hidden, target)
+    (loss.total / loss.tokens).backward()
+    assert loss.total.dtype == torch.float32
+    torch.testing.assert_close(loss.total.item(), 1024 * torch.log(torch.tensor(2.0)).item(), rtol=1e-6, atol=0)
+    assert generator.weight.grad.flatten().tolist() == [-0.5, 0.5]
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 3])
+def test_under_bf16_autocast_the_engine_follows_autocast(devices):
+    torch.manual_seed(1)
+    generator, hidden = nn.Linear(8, 50), torch.randn(40, 8, requires_grad=True)
+    target, seen = torch.randint(50, (40,)), set()
+    generator.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices, chunk_tokens=7)(hidden, target)
+        plain = nn.functional.cross_entropy(generator(hidden), target, reduction="sum")
+    loss.total.backward()
+    mine = [hidden.grad, generator.weight.grad]
+    theirs = torch.autograd.grad(plain, (hidden, generator.weight))
+    assert seen == {torch.bfloat16}
+    assert loss.total.dtype == torch.float32
+    assert mine[1].dtype == torch.float32
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm()  # two bf16 roundings of the same gradient, 2^-8 each, over 40 rows
