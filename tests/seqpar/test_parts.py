@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import seqpar
 from seqpar import placement
@@ -132,36 +133,69 @@ def test_placed_parts_give_the_same_numbers_and_gradients():
 
 
 @pytest.fixture
-def meta_stands_in_for_a_second_device(monkeypatch):
-    """Meta tensors refuse to meet CPU tensors just as a GPU's do, so a dry run shows every transfer."""
+def any_device_exists(monkeypatch):
     monkeypatch.setattr(placement, "check_devices", lambda devices, _: [torch.device(d) for d in devices])
 
 
-@pytest.mark.usefixtures("meta_stands_in_for_a_second_device")
-def test_a_stack_cut_in_two_moves_its_inputs_by_itself():
-    model = seqpar.place(Stack(), {"stem": "cpu", "first": "cpu", "second": "meta", "head": "meta"})
-    seen = []
-    for part in (model.stem, model.second):
-        part.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0].device.type, output.device.type)))
-    assert model(torch.randn(2, 3)).device.type == "meta"
-    assert seen == [("cpu", "cpu"), ("meta", "meta")]
+@pytest.mark.usefixtures("any_device_exists")
+def test_each_tensor_goes_straight_to_its_parts_device():
+    model = nn.Sequential(Stack(), nn.LSTM(3, 3), nn.BatchNorm1d(3))
+    seqpar.place(model, {"": "cpu", "0.second": "meta", "2": "meta"})
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert tensor.is_meta == name.startswith(("0.second", "2.")), name
 
 
-@pytest.mark.usefixtures("meta_stands_in_for_a_second_device")
-def test_an_embedding_elsewhere_brings_its_output_back_to_the_model_round_it():
-    class Embeds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.rest = nn.Embedding(5, 3), nn.Linear(3, 3)
-            self.register_buffer("position", torch.zeros(3))
+@pytest.fixture
+def fake_gpus(any_device_exists, monkeypatch):
+    """Shape-only tensors that say they lie on GPUs and refuse to meet across devices: a stand-in for real ones.
 
-        def forward(self, tokens):
-            return self.rest(self.embed(tokens) + self.position)
+    They cannot be moved inside a module or differentiated, so the parts are made where they belong; real moves are tested above,
+    moves and gradients on real GPUs in test_gpu.py.
+    """
+    monkeypatch.setattr(placement, "_move_own_tensors", lambda *_: None)
+    with FakeTensorMode():
+        yield
 
-    model = seqpar.place(Embeds(), {"": "meta", "embed": "cpu"})
-    assert model.embed.weight.device.type == "cpu"
-    assert model.position.device.type == "meta"
-    assert model(torch.tensor([[1, 2]])).device.type == "meta"
+
+def linear(device):
+    """A layer made in place: fake GPUs have no random numbers to start it from."""
+    layer = nn.Linear(3, 3)
+    layer.weight, layer.bias = (nn.Parameter(torch.empty(p.shape, device=device)) for p in layer.parameters())
+    return layer
+
+
+class Embeds(nn.Module):
+    def __init__(self, embed, rest):
+        super().__init__()
+        self.embed, self.rest = nn.Embedding(5, 3, device=embed), linear(rest)
+        self.register_buffer("position", torch.zeros(3, device=rest))
+
+    def forward(self, tokens, *, extra):
+        return self.rest(self.embed(tokens) + self.position + extra["bias"])
+
+
+@pytest.mark.usefixtures("fake_gpus")
+def test_an_embedding_on_the_cpu_and_the_rest_on_a_gpu():
+    parts = {"": "cuda:0", "embed": "cpu"}
+    inputs = torch.ones(2, 4, dtype=torch.int64), {"bias": torch.zeros(3)}
+    with pytest.raises(RuntimeError, match="device"):
+        Embeds("cpu", "cuda:0")(inputs[0], extra=inputs[1])
+    model = seqpar.place(Embeds("cpu", "cuda:0"), parts)
+    out = model(inputs[0], extra=inputs[1])
+    assert str(out.device) == "cuda:0"
+
+
+@pytest.mark.usefixtures("fake_gpus")
+def test_a_stack_cut_in_two_runs_over_two_gpus():
+    model = Stack()
+    model.stem, model.first = linear("cuda:0"), linear("cuda:0")
+    model.second, model.head = linear("cuda:1"), linear("cuda:1")
+    x = torch.zeros(2, 3)
+    with pytest.raises(RuntimeError, match="device"):
+        model(x)
+    seqpar.place(model, {"stem": "cuda:0", "first": "cuda:0", "second": "cuda:1", "head": "cuda:1"})
+    out = model(x)
+    assert str(out.device) == "cuda:1"
 
 
 def test_bad_placements_are_named():
@@ -173,7 +207,7 @@ def test_bad_placements_are_named():
         seqpar.place(Stack(), {"": "cpu", "stem": "cuda:99"})
 
 
-@pytest.mark.usefixtures("meta_stands_in_for_a_second_device")
+@pytest.mark.usefixtures("any_device_exists")
 def test_tied_parts_on_two_devices_are_refused():
     model = Stack()
     model.head.weight = model.stem.weight
