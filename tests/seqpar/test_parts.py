@@ -149,11 +149,11 @@ def test_each_tensor_goes_straight_to_its_parts_device():
 def fake_gpus(any_device_exists, monkeypatch):
     """Shape-only tensors that say they lie on GPUs and refuse to meet across devices: a stand-in for real ones.
 
-    They cannot be moved inside a module or differentiated, so the parts are made where they belong; real moves are tested above,
-    moves and gradients on real GPUs in test_gpu.py.
+    They cannot be moved inside a module or differentiated, so the parts are made where they belong; real moves are
+    tested above, moves and gradients on real GPUs in test_gpu.py.
     """
     monkeypatch.setattr(placement, "_move_own_tensors", lambda *_: None)
-    with FakeTensorMode():
+    with FakeTensorMode(), torch.no_grad():
         yield
 
 
