@@ -1,0 +1,28 @@
+"""Sequence models in plain torch, to be read, edited and trained; no part of the installed library."""
+
+from models.attention import Attention, DecoderCache, padding_mask, subsequent_mask
+from models.decoding import Hypothesis, beam_search, greedy, length_normaliser
+from models.presets import PRESETS, TransformerConfig
+from models.transformer import (
+    EncoderDecoder,
+    Generator,
+    make_transformer,
+    sinusoidal_positions,
+)
+
+__all__ = [
+    "PRESETS",
+    "Attention",
+    "DecoderCache",
+    "EncoderDecoder",
+    "Generator",
+    "Hypothesis",
+    "TransformerConfig",
+    "beam_search",
+    "greedy",
+    "length_normaliser",
+    "make_transformer",
+    "padding_mask",
+    "sinusoidal_positions",
+    "subsequent_mask",
+]

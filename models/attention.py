@@ -1,0 +1,147 @@
+"""Attention, its masks, and the keys and values that decoding keeps (Vaswani et al. 2017, section 3.2).
+
+Shapes: B sentences, R rows (sentences x beams; R = B outside beam search), T target time, S source time,
+D model width, H heads, K width of a head.
+
+Masks are boolean, True = may attend, with four dims that broadcast to (B, H, queries, keys).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def padding_mask(tokens: Tensor, pad: int) -> Tensor:
+    """`tokens != pad`, shaped for attention: (B, S) token ids -> (B, 1, 1, S) boolean, True = a real token.
+
+    A sentence of padding alone keeps its first position: a softmax over nothing is nan in some kernels, and
+    one position, however long the padding, leaves the result independent of it.
+    """
+    real_BS = tokens != pad
+    empty_B1 = ~real_BS.any(1, keepdim=True)
+    first_S = torch.arange(tokens.size(1), device=tokens.device) == 0
+    return (real_BS | (empty_B1 & first_S))[:, None, None, :]
+
+
+def subsequent_mask(size: int, device: torch.device | str | None = None) -> Tensor:
+    """The causal mask (section 3.2.3): (1, 1, size, size) boolean, True where the key is not after the query.
+
+    `padding_mask(tgt, pad) & subsequent_mask(tgt.size(1))` is the decoder mask of the Annotated Transformer.
+    """
+    return torch.ones(1, 1, size, size, dtype=torch.bool, device=device).tril()
+
+
+def check_mask(name: str, mask: Tensor | None) -> None:
+    """Raise for a mask that would be misread: an additive one, or (B, 1, S), whose B would meet the heads."""
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{name} is {mask.dtype}, not torch.bool: pass a boolean mask, True = may attend")
+    if mask.dim() != 4:
+        raise ValueError(
+            f"{name} has {mask.dim()} dims, shape {tuple(mask.shape)}, not 4: "
+            "unsqueeze it to broadcast to (batch, heads, queries, keys)"
+        )
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """What attention looks up: keys and values, each (B, H, S, K)."""
+
+    keys: Tensor
+    values: Tensor
+
+    def append(self, new: KeyValues) -> KeyValues:
+        """The same with the keys and values of later time steps after these."""
+        return KeyValues(torch.cat((self.keys, new.keys), 2), torch.cat((self.values, new.values), 2))
+
+    def select(self, rows: Tensor) -> KeyValues:
+        """The given rows, in the given order: rows (N,) -> keys and values (N, H, S, K)."""
+        return KeyValues(self.keys.index_select(0, rows), self.values.index_select(0, rows))
+
+
+class Attention(nn.Module):
+    """Multi-head scaled dot-product attention: Concat(head_1 ... head_h) W^O (section 3.2.2, equation 1).
+
+    The projections of all heads are one matrix, those of keys and values too. Queries and looked-up states
+    come in separately, so self-attention, attention to the memory and cached decoding are one class.
+    """
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(d_model, d_model)
+        self.key_value = nn.Linear(d_model, 2 * d_model)
+        self.output = nn.Linear(d_model, d_model)
+
+    def keys_values(self, states: Tensor) -> KeyValues:
+        """Project the states that are looked up: (B, S, D) -> two (B, H, S, K)."""
+        keys_BSD, values_BSD = self.key_value(states).chunk(2, dim=-1)
+        return KeyValues(self._split(keys_BSD), self._split(values_BSD))
+
+    def forward(self, x: Tensor, lookup: KeyValues, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """Attend from x (R, T, D) to `lookup`; returns (R, T, D).
+
+        R may be a multiple of the B rows of `lookup`: the beams of one sentence share its memory as further
+        queries of one attention, so the memory is never copied beam times. The mask then has one query row.
+        """
+        rows, time, d_model = x.shape
+        sentences = lookup.keys.size(0)
+        beams = rows // max(1, sentences)
+        query_BQD = self.query(x).view(sentences, beams * time, d_model)
+        mixed_BHQK = F.scaled_dot_product_attention(
+            self._split(query_BQD), lookup.keys, lookup.values, attn_mask=mask, is_causal=causal
+        )
+        mixed: Tensor = self.output(mixed_BHQK.transpose(1, 2).reshape(rows, time, d_model))
+        return mixed
+
+    def _split(self, states: Tensor) -> Tensor:
+        """(B, S, D) -> (B, H, S, K)."""
+        batch, time, d_model = states.shape
+        return states.view(batch, time, self.heads, d_model // self.heads).transpose(1, 2)
+
+
+@dataclass
+class LayerCache:
+    """What one decoder layer keeps between steps: `own` has R rows, `memory` has B."""
+
+    own: KeyValues | None = None
+    memory: KeyValues | None = None
+
+    def extend(self, new: KeyValues) -> KeyValues:
+        """Append the new steps' keys and values; returns all so far."""
+        self.own = new if self.own is None else self.own.append(new)
+        return self.own
+
+
+@dataclass
+class DecoderCache:
+    """By layer: keys and values of the steps decoded so far, and of the memory, projected once."""
+
+    layers: list[LayerCache] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, layers: int) -> Self:
+        """A cache for `layers` decoder layers before the first step."""
+        return cls([LayerCache() for _ in range(layers)])
+
+    @property
+    def length(self) -> int:
+        """Number of time steps held."""
+        own = self.layers[0].own if self.layers else None
+        return 0 if own is None else own.keys.size(2)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i continues what row rows[i] was: the beam index of a search, or the rows still decoding."""
+        for layer in self.layers:
+            layer.own = None if layer.own is None else layer.own.select(rows)
+
+    def keep_sentences(self, sentences: Tensor) -> None:
+        """Drop the memory of all sentences but these, in the given order (their rows go with `reorder`)."""
+        for layer in self.layers:
+            layer.memory = None if layer.memory is None else layer.memory.select(sentences)

@@ -1,0 +1,62 @@
+"""Model sizes: a checked configuration, and five of them by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Norm = Literal["pre", "post"]
+Tie = Literal["none", "target", "all"]
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes and choices of a model; the defaults are those of table 3, base (Vaswani et al. 2017)."""
+
+    d_model: int = 512
+    """Width of hidden states; even, and divisible by heads."""
+    d_ff: int = 2048
+    """Width inside the position-wise feed-forward network."""
+    heads: int = 8
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    dropout: float = 0.1
+    """Of each sublayer's output and of the embeddings (section 5.4)."""
+    norm: Norm = "post"
+    """post: the paper's LayerNorm(x + f(x)). pre: x + f(LayerNorm(x)), which needs less warm-up
+    (Xiong et al. 2020)."""
+    tie: Tie = "all"
+    """none | target (target embedding = generator) | all (source embedding too; Press and Wolf 2017)."""
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "d_ff", "heads", "encoder_layers", "decoder_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, below 1: choose 1 or more")
+        if self.d_model % 2:
+            raise ValueError(
+                f"d_model {self.d_model} is odd, and positions are pairs of sine and cosine: "
+                f"choose {self.d_model - 1 or 2} or {self.d_model + 1}"
+            )
+        if self.d_model % self.heads:
+            lower = self.d_model // self.heads * self.heads
+            near = [width for width in (lower, lower + self.heads) if width and width % 2 == 0]
+            raise ValueError(
+                f"d_model {self.d_model} is not divisible by heads {self.heads}: choose d_model "
+                f"{' or '.join(map(str, near or [2 * self.heads]))}, or other heads"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}, outside [0, 1): choose, say, 0.1")
+        for name, choices in (("norm", get_args(Norm)), ("tie", get_args(Tie))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: choose one of {', '.join(choices)}")
+
+
+PRESETS: dict[str, TransformerConfig] = {
+    "tiny": TransformerConfig(128, 512, 4, 2, 2, dropout=0.1, norm="pre"),
+    "multi30k": TransformerConfig(128, 256, 4, 4, 4, dropout=0.3, norm="pre"),
+    "small": TransformerConfig(256, 512, 8, 3, 3, dropout=0.1, norm="pre"),
+    "base": TransformerConfig(512, 2048, 8, 6, 6, dropout=0.1, norm="post"),
+    "big": TransformerConfig(1024, 4096, 16, 6, 6, dropout=0.3, norm="post"),
+}
+"""tiny suits a demonstration on two CPU cores, multi30k its 29,000 pairs; base and big are table 3's. The small ones
+are pre-norm: their recipes warm up for a few hundred steps only."""

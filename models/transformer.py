@@ -1,0 +1,334 @@
+"""The Transformer encoder-decoder (Vaswani et al. 2017), a head apart from its vocabulary projection.
+
+`EncoderDecoder.forward` returns hidden states; `EncoderDecoder.generator` turns them into logits. Whoever
+computes the loss decides how many logits exist at once.
+
+Shapes: B sentences, R rows (sentences x beams; R = B outside beam search), S source time, T target time,
+D model width, V vocabulary. Sentences are padded at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from models.attention import Attention, DecoderCache, LayerCache, check_mask, padding_mask, subsequent_mask
+from models.presets import TransformerConfig
+
+
+def sinusoidal_positions(start: int, stop: int, d_model: int, *, like: Tensor) -> Tensor:
+    """Section 3.5: PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i+1) = cos of the same; (stop - start, D).
+
+    Computed where it is used, in at least float32: there is no longest sentence, and no buffer that
+    checkpoints, replicas or ranks could disagree on.
+    """
+    wide = torch.promote_types(like.dtype, torch.float32)
+    position = torch.arange(start, stop, device=like.device, dtype=wide)
+    pairs = torch.arange(0, d_model, 2, device=like.device, dtype=wide)
+    angle = position[:, None] * torch.exp(pairs * (-math.log(10_000.0) / d_model))
+    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(like.dtype)
+
+
+class Embedding(nn.Module):
+    """Token vectors times sqrt(D), plus positions, with dropout on the sum (sections 3.4, 3.5, 5.4)."""
+
+    def __init__(self, vocab: int, d_model: int, dropout: float) -> None:
+        super().__init__()
+        self.lookup = nn.Embedding(vocab, d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """(B, T) ids, the first at position `start` -> (B, T, D)."""
+        vectors = self.lookup(tokens)
+        d_model = vectors.size(-1)
+        positions = sinusoidal_positions(start, start + tokens.size(1), d_model, like=vectors)
+        embedded: Tensor = self.dropout(vectors * math.sqrt(d_model) + positions)
+        return embedded
+
+
+class FeedForward(nn.Module):
+    """max(0, x W_1 + b_1) W_2 + b_2 at each position (equation 2)."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(d_model, d_ff)
+        self.outer = nn.Linear(d_ff, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        y: Tensor = self.outer(self.inner(x).relu())
+        return y
+
+
+class Residual(nn.Module):
+    """A sublayer's residual connection, dropout and layer norm.
+
+    post: LayerNorm(x + Dropout(f(x))), sections 3.1 and 5.4; pre: x + Dropout(f(LayerNorm(x))), Xiong et al.
+    2020, figure 1b.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.pre = config.norm == "pre"
+        self.norm = nn.LayerNorm(config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """(B, T, D) -> (B, T, D), through the sublayer."""
+        if self.pre:
+            x = x + self.dropout(sublayer(self.norm(x)))
+            return x
+        x = self.norm(x + self.dropout(sublayer(x)))
+        return x
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward network (section 3.1, figure 1 left)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.self_attention = Attention(config.d_model, config.heads)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff)
+        self.residuals = nn.ModuleList(Residual(config) for _ in range(2))
+
+    def forward(self, x: Tensor, src_mask: Tensor | None) -> Tensor:
+        """(B, S, D) -> (B, S, D)."""
+        attention = self.self_attention
+        x = self.residuals[0](x, lambda y: attention(y, attention.keys_values(y), src_mask))
+        x = self.residuals[1](x, self.feed_forward)
+        return x
+
+
+class DecoderLayer(nn.Module):
+    """Causal self-attention, attention to the memory, feed-forward network (section 3.1, figure 1 right)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.self_attention = Attention(config.d_model, config.heads)
+        self.memory_attention = Attention(config.d_model, config.heads)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff)
+        self.residuals = nn.ModuleList(Residual(config) for _ in range(3))
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        src_mask: Tensor | None,
+        tgt_mask: Tensor | None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """x (R, T, D), memory (B, S, D) -> (R, T, D); without tgt_mask, causal."""
+
+        def attend_to_itself(y: Tensor) -> Tensor:
+            lookup = self.self_attention.keys_values(y)
+            if cache is not None:
+                lookup = cache.extend(lookup)
+            # A single step looks at everything so far: nothing to mask.
+            causal = tgt_mask is None and y.size(1) > 1
+            attended: Tensor = self.self_attention(y, lookup, tgt_mask, causal)
+            return attended
+
+        def attend_to_memory(y: Tensor) -> Tensor:
+            lookup = None if cache is None else cache.memory
+            if lookup is None:
+                lookup = self.memory_attention.keys_values(memory)
+            if cache is not None:
+                cache.memory = lookup
+            attended: Tensor = self.memory_attention(y, lookup, src_mask)
+            return attended
+
+        x = self.residuals[0](x, attend_to_itself)
+        x = self.residuals[1](x, attend_to_memory)
+        x = self.residuals[2](x, self.feed_forward)
+        return x
+
+
+def final_norm(config: TransformerConfig) -> nn.Module:
+    """Pre-norm layers leave their sum unnormalised; the stack ends in one more norm (Xiong et al. 2020)."""
+    return nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
+
+
+class Encoder(nn.Module):
+    """A stack of encoder layers (section 3.1)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
+        self.norm = final_norm(config)
+
+    def forward(self, x: Tensor, src_mask: Tensor | None) -> Tensor:
+        """(B, S, D) -> (B, S, D)."""
+        for layer in self.layers:
+            x = layer(x, src_mask)
+        x = self.norm(x)
+        return x
+
+
+class Decoder(nn.Module):
+    """A stack of decoder layers (section 3.1)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
+        self.norm = final_norm(config)
+
+    def empty_cache(self) -> DecoderCache:
+        """What `EncoderDecoder.decode` fills when it decodes step by step."""
+        return DecoderCache.empty(len(self.layers))
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        src_mask: Tensor | None,
+        tgt_mask: Tensor | None,
+        cache: DecoderCache | None = None,
+    ) -> Tensor:
+        """x (R, T, D), memory (B, S, D) -> (R, T, D)."""
+        for index, layer in enumerate(self.layers):
+            x = layer(x, memory, src_mask, tgt_mask, None if cache is None else cache.layers[index])
+        x = self.norm(x)
+        return x
+
+
+class Generator(nn.Linear):
+    """Hidden states to logits over the vocabulary: (..., D) -> (..., V) (section 3.4).
+
+    Logits, not log-probabilities: the criterion normalises, once and in its own precision. A second
+    log-softmax here would cost another tokens x V tensor, and greedy search needs none at all.
+    """
+
+
+class EncoderDecoder(nn.Module):
+    """p(target | source) but for the generator: `forward` returns hidden states (section 3.1)."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        decoder: Decoder,
+        src_embed: Embedding,
+        tgt_embed: Embedding,
+        generator: Generator,
+        pad: int = 0,
+    ) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.decoder = decoder
+        self.src_embed = src_embed
+        self.tgt_embed = tgt_embed
+        self.generator = generator
+        self.pad = pad
+
+    def forward(
+        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None = None, tgt_mask: Tensor | None = None
+    ) -> Tensor:
+        """`decode(encode(src), src_mask, tgt)`: the decoder's hidden states, (B, T, D), for the generator.
+
+        src (B, S) and tgt (B, T) are long ids padded at the end; tgt starts with the start symbol. Without
+        src_mask, padding in src is masked; without tgt_mask, the decoder is causal, and padding, which only
+        follows real tokens, needs no mask of its own. A mask that is given replaces the derived one.
+
+        Raises TypeError or ValueError for ids or masks of another dtype or shape.
+        """
+        check_tokens("src", src)
+        check_tokens("tgt", tgt)
+        if src.size(0) != tgt.size(0):
+            raise ValueError(f"src has {src.size(0)} sentences, tgt {tgt.size(0)}: pair them row by row")
+        if src_mask is None:
+            src_mask = padding_mask(src, self.pad)
+        return self.decode(self.encode(src, src_mask), src_mask, tgt, tgt_mask)
+
+    def encode(self, src: Tensor, src_mask: Tensor | None = None) -> Tensor:
+        """The memory: (B, S) ids -> (B, S, D)."""
+        check_tokens("src", src)
+        check_mask("src_mask", src_mask)
+        if src_mask is None:
+            src_mask = padding_mask(src, self.pad)
+        memory: Tensor = self.encoder(self.src_embed(src), src_mask)
+        return memory
+
+    def decode(
+        self,
+        memory: Tensor,
+        src_mask: Tensor | None,
+        tgt: Tensor,
+        tgt_mask: Tensor | None = None,
+        cache: DecoderCache | None = None,
+    ) -> Tensor:
+        """Hidden states of the target prefix: memory (B, S, D), tgt (R, T) ids -> (R, T, D).
+
+        R is B, or B x beams with the beams of a sentence next to each other. src_mask is `padding_mask(src,
+        pad)`; None attends to the whole memory. With a cache (`decoder.empty_cache()`), tgt holds only the
+        time steps that follow those cached, and memory is read at the first call alone.
+        """
+        check_tokens("tgt", tgt)
+        check_mask("src_mask", src_mask)
+        check_mask("tgt_mask", tgt_mask)
+        if tgt.size(0) % max(1, memory.size(0)):
+            raise ValueError(
+                f"tgt has {tgt.size(0)} rows, not a multiple of memory's {memory.size(0)}: "
+                "pass the same number of beams for each sentence"
+            )
+        start, time = 0 if cache is None else cache.length, tgt.size(1)
+        if tgt_mask is None and start and time > 1:
+            tgt_mask = subsequent_mask(start + time, tgt.device)[:, :, start:]
+        hidden: Tensor = self.decoder(self.tgt_embed(tgt, start), memory, src_mask, tgt_mask, cache)
+        return hidden
+
+
+def check_tokens(name: str, tokens: Tensor) -> None:
+    """Raise unless `tokens` is a (batch, time) tensor of ids."""
+    if tokens.dtype not in (torch.long, torch.int):
+        raise TypeError(f"{name} is {tokens.dtype}, not torch.long: pass token ids")
+    if tokens.dim() != 2:
+        raise ValueError(f"{name} has shape {tuple(tokens.shape)}, {tokens.dim()} dims, not 2: pass (batch, time)")
+
+
+def make_transformer(config: TransformerConfig, src_vocab: int, tgt_vocab: int, pad: int = 0) -> EncoderDecoder:
+    """A Transformer with fresh weights; `pad` is the padding id of both vocabularies.
+
+    Raises ValueError where tie="all" meets vocabularies of two sizes, and for a `pad` outside a vocabulary.
+    """
+    if config.tie == "all" and src_vocab != tgt_vocab:
+        raise ValueError(
+            f"tie='all' shares one embedding, but src_vocab is {src_vocab} and tgt_vocab {tgt_vocab}: "
+            "use a joint vocabulary, or tie='target'"
+        )
+    if not 0 <= pad < min(src_vocab, tgt_vocab):
+        raise ValueError(f"pad is {pad}, outside [0, {min(src_vocab, tgt_vocab)}): choose an id both vocabularies have")
+    model = EncoderDecoder(
+        Encoder(config),
+        Decoder(config),
+        Embedding(src_vocab, config.d_model, config.dropout),
+        Embedding(tgt_vocab, config.d_model, config.dropout),
+        Generator(config.d_model, tgt_vocab),
+        pad,
+    )
+    if config.tie != "none":
+        model.generator.weight = model.tgt_embed.lookup.weight
+    if config.tie == "all":
+        model.src_embed.lookup.weight = model.tgt_embed.lookup.weight
+    initialize(model)
+    return model
+
+
+@torch.no_grad()
+def initialize(model: nn.Module) -> None:
+    """Xavier uniform matrices and zero biases (Glorot and Bengio 2010); embeddings are normal(0, D^-0.5).
+
+    That scale makes embeddings times sqrt(D) and, where tied, the first logits O(1). Matrices that share
+    storage only for speed (keys and values) are drawn one by one, as if they were apart.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            for matrix in module.key_value.weight.chunk(2):
+                nn.init.xavier_uniform_(matrix)
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)

@@ -1,0 +1,56 @@
+"""Small models and random sentences that the tests of `models` share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from models import EncoderDecoder, TransformerConfig, make_transformer
+
+PAD, BOS, EOS = 0, 1, 2
+TINY = TransformerConfig(
+    d_model=16, d_ff=24, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0, norm="pre", tie="all"
+)
+
+
+def small_transformer(seed: int = 0, vocab: int = 11, spread: float = 1.0, **changes: object) -> EncoderDecoder:
+    """A float64 model in training mode, its config `TINY` with `changes`.
+
+    `spread` scales every parameter; 2 or 3 makes a random model's choices depend on its whole input. Biases and
+    norm weights are random, too: at their initial values they would hide mistakes.
+    """
+    torch.manual_seed(seed)
+    model = make_transformer(replace(TINY, **changes), vocab, vocab, PAD).double()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            parameter.mul_(spread)
+    return model
+
+
+def pad_to(sentences: list[list[int]], width: int) -> Tensor:
+    """Token ids padded at the end to (sentences, width)."""
+    return torch.tensor([sentence + [PAD] * (width - len(sentence)) for sentence in sentences])
+
+
+def sentence(vocab: int = 11, min_size: int = 1) -> st.SearchStrategy[list[int]]:
+    """Token ids without padding and symbols."""
+    return st.lists(st.integers(3, vocab - 1), min_size=min_size, max_size=6)
+
+
+def batch(vocab: int = 11, min_size: int = 1) -> st.SearchStrategy[list[list[int]]]:
+    """One to four sentences."""
+    return st.lists(sentence(vocab, min_size), min_size=1, max_size=4)
+
+
+def random_batch(seed: int, size: int = 5, width: int = 6, vocab: int = 11) -> Tensor:
+    """(size, width) ids, the sentences of different lengths, the first one full."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, vocab, (size, width), generator=generator)
+    for row in range(1, size):
+        tokens[row, 1 + int(torch.randint(width, (), generator=generator)) :] = PAD
+    return tokens

@@ -1,0 +1,271 @@
+"""What decoding promises: the cache changes nothing, the beam finds the best, a batch is its sentences."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models import EncoderDecoder, Hypothesis, beam_search, greedy, length_normaliser, padding_mask
+from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, sentence, small_transformer
+
+MODELS = [small_transformer(seed, norm=norm, spread=2.0) for seed in range(2) for norm in ("pre", "post")]
+ENDING = [small_transformer(seed + 10, vocab=7, spread=1.2, norm=norm) for seed in range(2) for norm in ("pre", "post")]
+model_index = st.integers(0, len(MODELS) - 1)
+
+
+def same(actual: list[list[Hypothesis]], expected: list[list[Hypothesis]]) -> None:
+    assert [[h.tokens for h in row] for row in actual] == [[h.tokens for h in row] for row in expected]
+    for got, want in zip(itertools.chain(*actual), itertools.chain(*expected), strict=True):
+        assert got.score == pytest.approx(want.score, rel=1e-11)
+
+
+@pytest.mark.parametrize("cuts", [[1, 2, 3, 4, 5], [2, 3, 5], [4], [1, 3]])
+@pytest.mark.parametrize("model", MODELS)
+def test_cached_hidden_states_are_the_uncached_ones(model: EncoderDecoder, cuts: list[int]) -> None:
+    src, tgt = random_batch(1), random_batch(2)
+    mask, memory = padding_mask(src, PAD), model.encode(src)
+    expected, cache = model.decode(memory, mask, tgt), model.decoder.empty_cache()
+    for start, stop in itertools.pairwise([0, *cuts, 6]):
+        assert cache.length == start
+        hidden = model.decode(memory, mask, tgt[:, start:stop], cache=cache)
+        torch.testing.assert_close(hidden, expected[:, start:stop], rtol=1e-12, atol=1e-12)
+
+
+def test_beams_share_their_sentences_memory_as_if_it_were_repeated() -> None:
+    model, src, tgt = MODELS[0], random_batch(1), torch.randint(3, 11, (15, 4))
+    mask, memory = padding_mask(src, PAD), model.encode(src)
+    repeated = model.decode(memory.repeat_interleave(3, 0), mask.repeat_interleave(3, 0), tgt)
+    torch.testing.assert_close(model.decode(memory, mask, tgt), repeated, rtol=1e-12, atol=1e-12)
+
+
+def uncached_greedy(model: EncoderDecoder, src: list[int], limit: int) -> list[int]:
+    """One sentence, the whole prefix decoded again at each step."""
+    prefix = [BOS]
+    with torch.no_grad():
+        for _ in range(limit):
+            logits = model.generator(model(torch.tensor([src]), torch.tensor([prefix])))[0, -1]
+            logits[[PAD, BOS]] = -math.inf
+            token = int(logits.argmax())
+            if token == EOS:
+                break
+            prefix.append(token)
+    return prefix[1:]
+
+
+@settings(deadline=None, max_examples=25)
+@given(which=model_index, src=batch(), extra=st.integers(0, 3), limit=st.integers(1, 12))
+def test_greedy_is_the_uncached_argmax_of_each_sentence_alone(
+    which: int, src: list[list[int]], extra: int, limit: int
+) -> None:
+    model, width = MODELS[which], max(map(len, src)) + extra
+    actual = greedy(model, pad_to(src, width), bos=BOS, eos=EOS, max_length=limit)
+    assert actual == [uncached_greedy(model, one, limit) for one in src]
+
+
+@settings(deadline=None, max_examples=25)
+@given(which=model_index, src=batch(), alpha=st.sampled_from([0.0, 0.6, 1.0]))
+def test_beam_1_is_greedy(which: int, src: list[list[int]], alpha: float) -> None:
+    model, ids = MODELS[which], pad_to(src, max(map(len, src)))
+    best = beam_search(model, ids, bos=BOS, eos=EOS, beam=1, length_penalty=alpha)
+    assert [row[0].tokens for row in best] == greedy(model, ids, bos=BOS, eos=EOS)
+
+
+@settings(deadline=None, max_examples=20)
+@given(which=model_index, src=batch(), extra=st.integers(0, 3), beam=st.integers(2, 5))
+def test_a_batch_is_translated_as_its_sentences_alone(which: int, src: list[list[int]], extra: int, beam: int) -> None:
+    model, ids = MODELS[which], pad_to(src, max(map(len, src)) + extra)
+    together = beam_search(model, ids, bos=BOS, eos=EOS, beam=beam, n_best=2)
+    alone = [beam_search(model, torch.tensor([one]), bos=BOS, eos=EOS, beam=beam, n_best=2)[0] for one in src]
+    same(together, alone)
+
+
+@torch.no_grad()
+def plain_beam_search(
+    model: EncoderDecoder, src: list[int], beam: int, n_best: int, alpha: float, limit: int
+) -> list[Hypothesis]:
+    """The rule of `beam_search`, one sentence, uncached, and without stopping before `beam` have finished."""
+    live, finished = [([BOS], 0.0)], []
+    for length in range(1, limit + 1):
+        extensions = []
+        for prefix, score in live:
+            logp = model.generator(model(torch.tensor([src]), torch.tensor([prefix])))[0, -1].log_softmax(-1)
+            extensions += [([*prefix, i], score + p) for i, p in enumerate(logp.tolist()) if i not in (PAD, BOS)]
+        extensions.sort(key=lambda extension: -extension[1])
+        norm = ((5 + length) / 6) ** alpha
+        finished += [Hypothesis(ids[1:-1], score / norm) for ids, score in extensions[:beam] if ids[-1] == EOS]
+        live = [extension for extension in extensions if extension[0][-1] != EOS][:beam]
+        if len(finished) >= beam:
+            live = []
+            break
+    rest = [Hypothesis(ids[1:], score / norm) for ids, score in live]
+    return (sorted(finished, key=lambda h: -h.score) + rest)[:n_best]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    which=model_index,
+    src=sentence(vocab=7),
+    beam=st.integers(1, 4),
+    data=st.data(),
+    alpha=st.sampled_from([0.0, 0.6, 1.0, 3.0]),
+    limit=st.integers(1, 10),
+)
+def test_the_search_is_a_plain_uncached_one_that_never_stops_early(
+    which: int, src: list[int], beam: int, data: st.DataObject, alpha: float, limit: int
+) -> None:
+    model, n_best = ENDING[which], data.draw(st.integers(1, beam))
+    actual = beam_search(
+        model,
+        torch.tensor([src]),
+        bos=BOS,
+        eos=EOS,
+        beam=beam,
+        n_best=n_best,
+        length_penalty=alpha,
+        max_length=limit,
+    )
+    same(actual, [plain_beam_search(model, src, beam, n_best, alpha, limit)])
+
+
+def every_hypothesis(model: EncoderDecoder, src: list[int], limit: int, alpha: float) -> list[Hypothesis]:
+    """Score all finished translations of up to `limit` steps, each by one uncached pass; best first."""
+    real = [token for token in range(model.generator.out_features) if token not in (PAD, BOS, EOS)]
+    found = []
+    for length in range(limit):
+        for tokens in itertools.product(real, repeat=length):
+            ids = torch.tensor([[BOS, *tokens]])
+            logp = model.generator(model(torch.tensor([src]), ids))[0].log_softmax(-1)
+            score = sum(logp[step, token].item() for step, token in enumerate([*tokens, EOS]))
+            found.append(Hypothesis(list(tokens), score / ((5 + length + 1) / 6) ** alpha))
+    return sorted(found, key=lambda hypothesis: -hypothesis.score)
+
+
+@pytest.mark.parametrize("n_best", [1, 8])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.5])
+@pytest.mark.parametrize("seed", range(4))
+@torch.no_grad()
+def test_a_wide_beam_finds_the_best_of_all_hypotheses(seed: int, alpha: float, n_best: int) -> None:
+    model = small_transformer(seed, vocab=5, spread=1.5, norm="post" if seed % 2 else "pre")
+    src = [[3, 4, 4], [4], [3, 3]]
+    actual = beam_search(
+        model, pad_to(src, 4), bos=BOS, eos=EOS, beam=40, length_penalty=alpha, n_best=n_best, max_length=5
+    )
+    same(actual, [every_hypothesis(model, one, 5, alpha)[:n_best] for one in src])
+
+
+@settings(deadline=None, max_examples=20)
+@given(which=model_index, src=batch(), n_best=st.integers(1, 4), alpha=st.sampled_from([0.0, 0.6, 1.5]))
+def test_n_best_are_that_many_distinct_and_scored_as_the_model_scores_them(
+    which: int, src: list[list[int]], n_best: int, alpha: float
+) -> None:
+    model, ids, limit = MODELS[which], pad_to(src, max(map(len, src))), 9
+    found = beam_search(model, ids, bos=BOS, eos=EOS, beam=4, n_best=n_best, length_penalty=alpha, max_length=limit)
+    for one, hypotheses in zip(src, found, strict=True):
+        assert len(hypotheses) == n_best
+        assert len({tuple(hypothesis.tokens) for hypothesis in hypotheses}) == n_best
+        assert not {PAD, BOS, EOS} & {token for h in hypotheses for token in h.tokens}
+        finished = [hypothesis.score for hypothesis in hypotheses if len(hypothesis.tokens) < limit]
+        assert finished == sorted(finished, reverse=True)
+        for hypothesis in hypotheses:
+            assert hypothesis.score == pytest.approx(rescore(model, one, hypothesis, limit, alpha), rel=1e-11)
+
+
+@torch.no_grad()
+def rescore(model: EncoderDecoder, src: list[int], hypothesis: Hypothesis, limit: int, alpha: float) -> float:
+    outputs = [*hypothesis.tokens, EOS][:limit]
+    hidden = model(torch.tensor([src]), torch.tensor([[BOS, *hypothesis.tokens][: len(outputs)]]))
+    logp = model.generator(hidden)[0].log_softmax(-1)
+    total = logp[torch.arange(len(outputs)), outputs].sum().item()
+    return total / length_normaliser(len(outputs), alpha)
+
+
+def never_ending() -> EncoderDecoder:
+    model = small_transformer(3)
+    with torch.no_grad():
+        model.generator.bias[EOS] = -1e4
+    return model
+
+
+def test_unfinished_hypotheses_are_returned_at_the_limit() -> None:
+    src = pad_to([[3, 4, 5], [6]], 3)
+    for limit, lengths in ((None, [16, 12]), (4, [4, 4])):
+        assert [len(row) for row in greedy(never_ending(), src, bos=BOS, eos=EOS, max_length=limit)] == lengths
+        found = beam_search(never_ending(), src, bos=BOS, eos=EOS, n_best=3, max_length=limit)
+        assert [[len(h.tokens) for h in row] for row in found] == [[length] * 3 for length in lengths]
+        assert all(row == sorted(row, key=lambda h: -h.score) for row in found)
+
+
+def test_a_finished_hypothesis_goes_before_an_unfinished_one() -> None:
+    model = small_transformer(3)
+    with torch.no_grad():
+        model.generator.weight[EOS] = 0
+        model.generator.bias[EOS] = 0.5
+    found = beam_search(model, torch.tensor([[3, 4]]), bos=BOS, eos=EOS, beam=6, n_best=6, max_length=2)[0]
+    finished = [len(hypothesis.tokens) < 2 for hypothesis in found]
+    assert True in finished
+    assert False in finished
+    assert finished == sorted(finished, reverse=True)
+
+
+def test_padding_and_start_are_never_output() -> None:
+    model, src = small_transformer(4, tie="none"), random_batch(3)
+    with torch.no_grad():
+        model.generator.bias[[PAD, BOS]] = 50.0
+    outputs = greedy(model, src, bos=BOS, eos=EOS)
+    outputs += [h.tokens for row in beam_search(model, src, bos=BOS, eos=EOS, n_best=4) for h in row]
+    assert any(outputs)
+    assert not {PAD, BOS} & set(itertools.chain(*outputs))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_decoding_leaves_modes_and_gradients_as_they_were(training: bool) -> None:
+    model, src = small_transformer(dropout=0.5).train(training), random_batch(1)
+    model.encoder.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    assert greedy(model, src, bos=BOS, eos=EOS) == greedy(model, src, bos=BOS, eos=EOS), "dropout was on"
+    first, second = (beam_search(model, src, bos=BOS, eos=EOS) for _ in range(2))
+    same(first, second)
+    with pytest.raises(IndexError):
+        greedy(model, src + 1000, bos=BOS, eos=EOS)
+    assert [module.training for module in model.modules()] == modes
+    model(src, src).sum().backward()
+
+
+def test_an_all_padding_source_and_an_empty_batch_are_decoded() -> None:
+    src = torch.zeros(2, 3, dtype=torch.long)
+    assert [len(row) for row in beam_search(MODELS[0], src, bos=BOS, eos=EOS, n_best=2)] == [2, 2]
+    assert greedy(MODELS[0], src[:0], bos=BOS, eos=EOS) == []
+    assert beam_search(MODELS[0], src[:0], bos=BOS, eos=EOS) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_models_decode(dtype: torch.dtype) -> None:
+    model = small_transformer(5).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        found = beam_search(model, random_batch(1), bos=BOS, eos=EOS)
+    assert all(math.isfinite(row[0].score) for row in found)
+
+
+def test_scores_are_divided_by_the_gnmt_length_penalty() -> None:
+    assert length_normaliser(1, 0.6) == 1
+    assert length_normaliser(7, 1.0) == 2
+    assert length_normaliser(30, 0.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beam": 0}, "beam is 0, below 1"),
+        ({"beam": 2, "n_best": 3}, r"n_best is 3, outside \[1, beam 2\]"),
+        ({"length_penalty": -1.0}, r"length_penalty is -1.0, below 0"),
+        ({"max_length": 0}, "max_length is 0, below 1"),
+    ],
+)
+def test_a_search_that_cannot_work_is_an_error(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        beam_search(MODELS[0], random_batch(1), bos=BOS, eos=EOS, **settings)  # type: ignore[arg-type]
