@@ -10,11 +10,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-LOGITS_BUDGET = 64 * 2**20
-"""Bytes that one chunk's logits may take when the caller names no size."""
+CPU_BUDGET, ACCELERATOR_BUDGET = 16 * 2**20, 256 * 2**20
+"""Bytes that one chunk's logits may take when the caller names no size: what a CPU's allocator and caches reuse; on
+an accelerator, enough rows to be bound by arithmetic at a hidden size of 512."""
 
-FEWEST_ROWS = 256
-"""Below this many rows the matrix products are bound by reading the weight, not by arithmetic."""
+FEWEST_ROWS = 512
+"""Below this many rows the matrix products are bound by reading the weight and adding up its gradient."""
 
 Chunk = slice | Tensor
 """Which rows: a slice where they lie side by side (a view, no copy), else their int64 indices."""
@@ -26,7 +27,7 @@ def check_size(size: int | None, name: str) -> None:
         raise ValueError(f"{name} is {size!r}; it must be a whole number of at least 1, or None to choose it")
 
 
-def rows_per_chunk(vocab_size: int, itemsize: int, budget: int = LOGITS_BUDGET) -> int:
+def rows_per_chunk(vocab_size: int, itemsize: int, budget: int) -> int:
     """The rows whose logits (`vocab_size` numbers of `itemsize` bytes each) fit in `budget` bytes."""
     return max(FEWEST_ROWS, budget // max(1, vocab_size * itemsize))
 

@@ -45,44 +45,53 @@ class _Smoothed(NamedTuple):
 
 
 class _SmoothedCrossEntropy(torch.autograd.Function):
-    """Per row, -sum_k q_k log p_k + constant, with gradient p - q; p is the one V-sized tensor it makes."""
+    """The sum over kept rows of -sum_k q_k log p_k + constant. p is the one V-sized tensor it makes.
+
+    The gradient p - q is made in p's own place, so there is one backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, q: _Smoothed) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns loss, nll and correctness per row."""
+    def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, kept_N: Tensor, q: _Smoothed) -> tuple[Tensor, ...]:
+        """Returns the sums of loss, tokens, nll and correct predictions."""
         p_NV = torch.softmax(logits_NV, -1, dtype=wide(logits_NV.dtype))
         p_best_N, best_N = p_NV.max(-1)
         # log sum exp(z) = z_k - log p_k for any k; the largest p is at least 1/V, so its log is exact
         gold_N = _take(logits_NV, target_N).to(p_NV.dtype)
         lse_N = _take(logits_NV, best_N).to(p_NV.dtype) - p_best_N.log()
         nll_N = lse_N - gold_N
-        # Rounding can leave a certain prediction a hair below zero, where no likelihood can be
         loss_N = nll_N if q.each == 0 else _smoothed(logits_NV, lse_N, gold_N, q)
-        ctx.save_for_backward(p_NV, target_N)
+        zero = nll_N.new_zeros(())
+        counts = kept_N.sum(), nll_N.where(kept_N, zero).sum(), ((best_N == target_N) & kept_N).sum()
+        ctx.mark_non_differentiable(*counts)
+        ctx.stored = (p_NV, target_N, kept_N)
         ctx.q, ctx.dtype = q, logits_NV.dtype
-        correct_N = best_N == target_N
-        nll_N = nll_N.clone() if q.each == 0 else nll_N
-        ctx.mark_non_differentiable(nll_N, correct_N)
-        return loss_N, nll_N, correct_N
+        return loss_N.where(kept_N, zero).sum(), *counts
 
     @staticmethod
-    def backward(ctx: Any, upstream_N: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
-        """upstream x (p - q)."""
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
+        """upstream x (p - q) in the kept rows."""
+        if ctx.stored is None:
+            raise RuntimeError(
+                "backward went through the criterion a second time, and its gradient took the place of what it had "
+                "stored; call the criterion again, or add the losses up and call backward once"
+            )
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the criterion was asked for a second derivative (create_graph=True), and it keeps only the first; "
                 "use torch.nn.functional.cross_entropy where you need one"
             )
-        p_NV, target_N = ctx.saved_tensors
-        q: _Smoothed = ctx.q
-        upstream_N1 = upstream_N.unsqueeze(1)
-        grad_NV = p_NV * upstream_N1
+        (grad_NV, target_N, kept_N), q = ctx.stored, ctx.q
+        ctx.stored = None
         if q.each:
-            grad_NV -= q.each * upstream_N1
+            grad_NV -= q.each
             if q.excluded is not None:
-                grad_NV[:, q.excluded] += q.each * upstream_N
-        grad_NV.scatter_add_(1, target_N.unsqueeze(1), -q.gold * upstream_N1)
-        return grad_NV.to(ctx.dtype), None, None
+                grad_NV[:, q.excluded] += q.each
+        gold_N1 = grad_NV.new_full((1, 1), -q.gold).expand(len(target_N), 1)
+        grad_NV.scatter_add_(1, target_N.unsqueeze(1), gold_N1)
+        # Elsewhere than on the CPU, looking whether the factors are all 1 would wait for the device
+        if upstream.device.type != "cpu" or upstream != 1 or not kept_N.all():
+            grad_NV *= (upstream * kept_N).unsqueeze(1)
+        return grad_NV.to(ctx.dtype), None, None, None
 
 
 def _take(values_NV: Tensor, index_N: Tensor) -> Tensor:
@@ -138,14 +147,7 @@ class LabelSmoothing(nn.Module):
         """The summed loss with its counts, from the same pass."""
         q = self._distribution(logits.size(-1))
         kept = target != self.ignore_index
-        loss, nll, correct = _SmoothedCrossEntropy.apply(logits, target.where(kept, 0), q)
-        zero = loss.new_zeros(())
-        return TokenLoss(
-            total=loss.where(kept, zero).sum(),
-            tokens=kept.sum(),
-            nll=nll.where(kept, zero).sum(),
-            correct=(correct & kept).sum(),
-        )
+        return TokenLoss(*_SmoothedCrossEntropy.apply(logits, target.where(kept, 0), kept, q))
 
     def _distribution(self, vocab_size: int) -> _Smoothed:
         eps, V = self.smoothing, vocab_size

@@ -63,7 +63,7 @@ def test_time_chunks_hold_the_kept_rows_of_their_steps(batch, time, steps, seed)
 
 def test_rows_per_chunk_follows_the_budget_down_to_what_keeps_the_products_busy():
     assert rows_per_chunk(1_000, 4, budget=4_000_000) == 1_000
-    assert rows_per_chunk(1_000_000, 4, budget=4_000) == 256
+    assert rows_per_chunk(1_000_000, 4, budget=4_000) == 512
 
 
 @given(
