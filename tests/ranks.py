@@ -1,0 +1,124 @@
+"""A live pool of real ranks over gloo: forked once, asked many times; all assertions stay in the parent.
+
+    def work(rank, world, x): ...          # a module-level function; runs in every rank, returns something picklable
+    results = ranks(2, work, x)            # [rank 0's, rank 1's]
+
+A rank that fails, or all of them when one is silent too long, ends the pool: a rank's next collective could pair with
+a peer's earlier one. The next call makes a new pool.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT = 60.0
+"""Seconds that a call may take; a collective gives up earlier, after COLLECTIVE_TIMEOUT."""
+COLLECTIVE_TIMEOUT = 20.0
+
+
+class RankError(AssertionError):
+    """A rank raised; the message has every rank's traceback."""
+
+
+class Pool:
+    """`world` forked processes in one gloo group."""
+
+    def __init__(self, world: int) -> None:
+        context = get_context("fork")
+        folder = tempfile.mkdtemp(prefix="ranks-")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, folder, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
+        """`function(rank, world, *arguments, **keywords)` in every rank; the results in rank order."""
+        message = pickle.dumps((function, arguments, keywords))
+        for pipe in self.pipes:
+            pipe.send_bytes(message)
+        answers: dict[int, tuple[bool, Any]] = {}
+        while len(answers) < len(self.pipes):
+            ready = wait([p for i, p in enumerate(self.pipes) if i not in answers], TIMEOUT)
+            if not ready:
+                raise RankError(
+                    f"ranks {sorted(set(range(len(self.pipes))) - set(answers))} were silent for {TIMEOUT} s"
+                )
+            for pipe in ready:
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except EOFError:
+                    answers[rank] = (False, "the process ended")
+        failed = {rank: text for rank, (fine, text) in sorted(answers.items()) if not fine}
+        if failed:
+            raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in failed.items()))
+        return [answers[rank][1] for rank in range(len(self.pipes))]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+        for pipe in self.pipes:
+            pipe.close()
+
+
+def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # first: the parent's thread pool did not survive the fork
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)
+    )
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        try:
+            function, arguments, keywords = pickle.loads(message)
+            answer = (True, function(rank, world, *arguments, **keywords))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+_pools: dict[int, Pool] = {}
+
+
+def ranks(world: int, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
+    """Runs the function in `world` live ranks; raises RankError with every failed rank's traceback."""
+    if world not in _pools:
+        _pools[world] = Pool(world)
+    try:
+        return _pools[world].call(function, *arguments, **keywords)
+    except BaseException:
+        _pools.pop(world).close()
+        raise
+
+
+@atexit.register
+def close_all() -> None:
+    """End every pool."""
+    for pool in _pools.values():
+        with contextlib.suppress(Exception):
+            pool.close()
+    _pools.clear()

@@ -1,0 +1,38 @@
+"""The pool itself: real processes, real collectives, failures that arrive whole."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankError, ranks
+
+
+def sum_of_ranks(rank, world, factor):
+    x = torch.tensor([float(rank * factor)])
+    dist.all_reduce(x)
+    return x.item(), os.getpid()
+
+
+def fails_on_one(rank, world, bad):
+    if rank == bad:
+        raise KeyError("only here")
+    return rank
+
+
+def test_ranks_are_processes_of_their_own_that_stay_alive():
+    first, second = ranks(3, sum_of_ranks, 2), ranks(3, sum_of_ranks, 10)
+    assert [v for v, _ in first] == [6, 6, 6]
+    assert [v for v, _ in second] == [30, 30, 30]
+    assert [p for _, p in first] == [p for _, p in second]
+    assert len({os.getpid(), *(p for _, p in first)}) == 4
+
+
+def test_a_failure_names_the_rank_and_the_next_call_has_a_new_pool():
+    before = ranks(2, sum_of_ranks, 1)
+    with pytest.raises(RankError, match=r"rank 1: (.|\n)*KeyError: 'only here'"):
+        ranks(2, fails_on_one, 1)
+    after = ranks(2, sum_of_ranks, 1)
+    assert after[0][0] == 1
+    assert {p for _, p in before}.isdisjoint(p for _, p in after)
