@@ -49,12 +49,12 @@ def _reduced(tensor: Tensor, group: ProcessGroup | None, operation: Any) -> Tens
 
 def copy_to_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """The tensor itself; its gradient is the sum of all ranks' gradients."""
-    return tensor if world_size(group) == 1 else _CopyToGroup.apply(tensor, group)  # type: ignore[no-any-return]
+    return tensor if world_size(group) == 1 else _CopyToGroup.apply(tensor, group)
 
 
 def sum_from_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """The sum over the group; each rank's gradient is that of the sum, which all ranks must use alike."""
-    return tensor if world_size(group) == 1 else _SumFromGroup.apply(tensor, group)  # type: ignore[no-any-return]
+    return tensor if world_size(group) == 1 else _SumFromGroup.apply(tensor, group)
 
 
 class _CopyToGroup(torch.autograd.Function):

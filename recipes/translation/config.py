@@ -1,12 +1,34 @@
 """Every setting of a translation run, as frozen dataclasses: the YAML file and the command line mirror them.
 
 A run is described by one `RunConfig`. Its sections are read from a YAML file, overridden on the command line,
-and saved, resolved, beside the run's checkpoints.
+and saved, resolved, beside the run's checkpoints. What a value may be is said by its field's type and, beyond
+that, by `CHOICES` and `RANGES` below.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes.translation.settings import ConfigError, Range, Schema
+
+__all__ = [
+    "ConfigError",
+    "DataConfig",
+    "DecodingConfig",
+    "ModelConfig",
+    "RunConfig",
+    "SubwordConfig",
+    "TrainingConfig",
+    "load_config",
+    "save_config",
+]
 
 
 @dataclass(frozen=True)
@@ -14,9 +36,11 @@ class DataConfig:
     """Where the sentence pairs come from."""
 
     format: str = "builtin"
-    """builtin | text (two line-aligned files, plain or .gz) | tsv | jsonl | parquet | hub (a Hugging Face name)."""
+    """builtin | text (two line-aligned files, plain or .gz) | tsv (a header line names the columns; no quoting) |
+    jsonl | parquet | hub (a Hugging Face data set)."""
     path: str = ""
-    """Folder that relative file names below start from; ${NAME} is read from the environment. For hub: the data set's name."""
+    """Folder that relative file names below start from; ${NAME} is read from the environment. For hub: the data
+    set's name, with its subset after a colon if it has some (wmt/wmt14:de-en)."""
     train: tuple[str, ...] = ()
     """Training file(s): text takes two (source, target); tsv, jsonl and parquet take one; hub takes a split name."""
     valid: tuple[str, ...] = ()
@@ -36,7 +60,7 @@ class SubwordConfig:
     """The sentencepiece model(s)."""
 
     vocab_size: int = 1_000
-    """Number of subwords, the four special ones included (padding 0, unknown 1, start 2, end 3)."""
+    """Number of subwords, the four special ones (padding 0, unknown 1, start 2, end 3) and 256 bytes included."""
     joint: bool = True
     """One model for both languages (needed to share embeddings), or one for each."""
     kind: str = "unigram"
@@ -50,12 +74,19 @@ class ModelConfig:
     """A preset of `models.PRESETS`, and what to change in it (None keeps the preset's value)."""
 
     preset: str = "tiny"
+    """tiny | multi30k | small | base | big."""
     d_model: int | None = None
+    """Width of hidden states; even, and divisible by heads."""
     d_ff: int | None = None
+    """Width inside the feed-forward networks."""
     heads: int | None = None
+    """Attention heads."""
     encoder_layers: int | None = None
+    """Layers of the encoder."""
     decoder_layers: int | None = None
+    """Layers of the decoder."""
     dropout: float | None = None
+    """Share of values dropped in training, from 0 to below 1."""
     norm: str | None = None
     """pre | post."""
     tie: str | None = None
@@ -77,14 +108,17 @@ class TrainingConfig:
     steps: int = 1_000
     """Optimizer steps at most."""
     schedule: str = "inverse_sqrt"
-    """inverse_sqrt (learning_rate is the peak) | noam (learning_rate is the factor) | constant."""
+    """inverse_sqrt | noam | constant: how the learning rate falls after the warm-up."""
     learning_rate: float = 2e-3
+    """The peak (inverse_sqrt), the factor (noam), or the rate (constant)."""
     warmup: int = 200
     """Steps of linear warm-up."""
     betas: tuple[float, float] = (0.9, 0.98)
+    """Adam's two decay rates."""
     clip: float = 1.0
     """Largest gradient norm; 0 does not clip."""
     label_smoothing: float = 0.1
+    """Probability taken from the right token and shared out, by the convention that `smoothing` names."""
     smoothing: str = "torch"
     """torch (eps/V) | fairseq (eps/(V-1)) | harvard (eps/(V-2), the entropy constant subtracted)."""
     precision: str = "float32"
@@ -98,6 +132,7 @@ class TrainingConfig:
     patience: int = 0
     """Stop after this many validations without a better loss; 0 never stops early."""
     seed: int = 1
+    """Of the first weights, dropout, and the order of the data."""
     threads: int = 0
     """CPU threads; 0 leaves torch's own choice."""
 
@@ -111,7 +146,9 @@ class DecodingConfig:
     length_penalty: float = 0.6
     """Exponent of the length penalty; 0 has none."""
     batch_sentences: int = 64
+    """Sentences translated at a time; changes the speed, not the translations."""
     max_length: int = 256
+    """Most subwords of a translation."""
 
 
 @dataclass(frozen=True)
@@ -125,3 +162,73 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
+
+
+CHOICES = {
+    "data.format": ("builtin", "text", "tsv", "jsonl", "parquet", "hub"),
+    "subwords.kind": ("unigram", "bpe"),
+    "model.norm": ("pre", "post"),
+    "model.tie": ("none", "target", "all"),
+    "training.schedule": ("inverse_sqrt", "noam", "constant"),
+    "training.smoothing": ("torch", "fairseq", "harvard"),
+    "training.precision": ("float32", "bf16"),
+}
+
+AT_LEAST_0, AT_LEAST_1, SHARE = Range(0), Range(1), Range(0, 1)
+RANGES = {
+    "data.builtin_pairs": AT_LEAST_1,
+    "subwords.vocab_size": Range(261),  # the special subwords, the bytes, and one to spell with
+    **dict.fromkeys(("model.d_model", "model.d_ff", "model.heads"), AT_LEAST_1),
+    **dict.fromkeys(("model.encoder_layers", "model.decoder_layers"), AT_LEAST_1),
+    "model.dropout": SHARE,
+    **dict.fromkeys(("training.chunk_size", "training.batch_tokens", "training.accumulate"), AT_LEAST_1),
+    **dict.fromkeys(("training.steps", "training.max_length", "training.validate_every"), AT_LEAST_1),
+    **dict.fromkeys(("training.learning_rate", "training.warmup", "training.clip"), AT_LEAST_0),
+    **dict.fromkeys(("training.betas", "training.label_smoothing"), SHARE),
+    **dict.fromkeys(("training.validate_bleu", "training.patience", "training.threads"), AT_LEAST_0),
+    "training.seed": Range(0, 2**63),
+    **dict.fromkeys(("decoding.beam", "decoding.batch_sentences", "decoding.max_length"), AT_LEAST_1),
+    "decoding.length_penalty": AT_LEAST_0,
+}
+
+
+SCHEMA = Schema(RunConfig, CHOICES, RANGES)
+
+
+def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """The defaults, changed by the YAML file at `path`, changed by `overrides`.
+
+    An override is named by its dotted key (`training.steps`); text is read as YAML reads it in a file, except
+    that a setting which is itself text takes it as it stands. Whatever is wrong raises ConfigError, which
+    names the key, the place (file and line, or the command line) and the way out.
+    """
+    given = {**(SCHEMA.read_file(Path(path)) if path is not None else {}), **SCHEMA.read_overrides(overrides or {})}
+    joint, tie = given.get("subwords.joint"), given.get("model.tie")
+    if joint and tie and tie.value == "all" and not joint.value:
+        raise ConfigError(
+            f"model.tie all ({tie.place}) needs one vocabulary for both languages, but subwords.joint is false "
+            f"({joint.place})"
+        )
+    sections: dict[str, dict[str, Any]] = {}
+    for key, setting in given.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, {})[name] = setting.value
+    config = RunConfig(**sections.pop("", {}))
+    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    return dataclasses.replace(config, **changed)
+
+
+def save_config(config: RunConfig, path: str | Path) -> None:
+    """Write every setting as YAML, whole or not at all; `load_config` reads back an equal configuration."""
+    # without allow_unicode: PyYAML writes U+0085 in a way that it reads as a blank
+    text = yaml.safe_dump(_with_lists(dataclasses.asdict(config)), sort_keys=False, width=1_000)
+    unfinished = Path(f"{path}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def _with_lists(value: Any) -> Any:
+    """The value with lists for tuples, which YAML does not have."""
+    if isinstance(value, dict):
+        return {key: _with_lists(inner) for key, inner in value.items()}
+    return list(value) if isinstance(value, tuple) else value
