@@ -35,12 +35,12 @@ class Pool:
 
     def __init__(self, world: int) -> None:
         context = get_context("fork")
-        folder = tempfile.mkdtemp(prefix="ranks-")
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, folder, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world, self.folder.name, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -75,6 +75,7 @@ class Pool:
             process.kill()
         for pipe in self.pipes:
             pipe.close()
+        self.folder.cleanup()
 
 
 def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
