@@ -1,0 +1,33 @@
+"""The README's code runs when pasted, and its file map is true."""
+
+import re
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), flags=re.DOTALL)
+
+
+def test_the_eight_lines_are_eight_and_run(capsys):
+    (code,) = blocks("python")
+    assert len(code.strip().splitlines()) == 8
+    exec(compile(code, str(README), "exec"), {})
+    assert re.match(r"\d+\.\d\d nats a token, \d+ of \d+ right\n", capsys.readouterr().out)
+
+
+def test_every_path_in_the_file_map_exists():
+    rows = re.findall(r"^\| (`[^|]+) \|", README.read_text(), flags=re.MULTILINE)
+    paths = [path for row in rows for path in re.findall(r"`([^`]+)`", row)]
+    assert len(paths) > 8
+    for path in paths:
+        if not (README.parent / path).exists():
+            assert (README.parent / "seqpar" / path).exists(), path
+
+
+def test_public_names_are_documented_with_what_they_raise_or_return():
+    import seqpar
+
+    for name in seqpar.__all__:
+        assert len((getattr(seqpar, name).__doc__ or "").strip()) > 40, name
