@@ -1,0 +1,270 @@
+"""The command line: `python -m recipes.translation <command>`.
+
+Settings on the command line win over the YAML file, the YAML file over the defaults. A user's mistake is
+answered with one line and exit status 2. Whatever needs torch is imported by the command that needs it, so that
+help and mistakes take no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.translation.config import ConfigError, RunConfig, load_config
+from recipes.translation.data import DataError
+from recipes.translation.durable import CheckpointError, whole_folder
+from recipes.translation.options import OneLineParser, add_config_options, fail, overrides, unknown
+from recipes.translation.stop import TrainingError
+
+if TYPE_CHECKING:
+    from recipes.translation.checkpoint import Translator
+
+PROGRAM = "python -m recipes.translation"
+DEMO_CONFIG = Path(__file__).parent / "configs" / "demo.yaml"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command; the exit status: 0, 2 for a user's mistake, 128 + the signal's number where one ended it."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    name, *rest = argv
+    if name not in COMMANDS:
+        return fail(f"{unknown('command', name, list(COMMANDS))}; the commands are {', '.join(COMMANDS)}")
+    try:
+        return COMMANDS[name](rest)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `... | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        return fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (ConfigError, DataError, CheckpointError, TrainingError) as error:
+        return fail(str(error))
+
+
+def overview() -> str:
+    """What there is to run."""
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {(run.__doc__ or '').splitlines()[0]}" for name, run in COMMANDS.items())
+    return (
+        f"Train and use translation models.\n\nusage: {PROGRAM} COMMAND [OPTIONS]\n\ncommands:\n{commands}\n\n"
+        f"Begin with: {PROGRAM} demo\nHelp on a command and its options: {PROGRAM} train --help"
+    )
+
+
+def prepare(argv: Sequence[str]) -> int:
+    """Make the subword models of a run, and nothing else (train does it too)."""
+    parser = _parser(prepare, f"{PROGRAM} prepare --config recipes/translation/configs/demo.yaml --run runs/mine")
+    _add_config_file(parser)
+    add_config_options(parser)
+    config = _run_config(parser.parse(argv))
+
+    from recipes.translation.prepare import prepare as make_subwords
+
+    source, target = make_subwords(config)
+    print(f"[prepare] {len(source):,} source and {len(target):,} target subwords in {Path(config.run) / 'subwords'}")
+    return 0
+
+
+def train(argv: Sequence[str]) -> int:
+    """Train a model, or go on with a run that was stopped.
+
+    A run is a folder (--run). If it holds an unfinished run, training goes on where it stopped, with the settings
+    it was begun with. Ctrl-C finishes the step at hand, saves, and says how to go on.
+    """
+    parser = _parser(
+        train,
+        f"{PROGRAM} train --config recipes/translation/configs/demo.yaml --run runs/mine --training.steps 500\n"
+        f"{PROGRAM} train --run runs/mine",
+    )
+    _add_config_file(parser)
+    parser.add_argument("--fresh", action="store_true", help="start over: remove what an earlier run left in --run")
+    add_config_options(parser)
+    options = parser.parse(argv)
+    config = _run_config(options)
+
+    from recipes.translation.train import train as train_model
+
+    summary = train_model(config, fresh=options.fresh)
+    print(summary)
+    return 128 + summary.stopped_by if summary.stopped_by else 0
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Score a model on its test set, or a file of translations against a file of references.
+
+    Prints sacreBLEU's BLEU and chrF with their signatures, BLEU of the lower-cased text, and the percentage of
+    exact matches. Translations and scores are written into the run's folder.
+    """
+    parser = _parser(
+        evaluate,
+        f"{PROGRAM} evaluate --run runs/demo\n"
+        f"{PROGRAM} evaluate --hypotheses translations.txt --references references.txt",
+    )
+    _add_model_options(parser)
+    parser.add_argument("--split", choices=("valid", "test"), default="test", help="which data (default: test)")
+    parser.add_argument(
+        "--tokenize",
+        metavar="NAME",
+        default="13a",
+        help="sacreBLEU's tokeniser: 13a, intl, char, zh, ...; none for text that is already tokenised (default: 13a)",
+    )
+    parser.add_argument("--hypotheses", metavar="FILE", help="translations, one a line, to score without a model")
+    parser.add_argument("--references", metavar="FILE", help="what they should be, one a line")
+    options = parser.parse(argv)
+    if bool(options.hypotheses) != bool(options.references):
+        parser.error("--hypotheses and --references go together")
+
+    from recipes.translation.evaluate import check_tokenizer, score
+    from recipes.translation.evaluate import evaluate as evaluate_model
+
+    check_tokenizer(options.tokenize)
+    if options.hypotheses:
+        hypotheses, references = (read_lines(Path(path)) for path in (options.hypotheses, options.references))
+        print(score(hypotheses, references, tokenize=options.tokenize))
+        return 0
+    translator = _load(options)
+    evaluation = evaluate_model(translator, options.split, translator.config.decoding, options.tokenize)
+    print(evaluation.scores)
+    print("[evaluate] written:", *evaluation.write(Path(options.run)))
+    return 0
+
+
+def translate(argv: Sequence[str]) -> int:
+    """Translate sentences given on the command line, in a file, through a pipe, or typed one by one."""
+    parser = _parser(
+        translate,
+        f'{PROGRAM} translate --run runs/demo "The train to Vienna leaves at half past seven."\n'
+        f"{PROGRAM} translate --run runs/demo --file sentences.txt > translations.txt\n"
+        f"{PROGRAM} translate --run runs/demo",
+    )
+    parser.add_argument("sentences", nargs="*", metavar="SENTENCE", help="a sentence, in quotes; any number of them")
+    parser.add_argument("--file", metavar="FILE", help="a text file, one sentence a line")
+    _add_model_options(parser)
+    options = parser.parse(argv)
+    if options.sentences and options.file:
+        parser.error("give sentences or --file, not both")
+    sentences = options.sentences or (read_lines(Path(options.file)) if options.file else None)
+    translator = _load(options)
+
+    from recipes.translation.translate import translate as translate_all
+
+    decoding = translator.config.decoding
+    if sentences is None and sys.stdin.isatty():
+        for sentence in typed(f"{translator.config.data.source}> "):
+            print(*translate_all(translator, [sentence], decoding), flush=True)
+        return 0
+    if sentences is None:
+        sentences = [line.rstrip("\n") for line in sys.stdin]
+    for translation in translate_all(translator, sentences, decoding):
+        print(translation)
+    return 0
+
+
+def demo(argv: Sequence[str]) -> int:
+    """Train, evaluate and try out a small English-German model on the built-in corpus (minutes on 2 CPU cores).
+
+    Needs no download and no GPU; where there are GPUs, it trains on all of them.
+    """
+    parser = _parser(demo, f"{PROGRAM} demo\n{PROGRAM} demo --run runs/short --training.steps 100")
+    add_config_options(parser)
+    config = load_config(DEMO_CONFIG, overrides(parser.parse(argv)))
+
+    from recipes.translation.demo import demo as run_demo
+
+    summary = run_demo(config)
+    return 128 + summary.stopped_by if summary.stopped_by else 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "demo": demo,
+    "prepare": prepare,
+    "train": train,
+    "evaluate": evaluate,
+    "translate": translate,
+}
+
+
+def typed(prompt: str) -> Iterator[str]:
+    """Sentences a person types, until an empty line, Ctrl-D or Ctrl-C."""
+    with suppress(ImportError):  # not every system has it
+        import readline  # noqa: F401  (arrow keys and history for input())
+
+    print("Type a sentence and press Enter; an empty line ends.")
+    while True:
+        try:
+            sentence = input(prompt).strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if not sentence:
+            return
+        yield sentence
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file; only a newline ends one."""
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def _parser(run: Callable[[Sequence[str]], int], example: str) -> OneLineParser:
+    return OneLineParser(f"{PROGRAM} {run.__name__}", (run.__doc__ or "").replace("\n    ", "\n"), example)
+
+
+def _add_config_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file with settings; options given here win (default: the settings of --run, if it was begun)",
+    )
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", metavar="FOLDER", default="runs/demo", help="the trained run (default: runs/demo)")
+    parser.add_argument(
+        "--checkpoint",
+        choices=("best", "last"),
+        default="best",
+        help="the model with the best validation loss, or the newest (default: best)",
+    )
+    parser.add_argument("--beam", metavar="N", help="beam width; 1 is greedy and fastest (default: as trained for)")
+    parser.add_argument(
+        "--length-penalty", metavar="X", help="exponent of the length penalty; 0 has none (default: as trained for)"
+    )
+
+
+def _run_config(options: argparse.Namespace) -> RunConfig:
+    """Command line over YAML over defaults; without --config, a run that was begun keeps its settings."""
+    given: dict[str, Any] = overrides(options)
+    path = options.config
+    if path is None:
+        run = str(given.get("run", RunConfig().run))
+        if begun := whole_folder(Path(run) / "last"):
+            path, given["run"] = begun / "config.yaml", run  # the folder may have been moved
+    return load_config(path, given)
+
+
+def _load(options: argparse.Namespace) -> Translator:
+    """The model of --run, on the first GPU or the CPU, with the decoding options given."""
+    run = Path(options.run)
+    folder = run if whole_folder(run) else run / options.checkpoint
+    if whole_folder(folder) is None:
+        raise CheckpointError(f"there is no trained model in {folder}; train one, or name another folder with --run")
+    given = {"decoding.beam": options.beam, "decoding.length_penalty": options.length_penalty}
+
+    import torch
+
+    from recipes.translation.checkpoint import load_translator
+
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    return load_translator(folder, device, {name: value for name, value in given.items() if value is not None})

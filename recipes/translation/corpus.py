@@ -1,0 +1,46 @@
+"""The data of a training run, as subword ids in batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from recipes.translation.batches import TokenBatches
+from recipes.translation.config import RunConfig
+from recipes.translation.data import DataError, Pair, load_pairs
+from recipes.translation.prepare import prepare
+from recipes.translation.subwords import Subwords
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and validation data."""
+
+    source: Subwords
+    target: Subwords
+    train: TokenBatches
+    valid: TokenBatches
+    valid_pairs: Sequence[Pair]
+    fingerprint: str
+    """SHA-256 of every id: what a resumed run compares."""
+
+
+def load_corpus(config: RunConfig) -> Corpus:
+    """Read the pairs, make or read the subwords, and cut the batches."""
+    settings = config.training
+    source, target = prepare(config)
+    digest = hashlib.sha256()
+    batches = {}
+    for split in ("train", "valid"):
+        pairs = load_pairs(config.data, split, config.subwords.lowercase)
+        sources = source.encode([pair.source for pair in pairs])
+        targets = target.encode([pair.target for pair in pairs])
+        digest.update(repr((sources, targets)).encode())
+        limit = settings.max_length if split == "train" else None  # validation keeps every pair
+        batches[split] = TokenBatches(
+            sources, targets, batch_tokens=settings.batch_tokens, seed=settings.seed, max_length=limit
+        )
+        if not len(batches[split]):
+            raise DataError(f"no {split} pair is within training.max_length {settings.max_length}")
+    return Corpus(source, target, batches["train"], batches["valid"], pairs, digest.hexdigest())

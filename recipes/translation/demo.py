@@ -1,0 +1,43 @@
+"""From nothing to a model that translates, in a few minutes on two CPU cores."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from recipes.translation.checkpoint import load_translator
+from recipes.translation.config import RunConfig
+from recipes.translation.durable import whole_folder
+from recipes.translation.evaluate import evaluate
+from recipes.translation.progress import duration
+from recipes.translation.summary import Sample, Summary, command
+from recipes.translation.train import train
+
+SAMPLES = 10
+SENTENCE = "The train to Vienna leaves at half past seven."
+
+
+def demo(config: RunConfig) -> Summary:
+    """Subwords, training, evaluation and sample translations, each announced; then what to try next."""
+    run, began = Path(config.run), time.monotonic()
+    data = config.data
+    if any(whole_folder(run / name) for name in ("best", "last")):
+        print(f"[demo] {run} holds an earlier run, which is replaced: the demo always starts afresh")
+    print(f"[demo] {data.source} -> {data.target}, {data.builtin_pairs:,} pairs of the built-in corpus, into {run}")
+    summary = train(config, fresh=True)
+    print(summary)
+    if summary.stopped_by:
+        return summary
+
+    print(f"[demo] evaluating {run / 'best'} on the held-out test set")
+    translator = load_translator(run / "best")
+    evaluation = evaluate(translator, "test", translator.config.decoding)
+    print(evaluation.scores)
+    print(f"[demo] the first {SAMPLES} sentences of the test set:")
+    for pair, translation in list(zip(evaluation.pairs, evaluation.translations, strict=True))[:SAMPLES]:
+        print(Sample(pair.source, translation, pair.target))
+    written = ", ".join(map(str, evaluation.write(run)))
+    print(f"[demo] trained and evaluated in {duration(time.monotonic() - began)}")
+    print(f"[demo] the model is {run / 'best'}; every step is in {run / 'metrics.jsonl'}; the test set in {written}")
+    print(f'[demo] translate a sentence of your own:\n\n  {command("translate", "--run", run)} "{SENTENCE}"\n')
+    return summary

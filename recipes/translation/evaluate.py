@@ -1,0 +1,116 @@
+"""How good translations are: sacreBLEU's BLEU and chrF with their signatures, and exact matches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+
+from recipes.translation.builtin_corpus import Split
+from recipes.translation.checkpoint import Translator
+from recipes.translation.config import ConfigError, DecodingConfig
+from recipes.translation.data import DataError, Pair, load_pairs
+from recipes.translation.translate import translate
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores are percentages. Each signature says exactly how its score was computed."""
+
+    sentences: int
+    bleu: float
+    bleu_signature: str
+    chrf: float
+    chrf_signature: str
+    bleu_lowercase: float
+    """BLEU of the lower-cased text, tokenised as asked: the figure most Multi30k papers report."""
+    bleu_lowercase_signature: str
+    exact_match: float
+    """Percentage of sentences that are the reference, character for character."""
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [
+            ("BLEU", self.bleu, self.bleu_signature),
+            ("BLEU, lower-cased", self.bleu_lowercase, self.bleu_lowercase_signature),
+            ("chrF", self.chrf, self.chrf_signature),
+            ("exact match", self.exact_match, f"of {self.sentences:,} sentences"),
+        ]
+        return "\n".join(f"  {name:<18} {value:6.2f}   {note}" for name, value, note in rows)
+
+
+def score(
+    hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool = False, tokenize: str = "13a"
+) -> Scores:
+    """Compare translations with one reference each.
+
+    `tokenize` is sacreBLEU's name of a tokeniser (13a, intl, char, zh, ja-mecab, ...); "none" is for text that is
+    already tokenised. `lowercase` also makes the main BLEU and chrF case-insensitive.
+
+    Raises DataError where the two differ in length (sacreBLEU itself would cut the longer one in silence)
+    or are empty.
+    """
+    if len(hypotheses) != len(references):
+        raise DataError(
+            f"{len(hypotheses):,} hypotheses but {len(references):,} references; there must be one for each"
+        )
+    if not references:
+        raise DataError("there is nothing to evaluate: no sentences")
+    check_tokenizer(tokenize)
+    # force: tokenised text is what "none" is for; sacreBLEU would warn about it
+    bleu = BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
+    bleu_lowercase = BLEU(lowercase=True, tokenize=tokenize, force=True)
+    chrf = CHRF(lowercase=lowercase)
+    streams = [list(references)]
+    return Scores(
+        sentences=len(references),
+        bleu=bleu.corpus_score(list(hypotheses), streams).score,
+        bleu_signature=str(bleu.get_signature()),
+        chrf=chrf.corpus_score(list(hypotheses), streams).score,
+        chrf_signature=str(chrf.get_signature()),
+        bleu_lowercase=bleu_lowercase.corpus_score(list(hypotheses), streams).score,
+        bleu_lowercase_signature=str(bleu_lowercase.get_signature()),
+        exact_match=100 * sum(map(str.__eq__, hypotheses, references)) / len(references),
+    )
+
+
+def check_tokenizer(name: str) -> None:
+    """Raise ConfigError unless sacreBLEU has a tokeniser of this name."""
+    if name not in BLEU.TOKENIZERS:
+        raise ConfigError(f"sacreBLEU has no tokeniser {name!r}; it has {', '.join(BLEU.TOKENIZERS)}")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A split of the data with its translations and their scores."""
+
+    split: Split
+    pairs: Sequence[Pair]
+    translations: Sequence[str]
+    scores: Scores
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write `<split>.translations.txt`, a line each, and `<split>.scores.json`."""
+        texts = {
+            folder / f"{self.split}.translations.txt": "".join(f"{text}\n" for text in self.translations),
+            folder / f"{self.split}.scores.json": json.dumps(self.scores.as_dict(), indent=2) + "\n",
+        }
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
+        return list(texts)
+
+
+def evaluate(translator: Translator, split: Split, decoding: DecodingConfig, tokenize: str = "13a") -> Evaluation:
+    """Translate a split of the data the model was trained for, and score the translations."""
+    config = translator.config
+    pairs = load_pairs(config.data, split, config.subwords.lowercase)
+    translations = translate(translator, [pair.source for pair in pairs], decoding)
+    references = [pair.target for pair in pairs]
+    scores = score(translations, references, lowercase=config.subwords.lowercase, tokenize=tokenize)
+    return Evaluation(split, pairs, translations, scores)

@@ -1,0 +1,98 @@
+"""Number words of English and German: cardinals, ordinals of the days of a month, and years."""
+
+from __future__ import annotations
+
+LARGEST = 999_999
+
+_EN = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen"""
+_DE = """null eins zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn
+sechzehn siebzehn achtzehn neunzehn"""
+_EN_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_DE_TENS = "zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig"
+
+EN_SMALL, DE_SMALL = _EN.split(), _DE.split()
+EN_TENS = dict(enumerate(_EN_TENS.split(), start=2))
+DE_TENS = dict(enumerate(_DE_TENS.split(), start=2))
+
+EN_ORDINALS = {
+    "one": "first",
+    "two": "second",
+    "three": "third",
+    "five": "fifth",
+    "eight": "eighth",
+    "nine": "ninth",
+    "twelve": "twelfth",
+}
+DE_ORDINALS = {1: "erst", 3: "dritt", 7: "siebt", 8: "acht"}
+
+
+def english_number(number: int) -> str:
+    """Cardinal number words, 0 to 999,999, in the British style: `two thousand and five`."""
+    _check_number(number)
+    if number < 20:
+        return EN_SMALL[number]
+    if number < 100:
+        tens, units = divmod(number, 10)
+        return EN_TENS[tens] + (f"-{EN_SMALL[units]}" if units else "")
+    if number < 1_000:
+        hundreds, rest = divmod(number, 100)
+        return f"{EN_SMALL[hundreds]} hundred" + (f" and {english_number(rest)}" if rest else "")
+    thousands, rest = divmod(number, 1_000)
+    link = " and " if rest < 100 else " "
+    return f"{english_number(thousands)} thousand" + (f"{link}{english_number(rest)}" if rest else "")
+
+
+def german_number(number: int) -> str:
+    """Cardinal number words, counted: a final one is `eins` (21,001 is `einundzwanzigtausendeins`)."""
+    stem = german_stem(number)
+    return stem + "s" if number % 100 == 1 else stem
+
+
+def german_stem(number: int) -> str:
+    """The number as the front of a compound, where one is `ein`."""
+    _check_number(number)
+    if number < 20:
+        return "ein" if number == 1 else DE_SMALL[number]
+    if number < 100:
+        tens, units = divmod(number, 10)
+        return (f"{german_stem(units)}und" if units else "") + DE_TENS[tens]
+    size, name = (100, "hundert") if number < 1_000 else (1_000, "tausend")
+    front, rest = divmod(number, size)
+    return german_stem(front) + name + (german_stem(rest) if rest else "")
+
+
+def _check_number(number: int) -> None:
+    if not 0 <= number <= LARGEST:
+        raise ValueError(f"number words go from 0 to {LARGEST:,}, got {number:,}")
+
+
+def english_ordinal(day: int) -> str:
+    """`first` to `thirty-first`."""
+    front, dash, last = english_number(day).rpartition("-")
+    regular = last[:-1] + "ieth" if last.endswith("y") else last + "th"
+    return front + dash + EN_ORDINALS.get(last, regular)
+
+
+def german_ordinal(day: int, ending: str) -> str:
+    """`erste` to `einunddreißigste` (ending `e`), `ersten` (ending `en`)."""
+    stem = DE_ORDINALS.get(day) or german_number(day) + ("t" if day < 20 else "st")
+    return stem + ending
+
+
+def english_year(year: int) -> str:
+    """Years 1100 to 2099 as they are read: `nineteen oh five`, `two thousand and five`, `twenty ten`."""
+    century, rest = divmod(year, 100)
+    if century == 20 and rest < 10:
+        return english_number(year)
+    if rest == 0:
+        return f"{english_number(century)} hundred"
+    return f"{english_number(century)} {'oh ' if rest < 10 else ''}{english_number(rest)}"
+
+
+def german_year(year: int) -> str:
+    """`neunzehnhundertvierundachtzig` before 2000, `zweitausendfünf` from then on."""
+    century, rest = divmod(year, 100)
+    if century >= 20:
+        return german_number(year)
+    return f"{german_number(century)}hundert{german_number(rest) if rest else ''}"

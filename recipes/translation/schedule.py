@@ -1,0 +1,26 @@
+"""The learning rate of each step, as a pure function of the step number: nothing to save, nothing to restore."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from recipes.translation.config import TrainingConfig
+
+
+def learning_rate(settings: TrainingConfig, step: int, d_model: int) -> float:
+    """The learning rate of step `step`, counted from 1.
+
+    - `inverse_sqrt`: linear to `learning_rate` at step `warmup`, then falling with the square root of the step.
+    - `noam`: `learning_rate * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)` (Vaswani et al. 2017,
+      section 5.3).
+    - `constant`: linear to `learning_rate` at step `warmup`, then unchanged.
+    """
+    warmup = max(settings.warmup, 1)
+    if settings.schedule == "constant":
+        return settings.learning_rate * min(step / warmup, 1.0)
+    shape = min(step / warmup, sqrt(warmup / step))
+    if settings.schedule == "inverse_sqrt":
+        return settings.learning_rate * shape
+    if settings.schedule == "noam":
+        return settings.learning_rate * shape / sqrt(d_model * warmup)
+    raise ValueError(f"training.schedule is {settings.schedule!r}; it must be inverse_sqrt, noam or constant")

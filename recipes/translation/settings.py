@@ -1,0 +1,221 @@
+"""Settings read from YAML and the command line by the types of a tree of dataclasses, with errors of one line.
+
+Values are taken from YAML's syntax nodes, not from loaded Python objects: a node knows its line, `no` stays
+the language code it is where text is expected, and `1e-3` (text in YAML 1.1) is the number it looks like.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+COMMAND_LINE = "command line"
+YAML_TAG = "tag:yaml.org,2002:"
+SCALARS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
+"""What YAML may take a word for that stands without a tag of its own; each is text where text is expected."""
+
+
+class ConfigError(ValueError):
+    """A setting that does not exist or cannot have this value; the message is one line."""
+
+
+class Range(NamedTuple):
+    """What a number may be; `below` itself is excluded."""
+
+    low: float
+    below: float = math.inf
+
+    def __str__(self) -> str:
+        return f"from {self.low:g}" + (f" to below {self.below:g}" if self.below < math.inf else " up")
+
+
+class Setting(NamedTuple):
+    """A value that was given, and where: `file:line` or the command line."""
+
+    value: Any
+    place: str
+
+
+class Schema:
+    """The settings of a dataclass and of the dataclasses in its fields, by dotted key."""
+
+    def __init__(self, root: type[Any], choices: Mapping[str, Sequence[str]], ranges: Mapping[str, Range]) -> None:
+        self.choices, self.ranges = choices, ranges
+        self.types: dict[str, Any] = {}
+        self.sections: dict[str, list[str]] = {"": []}
+        for name, kind in get_type_hints(root).items():
+            self.sections[""].append(name)
+            if dataclasses.is_dataclass(kind):
+                inner = get_type_hints(kind)
+                self.sections[name] = list(inner)
+                self.types.update({f"{name}.{key}": inner_kind for key, inner_kind in inner.items()})
+            else:
+                self.types[name] = kind
+
+    def read_file(self, path: Path) -> dict[str, Setting]:
+        """Every setting given in a YAML file."""
+        given = {}
+        for name, node, place in self._entries(_compose(path), "", path):
+            section = self._entries(node, name, path) if name in self.sections else [(name, node, place)]
+            for key, value_node, value_place in section:
+                given[key] = Setting(self._value(key, value_node, value_place), value_place)
+        return given
+
+    def read_overrides(self, overrides: Mapping[str, Any]) -> dict[str, Setting]:
+        """Settings by dotted key: text as on the command line, or values."""
+        given = {}
+        for key, value in overrides.items():
+            self._check_known(key, COMMAND_LINE)
+            if key in self.sections:
+                example = f"{key}.{self.sections[key][0]}"
+                raise ConfigError(f"{key} ({COMMAND_LINE}) is a section; name one of its settings, such as {example}")
+            try:
+                node = _as_node(value, _alternatives(self.types[key]))
+            except yaml.YAMLError:
+                raise ConfigError(self._refusal(key, COMMAND_LINE, repr(value))) from None
+            given[key] = Setting(self._value(key, node, COMMAND_LINE), COMMAND_LINE)
+        return given
+
+    def _entries(self, node: yaml.Node | None, section: str, path: Path) -> Iterator[tuple[str, yaml.Node, str]]:
+        """Key, value and place of what stands in a section (the file itself is section ""); each key once."""
+        if node is None or node.tag == f"{YAML_TAG}null":
+            return
+        if not isinstance(node, yaml.MappingNode):
+            example = f"{section}: {{{self.sections[section][0]}: ...}}" if section else "training: {steps: 100}"
+            what = f"{section} is a section" if section else "a configuration file has sections"
+            raise ConfigError(f"{path}:{node.start_mark.line + 1}: {what}, as in {example}; got {_shown(node)}")
+        places: dict[str, str] = {}
+        for key_node, value in node.value:
+            name = key_node.value if isinstance(key_node, yaml.ScalarNode) else _shown(key_node)
+            key, place = f"{section}.{name}" if section else name, f"{path}:{key_node.start_mark.line + 1}"
+            if key in places:
+                raise ConfigError(f"{key} is given twice ({places[key]} and {place}); keep one")
+            places[key] = place
+            self._check_known(key, place)
+            yield key, value, place
+
+    def _check_known(self, key: str, place: str) -> None:
+        known = [*self.types, *filter(None, self.sections)]
+        if key in known:
+            return
+        section, _, name = key.rpartition(".")
+        ends = {each.rpartition(".")[2]: each for each in known}  # `steps` for `training.steps`
+        near = difflib.get_close_matches(key, known, n=1) or [
+            ends[end] for end in difflib.get_close_matches(name, ends, n=1)
+        ]
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"known: {', '.join(self.sections.get(section) or self.sections[''])}"
+        )
+        raise ConfigError(f"unknown setting {key} ({place}); {hint}")
+
+    def _value(self, key: str, node: yaml.Node, place: str) -> Any:
+        alternatives = _alternatives(self.types[key])
+        if len(alternatives) == 1 and _is_list(alternatives[0]) and isinstance(node, yaml.ScalarNode):
+            node = yaml.SequenceNode(f"{YAML_TAG}seq", [node])  # one file needs no brackets
+        for kind in alternatives:
+            try:
+                value = _converted(node, kind)
+            except ValueError:
+                continue
+            if value is None or self._allows(key, value):
+                return value
+        raise ConfigError(self._refusal(key, place, _shown(node)))
+
+    def _allows(self, key: str, value: Any) -> bool:
+        if key in self.choices:
+            return value in self.choices[key]
+        low, below = self.ranges.get(key, (-math.inf, math.inf))
+        values = value if isinstance(value, tuple) else (value,)
+        return key not in self.ranges or all(low <= each < below for each in values)
+
+    def _refusal(self, key: str, place: str, got: str) -> str:
+        if key in self.choices:
+            expected = "one of " + ", ".join(self.choices[key])
+            near = difflib.get_close_matches(got.strip("'\""), self.choices[key], n=1)
+        else:
+            limits = f" {self.ranges[key]}" if key in self.ranges else ""
+            expected = " or ".join(_words(kind, limits) for kind in _alternatives(self.types[key]))
+            near = []
+        return f"{key} ({place}) expects {expected}; got {got}" + (f": did you mean {near[0]}?" if near else "")
+
+
+def _compose(path: Path) -> yaml.Node | None:
+    try:
+        return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line} is not YAML: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _as_node(value: Any, alternatives: Sequence[Any]) -> yaml.Node:
+    """An override as the YAML node that would stand for it in a file."""
+    if isinstance(value, str) and str in alternatives:
+        nothing = types.NoneType in alternatives and value in ("null", "~")
+        if not nothing and not (any(map(_is_list, alternatives)) and value.startswith("[")):
+            return yaml.ScalarNode(f"{YAML_TAG}str", value)
+    text = value if isinstance(value, str) else yaml.safe_dump(list(value) if isinstance(value, tuple) else value)
+    node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+    return node or yaml.ScalarNode(f"{YAML_TAG}null", "")
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _is_list(kind: Any) -> bool:
+    return get_origin(kind) is tuple
+
+
+def _converted(node: yaml.Node, kind: Any) -> Any:
+    """The node's value as a `kind`; ValueError where it is none."""
+    if _is_list(kind):
+        inner = get_args(kind)
+        if not isinstance(node, yaml.SequenceNode) or (inner[-1] is not ... and len(node.value) != len(inner)):
+            raise ValueError
+        return tuple(_converted(each, inner[0]) for each in node.value)
+    if not isinstance(node, yaml.ScalarNode) or node.tag.removeprefix(YAML_TAG) not in SCALARS:
+        raise ValueError
+    null, plain = node.tag == f"{YAML_TAG}null", node.style is None
+    if kind is types.NoneType and null:
+        return None
+    if kind is str and not null:
+        return node.value
+    if kind is bool and node.tag == f"{YAML_TAG}bool":
+        return node.value.lower() in ("true", "yes", "on")
+    if kind is int and plain and re.fullmatch(r"[-+]?[0-9][0-9_]*", node.value):
+        return int(node.value)
+    if kind is float and plain and math.isfinite(number := float(node.value)):
+        return number
+    raise ValueError
+
+
+def _shown(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return "nothing" if node.tag == f"{YAML_TAG}null" else repr(node.value)
+    what = "list" if isinstance(node, yaml.SequenceNode) else "section"
+    return f"a {what} of {len(node.value)}"
+
+
+def _words(kind: Any, limits: str) -> str:
+    names = {str: "text", bool: "true or false", int: "a whole number", float: "a number", types.NoneType: "null"}
+    if _is_list(kind):
+        inner = get_args(kind)
+        length = "" if inner[-1] is ... else f" of {len(inner)}"
+        return f"a list{length}, each {_words(inner[0], limits)}"
+    return names[kind] + (limits if kind in (int, float) else "")

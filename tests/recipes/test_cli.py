@@ -1,0 +1,255 @@
+"""The command line as a person meets it: help, mistakes, and commands that work as printed."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.translation.checkpoint import load_translator
+from recipes.translation.commands import COMMANDS, main
+from recipes.translation.config import RunConfig, load_config
+from recipes.translation.options import setting_names, settings
+from recipes.translation.translate import translate
+from tests.recipes.tiny import LEARNS, SETTINGS, options, tiny
+
+SENTENCE = "The train to Vienna leaves at half past seven."
+
+
+def run_main(*argv: str) -> int:
+    """The exit status, whether main returns it or argparse exits with it."""
+    try:
+        return main(list(argv))
+    except SystemExit as ended:
+        return int(str(ended.code))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line on stderr that a mistake is answered with."""
+    assert run_main(*argv) == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.count("\n") == 1
+    assert error.startswith("error: ")
+    return error.strip()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained run."""
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    assert main(["train", *options(folder, LEARNS)]) == 0
+    return folder
+
+
+def test_without_a_command_every_command_is_listed_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main() == run_main("--help") == 0
+    text = capsys.readouterr().out
+    for name, function in COMMANDS.items():
+        assert f"  {name}" in text
+        assert (function.__doc__ or "").splitlines()[0] in text
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_help_says_what_a_command_does_with_an_example_and_every_default(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(command, "--help") == 0
+    text = capsys.readouterr().out
+    assert (COMMANDS[command].__doc__ or "").splitlines()[0] in text
+    assert f"example:\n  python -m recipes.translation {command}" in text
+    _, _, listed = text.partition("options:")
+    if command in ("train", "prepare", "demo"):
+        for name in setting_names():
+            _, found, entry = listed.partition(f"  --{name} ")
+            assert found, name
+            assert "(default: " in " ".join(entry.split("\n  --")[0].split()), name
+
+
+def test_every_setting_says_what_it_means() -> None:
+    for _, default, meaning in settings(RunConfig):
+        assert meaning or all(text for _, _, text in settings(type(default)))
+
+
+def test_help_and_mistakes_do_not_wait_for_torch() -> None:
+    script = (
+        "import sys; from recipes.translation.commands import main\n"
+        "try: main(['train', '--training.stepz', '3'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["trian"], "train"),
+        (["train", "--training.stepz", "5"], "--training.steps"),
+        (["train", "--steps=5"], "--training.steps"),
+        (["train", "--learning-rate", "1"], "--training.learning_rate"),
+        (["train", "--fesh"], "--fresh"),
+        (["translate", "--beem", "3", "hello"], "--beam"),
+        (["evaluate", "--tokenise", "intl"], "--tokenize"),
+    ],
+)
+def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
+    argv: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"did you mean {meant}?" in refusal(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "answer"),
+    [
+        (["train", "--training.steps", "many"], "training.steps (command line) expects a whole number"),
+        (["train", "--training.steps"], "expected one argument"),
+        (["train", "--config", "nowhere.yaml"], "no configuration file nowhere.yaml"),
+        (["train", "--model.preset", "tinny", "--run", "{tmp}"], "model.preset"),
+        (["train", "--data.format", "text", "--run", "{tmp}"], "data.train takes two files"),
+        (["translate", "--run", "nowhere", "hello"], "no trained model in nowhere/best"),
+        (["evaluate", "--run", "nowhere"], "no trained model in nowhere/best"),
+        (["translate", "--file", "nowhere.txt"], "nowhere.txt: No such file"),
+        (["evaluate", "--hypotheses", "a.txt"], "go together"),
+        (["evaluate", "--tokenize", "13b"], "no tokeniser '13b'"),
+        (["evaluate", "--split", "train"], "invalid choice"),
+    ],
+)
+def test_a_mistake_is_answered_with_one_line(
+    argv: list[str], answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answer in refusal(capsys, *(word.replace("{tmp}", str(tmp_path / "run")) for word in argv))
+
+
+def test_the_program_ends_with_status_2_and_no_traceback() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "recipes.translation", "translate", "--run", "nowhere", "x"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (found.returncode, found.stdout, found.stderr.count("\n")) == (2, "", 1)
+
+
+def test_the_command_line_wins_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:
+    yaml = tmp_path / "config.yaml"
+    yaml.write_text("training: {steps: 2, learning_rate: 0.5}\nmodel: {d_ff: 8}\n")
+    settings: dict[str, Any] = {**SETTINGS, "run": str(tmp_path / "run"), "training.learning_rate": 0.25}
+    for name in ("training.steps", "model.d_ff"):
+        del settings[name]
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    assert main(["train", "--config", str(yaml), *words]) == 0
+    saved = load_config(tmp_path / "run" / "best" / "config.yaml")
+    assert (saved.training.steps, saved.training.learning_rate, saved.model.d_ff) == (2, 0.25, 8)
+    assert saved.training.clip == 1.0
+
+
+def test_several_values_of_one_setting_stand_after_one_option(tmp_path: Path) -> None:
+    words = options(tmp_path / "run", {"training.steps": 1})
+    assert main(["train", *words, "--training.devices", "cpu", "cpu", "--training.betas", "0.8", "0.9"]) == 0
+    saved = load_config(tmp_path / "run" / "last" / "config.yaml").training
+    assert (saved.devices, saved.betas) == (("cpu", "cpu"), (0.8, 0.9))
+
+
+def test_a_run_that_was_begun_keeps_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *options(tmp_path / "a", {"training.steps": 2})]) == 0
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert main(["train", "--run", str(tmp_path / "b"), "--training.steps", "3"]) == 0
+    assert "going on from step 2" in capsys.readouterr().out
+    expected = tiny(tmp_path / "b", {"training.steps": 3})
+    assert load_config(tmp_path / "b" / "last" / "config.yaml") == expected
+
+
+def test_prepare_makes_the_subwords_and_nothing_else(tmp_path: Path) -> None:
+    assert main(["prepare", *options(tmp_path / "run")]) == 0
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["subwords"]
+
+
+@pytest.mark.parametrize("way", ["words", "file", "pipe", "typed"])
+def test_sentences_come_from_words_a_file_a_pipe_or_a_person(
+    run: Path, way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sentences = [SENTENCE, "The number is six."]
+    words: list[str] = []
+    if way == "words":
+        words = sentences
+    elif way == "file":
+        (tmp_path / "in.txt").write_text("\n".join(sentences) + "\n")
+        words = ["--file", str(tmp_path / "in.txt")]
+    elif way == "pipe":
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(sentences) + "\n"))
+    else:
+        typed = iter([*sentences, ""])
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    capsys.readouterr()
+    assert main(["translate", "--run", str(run), *words]) == 0
+    translator = load_translator(run / "best")
+    expected = translate(translator, sentences, translator.config.decoding)
+    assert all(expected)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == (["Type a sentence and press Enter; an empty line ends."] if way == "typed" else []) + expected
+
+
+def test_decoding_options_and_the_checkpoint_can_be_chosen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    for words in (["--beam", "3", "--length-penalty", "1"], ["--checkpoint", "last"]):
+        assert main(["translate", "--run", str(run), *words, SENTENCE]) == 0
+        assert capsys.readouterr().out.strip()
+    assert "decoding.beam" in refusal(capsys, "translate", "--run", str(run), "--beam", "0", SENTENCE)
+
+
+def test_a_model_folder_is_a_run_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for folder in (run, run / "best"):
+        capsys.readouterr()
+        assert main(["translate", "--run", str(folder), SENTENCE]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+
+
+def test_evaluate_prints_signed_scores_and_writes_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--run", str(run), "--split", "valid", "--tokenize", "intl"]) == 0
+    text = capsys.readouterr().out
+    for part in ("BLEU ", "BLEU, lower-cased", "chrF", "exact match", "|tok:intl|", "case:lc"):
+        assert part in text
+    assert (run / "valid.scores.json").exists()
+
+
+def test_files_of_unequal_length_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "long").write_text("a\nb\nc\n")
+    (tmp_path / "short").write_text("a\nb\n")
+    words = ["--hypotheses", str(tmp_path / "long"), "--references", str(tmp_path / "short")]
+    assert "3 hypotheses but 2 references" in refusal(capsys, "evaluate", *words)
+
+
+def test_files_of_equal_length_are_scored_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").write_text("one two three four\n\n")
+    words = ["--hypotheses", str(tmp_path / "a"), "--references", str(tmp_path / "a")]
+    assert main(["evaluate", *words]) == 0
+    assert "100.00   of 2 sentences" in capsys.readouterr().out
+
+
+def test_the_demo_ends_with_a_command_that_works_and_starts_afresh(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = options(tmp_path / "demo")
+    assert main(["demo", *words]) == 0
+    first = capsys.readouterr().out
+    assert "replaced" not in first
+    assert first.count("    -> ") == 3 + 10
+    (line,) = [line for line in first.splitlines() if " translate --run " in line]
+    found = subprocess.run(shlex.split(line), capture_output=True, text=True, check=True)
+    translator = load_translator(tmp_path / "demo" / "best")
+    assert found.stdout.splitlines() == translate(translator, [SENTENCE], translator.config.decoding)
+
+    assert main(["demo", *words]) == 0
+    second = capsys.readouterr().out
+    assert f"{tmp_path / 'demo'} holds an earlier run, which is replaced" in second
+    assert "going on from" not in second

@@ -1,0 +1,45 @@
+"""A run small enough for tests: seconds, not minutes, through the same code as a real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from recipes.translation.config import RunConfig, load_config
+
+SETTINGS: dict[str, Any] = {
+    "data.builtin_pairs": 250,
+    "subwords.vocab_size": 360,
+    "model.d_model": 16,
+    "model.d_ff": 16,
+    "model.heads": 2,
+    "model.encoder_layers": 1,
+    "model.decoder_layers": 1,
+    "training.devices": "[cpu]",
+    "training.batch_tokens": 900,
+    "training.steps": 4,
+    "training.validate_every": 100,
+    "training.validate_bleu": 0,
+    "training.warmup": 2,
+    "decoding.beam": 1,
+    "decoding.max_length": 8,
+}
+
+LEARNS: dict[str, Any] = {
+    "training.steps": 60,
+    "training.learning_rate": 0.01,
+    "model.d_model": 32,
+    "decoding.max_length": 30,
+}
+"""Changes with which a run learns enough for sentences to differ in their translations."""
+
+
+def tiny(run: Path, changes: dict[str, Any] | None = None) -> RunConfig:
+    """A tiny run in the folder `run`, with `changes` by dotted name."""
+    return load_config(None, {**SETTINGS, "run": str(run), **(changes or {})})
+
+
+def options(run: Path, changes: dict[str, Any] | None = None) -> list[str]:
+    """The same as command-line options."""
+    settings = {**SETTINGS, "run": str(run), **(changes or {})}
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
