@@ -99,8 +99,8 @@ class TrainingConfig:
 
     devices: str | tuple[str, ...] = "auto"
     """auto (every GPU of the machine; without one [cpu, cpu]) or a list such as [cuda:0, cuda:1]."""
-    chunk_size: int = 32
-    """Time steps whose logits exist at once (per device)."""
+    chunk_tokens: int | None = None
+    """Target tokens whose logits exist at once on a device; null chooses by bytes."""
     batch_tokens: int = 4_096
     """Target tokens, padding included, in a batch; the batch is split over the devices."""
     accumulate: int = 1
@@ -181,7 +181,7 @@ RANGES = {
     **dict.fromkeys(("model.d_model", "model.d_ff", "model.heads"), AT_LEAST_1),
     **dict.fromkeys(("model.encoder_layers", "model.decoder_layers"), AT_LEAST_1),
     "model.dropout": SHARE,
-    **dict.fromkeys(("training.chunk_size", "training.batch_tokens", "training.accumulate"), AT_LEAST_1),
+    **dict.fromkeys(("training.chunk_tokens", "training.batch_tokens", "training.accumulate"), AT_LEAST_1),
     **dict.fromkeys(("training.steps", "training.max_length", "training.validate_every"), AT_LEAST_1),
     **dict.fromkeys(("training.learning_rate", "training.warmup", "training.clip"), AT_LEAST_0),
     **dict.fromkeys(("training.betas", "training.label_smoothing"), SHARE),

@@ -42,7 +42,7 @@ MAY_CHANGE = frozenset(
         "run",
         "data.path",  # the data itself is compared by its fingerprint
         "data.test",
-        *(f"training.{name}" for name in ("devices", "chunk_size", "precision", "threads")),  # rounding at most
+        *(f"training.{name}" for name in ("devices", "chunk_tokens", "precision", "threads")),  # rounding at most
         *(f"training.{name}" for name in ("steps", "validate_every", "validate_bleu", "patience")),
         *(f"decoding.{name}" for name in ("beam", "length_penalty", "batch_sentences", "max_length")),
     }
@@ -73,7 +73,7 @@ def train(config: RunConfig, *, fresh: bool = False) -> Summary:
     translator = Translator(config, model, corpus.source, corpus.target)
     encoder_decoder = seqpar.DataParallel(model, devices, gather_outputs=False)
     smoothing = seqpar.LabelSmoothing(settings.label_smoothing, settings.smoothing, ignore_index=PAD)  # type: ignore[arg-type]
-    engine = seqpar.LossCompute(model.generator, smoothing, devices, chunk_size=settings.chunk_size)
+    engine = seqpar.LossCompute(model.generator, smoothing, devices, settings.chunk_tokens)
     optimizer = torch.optim.Adam(model.parameters(), betas=settings.betas, eps=1e-9, fused=True)
     state = load_training(run / "last", model, optimizer) if resuming else TrainingState(data=corpus.fingerprint)
     check_same_data(corpus, state, run)

@@ -60,6 +60,14 @@ def test_a_replicas_parameters_are_listed_linked_and_not_the_originals():
         assert torch.equal(mine, original)
 
 
+def test_an_rnns_replica_reads_its_own_flat_weights_and_leaves_the_originals_alone():
+    module = nn.LSTM(3, 3)
+    before = list(module._flat_weights)
+    for replica in seqpar.replicate(module, ["cpu"] * 2):
+        assert all(flat is own for flat, own in zip(replica._flat_weights, replica.parameters(), strict=True))
+    assert all(now is then for now, then in zip(module._flat_weights, before, strict=True))
+
+
 def test_ties_inside_a_module_stay_tied_in_its_replicas():
     module = nn.ModuleDict({"embed": nn.Embedding(4, 3), "out": nn.Linear(3, 4, bias=False)})
     module["out"].weight = module["embed"].weight
