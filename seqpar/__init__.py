@@ -1,12 +1,18 @@
 """The loss of a sequence model, over any number of devices, in chunks, with the gradient of the single-device model."""
 
+from seqpar.accumulate import accumulate_gradients, sum_over_ranks
 from seqpar.chunked_gradient import chunked_gradient
+from seqpar.collectives import check_agreement, copy_to_group, group_sum
 from seqpar.criteria import CrossEntropy, LabelSmoothing
 from seqpar.data_parallel import DataParallel, data_parallel
+from seqpar.linear_cross_entropy import linear_cross_entropy
 from seqpar.loss_compute import LossCompute, MultiGPULossCompute
+from seqpar.model_with_loss import ModelWithLoss
 from seqpar.placement import place
 from seqpar.replicas import gather, parallel_apply, replicate, scatter
+from seqpar.sequence import join_time, next_token_targets, split_time, time_steps
 from seqpar.token_loss import TokenLoss
+from seqpar.vocab_parallel import VocabShard
 
 __version__ = "0.1.0"
 
@@ -15,13 +21,25 @@ __all__ = [
     "DataParallel",
     "LabelSmoothing",
     "LossCompute",
+    "ModelWithLoss",
     "MultiGPULossCompute",
     "TokenLoss",
+    "VocabShard",
+    "accumulate_gradients",
+    "check_agreement",
     "chunked_gradient",
+    "copy_to_group",
     "data_parallel",
     "gather",
+    "group_sum",
+    "join_time",
+    "linear_cross_entropy",
+    "next_token_targets",
     "parallel_apply",
     "place",
     "replicate",
     "scatter",
+    "split_time",
+    "sum_over_ranks",
+    "time_steps",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +15,88 @@ from seqpar.token_loss import TokenLoss, wide
 PerChunk = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Chunk], TokenLoss]
 """(params, this chunk's rows of each per-token tensor, the chunk) -> the chunk's summed loss."""
 
+ADDED_AT_ONCE = 256
+"""Rows of a low-precision product that are widened and added at a time: few enough to stay in a cache."""
+
+
+class Gradients:
+    """The gradients of a walk so far: rows of per-token tensors in their place, those of parameters added up."""
+
+    def __init__(self, per_token: Sequence[Tensor], params: Sequence[Tensor], chunks: int) -> None:
+        self.rows = [torch.zeros_like(t) if t.requires_grad else None for t in per_token]
+        self.wanted = [p.requires_grad for p in params]
+        self.params: list[Tensor | None] = [None] * len(params)
+        self.chunks = chunks
+        self._products: dict[int, Tensor] = {}
+
+    def write(self, index: int, chunk: Chunk, grad: Tensor | None) -> None:
+        """The gradient of a chunk's rows of per-token tensor `index`."""
+        rows = self.rows[index]
+        if rows is not None and grad is not None:
+            rows[chunk] = grad
+
+    def write_product(self, index: int, chunk: Chunk, a: Tensor, b: Tensor) -> None:
+        """The same, of the gradient a @ b, which is computed only where it is wanted."""
+        rows = self.rows[index]
+        if rows is None:
+            return
+        if isinstance(chunk, slice) and rows.dtype == a.dtype:
+            torch.mm(a, b, out=rows[chunk])
+        else:
+            rows[chunk] = (a @ b).to(rows.dtype)
+
+    def add(self, index: int, grad: Tensor | None) -> None:
+        """To parameter `index`. Autograd may hand one tensor to two parameters, so the first one is copied."""
+        so_far = self.params[index]
+        if grad is None:
+            return
+        if so_far is not None:
+            _add_to(so_far, grad)
+            return
+        # A plain bias gradient is one careful reduction, not a running sum: vectors are cheap to keep in float64
+        cheap = grad.dim() < 2 and grad.device.type != "mps"
+        kept = torch.float64 if cheap else wide(grad.dtype)
+        self.params[index] = grad if self.chunks == 1 else grad.to(kept, copy=True)
+
+    def add_product(self, index: int, a: Tensor, b: Tensor) -> None:
+        """a @ b to parameter `index`, where it is wanted."""
+        if not self.wanted[index]:
+            return
+        so_far = self.params[index]
+        if so_far is None:
+            product = torch.mm(a, b)
+            self.params[index] = product if self.chunks == 1 else product.to(wide(a.dtype))
+        elif so_far.dtype == a.dtype:
+            so_far.addmm_(a, b)
+        else:
+            product = self._products.setdefault(index, torch.empty((), dtype=a.dtype, device=a.device))
+            torch.mm(a, b, out=product.resize_(so_far.shape))
+            _add_to(so_far, product)
+
+
+def _add_to(so_far: Tensor, grad: Tensor) -> None:
+    if so_far.dtype == grad.dtype or grad.dim() < 2 or grad.device.type != "cpu":
+        so_far.add_(grad)
+        return
+    # Blocks: adding bfloat16 to float32 in one call takes the CPU longer than the product did
+    for sum_, block in zip(so_far.split(ADDED_AT_ONCE), grad.split(ADDED_AT_ONCE), strict=True):
+        sum_.add_(block.to(sum_.dtype))
+
+
+@dataclass(frozen=True)
+class ByFormula:
+    """A per-chunk function that knows its gradient: no graph is made, and it leaves the gradient where it is kept.
+
+    `function(this chunk's rows of each per-token tensor, the chunk, gradients)` returns the chunk's summed loss; it
+    has written the gradient of that sum to `gradients`, unless that is None, when no gradient is wanted. Parameters
+    it holds itself, detached; their order in `gradients` is that of the walk.
+    """
+
+    function: Callable[[tuple[Tensor, ...], Chunk, Gradients | None], TokenLoss]
+
 
 def chunked_gradient(
-    per_chunk: PerChunk,
+    per_chunk: PerChunk | ByFormula,
     chunks: Sequence[Chunk],
     per_token: Sequence[Tensor],
     params: Sequence[Tensor],
@@ -30,7 +110,8 @@ def chunked_gradient(
     stored by the upstream factor and hands it to autograd as the gradients of `per_token` and `params`.
 
     Args:
-        per_chunk: must compute from what it is given alone: a pure function of `params` and the rows.
+        per_chunk: must compute from what it is given alone: a pure function of `params` and the rows. Autograd
+            differentiates it, unless it is `ByFormula`.
         chunks: which rows belong together; a row in no chunk has no loss and the gradient 0.
         per_token: tensors whose first dimension is the rows, hidden first.
         params: what else gradients flow into. Their gradients are summed in float32 or wider.
@@ -49,37 +130,37 @@ def chunked_gradient(
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return TokenLoss(*_ChunkedGradient.apply(per_chunk, chunks, len(per_token), empty, *tensors))
     with torch.no_grad():
-        rows = (tuple(t[chunk] for t in per_token) for chunk in chunks)
-        parts = [_checked(per_chunk(tuple(params), r, chunk)) for r, chunk in zip(rows, chunks, strict=True)]
+        parts = []
+        for chunk in chunks:
+            rows = tuple(t[chunk] for t in per_token)
+            if isinstance(per_chunk, ByFormula):
+                parts.append(_checked(per_chunk.function(rows, chunk, None)))
+            else:
+                parts.append(_checked(per_chunk(tuple(params), rows, chunk)))
     return _sum(empty, parts)
 
 
 class _ChunkedGradient(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, per_chunk: PerChunk, chunks: Sequence[Chunk], split: int, empty: TokenLoss, *tensors: Tensor
+        ctx: Any,
+        per_chunk: PerChunk | ByFormula,
+        chunks: Sequence[Chunk],
+        split: int,
+        empty: TokenLoss,
+        *tensors: Tensor,
     ) -> tuple[Tensor | None, ...]:
         per_token, params = tensors[:split], tensors[split:]
-        leaves = tuple(p.detach().requires_grad_(p.requires_grad) for p in params)
-        row_grads = [torch.zeros_like(t) if t.requires_grad else None for t in per_token]
-        sums: list[Tensor | None] = [None] * len(params)
-        parts: list[TokenLoss] = []
-        for i, chunk in enumerate(chunks):
-            rows = tuple(t.detach()[chunk].requires_grad_(t.requires_grad) for t in per_token)
-            with torch.enable_grad():
-                part = _checked(per_chunk(leaves, rows, chunk))
-            if i == 0:
-                _refuse_strangers(part.total, {id(t) for t in (*rows, *leaves)})
-            grads = _gradients(part.total, (*rows, *leaves))
-            for row_grad, grad in zip(row_grads, grads[:split], strict=True):
-                if row_grad is not None and grad is not None:
-                    row_grad[chunk] = grad
-            for j, grad in enumerate(grads[split:]):
-                if grad is not None:
-                    sums[j] = _add(sums[j], grad, last=len(chunks) == 1)
-            parts.append(part.detach())
+        gradients = Gradients(per_token, params, len(chunks))
+        if isinstance(per_chunk, ByFormula):
+            rows = (tuple(t.detach()[chunk] for t in per_token) for chunk in chunks)
+            parts = [_checked(per_chunk.function(r, c, gradients)) for r, c in zip(rows, chunks, strict=True)]
+        else:
+            leaves = tuple(p.detach().requires_grad_(p.requires_grad) for p in params)
+            parts = [_by_autograd(per_chunk, leaves, per_token, c, gradients, i == 0) for i, c in enumerate(chunks)]
         loss = _sum(empty, parts)
-        ctx.stored = (row_grads, sums, bool(chunks))
+        ctx.stored = (gradients.rows, gradients.params, bool(chunks))
+        ctx.shared = len(chunks) == 1 and not isinstance(per_chunk, ByFormula)
         ctx.inputs = [(t.dtype, t.shape, t.device) if t.requires_grad else None for t in tensors]
         ctx.mark_non_differentiable(*(t for t in loss[1:] if t is not None))
         ctx.set_materialize_grads(False)
@@ -109,8 +190,36 @@ class _ChunkedGradient(torch.autograd.Function):
                 dtype, shape, device = about
                 grads.append(torch.zeros(shape, dtype=dtype, device=device))
             else:
-                grads.append(None if grad is None else (grad * upstream.to(grad.device)).to(about[0]))
+                grads.append(None if grad is None else _times(grad, upstream, ctx.shared).to(about[0]))
         return (None, None, None, None, *grads)
+
+
+def _times(grad: Tensor, upstream: Tensor, shared: bool) -> Tensor:
+    """In place, unless autograd may have handed out the same tensor twice."""
+    factor = upstream.to(grad.device)
+    return grad * factor if shared else grad.mul_(factor)
+
+
+def _by_autograd(
+    per_chunk: PerChunk,
+    leaves: tuple[Tensor, ...],
+    per_token: Sequence[Tensor],
+    chunk: Chunk,
+    gradients: Gradients,
+    first: bool,
+) -> TokenLoss:
+    """One chunk's loss, its gradient taken by autograd at once, its graph let go."""
+    rows = tuple(t.detach()[chunk].requires_grad_(t.requires_grad) for t in per_token)
+    with torch.enable_grad():
+        part = _checked(per_chunk(leaves, rows, chunk))
+    if first:
+        _refuse_strangers(part.total, {id(t) for t in (*rows, *leaves)})
+    grads = _gradients(part.total, (*rows, *leaves))
+    for i, grad in enumerate(grads[: len(rows)]):
+        gradients.write(i, chunk, grad)
+    for i, grad in enumerate(grads[len(rows) :]):
+        gradients.add(i, grad)
+    return part.detach()
 
 
 def _checked(loss: TokenLoss) -> TokenLoss:
@@ -133,15 +242,6 @@ def _gradients(total: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor | None]
         return [None] * len(inputs)
     found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
     return [next(found) if t.requires_grad else None for t in inputs]
-
-
-def _add(so_far: Tensor | None, grad: Tensor, last: bool) -> Tensor:
-    """A sum of our own: autograd may hand the same tensor to two parameters, so the first one is copied."""
-    if so_far is not None:
-        return so_far.add_(grad)
-    # A plain bias gradient is one careful reduction, not a running sum: vectors are cheap to keep in float64
-    cheap = grad.dim() < 2 and grad.device.type != "mps"
-    return grad if last else grad.to(torch.float64 if cheap else wide(grad.dtype), copy=True)
 
 
 def _refuse_strangers(total: Tensor, known: set[int]) -> None:

@@ -7,11 +7,17 @@ A `group` of None is this process alone: nothing is communicated. (`torch.distri
 | identity | sum over the group | `copy_to_group`: a value every rank has, used differently on each |
 | sum over the group | identity | `sum_from_group`: partial results that every rank needs whole |
 | sum or maximum, no gradient | - | `group_sum`, `group_max` |
+| every rank's, no gradient | - | `group_gather`, `gather_numbers` |
+| one rank's object | - | `broadcast_object` |
+
+Ranks that wait for one that never comes give up after the group's timeout. Half an hour is torch's default; a trainer
+sets its own where the group is made: `init_process_group(..., timeout=timedelta(minutes=2))`, or `new_group(...)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +53,31 @@ def _reduced(tensor: Tensor, group: ProcessGroup | None, operation: Any) -> Tens
     return result
 
 
+def group_gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    """Every rank's tensor, in rank order, without a gradient; all ranks' must have one shape and dtype."""
+    if world_size(group) == 1:
+        return [tensor.detach()]
+    everyone = [torch.empty_like(tensor) for _ in range(world_size(group))]
+    dist.all_gather(everyone, tensor.detach().contiguous(), group=group)
+    return everyone
+
+
+def gather_numbers(numbers: Sequence[int], group: ProcessGroup | None) -> list[list[int]]:
+    """Every rank's whole numbers, in rank order; all ranks must give as many."""
+    nccl = group is not None and dist.get_backend(group) == "nccl"
+    device = torch.accelerator.current_accelerator() if nccl else None
+    return [t.tolist() for t in group_gather(torch.tensor(numbers, dtype=torch.int64, device=device), group)]
+
+
+def broadcast_object(value: Any, source: int, group: ProcessGroup | None) -> Any:
+    """The (pickled) value of the group's rank `source`."""
+    if world_size(group) == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=source)
+    return box[0]
+
+
 def copy_to_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """The tensor itself; its gradient is the sum of all ranks' gradients."""
     return tensor if world_size(group) == 1 else _CopyToGroup.apply(tensor, group)
@@ -78,20 +109,31 @@ class _SumFromGroup(torch.autograd.Function):
         return upstream, None
 
 
-def check_agreement(facts: Mapping[str, object], group: ProcessGroup | None) -> None:
+def check_agreement(
+    facts: Mapping[str, object], group: ProcessGroup | None, numbers: Sequence[int] = ()
+) -> list[list[int]]:
     """Raises RuntimeError on every rank, naming the ranks, unless all of them have the same facts.
 
     Call it at start and where sizes may change: ranks that disagree would otherwise wait for each other, or add up
-    what does not belong together.
+    what does not belong together. Ranks that agree pay for one all-gather of one number each, and of `numbers`, which
+    may differ.
+
+    Returns:
+        every rank's `numbers`, in rank order.
     """
     if world_size(group) == 1:
-        return
+        return [list(numbers)]
+    digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=7).digest()
+    gathered = gather_numbers([int.from_bytes(digest), *numbers], group)
+    if len({theirs[0] for theirs in gathered}) == 1:
+        return [theirs[1:] for theirs in gathered]
     everyone: list[Any] = [None] * world_size(group)
     dist.all_gather_object(everyone, dict(facts), group=group)
-    for name in facts:
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):
             values.setdefault(repr(theirs.get(name, "nothing")), []).append(rank)
         if len(values) > 1:
             said = "; ".join(f"{value} on ranks {ranks}" for value, ranks in values.items())
             raise RuntimeError(f"ranks disagree on {name}: {said}; start all of them with the same settings and data")
+    raise AssertionError("equal facts have one digest")

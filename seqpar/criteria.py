@@ -15,7 +15,7 @@ Shape suffixes: N rows, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,42 +34,216 @@ def ignored_target(criterion: nn.Module) -> int | None:
     return None
 
 
-class _Smoothed(NamedTuple):
-    """A smoothed target distribution q: `gold` more on the target, `each` on every class but `excluded`."""
+class SoftTarget(NamedTuple):
+    """What a row's logits z are held against: the distribution q, class weights w and a z-loss.
+
+    With p = softmax(z) the loss of a row is  sum_k w_k q_k (-log p_k)  +  z_loss (log sum_k exp z_k)^2,
+    in the KL form with  sum_k w_k q_k log q_k  added.
+    """
 
     gold: float
+    """How much more q has on the target than `each`."""
     each: float
+    """q of every class but `excluded`."""
     excluded: int | None
-    constant: float
-    """Added per row: minus the entropy of q in the KL form, else 0."""
+    classes: int
+    """How many classes have `each`, over the whole vocabulary."""
+    kl_gold: float = 0.0
+    """q log q of the target in the KL form, else 0."""
+    kl_each: float = 0.0
+    weight_V: Tensor | None = None
+    z_loss: float = 0.0
+
+
+def check_smoothing(smoothing: float, convention: str, names: tuple[str, str] = ("smoothing", "convention")) -> None:
+    """Raises ValueError, by the caller's names, for a share outside [0, 1) or an unknown convention."""
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"{names[0]} is {smoothing}; it must be at least 0 and below 1")
+    if convention not in ("torch", "fairseq", "harvard"):
+        raise ValueError(f"{names[1]} is {convention!r}; it must be 'torch', 'fairseq' or 'harvard'")
+
+
+def soft_target(smoothing: float, convention: Convention, ignore_index: int, vocab_size: int) -> SoftTarget:
+    """The smoothed target over `vocab_size` classes, all of them; `LabelSmoothing` says what the conventions are."""
+    eps, V = smoothing, vocab_size
+    if convention == "torch":
+        return SoftTarget(1 - eps, eps / V, None, V)
+    others = V - 1 if convention == "fairseq" else V - 2
+    if convention == "harvard" and not 0 <= ignore_index < V:
+        raise ValueError(
+            f"ignore_index is {ignore_index}; the 'harvard' convention leaves the padding class out, so it "
+            f"must be one of the {V} classes"
+        )
+    if others < 1 and eps:
+        raise ValueError(f"{V} classes are too few to share smoothing out by the {convention!r} convention")
+    each = eps / others if eps else 0.0
+    if convention == "fairseq":
+        return SoftTarget(1 - eps - each, each, None, V)
+    logs = (1 - eps) * math.log(1 - eps), each * math.log(each) if eps else 0.0
+    return SoftTarget(1 - eps - each, each, ignore_index, V - 1, *logs)
+
+
+class RowSums(NamedTuple):
+    """What loss and gradient need of each row's logits z, summed over the whole vocabulary."""
+
+    best_N: Tensor
+    argbest_N: Tensor
+    """The lowest class with the largest logit, counted from the first one here."""
+    lse_N: Tensor
+    """log sum_k exp z_k."""
+    gold_N: Tensor
+    """z of the target."""
+    correct_N: Tensor
+    sum_N: Tensor | None = None
+    """sum_k w_k z_k without the excluded class; None without smoothing."""
+    gold_weight_N: Tensor | None = None
+    """w of the target; None without class weights."""
+    weight_N: Tensor | None = None
+    """sum_k w_k without the excluded class, the same in every row; None without class weights."""
+    share_N: Tensor | None = None
+    """sum of p over the classes here, by which the local softmax is too large; None where all classes are here."""
+
+
+class VocabPart(Protocol):
+    """The part of a vocabulary whose logits are here, and how its row sums become those of the whole."""
+
+    def place(self, target_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Each target's class among the `size` classes here (any class where it is elsewhere), and whether it is."""
+
+    def combine(self, rows: RowSums, target_N: Tensor) -> RowSums:
+        """The sums over the whole vocabulary."""
+
+
+def softmax_and_sums(
+    logits_NV: Tensor, target_N: Tensor, q: SoftTarget, part: VocabPart | None = None, out: Tensor | None = None
+) -> tuple[Tensor, RowSums]:
+    """softmax(logits) over the classes here, in float32 or wider, and the row sums over all classes.
+
+    `out`, where given, is the memory of the softmax; it may be that of the logits. `q.excluded` and `q.weight_V`
+    speak of the classes here.
+    """
+    dtype = wide(logits_NV.dtype)
+    if logits_NV.dtype != dtype and logits_NV.device.type == "cpu":
+        # One conversion up front: the CPU's reductions over bfloat16 take several times as long
+        logits_NV = out = logits_NV.to(dtype) if out is None else out.copy_(logits_NV)
+    index_N, owned_N = (target_N, None) if part is None else part.place(target_N, logits_NV.size(1))
+    if not logits_NV.size(1):  # a rank without classes
+        none = torch.full(target_N.shape, -math.inf, dtype=dtype, device=logits_NV.device)
+        p_NV, rows = logits_NV.to(dtype), RowSums(none, index_N, none, torch.zeros_like(none), index_N < 0)
+    else:
+        best_N, argbest_N = logits_NV.max(-1)
+        gold_N, sum_N = _take(logits_NV, index_N).to(dtype), _weighted_sum(logits_NV, q, dtype)
+        best_N = best_N.to(dtype)
+        p_NV = torch.softmax(logits_NV, -1, dtype=dtype, out=out)
+        # log sum exp(z) = z_k - log p_k for any k; the largest p is at least 1/V, so its log is exact
+        lse_N = best_N - _take(p_NV, argbest_N).log()
+        rows = RowSums(best_N, argbest_N, lse_N, gold_N, argbest_N == index_N, sum_N)
+    if owned_N is not None:
+        gold_N = rows.gold_N.where(owned_N, torch.zeros_like(rows.gold_N))
+        rows = rows._replace(gold_N=gold_N, correct_N=rows.correct_N & owned_N)
+    if q.each and rows.sum_N is None:
+        rows = rows._replace(sum_N=torch.zeros_like(rows.lse_N))
+    if q.weight_V is not None:
+        gold_weight_N, weight = torch.zeros_like(rows.lse_N), q.weight_V.sum()
+        if len(q.weight_V):
+            gold_weight_N = q.weight_V[index_N] if owned_N is None else q.weight_V[index_N] * owned_N
+        if q.excluded is not None:
+            weight = weight - q.weight_V[q.excluded]
+        rows = rows._replace(gold_weight_N=gold_weight_N, weight_N=weight.expand_as(gold_weight_N))
+    return p_NV, rows if part is None else part.combine(rows, target_N)
+
+
+def row_losses(rows: RowSums, q: SoftTarget) -> Tensor:
+    """Each row's loss, as `SoftTarget` defines it."""
+    gold_weight_N, weight_N = _weights(rows, q)
+    # Differences first: each is 0 or more, while its two sides may be hundreds
+    loss_N = q.gold * gold_weight_N * (rows.lse_N - rows.gold_N)
+    if rows.sum_N is not None:
+        loss_N = loss_N + q.each * (weight_N * rows.lse_N - rows.sum_N)
+    if q.kl_gold:
+        loss_N = loss_N + (q.kl_gold - q.kl_each) * gold_weight_N + q.kl_each * weight_N
+    return loss_N + q.z_loss * rows.lse_N.square() if q.z_loss else loss_N
+
+
+def logits_gradient_(
+    p_NV: Tensor, target_N: Tensor, rows: RowSums, q: SoftTarget, part: VocabPart | None = None
+) -> Tensor:
+    """The gradient of the sum of `row_losses` with respect to the logits here, made in the softmax's own place.
+
+    (sum_k w_k q_k + 2 z_loss lse) p - w q
+    """
+    if not p_NV.size(1):
+        return p_NV
+    factor_N = _mass(rows, q) + 2 * q.z_loss * rows.lse_N if q.z_loss else _mass(rows, q)
+    if rows.share_N is not None:
+        # Where nothing here has a share of the softmax, the one over these classes alone may be nan (all -inf)
+        p_NV.masked_fill_((rows.share_N == 0).unsqueeze(1), 0)
+        factor_N = factor_N * rows.share_N
+    if isinstance(factor_N, Tensor):
+        p_NV *= factor_N.unsqueeze(1)
+    if q.each:
+        each_V = q.each if q.weight_V is None else q.each * q.weight_V
+        p_NV -= each_V
+        if q.excluded is not None:
+            p_NV[:, q.excluded] += each_V if isinstance(each_V, float) else each_V[q.excluded]
+    index_N, owned_N = (target_N, None) if part is None else part.place(target_N, p_NV.size(1))
+    gold_N = p_NV.new_full(index_N.shape, -q.gold)
+    if q.weight_V is not None:
+        gold_N = gold_N * q.weight_V[index_N]
+    if owned_N is not None:
+        gold_N = gold_N * owned_N
+    return p_NV.scatter_add_(1, index_N.unsqueeze(1), gold_N.unsqueeze(1))
+
+
+def _take(values_NV: Tensor, index_N: Tensor) -> Tensor:
+    return values_NV.gather(1, index_N.unsqueeze(1)).squeeze(1)
+
+
+def _weighted_sum(logits_NV: Tensor, q: SoftTarget, dtype: torch.dtype) -> Tensor | None:
+    if not q.each:
+        return None
+    if q.weight_V is None:
+        sum_N = logits_NV.sum(-1, dtype=dtype)
+        return sum_N if q.excluded is None else sum_N - logits_NV[:, q.excluded]
+    sum_N = logits_NV.to(dtype) @ q.weight_V
+    return sum_N if q.excluded is None else sum_N - logits_NV[:, q.excluded] * q.weight_V[q.excluded]
+
+
+def _weights(rows: RowSums, q: SoftTarget) -> tuple[Tensor | float, Tensor | float]:
+    """The target's weight, and that of all classes that share `each`."""
+    if rows.gold_weight_N is None or rows.weight_N is None:
+        return 1.0, float(q.classes)
+    return rows.gold_weight_N, rows.weight_N
+
+
+def _mass(rows: RowSums, q: SoftTarget) -> Tensor | float:
+    """sum_k w_k q_k, which is 1 without class weights."""
+    if rows.gold_weight_N is None or rows.weight_N is None:
+        return 1.0
+    return q.gold * rows.gold_weight_N + q.each * rows.weight_N
 
 
 class _SmoothedCrossEntropy(torch.autograd.Function):
-    """The sum over kept rows of -sum_k q_k log p_k + constant. p is the one V-sized tensor it makes.
+    """The sum over kept rows of `row_losses`. The softmax is the one V-sized tensor it makes.
 
-    The gradient p - q is made in p's own place, so there is one backward.
+    The gradient is made in the softmax's own place, so there is one backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, kept_N: Tensor, q: _Smoothed) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, kept_N: Tensor, q: SoftTarget) -> tuple[Tensor, ...]:
         """Returns the sums of loss, tokens, nll and correct predictions."""
-        p_NV = torch.softmax(logits_NV, -1, dtype=wide(logits_NV.dtype))
-        p_best_N, best_N = p_NV.max(-1)
-        # log sum exp(z) = z_k - log p_k for any k; the largest p is at least 1/V, so its log is exact
-        gold_N = _take(logits_NV, target_N).to(p_NV.dtype)
-        lse_N = _take(logits_NV, best_N).to(p_NV.dtype) - p_best_N.log()
-        nll_N = lse_N - gold_N
-        loss_N = nll_N if q.each == 0 else _smoothed(logits_NV, lse_N, gold_N, q)
-        zero = nll_N.new_zeros(())
-        counts = kept_N.sum(), nll_N.where(kept_N, zero).sum(), ((best_N == target_N) & kept_N).sum()
+        p_NV, rows = softmax_and_sums(logits_NV, target_N, q)
+        zero = rows.lse_N.new_zeros(())
+        nll_N = rows.lse_N - rows.gold_N
+        counts = kept_N.sum(), nll_N.where(kept_N, zero).sum(), (rows.correct_N & kept_N).sum()
         ctx.mark_non_differentiable(*counts)
-        ctx.stored = (p_NV, target_N, kept_N)
+        ctx.stored = (p_NV, target_N, kept_N, rows)
         ctx.q, ctx.dtype = q, logits_NV.dtype
-        return loss_N.where(kept_N, zero).sum(), *counts
+        return row_losses(rows, q).where(kept_N, zero).sum(), *counts
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
-        """upstream x (p - q) in the kept rows."""
+        """upstream x the gradient in the kept rows."""
         if ctx.stored is None:
             raise RuntimeError(
                 "backward went through the criterion a second time, and its gradient took the place of what it had "
@@ -80,29 +254,13 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
                 "the criterion was asked for a second derivative (create_graph=True), and it keeps only the first; "
                 "use torch.nn.functional.cross_entropy where you need one"
             )
-        (grad_NV, target_N, kept_N), q = ctx.stored, ctx.q
+        p_NV, target_N, kept_N, rows = ctx.stored
         ctx.stored = None
-        if q.each:
-            grad_NV -= q.each
-            if q.excluded is not None:
-                grad_NV[:, q.excluded] += q.each
-        gold_N1 = grad_NV.new_full((1, 1), -q.gold).expand(len(target_N), 1)
-        grad_NV.scatter_add_(1, target_N.unsqueeze(1), gold_N1)
+        grad_NV = logits_gradient_(p_NV, target_N, rows, ctx.q)
         # Elsewhere than on the CPU, looking whether the factors are all 1 would wait for the device
         if upstream.device.type != "cpu" or upstream != 1 or not kept_N.all():
             grad_NV *= (upstream * kept_N).unsqueeze(1)
         return grad_NV.to(ctx.dtype), None, None, None
-
-
-def _take(values_NV: Tensor, index_N: Tensor) -> Tensor:
-    return values_NV.gather(1, index_N.unsqueeze(1)).squeeze(1)
-
-
-def _smoothed(logits_NV: Tensor, lse_N: Tensor, gold_N: Tensor, q: _Smoothed) -> Tensor:
-    sum_N = logits_NV.sum(-1, dtype=lse_N.dtype)
-    if q.excluded is not None:
-        sum_N = sum_N - logits_NV[:, q.excluded]
-    return lse_N - q.gold * gold_N - q.each * sum_N + q.constant  # q sums to 1, so lse has the factor 1
 
 
 class LabelSmoothing(nn.Module):
@@ -131,10 +289,7 @@ class LabelSmoothing(nn.Module):
 
     def __init__(self, smoothing: float, convention: Convention, *, ignore_index: int = -100) -> None:
         super().__init__()
-        if not 0 <= smoothing < 1:
-            raise ValueError(f"smoothing is {smoothing}; it must be at least 0 and below 1")
-        if convention not in ("torch", "fairseq", "harvard"):
-            raise ValueError(f"convention is {convention!r}; it must be 'torch', 'fairseq' or 'harvard'")
+        check_smoothing(smoothing, convention)
         self.smoothing = float(smoothing)
         self.convention: Convention = convention
         self.ignore_index = ignore_index
@@ -145,27 +300,9 @@ class LabelSmoothing(nn.Module):
 
     def token_loss(self, logits: Tensor, target: Tensor) -> TokenLoss:
         """The summed loss with its counts, from the same pass."""
-        q = self._distribution(logits.size(-1))
+        q = soft_target(self.smoothing, self.convention, self.ignore_index, logits.size(-1))
         kept = target != self.ignore_index
         return TokenLoss(*_SmoothedCrossEntropy.apply(logits, target.where(kept, 0), kept, q))
-
-    def _distribution(self, vocab_size: int) -> _Smoothed:
-        eps, V = self.smoothing, vocab_size
-        if self.convention == "torch":
-            return _Smoothed(1 - eps, eps / V, None, 0.0)
-        others = V - 1 if self.convention == "fairseq" else V - 2
-        if self.convention == "harvard" and not 0 <= self.ignore_index < V:
-            raise ValueError(
-                f"ignore_index is {self.ignore_index}; the 'harvard' convention leaves the padding class out, so it "
-                f"must be one of the {V} classes"
-            )
-        if others < 1 and eps:
-            raise ValueError(f"{V} classes are too few to share smoothing out by the {self.convention!r} convention")
-        each = eps / others if eps else 0.0
-        if self.convention == "fairseq":
-            return _Smoothed(1 - eps - each, each, None, 0.0)
-        entropy = -(1 - eps) * math.log(1 - eps) - (eps * math.log(each) if eps else 0.0)
-        return _Smoothed(1 - eps - each, each, self.ignore_index, -entropy)
 
     def extra_repr(self) -> str:
         """What `print(module)` adds."""

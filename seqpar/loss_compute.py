@@ -16,6 +16,7 @@ from seqpar.chunks import ACCELERATOR_BUDGET, CPU_BUDGET, Chunk, check_size, cut
 from seqpar.criteria import ignored_target
 from seqpar.devices import Device, check_devices
 from seqpar.replicas import bind, check_replicable, parallel_apply, replicate, scatter
+from seqpar.sharded import inside_unit, refuse_data_parallel, refuse_sharded
 from seqpar.token_loss import TokenLoss
 
 PROBE_ROWS = 4
@@ -61,6 +62,7 @@ class LossCompute(nn.Module):
         for name, part in (("generator", generator), ("criterion", criterion)):
             if not isinstance(part, nn.Module):
                 raise TypeError(f"{name} is a {type(part).__name__}; it must be a torch.nn.Module")
+            refuse_data_parallel(part, name)
         check_size(chunk_tokens, "chunk_tokens")
         check_size(chunk_size, "chunk_size")
         if chunk_tokens is not None and chunk_size is not None:
@@ -93,7 +95,12 @@ class LossCompute(nn.Module):
         Raises:
             TypeError, ValueError: a float target; shapes that disagree; a criterion that does not sum.
             IndexError: a target outside [0, V) that is not ignored (with value and position).
+            RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them.
         """
+        return inside_unit(self.head["generator"], self._loss, hidden, target, per_token)  # type: ignore[no-any-return]
+
+    def _loss(self, hidden: Any, target: Any, per_token: dict[str, Any]) -> TokenLoss:
+        refuse_sharded(self.head)
         check_replicable(self.head)
         shards = self._scatter(hidden, target, {k: v for k, v in per_token.items() if v is not None})
         devices = [shard.hidden.device for shard in shards]

@@ -19,6 +19,7 @@ from torch.nn.parallel._functions import Broadcast, Gather, Scatter
 from torch.nn.parameter import is_lazy
 
 from seqpar.devices import Device, accelerator, check_devices
+from seqpar.sharded import structural_copy
 from seqpar.structures import describe, leaves, rebuild
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -52,7 +53,7 @@ def bind(module: Module, tensors: Mapping[int, Tensor]) -> Module:
     def copy(part: nn.Module) -> nn.Module:
         if id(part) not in made:
             _refuse(part)
-            replica: Any = part._replicate_for_data_parallel()
+            replica = structural_copy(part)
             made[id(part)] = replica
             for name, parameter in part._parameters.items():
                 replica._parameters[name] = None if parameter is None else tensors.get(id(parameter), parameter)

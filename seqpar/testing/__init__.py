@@ -3,6 +3,6 @@
 `seqpar.testing.strategies` (needs hypothesis) draws the cases.
 """
 
-from seqpar.testing.gradients import assert_same_gradients, plain_loss
+from seqpar.testing.gradients import assert_same_gradients, assert_same_results, plain_loss
 
-__all__ = ["assert_same_gradients", "plain_loss"]
+__all__ = ["assert_same_gradients", "assert_same_results", "plain_loss"]

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Result = tuple[Tensor, Mapping[str, Tensor | None]]
+"""A loss and its gradients by name."""
+
 ROUNDING = 1e-14
 """What float64 sums may differ by where the reference is 0 or nearly so, as a share of the largest number in play:
 the loss, the largest gradient of any tensor, or 1."""
@@ -40,19 +43,35 @@ def assert_same_gradients(
     Raises:
         AssertionError: naming the tensor, the difference and the reference's size; also on nan.
     """
-    value, gradients = _value_and_gradients(reference, tensors)
-    got, got_gradients = _value_and_gradients(candidate, tensors)
-    sizes = (g.abs().max().item() for g in (value, *gradients.values()) if g is not None and g.numel())
-    floor = ROUNDING * max(1.0, *sizes)
-    _assert_close("the loss", got, value, rtol, floor)
+    expected = _value_and_gradients(reference, tensors)
+    got = _value_and_gradients(candidate, tensors)
     for name, tensor in tensors.items():
-        expected, found = gradients[name], got_gradients[name]
-        if not tensor.requires_grad:
-            assert found is None, f"{name} is frozen and got a gradient"
-            continue
-        zero = torch.zeros_like(tensor)
-        found, expected = (zero if g is None else g for g in (found, expected))
-        _assert_close(f"the gradient of {name}", found, expected, rtol, floor)
+        assert tensor.requires_grad or got[1][name] is None, f"{name} is frozen and got a gradient"
+    assert_same_results(got, expected, rtol)
+
+
+def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> None:
+    """Asserts that two losses and their gradients, taken already (on another rank, say), agree.
+
+    Args:
+        got: the loss under test, and its gradients by name.
+        expected: the plain ones, under the same names. A gradient of None counts as 0.
+        rtol: as `assert_same_gradients`.
+
+    Raises:
+        AssertionError: naming the tensor, the difference and the reference's size; also on nan.
+    """
+    (value, gradients), (plain, plain_gradients) = got, expected
+    assert gradients.keys() == plain_gradients.keys(), f"{sorted(gradients)} is not {sorted(plain_gradients)}"
+    sizes = (g.abs().max().item() for g in (plain, *plain_gradients.values()) if g is not None and g.numel())
+    floor = ROUNDING * max(1.0, *sizes)
+    _assert_close("the loss", value, plain, rtol, floor)
+    for name, plain_gradient in plain_gradients.items():
+        pair = gradients[name], plain_gradient
+        shape = next((g for g in pair if g is not None), None)
+        if shape is not None:
+            found, reference = (torch.zeros_like(shape) if g is None else g for g in pair)
+            _assert_close(f"the gradient of {name}", found, reference, rtol, floor)
 
 
 def _value_and_gradients(

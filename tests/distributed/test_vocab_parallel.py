@@ -1,0 +1,320 @@
+"""The vocabulary split over real ranks has the value and every gradient of the plain loss on one device."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import seqpar
+from seqpar.collectives import sum_from_group
+from tests.distributed.vocab_cases import PLAIN, answer, assert_close, counted, numbers, own_rows, parts
+from tests.ranks import ranks
+from tests.seqpar.linear_loss import LinearCase, linear_cases, plain_logits, plain_loss
+
+WORLDS = st.sampled_from([1, 2, 2, 3, 4])
+
+
+@st.composite
+def splits(draw, vocab_size, world):
+    """How many classes each rank has: uneven ones and empty ones included."""
+    cuts = sorted(draw(st.lists(st.integers(0, vocab_size), min_size=world - 1, max_size=world - 1)))
+    return [b - a for a, b in zip([0, *cuts], [*cuts, vocab_size], strict=True)]
+
+
+def losses(rank, world, drawn):
+    """Every (case, split, order) in turn; its loss and gradients."""
+    answers = []
+    for case, split, order, full_class_weight in drawn:
+        group, rows = dist.group.WORLD, split[order[rank]]
+        start = sum(split[: order[rank]])
+        in_order = order == sorted(order)
+        vocab = seqpar.VocabShard.of(rows, group) if in_order else seqpar.VocabShard(group, start, case.vocab_size)
+        assert vocab == seqpar.VocabShard(group, start, case.vocab_size)
+        tensors = parts(case, vocab, rows, full_class_weight)
+        loss = seqpar.linear_cross_entropy(**tensors, **case.options, vocab=vocab)
+        if loss.total.requires_grad:
+            (loss.total * case.upstream).backward()
+        answers.append(answer(loss, tensors))
+    return answers
+
+
+def assert_answers(case, split, order, per_rank):
+    """Every rank's answer is the plain loss's; the shards' gradients together are the weight's."""
+    tensors = case.tensors()
+    reference = plain_loss(**tensors, **case.options)
+    leaves = [n for n in ("hidden", "weight", "bias") if n in tensors and tensors[n].requires_grad]
+    gradients = torch.autograd.grad(reference * case.upstream, [tensors[n] for n in leaves]) if leaves else ()
+    kept, target = tensors["target"].flatten() != case.padding, tensors["target"].flatten()
+    logits = plain_logits(tensors["hidden"], tensors["weight"], tensors.get("bias"), case.softcap)
+    nll = F.cross_entropy(logits, target, ignore_index=case.padding, reduction="sum")
+    assert all(fields == per_rank[0][0] for fields, _ in per_rank), "the loss differs between ranks"
+    total, tokens, got_nll, correct = per_rank[0][0]
+    assert_close("the loss", total, reference)
+    assert_close("nll", got_nll, nll)
+    assert tokens == kept.sum()
+    assert correct == ((logits.argmax(-1) == target) & kept).sum()
+    for name, expected in zip(leaves, gradients, strict=True):
+        found = [grads[name] for _, grads in per_rank]
+        if name == "hidden":
+            for rank, grad in enumerate(found):
+                assert_close(f"the gradient of hidden on rank {rank}", grad, expected)
+        else:
+            whole = torch.cat([torch.as_tensor(found[order.index(i)]) for i in range(len(split))])
+            assert_close(f"the gradient of {name}", whole, expected)
+    for name in {"hidden", "weight", "bias"} - set(leaves):
+        assert all(grads.get(name) is None for _, grads in per_rank), f"{name} is frozen and got a gradient"
+
+
+@given(st.data())
+def test_any_split_has_the_gradient_of_one_device(data):
+    """All conventions, z-loss, softcap, class weights, frozen parts; several losses in one call to the ranks."""
+    world, drawn = data.draw(WORLDS), []
+    for _ in range(data.draw(st.integers(1, 3))):
+        case = data.draw(linear_cases())
+        order = data.draw(st.one_of(st.just(list(range(world))), st.permutations(range(world)).map(list)))
+        drawn.append((case, data.draw(splits(case.vocab_size, world)), order, data.draw(st.booleans())))
+    answers = ranks(world, losses, drawn)
+    for i, (case, split, order, _) in enumerate(drawn):
+        assert_answers(case, split, order, [theirs[i] for theirs in answers])
+
+
+def count_a_step(rank, world, options):
+    rows = [4, 0, 7][rank]
+    vocab = seqpar.VocabShard.of(rows, dist.group.WORLD)
+    tensors = parts(PLAIN, vocab, rows)
+    with counted() as calls:
+        loss = seqpar.linear_cross_entropy(**tensors, **(PLAIN.options | options), vocab=vocab)
+        forward = dict(calls)
+        loss.total.backward()
+    return forward, dict(calls)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing": 0.0}, {"z_loss": 0.1, "softcap": 2.0}, {"class_weight": torch.ones(11).double()}],
+)
+def test_a_step_is_two_all_reduces_a_chunk_one_for_hidden_and_one_small_gather(options):
+    for forward, step in ranks(3, count_a_step, options):
+        assert forward == {"all_reduce": 2 * 4, "all_gather": 1}
+        assert step == {"all_reduce": 2 * 4 + 1, "all_gather": 1}
+
+
+def automatic_chunks(rank, world, split):
+    """A budget so small that the vocabulary's size decides how many rows a chunk has."""
+    vocab = seqpar.VocabShard.of(split[rank], dist.group.WORLD)
+    tensors = parts(PLAIN, vocab, split[rank])
+    small = patch("seqpar.linear_cross_entropy.CPU_BUDGET", 200), patch("seqpar.chunks.FEWEST_ROWS", 1)
+    with small[0], small[1], counted() as calls:
+        loss = seqpar.linear_cross_entropy(**tensors, vocab=vocab)
+    return float(loss.total.detach()), calls["all_reduce"]
+
+
+def test_ranks_with_different_parts_choose_the_same_chunks():
+    tensors = PLAIN.tensors()
+    reference = plain_loss(**tensors, **(PLAIN.options | {"label_smoothing": 0.0}))
+    for total, all_reduces in ranks(2, automatic_chunks, [1, 10]):
+        assert_close("the loss", total, reference)
+        assert all_reduces == 2 * 3  # 200 bytes are 4 rows of half the 11 classes; 10 rows are 3 chunks
+
+
+def evaluate(rank, world):
+    vocab = seqpar.VocabShard.of([6, 5][rank], dist.group.WORLD)
+    tensors = parts(PLAIN, vocab, [6, 5][rank])
+    trained = seqpar.linear_cross_entropy(**tensors, **PLAIN.options, vocab=vocab)
+    with torch.no_grad():
+        evaluated = seqpar.linear_cross_entropy(**tensors, **PLAIN.options, vocab=vocab)
+    return float(trained.total.detach()), float(evaluated.total), evaluated.total.requires_grad
+
+
+def test_evaluation_has_the_same_numbers_without_a_graph():
+    for trained, evaluated, graph in ranks(2, evaluate):
+        assert trained == evaluated
+        assert not graph
+
+
+class SplitEmbedding(nn.Module):
+    """Rows of other ranks are 0; the sum over the group is the embedding."""
+
+    def __init__(self, weight, vocab):
+        super().__init__()
+        self.weight, self.vocab = weight, vocab
+
+    def forward(self, tokens):
+        local = tokens - self.vocab.start
+        owned = (local >= 0) & (local < len(self.weight))
+        padded = torch.cat([self.weight, self.weight.new_zeros(1, self.weight.size(1))])
+        return sum_from_group(F.embedding(local.where(owned, len(self.weight)), padded), self.vocab.group)
+
+
+def tied(rank, world, split, case, tokens):
+    rows = split[rank]
+    vocab = seqpar.VocabShard.of(rows, dist.group.WORLD)
+    weight = own_rows(case.tensors()["weight"], vocab.start, rows)
+    hidden = SplitEmbedding(weight, vocab)(tokens).tanh()
+    loss = seqpar.linear_cross_entropy(hidden, weight, case.tensors()["target"], **case.options, vocab=vocab)
+    (loss.total * case.upstream).backward()
+    return float(loss.total.detach()), numbers(weight.grad)
+
+
+@pytest.mark.parametrize("split", [[11], [6, 5], [4, 0, 7], [1, 2, 3, 5]])
+def test_a_tied_embedding_that_is_split_too_gets_both_its_gradients(split):
+    weight, target = PLAIN.tensors()["weight"], PLAIN.tensors()["target"]
+    tokens = torch.arange(10).reshape(2, 5) % 11
+    reference = plain_loss(F.embedding(tokens, weight).tanh(), weight, target, **PLAIN.options)
+    (expected,) = torch.autograd.grad(reference, weight)
+    answers = ranks(len(split), tied, split, PLAIN, tokens)
+    for total, _ in answers:
+        assert_close("the loss", total, reference)
+    assert_close("the gradient of the weight", torch.cat([torch.as_tensor(g) for _, g in answers]), expected)
+
+
+def dtensor_head(rank, world, case, vocab_size, how):
+    """A head sharded by torch's own tools."""
+    mesh = init_device_mesh("cpu", (world,))
+    made = case.tensors()
+    head = nn.Linear(case.width, vocab_size).double()
+    head.load_state_dict({"weight": made["weight"], "bias": made["bias"]})
+    if how == "parallelize_module":
+        head = parallelize_module(head, mesh, ColwiseParallel())
+        weight, bias = head.weight, head.bias
+    else:
+        weight = distribute_tensor(made["weight"].detach(), mesh, [Shard(0)]).requires_grad_()
+        bias = distribute_tensor(made["bias"].detach(), mesh, [Shard(0)]).requires_grad_()
+    hidden = made["hidden"]
+    given = DTensor.from_local(hidden, mesh, [Replicate()]) if how == "hidden is one too" else hidden
+    loss = seqpar.linear_cross_entropy(given, weight, made["target"], bias=bias, **case.options)
+    loss.total.backward()
+    placements = [str(g.placements) for g in (weight.grad, bias.grad)]
+    whole = [numbers(g.full_tensor()) for g in (weight.grad, bias.grad)]
+    return float(loss.total.detach()), placements, [numbers(hidden.grad), *whole]
+
+
+@pytest.mark.parametrize("how", ["parallelize_module", "distribute_tensor", "hidden is one too"])
+@pytest.mark.parametrize(("world", "vocab_size"), [(1, 5), (2, 11), (4, 5)])  # 4 ranks, 5 classes: 2, 2, 1, 0
+def test_a_dtensor_weight_says_itself_how_it_is_split_and_gets_a_dtensor_gradient(how, world, vocab_size):
+    case = LinearCase((2, 5), 4, vocab_size, -100, 0.3, True, False, 0.1, "fairseq", 0.1, 5.0, 3, 1.0, frozenset(), 7)
+    tensors = case.tensors()
+    reference = plain_loss(**tensors, **case.options)
+    expected = torch.autograd.grad(reference, [tensors[n] for n in ("hidden", "weight", "bias")])
+    for total, placements, gradients in ranks(world, dtensor_head, case, vocab_size, how):
+        assert_close("the loss", total, reference)
+        assert placements == ["(Shard(dim=0),)"] * 2
+        for name, got, want in zip(("hidden", "weight", "bias"), gradients, expected, strict=True):
+            assert_close(f"the gradient of {name}", got, want)
+
+
+def mesh_step(rank, world, case):
+    """Two data ranks x two vocabulary ranks; a data rank's batch is drawn from its own seed."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "vocab"))
+    data, vocab_group = mesh.get_local_rank("data"), mesh.get_group("vocab")
+    rows = [7, 4][mesh.get_local_rank("vocab")]
+    vocab = seqpar.VocabShard.of(rows, vocab_group)
+    weight = own_rows(case.tensors()["weight"], vocab.start, rows)
+    random = torch.Generator().manual_seed(data)
+    hidden = torch.randn(3 + data, 4, dtype=torch.float64, generator=random)
+    target = torch.randint(11, (3 + data,), generator=random)
+    loss = seqpar.linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, chunk_tokens=2, vocab=vocab)
+    tokens = loss.tokens.clone()
+    dist.all_reduce(tokens, group=mesh.get_group("data"))
+    (loss.total / tokens).backward()
+    dist.all_reduce(weight.grad, group=mesh.get_group("data"))
+    return int(tokens), numbers(hidden), numbers(target), numbers(weight.grad)
+
+
+def test_on_a_mesh_of_data_and_vocabulary_tokens_count_once_per_data_rank():
+    answers = ranks(4, mesh_step, PLAIN)
+    hidden = torch.cat([torch.as_tensor(answers[i][1]) for i in (0, 2)])
+    target = torch.cat([torch.as_tensor(answers[i][2]) for i in (0, 2)])
+    weight = PLAIN.tensors()["weight"]
+    plain = F.cross_entropy(hidden @ weight.t(), target, label_smoothing=0.1)
+    (expected,) = torch.autograd.grad(plain, weight)
+    for first in (0, 2):
+        whole = torch.cat([torch.as_tensor(answers[first + i][3]) for i in range(2)])
+        assert_close("the gradient of the weight", whole, expected)
+    assert [tokens for tokens, *_ in answers] == [7] * 4
+
+
+def whole_shard_masked(rank, world):
+    """A bias of -inf on all of rank 1's classes: none of them has a share of the softmax."""
+    vocab = seqpar.VocabShard.of([6, 5][rank], dist.group.WORLD)
+    tensors = parts(PLAIN, vocab, [6, 5][rank])
+    tensors["bias"] = torch.full((len(tensors["weight"]),), -torch.inf if rank else 0.0).double()
+    tensors["target"] = tensors["target"] % 6
+    loss = seqpar.linear_cross_entropy(**tensors, chunk_tokens=3, vocab=vocab)
+    loss.total.backward()
+    return answer(loss, tensors)
+
+
+def test_a_rank_whose_classes_are_all_masked_out_does_no_harm():
+    tensors = PLAIN.tensors()
+    reference = F.cross_entropy(
+        (tensors["hidden"] @ tensors["weight"][:6].t()).flatten(0, 1), tensors["target"].flatten() % 6, reduction="sum"
+    )
+    hidden, weight = torch.autograd.grad(reference, (tensors["hidden"], tensors["weight"]))
+    first, second = ranks(2, whole_shard_masked)
+    assert first[0] == second[0]
+    assert_close("the loss", first[0][0], reference)
+    for _, grads in (first, second):
+        assert_close("the gradient of hidden", grads["hidden"], hidden)
+    assert_close(
+        "the gradient of the weight", torch.cat([torch.as_tensor(a[1]["weight"]) for a in (first, second)]), weight
+    )
+
+
+def ties(rank, world, split, hidden, weight, target):
+    vocab = seqpar.VocabShard.of(split[rank], dist.group.WORLD)
+    mine = own_rows(weight, vocab.start, split[rank])
+    return int(seqpar.linear_cross_entropy(hidden, mine, target, chunk_tokens=50, vocab=vocab).correct)
+
+
+@given(st.integers(0, 2**16), st.data())
+def test_of_classes_that_tie_across_ranks_the_lowest_is_the_prediction(seed, data):
+    world = data.draw(WORLDS)
+    random = torch.Generator().manual_seed(seed)
+    hidden = torch.randint(-1, 2, (60, 2), generator=random).double()
+    weight = torch.randint(-1, 2, (9, 2), generator=random).double()  # small whole numbers: most rows have ties
+    target = torch.randint(9, (60,), generator=random)
+    expected = int(((hidden @ weight.t()).argmax(-1) == target).sum())
+    assert ranks(world, ties, data.draw(splits(9, world)), hidden, weight, target) == [expected] * world
+
+
+def bf16_step(rank, world, seed):
+    hidden, weight, target = bf16_inputs(seed)
+    vocab = seqpar.VocabShard.of(len(weight) // world, dist.group.WORLD)
+    mine = own_rows(weight, vocab.start, len(weight) // world)
+    loss = seqpar.linear_cross_entropy(hidden, mine, target, label_smoothing=0.1, chunk_tokens=50, vocab=vocab)
+    (loss.total / len(target)).backward()
+    return float(loss.total.detach()) / len(target), numbers(hidden.grad.double()), numbers(mine.grad.double())
+
+
+def bf16_inputs(seed) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(128, 16, generator=random).bfloat16().requires_grad_()
+    weight = (torch.randn(120, 16, generator=random) / 4).bfloat16().requires_grad_()
+    return hidden, weight, torch.randint(120, (128,), generator=random)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_in_bfloat16_at_most_twice_plain_torchs_own_error(world, seed):
+    inputs, target = list(bf16_inputs(seed)[:2]), bf16_inputs(seed)[2]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+
+    def loss(hidden, weight):
+        return F.cross_entropy(hidden @ weight.t(), target, label_smoothing=0.1)
+
+    truth = [loss(*exact).detach(), *torch.autograd.grad(loss(*exact), exact)]
+    plain = [loss(*inputs).detach(), *torch.autograd.grad(loss(*inputs), inputs)]
+    answers = ranks(world, bf16_step, seed)
+    whole = torch.cat([torch.as_tensor(a[2]) for a in answers])
+    ours = [torch.tensor(answers[0][0]), torch.as_tensor(answers[0][1]), whole]
+    for name, mine, theirs, true in zip(["loss", "hidden", "weight"], ours, plain, truth, strict=True):
+        assert (mine - true).norm() <= 2 * (theirs.double() - true).norm(), name

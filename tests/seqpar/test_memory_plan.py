@@ -1,0 +1,215 @@
+"""The plan against the peaks of fresh processes, measured as Linux counts them, and against the code's own chunks.
+
+`python -m tests.seqpar.test_memory_plan LAYOUT DEVICES LOSS DTYPE TOKENS D VOCAB CHUNK_TOKENS` prints one peak.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqpar
+from seqpar.memory_plan import LossBytes, MemoryPlan, advice, main, memory_plan, table
+
+CASES = [
+    ("ddp", 1, "plain", "float32", 2048, 256, 16_000, 0),
+    ("ddp", 1, "plain", "bfloat16", 2048, 256, 24_000, 0),
+    ("ddp", 1, "LossCompute", "float32", 1024, 1024, 32_000, 0),
+    ("ddp", 1, "LossCompute", "bfloat16", 1024, 1024, 32_000, 0),
+    ("ddp", 1, "LossCompute", "float32", 1024, 256, 32_000, 1024),
+    ("ddp", 1, "LossCompute", "float32", 4096, 512, 48_000, 512),
+    ("ddp", 1, "linear_cross_entropy", "float32", 1024, 1024, 40_000, 0),
+    ("ddp", 1, "linear_cross_entropy", "bfloat16", 1024, 1024, 32_000, 0),
+    ("ddp", 1, "linear_cross_entropy", "float32", 2048, 256, 40_000, 1024),
+    ("ddp", 8, "LossCompute", "float32", 8192, 1024, 24_000, 0),
+    ("fsdp", 8, "LossCompute", "float32", 8192, 1024, 24_000, 0),
+    ("fsdp", 8, "linear_cross_entropy", "bfloat16", 8192, 1024, 32_000, 0),
+    ("fsdp", 8, "plain", "float32", 4096, 1024, 24_000, 0),
+    ("vocab", 4, "plain", "float32", 2048, 256, 64_000, 0),
+    ("vocab", 4, "linear_cross_entropy", "float32", 4096, 512, 160_000, 0),
+    ("vocab", 4, "linear_cross_entropy", "bfloat16", 4096, 512, 160_000, 0),
+]
+
+
+class Head(nn.Module):
+    """A rank's rows of the projection, and one of the losses."""
+
+    def __init__(self, plan: MemoryPlan, loss: str, d: int, vocab: int, chunk_tokens: int | None, group: Any) -> None:
+        super().__init__()
+        self.generator = nn.Linear(d, plan.vocab_here, bias=False, dtype=plan.dtype)
+        self.loss, self.chunk_tokens = loss, chunk_tokens
+        if loss == "LossCompute":
+            criterion = seqpar.LabelSmoothing(0.1, "torch")
+            self.engine = seqpar.LossCompute(self.generator, criterion, chunk_tokens=chunk_tokens)
+        split = plan.layout == "vocab" and loss != "plain"
+        self.vocab = seqpar.VocabShard(group, 0, vocab) if split else None
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        weight, options = self.generator.weight, {"label_smoothing": 0.1}
+        if self.loss == "plain":
+            return F.cross_entropy(F.linear(hidden, weight), target, reduction="sum", **options)
+        if self.loss == "LossCompute":
+            return self.engine(hidden, target).total
+        options |= {"chunk_tokens": self.chunk_tokens, "vocab": self.vocab}
+        return seqpar.linear_cross_entropy(hidden, weight, target, **options).total
+
+
+def resident(field: str) -> int:
+    """Bytes of this process's memory at its peak (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def own_peak(layout: str, devices: int, loss: str, dtype: str, tokens: int, d: int, vocab: int, chunk: int) -> int:
+    """This process's peak during one step of one rank, above weight and hidden; the other ranks are not there."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from benchmarks.scale import Wire, World, data_parallel
+
+    torch.set_num_threads(1)
+
+    def measured(tokens: int, vocab: int) -> int:
+        plan = memory_plan(tokens=tokens, d=d, vocab=vocab, devices=devices, layout=layout, dtype=dtype, device="cpu")
+        head: Any = Head(plan, loss, d, vocab, chunk or None, dist.group.WORLD)
+        if layout == "fsdp":
+            fully_shard(head)
+        hidden = torch.randn(plan.tokens_here, d, dtype=plan.dtype).requires_grad_()
+        target = torch.randint(plan.vocab_here, (plan.tokens_here,))
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, as Linux has it
+        before = resident("VmHWM")
+        if layout == "ddp" and devices > 1:
+            head = data_parallel(head, dist.group.WORLD)
+        with Wire({dist.group.WORLD: plan.vocab_here} if layout == "vocab" else None):
+            # DDP fills its first buckets in the first backward and, having made them anew, in the second
+            for _ in range(3 if layout == "ddp" and devices > 1 else 1):
+                head.zero_grad()
+                hidden.grad = None
+                (head(hidden, target) / tokens).backward()
+        return resident("VmHWM") - before
+
+    with World(devices):
+        measured(512 * devices, 1024 * devices)  # code loaded and workspaces made at first use are not the step's
+        return measured(tokens, vocab)
+
+
+def peak(case: tuple[Any, ...]) -> int:
+    """In a fresh process whose large blocks go back to the system at once, so that what is resident is what is live."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.seqpar.test_memory_plan", *map(str, case)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+def planned(case: tuple[Any, ...]) -> LossBytes:
+    layout, devices, loss, dtype, tokens, d, vocab, chunk = case
+    sizes = {"tokens": tokens, "d": d, "vocab": vocab, "devices": devices, "chunk_tokens": chunk or None}
+    return memory_plan(layout=layout, dtype=dtype, device="cpu", **sizes).of(loss)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are measured as Linux has them")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_the_plan_agrees_with_measured_peaks_within_a_tenth(case: tuple[Any, ...]) -> None:
+    expected, measured = planned(case).peak, peak(case)
+    assert abs(measured - expected) <= 0.1 * expected, f"planned {expected / 2**20:.1f} MiB, {measured / 2**20:.1f} MiB"
+
+
+class Widest(nn.Module):
+    """A summing criterion that remembers how many rows it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        self.rows.append(len(logits))
+        return F.cross_entropy(logits, target, reduction="sum")
+
+
+@pytest.mark.parametrize(("tokens", "vocab", "chunk_tokens"), [(700, 5, None), (1030, 9000, None), (100, 7, 33)])
+def test_the_chunk_is_the_one_the_engine_takes(tokens: int, vocab: int, chunk_tokens: int | None) -> None:
+    criterion = Widest()
+    hidden, target = torch.randn(tokens, 2, requires_grad=True), torch.randint(vocab, (tokens,))
+    seqpar.LossCompute(nn.Linear(2, vocab), criterion, chunk_tokens=chunk_tokens)(hidden, target)
+    plan = memory_plan(tokens=tokens, d=2, vocab=vocab, dtype="float32", chunk_tokens=chunk_tokens, device="cpu")
+    assert plan.of("LossCompute").chunk_rows == plan.of("linear_cross_entropy").chunk_rows == max(criterion.rows)
+
+
+def test_layouts_split_what_they_say() -> None:
+    sizes: dict[str, Any] = {"tokens": 1000, "d": 64, "vocab": 3001, "devices": 8, "dtype": torch.bfloat16}
+    ddp, fsdp, vocab = (memory_plan(layout=layout, **sizes) for layout in ("ddp", "fsdp", "vocab"))
+    assert [(p.tokens_here, p.vocab_here) for p in (ddp, fsdp, vocab)] == [(125, 3001), (125, 3001), (1000, 376)]
+    whole = 3001 * 64 * 2
+    assert ddp.of("plain").weight == ddp.of("plain").weight_gradient == ddp.of("plain").exchange == whole
+    assert fsdp.of("plain").weight == -(-whole // 8)
+    assert vocab.of("plain").weight == 376 * 64 * 2
+    assert memory_plan(layout="ddp", **(sizes | {"devices": 1})).of("plain").exchange == 0
+    with pytest.raises(ValueError, match="and not 'LossCompute'"):
+        vocab.of("LossCompute")
+
+
+def test_weight_gradients_of_several_narrow_chunks_are_added_up_in_float32() -> None:
+    sizes: dict[str, Any] = {"tokens": 2048, "d": 64, "vocab": 3000}
+    one = memory_plan(chunk_tokens=2048, **sizes)
+    several = memory_plan(chunk_tokens=512, **sizes)
+    for loss in ("LossCompute", "linear_cross_entropy"):
+        assert one.of(loss).accumulator == 0
+        assert several.of(loss).accumulator == 3000 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"devices": 0}, "devices is 0; it must be a whole number of at least 1"),
+        ({"tokens": -5}, "tokens is -5; it must be a whole number of at least 1"),
+        ({"vocab": True}, "vocab is True"),
+        ({"d": 1.5}, "d is 1.5"),
+        ({"chunk_tokens": 0}, "chunk_tokens is 0"),
+        ({"layout": "fsdp2"}, "layout is 'fsdp2'; it must be one of ddp, fsdp, vocab"),
+        ({"dtype": "int8"}, "dtype is 'int8'; it must be float64, float32, bfloat16 or float16"),
+        ({"device": "tpu"}, "device is 'tpu'; it must be one of cuda, cpu"),
+    ],
+)
+def test_bad_input_is_one_clear_line(wrong: dict[str, Any], said: str) -> None:
+    sizes: dict[str, Any] = {"tokens": 10, "d": 4, "vocab": 7} | wrong
+    with pytest.raises(ValueError, match=said) as raised:
+        memory_plan(**sizes)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_command_prints_every_layout_and_what_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--tokens", "16384", "--d", "512", "--vocab", "256000", "--devices", "8"]
+    main(sizes)
+    printed = capsys.readouterr().out
+    plans = [memory_plan(tokens=16384, d=512, vocab=256000, devices=8, layout=x) for x in ("ddp", "fsdp", "vocab")]
+    assert table(plans) in printed
+    assert printed.endswith(advice(plans) + "\n")
+    main([*sizes, "--layout", "fsdp", "--chunk-tokens", "100"])
+    printed = capsys.readouterr().out
+    assert "| fsdp |" in printed
+    assert "| ddp |" not in printed
+    assert "| 100 |" in printed or "| 98 |" in printed
+    with pytest.raises(SystemExit, match="memory_plan: devices is 0"):
+        main([*sizes[:-1], "0"])
+
+
+def test_the_advice_is_the_simplest_layout_within_a_quarter_of_the_smallest() -> None:
+    def said(**sizes: Any) -> str:
+        return advice([memory_plan(layout=layout, **sizes) for layout in ("ddp", "fsdp", "vocab")])
+
+    assert said(tokens=16384, d=4096, vocab=256_000, devices=8).startswith("Choose vocab with linear_cross_entropy")
+    assert said(tokens=65536, d=64, vocab=32_000, devices=1).startswith("Choose ddp with")
+
+
+if __name__ == "__main__":
+    layout, devices, loss, dtype, *sizes = sys.argv[1:]
+    print(own_peak(layout, int(devices), loss, dtype, *map(int, sizes)))
