@@ -27,9 +27,10 @@ def check_size(size: int | None, name: str) -> None:
         raise ValueError(f"{name} is {size!r}; it must be a whole number of at least 1, or None to choose it")
 
 
-def rows_per_chunk(vocab_size: int, itemsize: int, budget: int) -> int:
-    """The rows whose logits (`vocab_size` numbers of `itemsize` bytes each) fit in `budget` bytes."""
-    return max(FEWEST_ROWS, budget // max(1, vocab_size * itemsize))
+def rows_per_chunk(vocab_size: int, dtype: torch.dtype, device_type: str) -> int:
+    """The rows of `vocab_size` logits, in float32 or wider, that fit in the budget of that kind of device."""
+    budget = CPU_BUDGET if device_type == "cpu" else ACCELERATOR_BUDGET
+    return max(FEWEST_ROWS, budget // max(1, vocab_size * max(4, dtype.itemsize)))
 
 
 def cut_rows(kept_N: Tensor, rows: int) -> list[Chunk]:

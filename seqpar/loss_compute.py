@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.chunked_gradient import chunked_gradient
-from seqpar.chunks import ACCELERATOR_BUDGET, CPU_BUDGET, Chunk, check_size, cut_rows, cut_time, rows_per_chunk
+from seqpar.chunks import Chunk, check_size, cut_rows, cut_time, rows_per_chunk
 from seqpar.criteria import ignored_target
 from seqpar.devices import Device, check_devices
 from seqpar.replicas import bind, check_replicable, parallel_apply, replicate, scatter
@@ -177,9 +177,8 @@ class LossCompute(nn.Module):
         if self.chunk_size is not None:
             chunks = cut_time(kept, self.chunk_size)
         else:
-            itemsize = max(4, shard.hidden.element_size())
-            budget = CPU_BUDGET if shard.hidden.device.type == "cpu" else ACCELERATOR_BUDGET
-            chunks = cut_rows(kept.flatten(), self.chunk_tokens or rows_per_chunk(vocab_size, itemsize, budget))
+            most = self.chunk_tokens or rows_per_chunk(vocab_size, shard.hidden.dtype, shard.hidden.device.type)
+            chunks = cut_rows(kept.flatten(), most)
         empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, hasattr(head["criterion"], "token_loss"))
         return chunked_gradient(per_chunk, chunks, _rows(shard), params, empty)
 

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from seqpar.chunked_gradient import ADDED_AT_ONCE
-from seqpar.chunks import ACCELERATOR_BUDGET, CPU_BUDGET, check_size, cut_rows, rows_per_chunk
+from seqpar.chunks import check_size, cut_rows, rows_per_chunk
 from seqpar.token_loss import wide
 
 Layout = Literal["ddp", "fsdp", "vocab"]
@@ -143,8 +143,7 @@ def memory_plan(
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
     dtype = _dtype(dtype)
     tokens_here, vocab_here = (tokens, -(-vocab // devices)) if layout == "vocab" else (-(-tokens // devices), vocab)
-    budget = CPU_BUDGET if device == "cpu" else ACCELERATOR_BUDGET
-    most = chunk_tokens or rows_per_chunk(vocab_here, max(4, dtype.itemsize), budget)
+    most = chunk_tokens or rows_per_chunk(vocab_here, dtype, device)
     chunks = cut_rows(torch.ones(tokens_here, dtype=torch.bool), most)
     rows = max(c.stop - c.start for c in chunks if isinstance(c, slice))
 

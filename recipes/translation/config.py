@@ -108,9 +108,9 @@ class TrainingConfig:
     steps: int = 1_000
     """Optimizer steps at most."""
     schedule: str = "inverse_sqrt"
-    """inverse_sqrt | noam | constant: how the learning rate falls after the warm-up."""
+    """inverse_sqrt | linear (to 0 at the end) | noam | constant: how the learning rate falls after the warm-up."""
     learning_rate: float = 2e-3
-    """The peak (inverse_sqrt), the factor (noam), or the rate (constant)."""
+    """The peak (inverse_sqrt, linear), the factor (noam), or the rate (constant)."""
     warmup: int = 200
     """Steps of linear warm-up."""
     betas: tuple[float, float] = (0.9, 0.98)
@@ -169,7 +169,7 @@ CHOICES = {
     "subwords.kind": ("unigram", "bpe"),
     "model.norm": ("pre", "post"),
     "model.tie": ("none", "target", "all"),
-    "training.schedule": ("inverse_sqrt", "noam", "constant"),
+    "training.schedule": ("inverse_sqrt", "linear", "noam", "constant"),
     "training.smoothing": ("torch", "fairseq", "harvard"),
     "training.precision": ("float32", "bf16"),
 }

@@ -111,7 +111,7 @@ def automatic_chunks(rank, world, split):
     """A budget so small that the vocabulary's size decides how many rows a chunk has."""
     vocab = seqpar.VocabShard.of(split[rank], dist.group.WORLD)
     tensors = parts(PLAIN, vocab, split[rank])
-    small = patch("seqpar.linear_cross_entropy.CPU_BUDGET", 200), patch("seqpar.chunks.FEWEST_ROWS", 1)
+    small = patch("seqpar.chunks.CPU_BUDGET", 200), patch("seqpar.chunks.FEWEST_ROWS", 1)
     with small[0], small[1], counted() as calls:
         loss = seqpar.linear_cross_entropy(**tensors, vocab=vocab)
     return float(loss.total.detach()), calls["all_reduce"]

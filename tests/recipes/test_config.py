@@ -215,7 +215,7 @@ def test_a_mistake_in_a_file_is_answered_with_key_place_and_remedy(
         ("training.steps", 1.5, ["a whole number", "'1.5'"]),
         ("training.steps", "[1", ["a whole number", "[1"]),
         ("training.steps", object(), ["a whole number"]),
-        ("training.schedule", "inverse-sqrt", ["inverse_sqrt, noam, constant", "did you mean inverse_sqrt?"]),
+        ("training.schedule", "inverse-sqrt", ["inverse_sqrt, linear, noam, constant", "did you mean inverse_sqrt?"]),
         ("training.clip", float("inf"), ["a number from 0 up"]),
     ],
 )

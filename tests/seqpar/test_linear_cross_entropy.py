@@ -16,7 +16,7 @@ from tests.seqpar.linear_loss import linear_cases, plain_logits, plain_loss
 LEAVES = ("hidden", "weight", "bias")
 
 
-@given(linear_cases(), st.sampled_from([2**20, 200]))
+@given(linear_cases(), st.sampled_from([2**23, 200]))
 def test_every_option_has_the_gradient_of_its_published_formula(case, cache):
     """With a cache of 200 bytes, a few rows at a time go through the softmax."""
     tensors = case.tensors()
@@ -48,7 +48,7 @@ def test_torchs_convention_is_torchs_own_loss_weights_included(case):
     assert_same_gradients(lambda: seqpar.linear_cross_entropy(**tensors, **options).total, torchs, leaves)
 
 
-@given(linear_cases(), st.booleans(), st.sampled_from([2**20, 200]))
+@given(linear_cases(), st.booleans(), st.sampled_from([2**23, 200]))
 def test_counts_are_those_of_the_plain_predictions(case, grad, cache):
     tensors = case.tensors()
     with torch.set_grad_enabled(grad), patch("seqpar.linear_cross_entropy.CACHE", cache):

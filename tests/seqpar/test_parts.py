@@ -62,8 +62,11 @@ def test_time_chunks_hold_the_kept_rows_of_their_steps(batch, time, steps, seed)
 
 
 def test_rows_per_chunk_follows_the_budget_down_to_what_keeps_the_products_busy():
-    assert rows_per_chunk(1_000, 4, budget=4_000_000) == 1_000
-    assert rows_per_chunk(1_000_000, 4, budget=4_000) == 512
+    assert rows_per_chunk(1_024, torch.float32, "cpu") == 4_096
+    assert rows_per_chunk(1_024, torch.bfloat16, "cpu") == 4_096  # the softmax is in float32
+    assert rows_per_chunk(1_024, torch.float64, "cpu") == 2_048
+    assert rows_per_chunk(1_024, torch.float32, "cuda") == 65_536
+    assert rows_per_chunk(1_000_000, torch.float32, "cpu") == 512
 
 
 @given(
