@@ -86,7 +86,10 @@ def plain(x: Inputs) -> None:
 
 
 def torch_chunked(x: Inputs) -> None:
-    """torch's own fused projection and loss (2.13 and later), default options."""
+    """torch's own fused projection and loss in chunks (2.13 and later), its options as they come.
+
+    With label smoothing it falls back to full logits (and warns).
+    """
     loss = F.linear_cross_entropy(  # type: ignore[attr-defined]
         x.hidden,
         x.generator.weight,
@@ -94,6 +97,7 @@ def torch_chunked(x: Inputs) -> None:
         linear_bias=x.generator.bias,
         label_smoothing=x.problem.smoothing,
         reduction="sum",
+        options=nn.LinearCrossEntropyOptions(),  # type: ignore[attr-defined]
     )
     (loss / len(x.target)).backward()
 

@@ -34,6 +34,28 @@ def ignored_target(criterion: nn.Module) -> int | None:
     return None
 
 
+def check_target(hidden: Tensor, target: Tensor) -> None:
+    """Raises TypeError for targets that are no class indices, ValueError unless they have hidden's leading shape."""
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise TypeError(f"target has dtype {target.dtype}; it must hold class indices, int64")
+    if hidden.dim() < 2 or hidden.shape[:-1] != target.shape:
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)} and target {tuple(target.shape)}; target must have hidden's "
+            "leading shape: (N, D) with (N,), or (batch, time, D) with (batch, time)"
+        )
+
+
+def check_range(target: Tensor, kept: Tensor, vocab_size: int, above: int = 0) -> None:
+    """Raises IndexError for a kept target outside [0, vocab_size); positions are counted from `above` rows on."""
+    bad = kept & ((target < 0) | (target >= vocab_size))
+    if bad.any():
+        first, *rest = bad.nonzero()[0].tolist()
+        raise IndexError(
+            f"target {target[(first, *rest)].item()} at position {(above + first, *rest)} is outside the vocabulary "
+            f"[0, {vocab_size}) and is not the ignored one; check the vocabulary's size and ignore_index"
+        )
+
+
 class SoftTarget(NamedTuple):
     """What a row's logits z are held against: the distribution q, class weights w and a z-loss.
 

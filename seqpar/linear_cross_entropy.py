@@ -19,7 +19,9 @@ from seqpar.collectives import copy_to_group, world_size
 from seqpar.criteria import (
     Convention,
     SoftTarget,
+    check_range,
     check_smoothing,
+    check_target,
     logits_gradient_,
     row_losses,
     soft_target,
@@ -147,7 +149,7 @@ def _checked(inputs: _Inputs, settings: _Settings, vocab: VocabShard | None) -> 
             )
         weight_V = _own_part(inputs.class_weight, rows, shard)
         q = soft_target(settings.label_smoothing, settings.smoothing, settings.ignore_index, shard.vocab_size)
-        _check_range(inputs.target, settings.ignore_index, shard.vocab_size)
+        check_range(inputs.target, inputs.target != settings.ignore_index, shard.vocab_size)
     except (TypeError, ValueError, IndexError) as error:
         wrong = error
     if vocab is not None:
@@ -295,13 +297,7 @@ def _check_settings(settings: _Settings) -> None:
 
 def _check_tensors(inputs: _Inputs) -> None:
     hidden, weight, target, bias, class_weight = inputs
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise TypeError(f"target has dtype {target.dtype}; it must hold class indices, int64")
-    if hidden.dim() < 2 or hidden.shape[:-1] != target.shape:
-        raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)} and target {tuple(target.shape)}; target must have hidden's "
-            "leading shape: (N, D) with (N,), or (batch, time, D) with (batch, time)"
-        )
+    check_target(hidden, target)
     if weight.dim() != 2 or weight.size(1) != hidden.size(-1):
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; weight must be (V, D) with "
@@ -329,13 +325,3 @@ def _own_part(class_weight: Tensor | None, rows: int, shard: VocabShard) -> Tens
         sizes = f"({rows},)" if rows == shard.vocab_size else f"({rows},), this rank's part, or ({shard.vocab_size},)"
         raise ValueError(f"class_weight has shape {tuple(class_weight.shape)}; it must be {sizes}")
     return class_weight[shard.start : shard.start + rows]
-
-
-def _check_range(target: Tensor, ignore_index: int, vocab_size: int) -> None:
-    bad = (target != ignore_index) & ((target < 0) | (target >= vocab_size))
-    if bad.any():
-        position = tuple(bad.nonzero()[0].tolist())
-        raise IndexError(
-            f"target {target[position].item()} at position {position} is outside the vocabulary [0, {vocab_size}) and "
-            "is not the ignored one; check the vocabulary's size and ignore_index"
-        )

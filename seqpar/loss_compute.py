@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from seqpar.chunked_gradient import chunked_gradient
 from seqpar.chunks import Chunk, check_size, cut_rows, cut_time, rows_per_chunk
-from seqpar.criteria import ignored_target
+from seqpar.criteria import check_range, check_target, ignored_target
 from seqpar.devices import Device, check_devices
 from seqpar.replicas import bind, check_replicable, parallel_apply, replicate, scatter
 from seqpar.sharded import inside_unit, refuse_data_parallel, refuse_sharded
@@ -279,13 +279,7 @@ def _moved(loss: TokenLoss, device: torch.device) -> TokenLoss:
 def _check_shapes(hidden: Tensor, target: Any, per_token: dict[str, Any]) -> None:
     if not isinstance(target, Tensor):
         raise TypeError(f"hidden is one tensor and target a {type(target).__name__}; scatter both or neither")
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise TypeError(f"target has dtype {target.dtype}; it must hold class indices, int64")
-    if hidden.dim() < 2 or hidden.shape[:-1] != target.shape:
-        raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)} and target {tuple(target.shape)}; target must have hidden's "
-            "leading shape: (N, D) with (N,), or (batch, time, D) with (batch, time)"
-        )
+    check_target(hidden, target)
     for name, value in per_token.items():
         if not isinstance(value, Tensor) or value.shape[: target.dim()] != target.shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -297,14 +291,7 @@ def _check_shapes(hidden: Tensor, target: Any, per_token: dict[str, Any]) -> Non
 def _check_range(shards: list[Shard], kept: list[Tensor], vocab_size: int) -> None:
     above = 0
     for shard, keep in zip(shards, kept, strict=True):
-        bad = keep & ((shard.target < 0) | (shard.target >= vocab_size))
-        if bad.any():
-            first, *rest = bad.nonzero()[0].tolist()
-            value = shard.target[(first, *rest)].item()
-            raise IndexError(
-                f"target {value} at position {(above + first, *rest)} is outside the vocabulary [0, {vocab_size}) and "
-                "is not the ignored one; check the vocabulary's size and the criterion's ignore_index"
-            )
+        check_range(shard.target, keep, vocab_size, above)
         above += len(shard.target)
 
 
