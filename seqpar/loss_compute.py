@@ -114,12 +114,7 @@ class LossCompute(nn.Module):
 
     def _scatter(self, hidden: Any, target: Any, per_token: dict[str, Any]) -> list[Shard]:
         if isinstance(hidden, Tensor):
-            _check_shapes(hidden, target, per_token)
-            if self.chunk_size is not None and hidden.dim() != 3:
-                raise ValueError(
-                    f"chunk_size={self.chunk_size} cuts time steps and hidden has shape {tuple(hidden.shape)}; pass "
-                    "(batch, time, D), or use chunk_tokens"
-                )
+            self._check(hidden, target, per_token)
             return [Shard(*s) for s in scatter((hidden, target.long(), per_token), self.devices or [hidden.device])]
         devices, sizes = [h.device for h in hidden], [len(h) for h in hidden]
 
@@ -136,10 +131,18 @@ class LossCompute(nn.Module):
 
         columns = {name: shared_out(value, name) for name, value in per_token.items()}
         targets = shared_out(target, "target")
-        shards = [Shard(h, targets[i].long(), {n: c[i] for n, c in columns.items()}) for i, h in enumerate(hidden)]
+        shards = [Shard(h, targets[i], {n: c[i] for n, c in columns.items()}) for i, h in enumerate(hidden)]
         for shard in shards:
-            _check_shapes(*shard)
-        return shards
+            self._check(*shard)
+        return [shard._replace(target=shard.target.long()) for shard in shards]
+
+    def _check(self, hidden: Tensor, target: Any, per_token: dict[str, Any]) -> None:
+        _check_shapes(hidden, target, per_token)
+        if self.chunk_size is not None and hidden.dim() != 3:
+            raise ValueError(
+                f"chunk_size={self.chunk_size} cuts time steps and hidden has shape {tuple(hidden.shape)}; pass "
+                "(batch, time, D), or use chunk_tokens"
+            )
 
     def _kept(self, target: Tensor) -> Tensor:
         ignored = ignored_target(self.head["criterion"])

@@ -192,6 +192,14 @@ def test_scattered_hidden_and_target_must_fit():
         engine()(hidden(3), [zeros(3)])
 
 
+def test_scattered_inputs_are_checked_like_whole_ones():
+    shards = [hidden(2), hidden(1)]
+    with pytest.raises(TypeError, match=r"target has dtype torch\.float32"):
+        engine()(shards, zeros(3, dtype=torch.float32))
+    with pytest.raises(ValueError, match=r"hidden has shape \(2, 4\).*chunk_tokens"):
+        engine(chunk_size=2)(shards, zeros(3))
+
+
 def test_smoothing_settings_are_checked():
     with pytest.raises(ValueError, match=r"smoothing is 1\.0"):
         seqpar.LabelSmoothing(1.0, "torch")
