@@ -90,14 +90,16 @@ class Attention(nn.Module):
         R may be a multiple of the B rows of `lookup`: the beams of one sentence share its memory as further
         queries of one attention, so the memory is never copied beam times. The mask then has one query row.
         """
-        rows, time, d_model = x.shape
+        rows, time, _ = x.shape
         sentences = lookup.keys.size(0)
         beams = rows // max(1, sentences)
-        query_BQD = self.query(x).view(sentences, beams * time, d_model)
+        query_RTD = self.query(x)
+        width = query_RTD.size(-1)  # of all heads here: d_model, unless heads are split over ranks
+        query_BQD = query_RTD.view(sentences, beams * time, width)
         mixed_BHQK = F.scaled_dot_product_attention(
             self._split(query_BQD), lookup.keys, lookup.values, attn_mask=mask, is_causal=causal
         )
-        mixed: Tensor = self.output(mixed_BHQK.transpose(1, 2).reshape(rows, time, d_model))
+        mixed: Tensor = self.output(mixed_BHQK.transpose(1, 2).reshape(rows, time, width))
         return mixed
 
     def _split(self, states: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ A `group` of None is this process alone: nothing is communicated. (`torch.distri
 |---|---|---|
 | identity | sum over the group | `copy_to_group`: a value every rank has, used differently on each |
 | sum over the group | identity | `sum_from_group`: partial results that every rank needs whole |
+| every rank's part, joined | sum over the group, cut | `join_from_group`: parts that every rank needs whole |
 | sum or maximum, no gradient | - | `group_sum`, `group_max` |
 | every rank's, no gradient | - | `group_gather`, `gather_numbers` |
-| one rank's object | - | `broadcast_object` |
+| every rank's object, one rank's object | - | `gather_objects`, `broadcast_object` |
 
 Ranks that wait for one that never comes give up after the group's timeout. Half an hour is torch's default; a trainer
 sets its own where the group is made: `init_process_group(..., timeout=timedelta(minutes=2))`, or `new_group(...)`.
@@ -69,6 +70,15 @@ def gather_numbers(numbers: Sequence[int], group: ProcessGroup | None) -> list[l
     return [t.tolist() for t in group_gather(torch.tensor(numbers, dtype=torch.int64, device=device), group)]
 
 
+def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """Every rank's (pickled) value, in rank order."""
+    if world_size(group) == 1:
+        return [value]
+    everyone: list[Any] = [None] * world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
 def broadcast_object(value: Any, source: int, group: ProcessGroup | None) -> Any:
     """The (pickled) value of the group's rank `source`."""
     if world_size(group) == 1:
@@ -86,6 +96,14 @@ def copy_to_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 def sum_from_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """The sum over the group; each rank's gradient is that of the sum, which all ranks must use alike."""
     return tensor if world_size(group) == 1 else _SumFromGroup.apply(tensor, group)
+
+
+def join_from_group(tensor: Tensor, sizes: Sequence[int], dim: int, group: ProcessGroup | None) -> Tensor:
+    """All ranks' parts, one behind the other along `dim`, where rank r's has `sizes[r]`; a part may be empty.
+
+    Each rank's gradient is the sum of all ranks' gradients of its part, so ranks may use the whole differently.
+    """
+    return tensor if world_size(group) == 1 else _JoinFromGroup.apply(tensor, sizes, dim, group)
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -109,6 +127,22 @@ class _SumFromGroup(torch.autograd.Function):
         return upstream, None
 
 
+class _JoinFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, sizes: Sequence[int], dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.start, ctx.size, ctx.group = dim, sum(sizes[: group.rank()]), tensor.size(dim), group
+        shape = list(tensor.shape)
+        shape[dim] = max(sizes)  # what is gathered must have one shape
+        padded = tensor.new_zeros(shape)
+        padded.narrow(dim, 0, ctx.size).copy_(tensor)
+        parts = group_gather(padded, group)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        return group_sum(upstream.contiguous(), ctx.group).narrow(ctx.dim, ctx.start, ctx.size), None, None, None
+
+
 def check_agreement(
     facts: Mapping[str, object], group: ProcessGroup | None, numbers: Sequence[int] = ()
 ) -> list[list[int]]:
@@ -127,8 +161,7 @@ def check_agreement(
     gathered = gather_numbers([int.from_bytes(digest), *numbers], group)
     if len({theirs[0] for theirs in gathered}) == 1:
         return [theirs[1:] for theirs in gathered]
-    everyone: list[Any] = [None] * world_size(group)
-    dist.all_gather_object(everyone, dict(facts), group=group)
+    everyone = gather_objects(dict(facts), group)
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):

@@ -44,10 +44,15 @@ def time_steps(time: int, rank: int, world: int, order: Order = "contiguous") ->
     if not 0 <= rank < world:
         raise ValueError(f"rank is {rank}; it must be in [0, {world})")
     pieces = world if order == "contiguous" else 2 * world
-    sizes = even_sizes(time, pieces)
-    sizes += [0] * (pieces - len(sizes))
+    sizes = part_sizes(time, pieces)
     ends = list(accumulate(sizes))
     return torch.cat([torch.arange(ends[p] - sizes[p], ends[p]) for p in _pieces_of(rank, world, order)])
+
+
+def part_sizes(length: int, parts: int) -> list[int]:
+    """How many of `length` each of `parts` has: sizes that differ by one at most, larger ones first; some may be 0."""
+    sizes = even_sizes(length, parts)
+    return sizes + [0] * (parts - len(sizes))
 
 
 def _pieces_of(rank: int, world: int, order: Order) -> list[int]:

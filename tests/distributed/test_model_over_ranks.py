@@ -1,0 +1,174 @@
+"""The encoder-decoder with weights and time steps over real ranks has the value and gradients of the whole one."""
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+import seqpar
+from models import TransformerConfig, make_transformer
+from models.sharding import cut, cut_of, join, join_over, split_time_steps, split_weights
+from seqpar.testing import assert_same_results
+from tests.ranks import ranks
+
+PAD = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a batch."""
+
+    config: TransformerConfig
+    vocabularies: tuple[int, int]
+    sizes: tuple[int, int, int]
+    """Sentences, source and target time steps."""
+    frozen: str
+    smoothing: float
+    chunk_tokens: int | None
+    seed: int
+
+    def model(self):
+        torch.manual_seed(self.seed)
+        model = make_transformer(self.config, *self.vocabularies, pad=PAD).double()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not self.frozen or self.frozen not in name)
+            if name.endswith("bias"):  # zero at first: they would hide one that is added once a rank
+                torch.nn.init.normal_(parameter)
+        return model
+
+    def batch(self):
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        batch, source, target = self.sizes
+        src = torch.randint(0, self.vocabularies[0], (batch, source), generator=generator)
+        tgt = torch.randint(0, self.vocabularies[1], (batch, target + 1), generator=generator)
+        return src, tgt[:, :-1], tgt[:, 1:]
+
+
+@st.composite
+def model_cases(draw, heads):
+    heads = heads * draw(st.integers(1, 2))
+    tie = draw(st.sampled_from(["none", "target", "all"]))
+    target_vocab = draw(st.integers(4, 9))
+    config = TransformerConfig(
+        d_model=heads * -(-8 // heads) * 2,  # a norm over two or four numbers loses digits by itself
+        d_ff=draw(st.integers(4, 7)),
+        heads=heads,
+        encoder_layers=draw(st.integers(1, 2)),
+        decoder_layers=draw(st.integers(1, 2)),
+        dropout=0.0,
+        norm=draw(st.sampled_from(["pre", "post"])),
+        tie=tie,
+    )
+    return Case(
+        config,
+        (target_vocab if tie == "all" else draw(st.integers(4, 9)), target_vocab),
+        (draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 5))),
+        draw(st.sampled_from(["", "", "tgt_embed", "feed_forward", "query"])),
+        draw(st.sampled_from([0.0, 0.1])),
+        draw(st.sampled_from([None, 1, 3])),
+        draw(st.integers(0, 2**16)),
+    )
+
+
+def whole(case):
+    model, (src, tgt_in, tgt_out) = case.model(), case.batch()
+    logits = model.generator(model(src, tgt_in)).flatten(0, 1)
+    total = F.cross_entropy(
+        logits, tgt_out.flatten(), ignore_index=PAD, label_smoothing=case.smoothing, reduction="sum"
+    )
+    total.backward()
+    return total.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@functools.cache
+def groups_of(sequence, vocab):
+    """Made once per shape, in every rank."""
+    mesh = init_device_mesh("cpu", (sequence, vocab), mesh_dim_names=("sequence", "vocab"))
+    return {"sequence": mesh["sequence"].get_group(), "vocab": mesh["vocab"].get_group()}
+
+
+def over_ranks(rank, world, case, sequence, vocab):
+    groups = groups_of(sequence, vocab)
+    model, (src, tgt_in, tgt_out) = case.model(), case.batch()
+    shard = split_weights(model, groups["vocab"])
+    split_time_steps(model, groups["sequence"])
+    loss = seqpar.linear_cross_entropy(
+        model(src, tgt_in),
+        model.generator.weight,
+        seqpar.split_time(tgt_out, groups["sequence"]),
+        bias=model.generator.bias,
+        ignore_index=PAD,
+        label_smoothing=case.smoothing,
+        chunk_tokens=case.chunk_tokens,
+        vocab=shard,
+    )
+    loss.total.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None and parameter.requires_grad else parameter.grad
+        if grad is not None:
+            grad = join_over(name, seqpar.group_sum(grad, groups["sequence"]), groups["vocab"])
+        gradients[name] = grad
+    return seqpar.sum_over_ranks(loss, groups["sequence"]).total, gradients
+
+
+@pytest.mark.parametrize(("sequence", "vocab"), [(1, 2), (2, 1), (2, 2), (1, 3), (3, 1), (4, 1), (1, 4), (1, 1)])
+@given(data=st.data())
+def test_any_split_of_weights_and_time_steps_has_the_gradients_of_the_whole_model(sequence, vocab, data):
+    case = data.draw(model_cases(heads=vocab))
+    expected = whole(case)
+    for rank, answer in enumerate(ranks(sequence * vocab, over_ranks, case, sequence, vocab)):
+        try:
+            assert_same_results(answer, expected)
+        except AssertionError as error:
+            error.add_note(f"on rank {rank}")
+            raise
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(4, 11),
+    st.sampled_from(
+        ["generator.weight", "x_attention.key_value.weight", "a.feed_forward.outer.weight", "a.norm.weight"]
+    ),
+)
+def test_joining_undoes_cutting(world, size, name):
+    weight = torch.randn(2 * size, size)
+    parts = [cut(name, weight, rank, world) for rank in range(world)]
+    assert torch.equal(join(name, parts), weight)
+    if cut_of(name) is not None:
+        assert sum(part.numel() for part in parts) == weight.numel()
+
+
+def test_every_matrix_of_the_model_is_cut_but_none_that_is_added_after_a_sum():
+    model = make_transformer(TransformerConfig(8, 8, 2, 1, 1), 5, 5)
+    whole_ones = {
+        name.partition("layers.0.")[2] or name for name, _ in model.named_parameters() if cut_of(name) is None
+    }
+    assert all("norm" in name or name.endswith(("output.bias", "outer.bias")) for name in whole_ones)
+
+
+def refusals(rank, world):
+    said = []
+    for config, vocabulary in (
+        (TransformerConfig(6, 8, 3, 1, 1), 5),
+        (TransformerConfig(8, 1, 2, 1, 1), 5),
+        (TransformerConfig(8, 8, 2, 1, 1), 1),
+    ):
+        try:
+            split_weights(make_transformer(config, vocabulary, vocabulary), torch.distributed.group.WORLD)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_shared_out_is_refused_with_both_numbers():
+    for heads, units, rows in ranks(2, refusals):
+        assert "self_attention has 3 heads, which do not divide by 2 ranks" in heads
+        assert "feed_forward has 1 units for 2 ranks" in units
+        assert "lookup has 1 rows for 2 ranks" in rows
