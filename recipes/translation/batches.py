@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy
 import numpy.typing
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from recipes.translation.subwords import BOS, EOS, PAD
 
@@ -117,6 +119,73 @@ class TokenBatches:
                 cuts.append(place)
                 start, longest = place, length
         return cuts
+
+
+def share_of(batches: Sequence[list[int]], share: int, shares: int) -> list[list[int]]:
+    """The part of a step's batches that falls to one of `shares`: each sentence to exactly one.
+
+    Whole batches as far as they go round; of each of the rest every `shares`-th sentence, which may be none.
+    """
+    even = len(batches) // shares * shares
+    parts = [batch[share::shares] for batch in batches[even:]]
+    return [*batches[share:even:shares], *filter(None, parts)]
+
+
+class Steps(Dataset["tuple[tuple[int, int], list[Batch]]"]):
+    """A share of each optimizer step's batches, with the position in the data that follows the step.
+
+    Args:
+        batches: the data.
+        accumulate: batches a step.
+        share, shares: which part of each step falls to this process.
+        device: where it will be used; for an accelerator, worker processes make the batches, in pinned memory.
+    """
+
+    def __init__(self, batches: TokenBatches, accumulate: int, share: int, shares: int, device: torch.device) -> None:
+        self.batches, self.accumulate, self.share, self.shares, self.device = batches, accumulate, share, shares, device
+        self.workers = 0 if device.type == "cpu" else WORKERS
+
+    def __getitem__(self, step: Any) -> Any:
+        position, indices = step
+        return position, [self.batches.batch(batch) for batch in indices]
+
+    def after(self, epoch: int, done: int) -> Iterator[tuple[tuple[int, int], list[Batch]]]:
+        """Steps without end, from batch `done` of `epoch` on. An epoch's last batches share a step with the next's."""
+        steps: Iterable[Any] = self._indices(epoch, done)
+        return iter(
+            DataLoader(
+                self,
+                batch_size=None,
+                sampler=steps,
+                collate_fn=_as_it_is,
+                num_workers=self.workers,
+                pin_memory=self.device.type == "cuda",
+                worker_init_fn=_leave_signals_to_the_parent,
+            )
+        )
+
+    def _indices(self, epoch: int, done: int) -> Iterator[tuple[tuple[int, int], list[list[int]]]]:
+        step: list[list[int]] = []
+        while True:
+            for number, indices in enumerate(self.batches.epoch(epoch)[done:], start=done + 1):
+                step.append(indices)
+                if len(step) == self.accumulate:
+                    yield (epoch, number), share_of(step, self.share, self.shares)
+                    step = []
+            epoch, done = epoch + 1, 0
+
+
+WORKERS = 2
+"""Worker processes that make batches ahead of an accelerator."""
+
+
+def _as_it_is(step: Any) -> Any:
+    return step
+
+
+def _leave_signals_to_the_parent(_: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def _padded(rows: list[list[int]]) -> Tensor:

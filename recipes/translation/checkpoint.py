@@ -6,11 +6,11 @@
     joint.model              the subwords, or source.model and target.model
     model.safetensors        the weights; a tied one is stored once
     model.json               the step, and what validation said of it
-    training.safetensors     last only: the optimizer's moments and the random number generators
+    training.safetensors     last only: the optimizer's moments
     training.json            last only: how far the run is
 
-Tensors are safetensors, the rest is JSON, YAML and sentencepiece's own format: reading a checkpoint never runs
-code from it.
+Weights and moments are whole, whatever the layout that trained them. Tensors are safetensors, the rest is JSON, YAML
+and sentencepiece's own format: reading a checkpoint never runs code from it.
 """
 
 from __future__ import annotations
@@ -95,15 +95,33 @@ def save_training(
     folder: Path,
     translator: Translator,
     facts: Mapping[str, object],
-    optimizer: torch.optim.Optimizer,
+    moments: Mapping[str, Tensor],
     state: TrainingState,
 ) -> None:
     """Replace `folder` by one that holds, besides the model, all that training needs to go on."""
     with replaced_folder(folder) as new:
         _write_model(new, translator, facts)
-        moments = moments_of(translator.model, optimizer)
-        save_file({**moments, **random_states()}, new / "training.safetensors")
+        save_file(dict(moments), new / "training.safetensors")
         _write_json(new / "training.json", asdict(state))
+
+
+@dataclass(frozen=True)
+class SavedTraining:
+    """What a run goes on from."""
+
+    weights: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor]
+    state: TrainingState
+
+
+def load_training(folder: Path) -> SavedTraining:
+    """What `save_training` wrote, verified."""
+    whole = verified_folder(folder)
+    return SavedTraining(
+        load_file(whole / "model.safetensors"),
+        load_file(whole / "training.safetensors"),
+        TrainingState(**json.loads((whole / "training.json").read_text(encoding="utf-8"))),
+    )
 
 
 def load_translator(
@@ -116,16 +134,6 @@ def load_translator(
     model = build_model(model_sizes(config.model), source, target)
     fill_model(model, load_file(whole / "model.safetensors"), whole)
     return Translator(config, model.to(device).eval(), source, target)
-
-
-def load_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
-    """Put weights, moments and random states back, and say how far the run was."""
-    whole = verified_folder(folder)
-    fill_model(model, load_file(whole / "model.safetensors"), whole)
-    kept = load_file(whole / "training.safetensors")
-    fill_moments(model, optimizer, kept)
-    restore_random_states(kept)
-    return TrainingState(**json.loads((whole / "training.json").read_text(encoding="utf-8")))
 
 
 def load_facts(folder: Path) -> dict[str, Any]:
@@ -152,7 +160,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path) -> None:
+def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str) -> None:
     """Copy saved tensors into a model of the same shape."""
     own = tensors_of(model)
     for name in sorted(own.keys() ^ saved.keys()):
@@ -165,41 +173,6 @@ def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path) -> N
                 f"there and {tuple(tensor.shape)} here"
             )
         tensor.copy_(saved[name])
-
-
-def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything the optimizer remembers, as `optimizer/<parameter>/<what>`."""
-    return {
-        f"optimizer/{name}/{what}": torch.as_tensor(value)
-        for name, parameter in model.named_parameters()
-        for what, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def fill_moments(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
-    """The inverse of `moments_of`."""
-    parameters = dict(model.named_parameters())
-    for key, value in saved.items():
-        kind, _, rest = key.partition("/")
-        if kind == "optimizer":
-            name, _, what = rest.rpartition("/")
-            optimizer.state[parameters[name]][what] = value.to(parameters[name].device)
-
-
-def random_states() -> dict[str, Tensor]:
-    """The state of every random number generator that dropout may draw from."""
-    states = {"random/cpu": torch.get_rng_state()}
-    for index in range(torch.cuda.device_count()):
-        states[f"random/{index}"] = torch.cuda.get_rng_state(index)
-    return states
-
-
-def restore_random_states(saved: Mapping[str, Tensor]) -> None:
-    """Put the generators back; those of devices this machine lacks are left out."""
-    torch.set_rng_state(saved["random/cpu"])
-    for index in range(torch.cuda.device_count()):
-        if f"random/{index}" in saved:
-            torch.cuda.set_rng_state(saved[f"random/{index}"], index)
 
 
 def subword_names(config: RunConfig) -> tuple[str, str]:

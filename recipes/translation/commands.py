@@ -15,14 +15,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.translation.config import ConfigError, RunConfig, load_config
+from recipes.translation.config import ConfigError, LayoutConfig, RunConfig, load_config
 from recipes.translation.data import DataError
 from recipes.translation.durable import CheckpointError, whole_folder
 from recipes.translation.options import OneLineParser, add_config_options, fail, overrides, unknown
-from recipes.translation.stop import TrainingError
+from recipes.translation.stop import OtherRankError, TrainingError
 
 if TYPE_CHECKING:
     from recipes.translation.checkpoint import Translator
+    from recipes.translation.ranks import Ranks
 
 PROGRAM = "python -m recipes.translation"
 DEMO_CONFIG = Path(__file__).parent / "configs" / "demo.yaml"
@@ -45,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
         return 141
     except OSError as error:
         return fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except OtherRankError as error:
+        return fail(str(error)) if os.environ.get("RANK", "0") == "0" else 2  # the rank that failed has said why
     except (ConfigError, DataError, CheckpointError, TrainingError) as error:
         return fail(str(error))
 
@@ -90,10 +93,12 @@ def train(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     config = _run_config(options)
 
+    from recipes.translation.ranks import joined
     from recipes.translation.train import train as train_model
 
-    summary = train_model(config, fresh=options.fresh)
-    print(summary)
+    with joined(config.layout.timeout):
+        summary = train_model(config, fresh=options.fresh)
+        print(summary)
     return 128 + summary.stopped_by if summary.stopped_by else 0
 
 
@@ -124,16 +129,19 @@ def evaluate(argv: Sequence[str]) -> int:
 
     from recipes.translation.evaluate import check_tokenizer, score
     from recipes.translation.evaluate import evaluate as evaluate_model
+    from recipes.translation.ranks import joined
 
     check_tokenizer(options.tokenize)
     if options.hypotheses:
         hypotheses, references = (read_lines(Path(path)) for path in (options.hypotheses, options.references))
         print(score(hypotheses, references, tokenize=options.tokenize))
         return 0
-    translator = _load(options)
-    evaluation = evaluate_model(translator, options.split, translator.config.decoding, options.tokenize)
-    print(evaluation.scores)
-    print("[evaluate] written:", *evaluation.write(Path(options.run)))
+    with joined(LayoutConfig().timeout) as ranks:
+        translator = _load(options, ranks)
+        evaluation = evaluate_model(translator, options.split, translator.config.decoding, options.tokenize, ranks)
+        print(evaluation.scores)
+        if ranks.speaks:
+            print("[evaluate] written:", *evaluation.write(Path(options.run)))
     return 0
 
 
@@ -152,9 +160,11 @@ def translate(argv: Sequence[str]) -> int:
     if options.sentences and options.file:
         parser.error("give sentences or --file, not both")
     sentences = options.sentences or (read_lines(Path(options.file)) if options.file else None)
-    translator = _load(options)
 
+    from recipes.translation.ranks import ALONE
     from recipes.translation.translate import translate as translate_all
+
+    translator = _load(options, ALONE)
 
     decoding = translator.config.decoding
     if sentences is None and sys.stdin.isatty():
@@ -254,17 +264,24 @@ def _run_config(options: argparse.Namespace) -> RunConfig:
     return load_config(path, given)
 
 
-def _load(options: argparse.Namespace) -> Translator:
-    """The model of --run, on the first GPU or the CPU, with the decoding options given."""
-    run = Path(options.run)
-    folder = run if whole_folder(run) else run / options.checkpoint
-    if whole_folder(folder) is None:
-        raise CheckpointError(f"there is no trained model in {folder}; train one, or name another folder with --run")
+def _load(options: argparse.Namespace, ranks: Ranks) -> Translator:
+    """The model of --run, on this process's GPU or the CPU, with the decoding options given; rank 0 reads it."""
     given = {"decoding.beam": options.beam, "decoding.length_penalty": options.length_penalty}
 
     import torch
 
     from recipes.translation.checkpoint import load_translator
 
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    return load_translator(folder, device, {name: value for name, value in given.items() if value is not None})
+    def read() -> Translator:
+        run = Path(options.run)
+        folder = run if whole_folder(run) else run / options.checkpoint
+        if whole_folder(folder) is None:
+            raise CheckpointError(
+                f"there is no trained model in {folder}; train one, or name another folder with --run"
+            )
+        return load_translator(folder, "cpu", {name: value for name, value in given.items() if value is not None})
+
+    translator = ranks.from_first(read)
+    if torch.cuda.is_available():
+        translator.model.to(torch.device("cuda", ranks.local_rank % torch.cuda.device_count()))
+    return translator

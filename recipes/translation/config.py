@@ -22,6 +22,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "DecodingConfig",
+    "LayoutConfig",
     "ModelConfig",
     "RunConfig",
     "SubwordConfig",
@@ -98,13 +99,16 @@ class TrainingConfig:
     """The optimisation, and the devices it runs on."""
 
     devices: str | tuple[str, ...] = "auto"
-    """auto (every GPU of the machine; without one [cpu, cpu]) or a list such as [cuda:0, cuda:1]."""
+    """auto (every GPU of the machine; without one [cpu, cpu]) or a list such as [cuda:0, cuda:1]. Under torchrun each
+    process takes one of them, auto its own GPU or the CPU."""
     chunk_tokens: int | None = None
     """Target tokens whose logits exist at once on a device; null chooses by bytes."""
     batch_tokens: int = 4_096
-    """Target tokens, padding included, in a batch; the batch is split over the devices."""
+    """Target tokens, padding included, in a batch."""
     accumulate: int = 1
-    """Batches per optimizer step; the gradient is divided by the tokens of all of them."""
+    """Batches per optimizer step; the gradient is divided by the tokens of all of them. The step is the same whatever
+    it runs on: processes share its batches out, a batch that does not go round is split like those of one process over
+    its devices."""
     steps: int = 1_000
     """Optimizer steps at most."""
     schedule: str = "inverse_sqrt"
@@ -122,7 +126,7 @@ class TrainingConfig:
     smoothing: str = "torch"
     """torch (eps/V) | fairseq (eps/(V-1)) | harvard (eps/(V-2), the entropy constant subtracted)."""
     precision: str = "float32"
-    """float32 | bf16 (autocast)."""
+    """float32 | bf16 (autocast) | float64 (to compare layouts: several times slower)."""
     max_length: int = 256
     """Training pairs longer than this many subwords on either side are dropped (and counted in the log)."""
     validate_every: int = 200
@@ -135,6 +139,23 @@ class TrainingConfig:
     """Of the first weights, dropout, and the order of the data."""
     threads: int = 0
     """CPU threads; 0 leaves torch's own choice."""
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """How the processes that torchrun started share the work; their product is the number of processes."""
+
+    data: int = 0
+    """Copies of the model, each with its share of the sentences; 0 is as many as the others leave processes for."""
+    shard: int = 1
+    """Processes over which each copy's weights, gradients and moments are sharded (FSDP2), with sentences of their
+    own."""
+    vocab: int = 1
+    """Processes over which vocabulary, attention heads and feed-forward units are split; must divide the heads."""
+    sequence: int = 1
+    """Processes over which the time steps of each sentence are split."""
+    timeout: float = 300.0
+    """Seconds that a process waits in a step for one that does not come."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +182,7 @@ class RunConfig:
     subwords: SubwordConfig = field(default_factory=SubwordConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
 
 
@@ -171,7 +193,7 @@ CHOICES = {
     "model.tie": ("none", "target", "all"),
     "training.schedule": ("inverse_sqrt", "linear", "noam", "constant"),
     "training.smoothing": ("torch", "fairseq", "harvard"),
-    "training.precision": ("float32", "bf16"),
+    "training.precision": ("float32", "bf16", "float64"),
 }
 
 AT_LEAST_0, AT_LEAST_1, SHARE = Range(0), Range(1), Range(0, 1)
@@ -187,6 +209,8 @@ RANGES = {
     **dict.fromkeys(("training.betas", "training.label_smoothing"), SHARE),
     **dict.fromkeys(("training.validate_bleu", "training.patience", "training.threads"), AT_LEAST_0),
     "training.seed": Range(0, 2**63),
+    "layout.data": AT_LEAST_0,
+    **dict.fromkeys(("layout.shard", "layout.vocab", "layout.sequence", "layout.timeout"), AT_LEAST_1),
     **dict.fromkeys(("decoding.beam", "decoding.batch_sentences", "decoding.max_length"), AT_LEAST_1),
     "decoding.length_penalty": AT_LEAST_0,
 }

@@ -10,6 +10,7 @@ from recipes.translation.batches import TokenBatches
 from recipes.translation.config import RunConfig
 from recipes.translation.data import DataError, Pair, load_pairs
 from recipes.translation.prepare import prepare
+from recipes.translation.ranks import ALONE, Ranks
 from recipes.translation.subwords import Subwords
 
 
@@ -26,10 +27,14 @@ class Corpus:
     """SHA-256 of every id: what a resumed run compares."""
 
 
-def load_corpus(config: RunConfig) -> Corpus:
-    """Read the pairs, make or read the subwords, and cut the batches."""
+def load_corpus(config: RunConfig, ranks: Ranks = ALONE) -> Corpus:
+    """Read the pairs, make or read the subwords (rank 0 does, for all), and cut the batches."""
+    source, target = ranks.from_first(lambda: prepare(config))
+    return ranks.together(lambda: _read(config, source, target))
+
+
+def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
     settings = config.training
-    source, target = prepare(config)
     digest = hashlib.sha256()
     batches = {}
     for split in ("train", "valid"):

@@ -10,6 +10,7 @@ from recipes.translation.config import RunConfig
 from recipes.translation.durable import whole_folder
 from recipes.translation.evaluate import evaluate
 from recipes.translation.progress import duration
+from recipes.translation.ranks import Ranks, joined
 from recipes.translation.summary import Sample, Summary, command
 from recipes.translation.train import train
 
@@ -19,6 +20,12 @@ SENTENCE = "The train to Vienna leaves at half past seven."
 
 def demo(config: RunConfig) -> Summary:
     """Subwords, training, evaluation and sample translations, each announced; then what to try next."""
+    with joined(config.layout.timeout) as ranks:
+        return demo_on(ranks, config)
+
+
+def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
+    """`demo`, in the process that `ranks` describes."""
     run, began = Path(config.run), time.monotonic()
     data = config.data
     if any(whole_folder(run / name) for name in ("best", "last")):
@@ -30,13 +37,13 @@ def demo(config: RunConfig) -> Summary:
         return summary
 
     print(f"[demo] evaluating {run / 'best'} on the held-out test set")
-    translator = load_translator(run / "best")
-    evaluation = evaluate(translator, "test", translator.config.decoding)
+    translator = ranks.from_first(lambda: load_translator(run / "best"))
+    evaluation = evaluate(translator, "test", translator.config.decoding, ranks=ranks)
     print(evaluation.scores)
     print(f"[demo] the first {SAMPLES} sentences of the test set:")
     for pair, translation in list(zip(evaluation.pairs, evaluation.translations, strict=True))[:SAMPLES]:
         print(Sample(pair.source, translation, pair.target))
-    written = ", ".join(map(str, evaluation.write(run)))
+    written = ", ".join(map(str, evaluation.write(run) if ranks.speaks else []))
     print(f"[demo] trained and evaluated in {duration(time.monotonic() - began)}")
     print(f"[demo] the model is {run / 'best'}; every step is in {run / 'metrics.jsonl'}; the test set in {written}")
     print(f'[demo] translate a sentence of your own:\n\n  {command("translate", "--run", run)} "{SENTENCE}"\n')

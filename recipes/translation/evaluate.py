@@ -14,6 +14,7 @@ from recipes.translation.builtin_corpus import Split
 from recipes.translation.checkpoint import Translator
 from recipes.translation.config import ConfigError, DecodingConfig
 from recipes.translation.data import DataError, Pair, load_pairs
+from recipes.translation.ranks import ALONE, Ranks
 from recipes.translation.translate import translate
 
 
@@ -106,11 +107,13 @@ class Evaluation:
         return list(texts)
 
 
-def evaluate(translator: Translator, split: Split, decoding: DecodingConfig, tokenize: str = "13a") -> Evaluation:
-    """Translate a split of the data the model was trained for, and score the translations."""
+def evaluate(
+    translator: Translator, split: Split, decoding: DecodingConfig, tokenize: str = "13a", ranks: Ranks = ALONE
+) -> Evaluation:
+    """Translate a split of the data the model was trained for, shared out over the ranks, and score all of it."""
     config = translator.config
-    pairs = load_pairs(config.data, split, config.subwords.lowercase)
-    translations = translate(translator, [pair.source for pair in pairs], decoding)
+    pairs = ranks.from_first(lambda: load_pairs(config.data, split, config.subwords.lowercase))
+    translations = translate(translator, [pair.source for pair in pairs], decoding, ranks)
     references = [pair.target for pair in pairs]
     scores = score(translations, references, lowercase=config.subwords.lowercase, tokenize=tokenize)
     return Evaluation(split, pairs, translations, scores)

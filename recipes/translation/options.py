@@ -10,6 +10,7 @@ import argparse
 import ast
 import difflib
 import inspect
+import os
 import re
 import sys
 import textwrap
@@ -133,5 +134,6 @@ def _shown(default: object) -> str:
 
 def fail(message: str) -> int:
     """Print a user's mistake as one line; the exit status that goes with it."""
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    rank = os.environ.get("RANK", "0")
+    print("error: " + " ".join([*([] if rank == "0" else [f"rank {rank}:"]), *message.split()]), file=sys.stderr)
     return 2

@@ -1,25 +1,30 @@
 """Training: the loop on one page, and the few functions it calls.
 
-The encoder-decoder runs data-parallel over the devices and leaves its hidden states there; the loss engine walks
-them in chunks on the same devices, with gradients, and hands back one sum. Dividing it by the tokens of the whole
-step and calling `backward()` once per batch gives the gradient of the single-device model.
+`Layout` spreads the model over the devices of this process or over several processes: data-parallel, sharded, with
+vocabulary or time steps split. Either way the loss engine walks the hidden states in chunks where they are, with
+gradients, and hands back one sum; `accumulate_gradients` divides it by the tokens of the whole step, so that the
+gradient is that of all its sentences on one device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy
 import torch
+from torch import Tensor
 
 import seqpar
-from recipes.translation.batches import Batch, TokenBatches
+from recipes.translation.batches import Steps
 from recipes.translation.checkpoint import (
+    SavedTraining,
     TrainingState,
     Translator,
     build_model,
+    fill_model,
     load_training,
     model_sizes,
     save_model,
@@ -29,13 +34,13 @@ from recipes.translation.checkpoint import (
 from recipes.translation.config import ConfigError, RunConfig, TrainingConfig
 from recipes.translation.corpus import Corpus, load_corpus
 from recipes.translation.durable import remove_folder, whole_folder
+from recipes.translation.layout import Layout, axes_of, devices_of
 from recipes.translation.progress import Metrics, Progress
+from recipes.translation.ranks import Ranks, joined
 from recipes.translation.schedule import learning_rate
 from recipes.translation.stop import StopSignals, TrainingError
-from recipes.translation.subwords import PAD
 from recipes.translation.summary import Summary, summarize
 from recipes.translation.validation import Validation, validate
-from seqpar.devices import check_devices
 
 MAY_CHANGE = frozenset(
     {
@@ -43,6 +48,7 @@ MAY_CHANGE = frozenset(
         "data.path",  # the data itself is compared by its fingerprint
         "data.test",
         *(f"training.{name}" for name in ("devices", "chunk_tokens", "precision", "threads")),  # rounding at most
+        *(f"layout.{name}" for name in ("data", "shard", "vocab", "sequence", "timeout")),
         *(f"training.{name}" for name in ("steps", "validate_every", "validate_bleu", "patience")),
         *(f"decoding.{name}" for name in ("beam", "length_penalty", "batch_sentences", "max_length")),
     }
@@ -53,68 +59,128 @@ MAY_CHANGE = frozenset(
 def train(config: RunConfig, *, fresh: bool = False) -> Summary:
     """Train until `steps`, `patience`, Ctrl-C or SIGTERM; a run that has a `last` checkpoint goes on from there.
 
-    On the CPU a run that was stopped and resumed equals an uninterrupted one bit for bit. `fresh` first removes
-    what an earlier run left in the folder.
+    Every process of a run calls it alike. On the CPU a run that was stopped and resumed in the same layout equals an
+    uninterrupted one bit for bit; in another one, within rounding. `fresh` first removes what an earlier run left in
+    the folder.
 
     Raises ConfigError, DataError or CheckpointError for what a user can mend, TrainingError where the loss or
-    the gradient is no longer finite.
+    the gradient is no longer finite; where another process failed, OtherRankError with its message.
     """
-    run, settings = Path(config.run), config.training
-    if fresh:
-        remove_run(run)
-    resuming = check_resumable(config)
-    torch.manual_seed(settings.seed)
+    with joined(config.layout.timeout) as ranks:
+        return train_on(ranks, config, fresh)
+
+
+def train_on(ranks: Ranks, config: RunConfig, fresh: bool) -> Summary:
+    """`train`, in the process that `ranks` describes."""
+    run, settings, sizes = Path(config.run), config.training, model_sizes(config.model)
+    ranks.agree(must_agree(config))
+    axes, devices = axes_of(config.layout, ranks.world), devices_of(settings, ranks)
+    saved = ranks.from_first(lambda: begin(config, fresh))
     if settings.threads:
         torch.set_num_threads(settings.threads)
 
-    devices, sizes = training_devices(settings), model_sizes(config.model)
-    corpus = load_corpus(config)
-    model = build_model(sizes, corpus.source, corpus.target).to(devices[0])
-    translator = Translator(config, model, corpus.source, corpus.target)
-    encoder_decoder = seqpar.DataParallel(model, devices, gather_outputs=False)
-    smoothing = seqpar.LabelSmoothing(settings.label_smoothing, settings.smoothing, ignore_index=PAD)  # type: ignore[arg-type]
-    engine = seqpar.LossCompute(model.generator, smoothing, devices, settings.chunk_tokens)
-    optimizer = torch.optim.Adam(model.parameters(), betas=settings.betas, eps=1e-9, fused=True)
-    state = load_training(run / "last", model, optimizer) if resuming else TrainingState(data=corpus.fingerprint)
+    corpus = load_corpus(config, ranks)
+    ranks.agree({"the training and validation data": corpus.fingerprint})
+    state = saved.state if saved else TrainingState(data=corpus.fingerprint)
     check_same_data(corpus, state, run)
-    announce(translator, corpus, devices, state)
+    torch.manual_seed(settings.seed)
+    model = build_model(sizes, corpus.source, corpus.target).to(WEIGHTS[settings.precision])
+    if saved:
+        fill_model(model, saved.weights, run / "last")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    layout = Layout(model, config, axes, devices, ranks)
+    optimizer = torch.optim.Adam(model.parameters(), betas=settings.betas, eps=1e-9, fused=True)
+    if saved:
+        layout.fill_moments(optimizer, saved.moments)
+    announce(config, parameters, corpus, layout, state)
 
-    batches = batches_from(corpus.train, state.epoch, state.batch)
-    metrics = Metrics(run / "metrics.jsonl", after_step=state.step)
-    with StopSignals() as stop, metrics, Progress(state, settings.steps) as progress:
-        while state.step < settings.steps and not stop.signal and not out_of_patience(state, settings):
-            micro_batches = [next(batches) for _ in range(settings.accumulate)]
-            tokens = sum(batch.tokens for _, batch in micro_batches)  # of the whole step, before any division
-            total = torch.zeros((), device=devices[0])
+    steps = Steps(corpus.train, settings.accumulate, layout.share, layout.shares, layout.device)
+    batches = steps.after(state.epoch, state.batch)
+    metrics = Metrics(run / "metrics.jsonl" if ranks.speaks else Path(os.devnull), after_step=state.step)
+    stopped_by = None
+    with StopSignals(ranks.world > 1) as stop, metrics, Progress(state, settings.steps) as progress:
+        while state.step < settings.steps and not out_of_patience(state, settings):
+            if stopped_by := ranks.stopped_by(stop.signal):
+                break
+            (state.epoch, state.batch), micro_batches = next(batches)
+            torch.manual_seed(dropout_seed(settings.seed, state.step, layout.token_rank))
             model.train()
-            for (state.epoch, state.batch), batch in micro_batches:
-                with torch.autocast(devices[0].type, torch.bfloat16, enabled=settings.precision == "bf16"):
-                    hidden = encoder_decoder(batch.src, batch.tgt_in)  # a list: each device keeps its own
-                    loss = engine(hidden, batch.tgt_out)
-                (loss.total / tokens).backward()
-                total += loss.total.detach()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf).item()
-            loss_mean = total.item() / tokens
-            check_finite(state.step + 1, loss_mean, norm, run)
+            loss = seqpar.accumulate_gradients(  # of the whole step, divided once by the tokens of all ranks
+                micro_batches,
+                layout.loss_of,
+                layout.tokens_of,
+                model=layout.reducer,
+                group=layout.groups.tokens,
+                agree={"the step": state.step, "the position in the data": (state.epoch, state.batch)},
+            )
+            norm = layout.clip(settings.clip)
+            check_finite(state.step + 1, loss_mean := float(loss.mean), norm, run)
             rate = learning_rate(settings, state.step + 1, sizes.d_model)
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
 
-            state.step, state.tokens = state.step + 1, state.tokens + tokens
+            state.step, state.tokens = state.step + 1, state.tokens + (tokens := int(loss.tokens))
             progress.step_done(state, loss=loss_mean, tokens=tokens)
             metrics.write(step=state.step, loss=loss_mean, learning_rate=rate, gradient_norm=norm, tokens=tokens)
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
-                found = validate(translator, corpus, encoder_decoder, engine, state.step)
-                if note_validation(state, found):
+                translator = whole_translator(config, corpus, layout)
+                found = validate(translator, corpus, layout.whole_forward(translator.model), state.step, ranks)
+                if note_validation(state, found) and ranks.speaks:
                     save_model(run / "best", translator, found.as_dict())
                 metrics.write(**found.as_dict())
-                save_training(run / "last", translator, found.as_dict(), optimizer, state)
+                save(translator, found.as_dict(), layout.moments(optimizer), state, ranks)
                 progress.validated(state, found)
-        stopped_by = stop.signal if state.step < settings.steps else None
         if stopped_by:
-            save_training(run / "last", translator, {"step": state.step}, optimizer, state)
-    return summarize(run, state, settings.steps, stopped_by, corpus)
+            translator = whole_translator(config, corpus, layout)
+            save(translator, {"step": state.step}, layout.moments(optimizer), state, ranks)
+    return ranks.from_first(lambda: summarize(run, state, settings.steps, stopped_by, corpus))
+
+
+WEIGHTS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
+"""The dtype of weights and moments, by `training.precision`."""
+
+
+def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
+    """What there is to go on from, in a folder that fits the settings."""
+    run = Path(config.run)
+    if fresh:
+        remove_run(run)
+    return load_training(run / "last") if check_resumable(config) else None
+
+
+def must_agree(config: RunConfig) -> dict[str, object]:
+    """What every process must have been started with alike."""
+    differ = {"run", "data.path", "training.devices", "training.threads"}
+    return {name: value for name, value in flat(config).items() if name not in differ}
+
+
+def dropout_seed(seed: int, step: int, token_rank: int) -> int:
+    """The random numbers of a step are a function of these three: nothing to save, and none drawn twice.
+
+    Ranks that split a vocabulary compute the same tokens and must drop the same values.
+    """
+    return int(numpy.random.SeedSequence([seed, step, token_rank]).generate_state(1, numpy.uint64)[0])
+
+
+def save(
+    translator: Translator, facts: dict[str, object], moments: dict[str, Tensor], state: TrainingState, ranks: Ranks
+) -> None:
+    """Write the checkpoint that the run goes on from; rank 0 does."""
+    if ranks.speaks:
+        save_training(Path(translator.config.run) / "last", translator, facts, moments, state)
+
+
+@torch.no_grad()
+def whole_translator(config: RunConfig, corpus: Corpus, layout: Layout) -> Translator:
+    """The model in training with all its weights in plain torch, on every rank."""
+    if layout.has_whole_model:
+        return Translator(config, layout.model, corpus.source, corpus.target)
+    model = build_model(model_sizes(config.model), corpus.source, corpus.target)
+    model = model.to(layout.device, layout.model.generator.weight.dtype)
+    weights = {name: layout.whole(name, parameter) for name, parameter in layout.model.named_parameters()}
+    fill_model(model, weights, "the layout")
+    return Translator(config, model, corpus.source, corpus.target)
 
 
 def check_resumable(config: RunConfig) -> bool:
@@ -157,26 +223,6 @@ def remove_run(run: Path) -> None:
     (run / "metrics.jsonl").unlink(missing_ok=True)
 
 
-def training_devices(settings: TrainingConfig) -> list[torch.device]:
-    """The devices of the run: those given, or every GPU, or two replicas on the CPU where there is none."""
-    if settings.devices == "auto":
-        gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-        return [torch.device(name) for name in gpus or ("cpu", "cpu")]
-    given = [settings.devices] if isinstance(settings.devices, str) else settings.devices
-    try:
-        return list(check_devices(given))
-    except ValueError as error:
-        raise ConfigError(f"training.devices: {error}") from error
-
-
-def batches_from(batches: TokenBatches, epoch: int, done: int) -> Iterator[tuple[tuple[int, int], Batch]]:
-    """Batches without end, from batch `done` of `epoch` on, each with the position that follows it."""
-    while True:
-        for number, indices in enumerate(batches.epoch(epoch)[done:], start=done + 1):
-            yield (epoch, number), batches.batch(indices)
-        epoch, done = epoch + 1, 0
-
-
 def check_finite(step: int, loss: float, norm: float, run: Path) -> None:
     """Stop before a loss or gradient that is nan or infinite spoils the weights."""
     if math.isfinite(loss) and math.isfinite(norm):
@@ -203,15 +249,13 @@ def out_of_patience(state: TrainingState, settings: TrainingConfig) -> bool:
     return 0 < settings.patience <= state.stale
 
 
-def announce(translator: Translator, corpus: Corpus, devices: list[torch.device], state: TrainingState) -> None:
+def announce(config: RunConfig, parameters: int, corpus: Corpus, layout: Layout, state: TrainingState) -> None:
     """Say what is about to be trained, on what, and from where."""
-    sizes = translator.model.generator
-    parameters = sum(parameter.numel() for parameter in translator.model.parameters())
     dropped = f" ({corpus.train.dropped:,} too long pairs left out)" if corpus.train.dropped else ""
     print(
-        f"[train] {parameters / 1e6:.1f} M parameters, {sizes.out_features:,} target subwords, "
-        f"{len(corpus.train):,} batches an epoch{dropped}, devices {', '.join(map(str, devices))}",
+        f"[train] {parameters / 1e6:.1f} M parameters, {len(corpus.target):,} target subwords, "
+        f"{len(corpus.train):,} batches an epoch{dropped}, {layout}",
         flush=True,
     )
     if state.step:
-        print(f"[train] going on from step {state.step:,} of {translator.config.run}", flush=True)
+        print(f"[train] going on from step {state.step:,} of {config.run}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Sequence
 
 import torch
@@ -9,20 +10,28 @@ import torch
 from models import beam_search, greedy
 from recipes.translation.checkpoint import Translator
 from recipes.translation.config import DecodingConfig
+from recipes.translation.ranks import ALONE, Ranks
 from recipes.translation.subwords import BOS, EOS, PAD
+from seqpar.collectives import gather_objects
 
 
-def translate(translator: Translator, sentences: Sequence[str], decoding: DecodingConfig) -> list[str]:
-    """The translation of each sentence, in the same order; an empty line stays empty."""
+def translate(
+    translator: Translator, sentences: Sequence[str], decoding: DecodingConfig, ranks: Ranks = ALONE
+) -> list[str]:
+    """The translation of each sentence, in the same order; an empty line stays empty.
+
+    Ranks share the sentences out, those of every length alike, and each has all translations.
+    """
     lowercase = translator.config.subwords.lowercase
     ids = translator.source.encode([sentence.lower() if lowercase else sentence for sentence in sentences])
     longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
-    output: list[list[int]] = [[] for _ in ids]
-    for start in range(0, len(longest_first), decoding.batch_sentences):
-        rows = longest_first[start : start + decoding.batch_sentences]
-        for row, tokens in zip(rows, search(translator, [ids[row] for row in rows], decoding), strict=True):
-            output[row] = tokens
-    return translator.target.decode(output)
+    mine = longest_first[ranks.rank :: ranks.world]
+    found: dict[int, list[int]] = {}
+    for start in range(0, len(mine), decoding.batch_sentences):
+        rows = mine[start : start + decoding.batch_sentences]
+        found.update(zip(rows, search(translator, [ids[row] for row in rows], decoding), strict=True))
+    everyone = ChainMap(*gather_objects(found, ranks.group))
+    return translator.target.decode([everyone.get(row, []) for row in range(len(ids))])
 
 
 def search(translator: Translator, sources: list[list[int]], decoding: DecodingConfig) -> list[list[int]]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 
 import seqpar
+from models import EncoderDecoder
+from recipes.translation.batches import Batch
 from recipes.translation.checkpoint import Translator
 from recipes.translation.corpus import Corpus
 from recipes.translation.evaluate import score
+from recipes.translation.ranks import ALONE, Ranks
 from recipes.translation.translate import translate
 
 NAMES = ("loss", "perplexity", "accuracy", "bleu")
@@ -50,15 +53,20 @@ class Validation:
 def validate(
     translator: Translator,
     corpus: Corpus,
-    encoder_decoder: seqpar.DataParallel,
-    engine: seqpar.LossCompute,
+    loss_of: Callable[[Batch], seqpar.TokenLoss],
     step: int,
+    ranks: Ranks = ALONE,
 ) -> Validation:
-    """Loss over all validation pairs, through the same parallel modules as training, and BLEU over the first ones."""
+    """Loss over all validation pairs, and BLEU over the first ones; the ranks share both out.
+
+    `loss_of` is that of the translator's model, which is whole on every rank.
+    """
     config, model = translator.config, translator.model
     model.eval()
-    batches = (corpus.valid.batch(indices) for indices in corpus.valid.epoch(0))
-    loss: seqpar.TokenLoss = sum(engine(encoder_decoder(b.src, b.tgt_in), b.tgt_out) for b in batches)
+    mine = corpus.valid.epoch(0)[ranks.rank :: ranks.world]
+    loss = seqpar.sum_over_ranks(
+        sum((loss_of(corpus.valid.batch(indices)) for indices in mine), start=nothing(model)), ranks.group
+    )
     tokens = int(loss.tokens)
     assert loss.nll is not None  # LabelSmoothing can tell both
     assert loss.correct is not None
@@ -66,7 +74,7 @@ def validate(
     bleu = None
     if pairs:
         greedy = replace(config.decoding, beam=1)
-        translations = translate(translator, [pair.source for pair in pairs], greedy)
+        translations = translate(translator, [pair.source for pair in pairs], greedy, ranks)
         bleu = score(translations, [pair.target for pair in pairs], lowercase=config.subwords.lowercase).bleu
     return Validation(
         step=step,
@@ -75,3 +83,9 @@ def validate(
         accuracy=100 * int(loss.correct) / tokens,
         bleu=bleu,
     )
+
+
+def nothing(model: EncoderDecoder) -> seqpar.TokenLoss:
+    """The loss of no tokens, where the model's losses are."""
+    weight = model.generator.weight
+    return seqpar.TokenLoss.zero(weight.dtype, weight.device, tells=True)

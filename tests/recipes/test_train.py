@@ -307,12 +307,6 @@ def test_a_loss_that_is_not_finite_ends_training_with_advice(tmp_path: Path) -> 
     assert not (tmp_path / "run" / "last").exists()
 
 
-def test_auto_is_every_gpu_or_two_replicas_on_the_cpu(tmp_path: Path) -> None:
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    found = training.training_devices(tiny(tmp_path, {"training.devices": "auto"}).training)
-    assert found == (gpus or [torch.device("cpu")] * 2)
-
-
 @pytest.mark.parametrize("devices", ["[cuda:99]", "[meta]", "[nonsense]", "cpu1"])
 def test_a_device_that_does_not_exist_is_one_line_naming_what_does(tmp_path: Path, devices: str) -> None:
     with pytest.raises(ConfigError, match=r"^training\.devices: .*this machine has cpu") as caught:
