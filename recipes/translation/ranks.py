@@ -74,8 +74,7 @@ class Ranks:
 
     def _raise_first(self, errors: list[tuple[type[Exception], str] | None], own: Exception | None) -> None:
         rank, (kind, message) = next((rank, error) for rank, error in enumerate(errors) if error)
-        alone = rank > 0 or not all(error == (kind, message) for error in errors)
-        text = f"rank {rank}: {message}" if alone else message
+        text = f"rank {rank}: {message}" if rank else message
         if self.speaks:
             raise kind(text) from own
         raise OtherRankError(text) from own
