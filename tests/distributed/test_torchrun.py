@@ -23,11 +23,11 @@ ENDLESS = {"training.steps": 100_000, "training.validate_every": 5, "training.de
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(command: str, *words: str, **keywords: Any) -> subprocess.Popen[str]:
+def torchrun(command: str, *words: str, restarts: int = 0, **keywords: Any) -> subprocess.Popen[str]:
     """Two processes of the recipe. `--`: torchrun would take --run for an abbreviation of its own options."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.Popen(
-        [*launcher, "-m", "--", "recipes.translation", command, *words],
+        [*launcher, "--max-restarts", str(restarts), "-m", "--", "recipes.translation", command, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -117,6 +117,18 @@ def test_a_killed_rank_ends_the_others_with_one_line_and_loses_no_checkpoint(tmp
     step = json.loads((run / "last" / "training.json").read_text())["step"]
     assert step % 5 == 0
     assert main(["train", *options(run, {**ENDLESS, "training.steps": step + 1, "training.devices": "[cpu]"})]) == 0
+
+
+def test_a_group_that_torchrun_starts_again_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    run, changes = tmp_path / "run", {**EXACT, "training.steps": 60, "training.validate_every": 10}
+    process = torchrun("train", *options(run, changes), restarts=1)
+    wait_for_steps(run, process, 15)
+    os.kill(workers_of(process)[0], signal.SIGKILL)
+    status, output, errors = ended(process)
+    assert status == 0, errors
+    assert "going on from step" in output
+    assert main(["train", *options(tmp_path / "one", {**changes, "training.devices": "cpu"})]) == 0
+    assert_same_weights(run, tmp_path / "one", 1e-9)  # 60 steps
 
 
 def test_the_rank_that_fails_first_is_named_with_its_cause(tmp_path: Path) -> None:
