@@ -70,9 +70,13 @@ def prepare(argv: Sequence[str]) -> int:
     config = _run_config(parser.parse(argv))
 
     from recipes.translation.prepare import prepare as make_subwords
+    from recipes.translation.ranks import joined
 
-    source, target = make_subwords(config)
-    print(f"[prepare] {len(source):,} source and {len(target):,} target subwords in {Path(config.run) / 'subwords'}")
+    with joined(config.layout.timeout) as ranks:
+        source, target = ranks.from_first(lambda: make_subwords(config))
+        print(
+            f"[prepare] {len(source):,} source and {len(target):,} target subwords in {Path(config.run) / 'subwords'}"
+        )
     return 0
 
 
@@ -132,11 +136,11 @@ def evaluate(argv: Sequence[str]) -> int:
     from recipes.translation.ranks import joined
 
     check_tokenizer(options.tokenize)
-    if options.hypotheses:
-        hypotheses, references = (read_lines(Path(path)) for path in (options.hypotheses, options.references))
-        print(score(hypotheses, references, tokenize=options.tokenize))
-        return 0
     with joined(LayoutConfig().timeout) as ranks:
+        if options.hypotheses:
+            hypotheses, references = (read_lines(Path(path)) for path in (options.hypotheses, options.references))
+            print(score(hypotheses, references, tokenize=options.tokenize))
+            return 0
         translator = _load(options, ranks)
         evaluation = evaluate_model(translator, options.split, translator.config.decoding, options.tokenize, ranks)
         print(evaluation.scores)
@@ -159,23 +163,26 @@ def translate(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     if options.sentences and options.file:
         parser.error("give sentences or --file, not both")
-    sentences = options.sentences or (read_lines(Path(options.file)) if options.file else None)
 
-    from recipes.translation.ranks import ALONE
+    from recipes.translation.ranks import joined
     from recipes.translation.translate import translate as translate_all
 
-    translator = _load(options, ALONE)
-
-    decoding = translator.config.decoding
-    if sentences is None and sys.stdin.isatty():
-        for sentence in typed(f"{translator.config.data.source}> "):
+    typing = not options.sentences and not options.file and sys.stdin.isatty()
+    with joined(LayoutConfig().timeout) as ranks:
+        if typing and ranks.world > 1:
+            raise ConfigError("several processes translate sentences given as words, with --file or through a pipe")
+        sentences = [] if typing else ranks.from_first(lambda: options.sentences or _sentences(options.file))
+        translator = _load(options, ranks)
+        decoding = translator.config.decoding
+        for sentence in typed(f"{translator.config.data.source}> ") if typing else ():
             print(*translate_all(translator, [sentence], decoding), flush=True)
-        return 0
-    if sentences is None:
-        sentences = [line.rstrip("\n") for line in sys.stdin]
-    for translation in translate_all(translator, sentences, decoding):
-        print(translation)
+        for translation in translate_all(translator, sentences, decoding, ranks):
+            print(translation)
     return 0
+
+
+def _sentences(file: str | None) -> list[str]:
+    return read_lines(Path(file)) if file else [line.rstrip("\n") for line in sys.stdin]
 
 
 def demo(argv: Sequence[str]) -> int:
