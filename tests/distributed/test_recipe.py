@@ -150,18 +150,25 @@ def test_a_resumed_run_in_the_same_layout_is_the_uninterrupted_one_bit_for_bit(l
     assert records(tmp_path / "through", "loss") == records(tmp_path / "resumed", "loss")
 
 
+def random_state(rank: int, world: int, config: RunConfig) -> int:
+    """Where a rank's random numbers started in its last step."""
+    train(config)
+    return torch.initial_seed()
+
+
 def test_ranks_drop_different_values_unless_they_compute_the_same_tokens(tmp_path: Path) -> None:
     dropout = {"training.devices": "auto", "model.dropout": 0.5, "training.precision": "float64"}
-    losses = {}
-    for name, (world, changes) in {"one": (1, {}), **{name: LAYOUTS[name] for name in ("vocab 2", "data 2")}}.items():
-        run = tmp_path / name
-        if world == 1:
-            train(tiny(run, {**dropout, "training.devices": "[cpu]"}))
-        else:
-            ranks(world, trained, tiny(run, {**dropout, **changes}))
-        losses[name] = records(run, "loss")
-    assert losses["vocab 2"] == pytest.approx(losses["one"], rel=1e-10)  # the same values dropped as on one device
-    assert losses["data 2"] != pytest.approx(losses["one"], rel=1e-4)
+    train(tiny(tmp_path / "one", {**dropout, "training.devices": "[cpu]"}))
+    seeds = {}
+    for layout in ("vocab 2", "data 2", "sequence 2", "data 2 x vocab 2"):
+        world, changes = LAYOUTS[layout]
+        seeds[layout] = ranks(world, random_state, tiny(tmp_path / layout, {**dropout, **changes}))
+    assert seeds["vocab 2"][0] == seeds["vocab 2"][1]
+    assert len(set(seeds["data 2"])) == len(set(seeds["sequence 2"])) == 2
+    first, second, third, fourth = seeds["data 2 x vocab 2"]
+    assert first == second != third == fourth
+    # The values dropped are those of one device
+    assert records(tmp_path / "vocab 2", "loss") == pytest.approx(records(tmp_path / "one", "loss"), rel=1e-10)
 
 
 def refused(rank: int, world: int, config: RunConfig, changes: dict[int, Any]) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ ENDLESS = {"training.steps": 100_000, "training.validate_every": 5, "training.de
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(command: str, *words: str, restarts: int = 0, **keywords: Any) -> subprocess.Popen[str]:
+def torchrun(command: str, *words: str, launcher: Sequence[str] = (), **keywords: Any) -> subprocess.Popen[str]:
     """Two processes of the recipe. `--`: torchrun would take --run for an abbreviation of its own options."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.Popen(
-        [*launcher, "--max-restarts", str(restarts), "-m", "--", "recipes.translation", command, *words],
+        [*two, *launcher, "-m", "--", "recipes.translation", command, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -119,9 +120,24 @@ def test_a_killed_rank_ends_the_others_with_one_line_and_loses_no_checkpoint(tmp
     assert main(["train", *options(run, {**ENDLESS, "training.steps": step + 1, "training.devices": "[cpu]"})]) == 0
 
 
+def test_a_rank_that_hangs_is_waited_for_as_long_as_the_layout_says(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = torchrun("train", *options(run, {**ENDLESS, "layout.timeout": 4}), launcher=["--shutdown-timeout", "1"])
+    wait_for_steps(run, process, 8)
+    (worker,) = workers_of(process)
+    os.kill(worker, signal.SIGSTOP)
+    began = time.monotonic()
+    status, _, errors = ended(process)
+    assert status != 0
+    assert 3 < time.monotonic() - began < 40
+    (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
+    assert line.startswith("error: rank 0 lost another one, which ended or did not come: ")
+    assert "imed out" in line
+
+
 def test_a_group_that_torchrun_starts_again_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     run, changes = tmp_path / "run", {**EXACT, "training.steps": 60, "training.validate_every": 10}
-    process = torchrun("train", *options(run, changes), restarts=1)
+    process = torchrun("train", *options(run, changes), launcher=["--max-restarts", "1"])
     wait_for_steps(run, process, 15)
     os.kill(workers_of(process)[0], signal.SIGKILL)
     status, output, errors = ended(process)
