@@ -14,19 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import seqpar
-from seqpar.collectives import sum_from_group
-from tests.distributed.vocab_cases import PLAIN, answer, assert_close, counted, numbers, own_rows, parts
+from tests.distributed.vocab_cases import PLAIN, answer, assert_close, counted, numbers, own_rows, parts, splits
 from tests.ranks import ranks
 from tests.seqpar.linear_loss import LinearCase, linear_cases, plain_logits, plain_loss
 
 WORLDS = st.sampled_from([1, 2, 2, 3, 4])
-
-
-@st.composite
-def splits(draw, vocab_size, world):
-    """How many classes each rank has: uneven ones and empty ones included."""
-    cuts = sorted(draw(st.lists(st.integers(0, vocab_size), min_size=world - 1, max_size=world - 1)))
-    return [b - a for a, b in zip([0, *cuts], [*cuts, vocab_size], strict=True)]
 
 
 def losses(rank, world, drawn):
@@ -140,42 +132,6 @@ def test_evaluation_has_the_same_numbers_without_a_graph():
         assert not graph
 
 
-class SplitEmbedding(nn.Module):
-    """Rows of other ranks are 0; the sum over the group is the embedding."""
-
-    def __init__(self, weight, vocab):
-        super().__init__()
-        self.weight, self.vocab = weight, vocab
-
-    def forward(self, tokens):
-        local = tokens - self.vocab.start
-        owned = (local >= 0) & (local < len(self.weight))
-        padded = torch.cat([self.weight, self.weight.new_zeros(1, self.weight.size(1))])
-        return sum_from_group(F.embedding(local.where(owned, len(self.weight)), padded), self.vocab.group)
-
-
-def tied(rank, world, split, case, tokens):
-    rows = split[rank]
-    vocab = seqpar.VocabShard.of(rows, dist.group.WORLD)
-    weight = own_rows(case.tensors()["weight"], vocab.start, rows)
-    hidden = SplitEmbedding(weight, vocab)(tokens).tanh()
-    loss = seqpar.linear_cross_entropy(hidden, weight, case.tensors()["target"], **case.options, vocab=vocab)
-    (loss.total * case.upstream).backward()
-    return float(loss.total.detach()), numbers(weight.grad)
-
-
-@pytest.mark.parametrize("split", [[11], [6, 5], [4, 0, 7], [1, 2, 3, 5]])
-def test_a_tied_embedding_that_is_split_too_gets_both_its_gradients(split):
-    weight, target = PLAIN.tensors()["weight"], PLAIN.tensors()["target"]
-    tokens = torch.arange(10).reshape(2, 5) % 11
-    reference = plain_loss(F.embedding(tokens, weight).tanh(), weight, target, **PLAIN.options)
-    (expected,) = torch.autograd.grad(reference, weight)
-    answers = ranks(len(split), tied, split, PLAIN, tokens)
-    for total, _ in answers:
-        assert_close("the loss", total, reference)
-    assert_close("the gradient of the weight", torch.cat([torch.as_tensor(g) for _, g in answers]), expected)
-
-
 def dtensor_head(rank, world, case, vocab_size, how):
     """A head sharded by torch's own tools."""
     mesh = init_device_mesh("cpu", (world,))
@@ -209,37 +165,6 @@ def test_a_dtensor_weight_says_itself_how_it_is_split_and_gets_a_dtensor_gradien
         assert placements == ["(Shard(dim=0),)"] * 2
         for name, got, want in zip(("hidden", "weight", "bias"), gradients, expected, strict=True):
             assert_close(f"the gradient of {name}", got, want)
-
-
-def mesh_step(rank, world, case):
-    """Two data ranks x two vocabulary ranks; a data rank's batch is drawn from its own seed."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "vocab"))
-    data, vocab_group = mesh.get_local_rank("data"), mesh.get_group("vocab")
-    rows = [7, 4][mesh.get_local_rank("vocab")]
-    vocab = seqpar.VocabShard.of(rows, vocab_group)
-    weight = own_rows(case.tensors()["weight"], vocab.start, rows)
-    random = torch.Generator().manual_seed(data)
-    hidden = torch.randn(3 + data, 4, dtype=torch.float64, generator=random)
-    target = torch.randint(11, (3 + data,), generator=random)
-    loss = seqpar.linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, chunk_tokens=2, vocab=vocab)
-    tokens = loss.tokens.clone()
-    dist.all_reduce(tokens, group=mesh.get_group("data"))
-    (loss.total / tokens).backward()
-    dist.all_reduce(weight.grad, group=mesh.get_group("data"))
-    return int(tokens), numbers(hidden), numbers(target), numbers(weight.grad)
-
-
-def test_on_a_mesh_of_data_and_vocabulary_tokens_count_once_per_data_rank():
-    answers = ranks(4, mesh_step, PLAIN)
-    hidden = torch.cat([torch.as_tensor(answers[i][1]) for i in (0, 2)])
-    target = torch.cat([torch.as_tensor(answers[i][2]) for i in (0, 2)])
-    weight = PLAIN.tensors()["weight"]
-    plain = F.cross_entropy(hidden @ weight.t(), target, label_smoothing=0.1)
-    (expected,) = torch.autograd.grad(plain, weight)
-    for first in (0, 2):
-        whole = torch.cat([torch.as_tensor(answers[first + i][3]) for i in range(2)])
-        assert_close("the gradient of the weight", whole, expected)
-    assert [tokens for tokens, *_ in answers] == [7] * 4
 
 
 def whole_shard_masked(rank, world):
