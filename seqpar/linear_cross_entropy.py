@@ -7,6 +7,7 @@ it is split; `vocab_size` is always the global one).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,19 +103,36 @@ def linear_cross_entropy(
     settings = _Settings(ignore_index, label_smoothing, smoothing, z_loss, softcap, chunk_tokens)
     shard, q = _checked(inputs, settings, vocab)
     hidden_ND, target_N = copy_to_group(hidden, shard.group).flatten(0, -2), target.flatten().long()
-    dtype = _product_dtype(hidden)
-    if q.weight_V is not None:
-        q = q._replace(weight_V=q.weight_V.detach().to(wide(dtype)))
-    most = chunk_tokens or rows_per_chunk(shard.largest_even_part, dtype, hidden.device.type)
+    most = chunk_tokens or rows_per_chunk(shard.largest_even_part, _product_dtype(hidden), hidden.device.type)
     # Alone, the softmax here is the whole one; in a group, `shard` makes it so
     part = shard if world_size(shard.group) > 1 else None
+    return walk_by_formula(
+        hidden_ND, weight, bias, target_N, cut_rows(target_N != ignore_index, most), q, softcap=softcap, part=part
+    )
+
+
+def walk_by_formula(
+    hidden_ND: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_N: Tensor,
+    chunks: Sequence[Chunk],
+    q: SoftTarget,
+    *,
+    softcap: float | None = None,
+    part: VocabShard | None = None,
+) -> TokenLoss:
+    """`linear_cross_entropy` of what has been checked, over these chunks."""
+    dtype = _product_dtype(hidden_ND)
+    if q.weight_V is not None:
+        q = q._replace(weight_V=q.weight_V.detach().to(wide(dtype)))
     formula = _Formula(weight.detach().to(dtype), bias, target_N, q, softcap, part)
     return chunked_gradient(
         ByFormula(formula),
-        cut_rows(target_N != ignore_index, most),
+        chunks,
         [hidden_ND],
         [weight] if bias is None else [weight, bias],
-        TokenLoss.zero(dtype, hidden.device, tells=True),
+        TokenLoss.zero(dtype, hidden_ND.device, tells=True),
     )
 
 

@@ -13,11 +13,20 @@ from torch import Tensor, nn
 
 from seqpar.chunked_gradient import chunked_gradient
 from seqpar.chunks import Chunk, check_size, cut_rows, cut_time, rows_per_chunk
-from seqpar.criteria import check_range, check_target, ignored_target
+from seqpar.criteria import (
+    CrossEntropy,
+    LabelSmoothing,
+    SoftTarget,
+    check_range,
+    check_target,
+    ignored_target,
+    soft_target,
+)
 from seqpar.devices import Device, check_devices
+from seqpar.linear_cross_entropy import walk_by_formula
 from seqpar.replicas import bind, check_replicable, parallel_apply, replicate, scatter
 from seqpar.sharded import inside_unit, refuse_data_parallel, refuse_sharded
-from seqpar.token_loss import TokenLoss
+from seqpar.token_loss import TokenLoss, wide
 
 PROBE_ROWS = 4
 """Rows projected once, on the first call, to learn the vocabulary's size and whether the criterion sums."""
@@ -31,11 +40,50 @@ class Shard(NamedTuple):
     per_token: dict[str, Tensor]
 
 
+def why_no_formula(generator: nn.Module, criterion: nn.Module) -> str:
+    """Why the gradient of this pair is left to autograd; empty where the formula speaks of it.
+
+    It does by exact type: an `nn.Linear` (or a subclass with its `forward`), alone or before `nn.LogSoftmax(-1)`, and
+    `seqpar.CrossEntropy`, `seqpar.LabelSmoothing` or `nn.CrossEntropyLoss`. A hook would not be called, so none may be
+    there.
+    """
+    linear = _linear(generator)
+    if type(linear).forward is not nn.Linear.forward or "weight" not in linear._parameters:
+        return f"the generator is a {type(generator).__name__}, not nn.Linear"
+    if type(criterion) not in (CrossEntropy, LabelSmoothing, nn.CrossEntropyLoss):
+        return f"the criterion is a {type(criterion).__name__}, whose formula is not known"
+    for part in (*generator.modules(), *criterion.modules()):
+        if any(getattr(part, hooks) for hooks in HOOKS):
+            return f"{type(part).__name__} has hooks"
+    return ""
+
+
+def _linear(generator: Any) -> Any:
+    if type(generator) is nn.Sequential and len(generator) == 2:
+        last: Any = generator[1]
+        if type(last) is nn.LogSoftmax and last.dim == -1:
+            return generator[0]
+    return generator
+
+
+def _soft_target(criterion: Any, vocab_size: int) -> SoftTarget:
+    if isinstance(criterion, LabelSmoothing):
+        return soft_target(criterion.smoothing, criterion.convention, criterion.ignore_index, vocab_size)
+    q = soft_target(criterion.label_smoothing, "torch", criterion.ignore_index, vocab_size)
+    return q._replace(weight_V=criterion.weight)
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 class LossCompute(nn.Module):
     """`criterion(generator(hidden), target)`, summed, without the logits of all tokens ever existing at once.
 
     Plain equivalent: `criterion(generator(hidden).flatten(0, -2), target.flatten())`. The pattern is the
     `MultiGPULossCompute` of The Annotated Transformer (Harvard NLP, 2018), with the gradient kept exact.
+
+    An `nn.Linear` with `seqpar.CrossEntropy`, `seqpar.LabelSmoothing` or `nn.CrossEntropyLoss` has its gradient by
+    formula, as `linear_cross_entropy`; any other pair has it by autograd, chunk by chunk. `explain()` says which.
 
     Args:
         generator: any module from hidden states `(..., D)` to scores `(..., V)` of the same number of dimensions
@@ -107,9 +155,13 @@ class LossCompute(nn.Module):
         at_home = len(shards) == 1 and all(p.device == devices[0] for p in self.head.parameters())
         heads = [self.head] if at_home else replicate(self.head, devices)
         kept = [self._kept(shard.target) for shard in shards]
-        vocab_size = self._inspect(heads, shards, kept)
-        inputs = [(h, s, k, vocab_size) for h, s, k in zip(heads, shards, kept, strict=True)]
-        losses = parallel_apply([self._walk] * len(shards), inputs, devices=devices)
+        if self._no_formula_for(shards[0]):
+            walk, vocab_size = self._walk, self._inspect(heads, shards, kept)
+        else:
+            walk, vocab_size = self._walk_by_formula, _linear(self.head["generator"]).weight.size(0)
+            _check_range(shards, kept, vocab_size)
+        inputs = [(h, s, self._chunks(s, k, vocab_size)) for h, s, k in zip(heads, shards, kept, strict=True)]
+        losses = parallel_apply([walk] * len(shards), inputs, devices=devices)
         return sum((_moved(loss, devices[0]) for loss in losses[1:]), start=losses[0])
 
     def _scatter(self, hidden: Any, target: Any, per_token: dict[str, Any]) -> list[Shard]:
@@ -168,7 +220,49 @@ class LossCompute(nn.Module):
                 return logits.size(-1)
         return 1  # every target is ignored: there is nothing to project
 
-    def _walk(self, head: nn.ModuleDict, shard: Shard, kept: Tensor, vocab_size: int) -> TokenLoss:
+    def _no_formula_for(self, shard: Shard) -> str:
+        """`why_no_formula`, for these inputs."""
+        if shard.per_token:
+            return f"the generator takes {', '.join(shard.per_token)} for each token"
+        why = why_no_formula(self.head["generator"], self.head["criterion"])
+        if not why and shard.hidden.dtype != _linear(self.head["generator"]).weight.dtype:
+            # Only autocast brings them together; anywhere else torch's own error follows
+            return "" if torch.is_autocast_enabled(shard.hidden.device.type) else "hidden and weight differ in dtype"
+        return why
+
+    def explain(self, tokens: int = 4096) -> str:
+        """How the loss of so many kept tokens of one device is computed, and why; for a person to read."""
+        generator, criterion = self.head["generator"], self.head["criterion"]
+        why = why_no_formula(generator, criterion)
+        pair = f"{type(generator).__name__}, {type(criterion).__name__}"
+        how = f"by autograd, chunk by chunk ({why})" if why else f"by formula ({pair})"
+        if self.chunk_size is not None:
+            return f"{how}; {self.chunk_size} time steps of the batch at a time"
+        weight: Tensor | None = next(generator.parameters(), None)
+        vocab_size = None if self._vocab_size is None else self._vocab_size[1]
+        vocab_size = vocab_size if why else _linear(generator).out_features
+        if vocab_size is None or weight is None:
+            return f"{how}; how large a chunk is will be known after the first call"
+        rows = min(tokens, self.chunk_tokens or rows_per_chunk(vocab_size, weight.dtype, weight.device.type))
+        size = rows * vocab_size * wide(weight.dtype).itemsize
+        return (
+            f"{how}; {tokens:,} tokens in {-(-tokens // rows):,} chunks of at most {rows:,}, whose logits "
+            f"({vocab_size:,} each) take {size / 2**20:,.1f} MiB"
+        )
+
+    def _chunks(self, shard: Shard, kept: Tensor, vocab_size: int) -> list[Chunk]:
+        if self.chunk_size is not None:
+            return cut_time(kept, self.chunk_size)
+        most = self.chunk_tokens or rows_per_chunk(vocab_size, shard.hidden.dtype, shard.hidden.device.type)
+        return cut_rows(kept.flatten(), most)
+
+    def _walk_by_formula(self, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk]) -> TokenLoss:
+        linear = _linear(head["generator"])
+        q = _soft_target(head["criterion"], linear.weight.size(0))
+        (hidden_ND,), target_N = _rows(shard), shard.target.flatten()
+        return walk_by_formula(hidden_ND, linear.weight, linear.bias, target_N, chunks, q)
+
+    def _walk(self, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk]) -> TokenLoss:
         """One device's loss, chunk by chunk."""
         params, target_N = tuple(head.parameters()), shard.target.flatten()
 
@@ -177,11 +271,6 @@ class LossCompute(nn.Module):
             logits_KV = _project(bound["generator"], shard, rows)
             return _criterion_loss(bound["criterion"], logits_KV, target_N[chunk])
 
-        if self.chunk_size is not None:
-            chunks = cut_time(kept, self.chunk_size)
-        else:
-            most = self.chunk_tokens or rows_per_chunk(vocab_size, shard.hidden.dtype, shard.hidden.device.type)
-            chunks = cut_rows(kept.flatten(), most)
         empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, hasattr(head["criterion"], "token_loss"))
         return chunked_gradient(per_chunk, chunks, _rows(shard), params, empty)
 

@@ -54,8 +54,8 @@ def wait_for_steps(run: Path, process: subprocess.Popen[str], steps: int) -> Non
         time.sleep(0.05)
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    """The ranks' process ids."""
+def workers_of(process: subprocess.Popen[str], rank: int = 1) -> list[int]:
+    """The process id of a rank; none once it has ended."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -64,7 +64,7 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
                 environment = (entry / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if int(parent) == process.pid and b"LOCAL_RANK=1" in environment:
+            if int(parent) == process.pid and f"LOCAL_RANK={rank}".encode() in environment:
                 found.append(int(entry.name))
     return found
 
@@ -122,14 +122,17 @@ def test_a_killed_rank_ends_the_others_with_one_line_and_loses_no_checkpoint(tmp
 
 def test_a_rank_that_hangs_is_waited_for_as_long_as_the_layout_says(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = torchrun("train", *options(run, {**ENDLESS, "layout.timeout": 4}), launcher=["--shutdown-timeout", "1"])
+    process = torchrun("train", *options(run, {**ENDLESS, "layout.timeout": 4}))
     wait_for_steps(run, process, 8)
     (worker,) = workers_of(process)
     os.kill(worker, signal.SIGSTOP)
     began = time.monotonic()
+    while workers_of(process, rank=0):
+        time.sleep(0.1)
+    assert 3 < time.monotonic() - began < 40
+    os.kill(worker, signal.SIGKILL)  # torchrun would wait half a minute for it to answer
     status, _, errors = ended(process)
     assert status != 0
-    assert 3 < time.monotonic() - began < 40
     (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
     assert line.startswith("error: rank 0 lost another one, which ended or did not come: ")
     assert "imed out" in line
