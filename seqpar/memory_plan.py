@@ -131,6 +131,8 @@ def memory_plan(
         chunk_tokens: as `LossCompute` takes it; None is its own choice.
         device: "cuda" for any accelerator, or "cpu"; they differ in the chunk's size and in what is done in place.
 
+    A `LossCompute` that has its pair by formula (`explain()` says so) is as "linear_cross_entropy".
+
     Raises:
         ValueError: a count below 1; an unknown layout, dtype or device.
     """
@@ -194,7 +196,7 @@ def _plain(s: _Sizes) -> _Walk:
 
 
 def _engine(s: _Sizes) -> _Walk:
-    """`LossCompute` with `nn.Linear` and `LabelSmoothing`: each chunk's graph by autograd, in the forward."""
+    """`LossCompute` where autograd takes each chunk's gradient: a projection of one's own and `LabelSmoothing`."""
     accumulator = s.wide_weight if s.chunks > 1 else 0
     so_far = s.hidden + accumulator
     # One wide tensor is the softmax, in whose place its gradient is made; narrow logits get a narrow copy of it

@@ -39,12 +39,19 @@ CASES = [
 ]
 
 
+class Projection(nn.Linear):
+    """One that `LossCompute` does not know by formula."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 class Head(nn.Module):
     """A rank's rows of the projection, and one of the losses."""
 
     def __init__(self, plan: MemoryPlan, loss: str, d: int, vocab: int, chunk_tokens: int | None, group: Any) -> None:
         super().__init__()
-        self.generator = nn.Linear(d, plan.vocab_here, bias=False, dtype=plan.dtype)
+        self.generator = Projection(d, plan.vocab_here, bias=False, dtype=plan.dtype)
         self.loss, self.chunk_tokens = loss, chunk_tokens
         if loss == "LossCompute":
             criterion = seqpar.LabelSmoothing(0.1, "torch")
