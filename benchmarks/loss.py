@@ -102,12 +102,25 @@ def torch_chunked(x: Inputs) -> None:
     (loss / len(x.target)).backward()
 
 
-def engine(devices: list[str] | None) -> Callable[[Inputs], None]:
-    """seqpar's engine, chunk chosen by itself."""
+class OwnProjection(nn.Module):
+    """A generator that the engine cannot know by formula."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., D) -> (..., V)."""
+        return self.linear(hidden)
+
+
+def engine(devices: list[str] | None, known: bool = True) -> Callable[[Inputs], None]:
+    """seqpar's engine, chunk chosen by itself; `known`: a generator whose gradient it has by formula."""
 
     def run(x: Inputs) -> None:
         criterion = seqpar.LabelSmoothing(x.problem.smoothing, "torch")
-        loss = seqpar.LossCompute(x.generator, criterion, devices)(x.hidden, x.target)
+        generator = x.generator if known else OwnProjection(x.generator)
+        loss = seqpar.LossCompute(generator, criterion, devices)(x.hidden, x.target)
         (loss.total / len(x.target)).backward()
 
     return run
@@ -125,6 +138,7 @@ def peers(device: str) -> dict[str, Callable[[Inputs], None]]:
     found = {
         "plain": plain,
         "seqpar": engine(None),
+        "seqpar, own generator": engine(None, known=False),
         "seqpar x2": engine([device] * 2),
         "seqpar linear": fast_path,
     }

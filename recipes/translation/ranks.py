@@ -12,7 +12,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -46,12 +46,16 @@ class Ranks:
     group: ProcessGroup | None = None
     """All ranks, over the CPU, with PATIENCE."""
     prompt: ProcessGroup | None = None
-    """The same with the timeout of the settings: for what happens in every step."""
+    """The same with the timeout of the settings: for what ranks do side by side."""
 
     @property
     def speaks(self) -> bool:
         """Whether this is the rank that writes and prints."""
         return self.rank == 0
+
+    def in_step(self) -> Ranks:
+        """The same ranks, which wait for each other no longer than the settings say: for steps and validations."""
+        return replace(self, group=self.prompt)
 
     def from_first(self, make: Callable[[], T]) -> T:
         """What rank 0 makes, on every rank; where that fails, every rank raises."""

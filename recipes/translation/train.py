@@ -125,7 +125,8 @@ def train_on(ranks: Ranks, config: RunConfig, fresh: bool) -> Summary:
             metrics.write(step=state.step, loss=loss_mean, learning_rate=rate, gradient_norm=norm, tokens=tokens)
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
                 translator = whole_translator(config, corpus, layout)
-                found = validate(translator, corpus, layout.whole_forward(translator.model), state.step, ranks)
+                loss_of = layout.whole_forward(translator.model)
+                found = validate(translator, corpus, loss_of, state.step, ranks.in_step())
                 if note_validation(state, found) and ranks.speaks:
                     save_model(run / "best", translator, found.as_dict())
                 metrics.write(**found.as_dict())
