@@ -13,16 +13,9 @@ from torch import Tensor, nn
 
 from seqpar.chunked_gradient import chunked_gradient
 from seqpar.chunks import Chunk, check_size, cut_rows, cut_time, rows_per_chunk
-from seqpar.criteria import (
-    CrossEntropy,
-    LabelSmoothing,
-    SoftTarget,
-    check_range,
-    check_target,
-    ignored_target,
-    soft_target,
-)
+from seqpar.criteria import check_range, check_target, ignored_target
 from seqpar.devices import Device, check_devices
+from seqpar.known_pairs import linear_of, soft_target_of, why_no_formula
 from seqpar.linear_cross_entropy import walk_by_formula
 from seqpar.replicas import bind, check_replicable, parallel_apply, replicate, scatter
 from seqpar.sharded import inside_unit, refuse_data_parallel, refuse_sharded
@@ -38,42 +31,6 @@ class Shard(NamedTuple):
     hidden: Tensor
     target: Tensor
     per_token: dict[str, Tensor]
-
-
-def why_no_formula(generator: nn.Module, criterion: nn.Module) -> str:
-    """Why the gradient of this pair is left to autograd; empty where the formula speaks of it.
-
-    It does by exact type: an `nn.Linear` (or a subclass with its `forward`), alone or before `nn.LogSoftmax(-1)`, and
-    `seqpar.CrossEntropy`, `seqpar.LabelSmoothing` or `nn.CrossEntropyLoss`. A hook would not be called, so none may be
-    there.
-    """
-    linear = _linear(generator)
-    if type(linear).forward is not nn.Linear.forward or "weight" not in linear._parameters:
-        return f"the generator is a {type(generator).__name__}, not nn.Linear"
-    if type(criterion) not in (CrossEntropy, LabelSmoothing, nn.CrossEntropyLoss):
-        return f"the criterion is a {type(criterion).__name__}, whose formula is not known"
-    for part in (*generator.modules(), *criterion.modules()):
-        if any(getattr(part, hooks) for hooks in HOOKS):
-            return f"{type(part).__name__} has hooks"
-    return ""
-
-
-def _linear(generator: Any) -> Any:
-    if type(generator) is nn.Sequential and len(generator) == 2:
-        last: Any = generator[1]
-        if type(last) is nn.LogSoftmax and last.dim == -1:
-            return generator[0]
-    return generator
-
-
-def _soft_target(criterion: Any, vocab_size: int) -> SoftTarget:
-    if isinstance(criterion, LabelSmoothing):
-        return soft_target(criterion.smoothing, criterion.convention, criterion.ignore_index, vocab_size)
-    q = soft_target(criterion.label_smoothing, "torch", criterion.ignore_index, vocab_size)
-    return q._replace(weight_V=criterion.weight)
-
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class LossCompute(nn.Module):
@@ -158,7 +115,7 @@ class LossCompute(nn.Module):
         if self._no_formula_for(shards[0]):
             walk, vocab_size = self._walk, self._inspect(heads, shards, kept)
         else:
-            walk, vocab_size = self._walk_by_formula, _linear(self.head["generator"]).weight.size(0)
+            walk, vocab_size = self._walk_by_formula, linear_of(self.head["generator"]).weight.size(0)
             _check_range(shards, kept, vocab_size)
         inputs = [(h, s, self._chunks(s, k, vocab_size)) for h, s, k in zip(heads, shards, kept, strict=True)]
         losses = parallel_apply([walk] * len(shards), inputs, devices=devices)
@@ -225,7 +182,7 @@ class LossCompute(nn.Module):
         if shard.per_token:
             return f"the generator takes {', '.join(shard.per_token)} for each token"
         why = why_no_formula(self.head["generator"], self.head["criterion"])
-        if not why and shard.hidden.dtype != _linear(self.head["generator"]).weight.dtype:
+        if not why and shard.hidden.dtype != linear_of(self.head["generator"]).weight.dtype:
             # Only autocast brings them together; anywhere else torch's own error follows
             return "" if torch.is_autocast_enabled(shard.hidden.device.type) else "hidden and weight differ in dtype"
         return why
@@ -240,7 +197,7 @@ class LossCompute(nn.Module):
             return f"{how}; {self.chunk_size} time steps of the batch at a time"
         weight: Tensor | None = next(generator.parameters(), None)
         vocab_size = None if self._vocab_size is None else self._vocab_size[1]
-        vocab_size = vocab_size if why else _linear(generator).out_features
+        vocab_size = vocab_size if why else linear_of(generator).out_features
         if vocab_size is None or weight is None:
             return f"{how}; how large a chunk is will be known after the first call"
         rows = min(tokens, self.chunk_tokens or rows_per_chunk(vocab_size, weight.dtype, weight.device.type))
@@ -257,8 +214,8 @@ class LossCompute(nn.Module):
         return cut_rows(kept.flatten(), most)
 
     def _walk_by_formula(self, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk]) -> TokenLoss:
-        linear = _linear(head["generator"])
-        q = _soft_target(head["criterion"], linear.weight.size(0))
+        linear = linear_of(head["generator"])
+        q = soft_target_of(head["criterion"], linear.weight.size(0))
         (hidden_ND,), target_N = _rows(shard), shard.target.flatten()
         return walk_by_formula(hidden_ND, linear.weight, linear.bias, target_N, chunks, q)
 

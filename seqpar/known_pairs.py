@@ -1,0 +1,46 @@
+"""Which generators and criteria have their gradient by formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from seqpar.criteria import CrossEntropy, LabelSmoothing, SoftTarget, soft_target
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def why_no_formula(generator: nn.Module, criterion: nn.Module) -> str:
+    """Why the gradient of this pair is left to autograd; empty where the formula speaks of it.
+
+    It does by exact type: an `nn.Linear` (or a subclass with its `forward`), alone or before `nn.LogSoftmax(-1)`, and
+    `seqpar.CrossEntropy`, `seqpar.LabelSmoothing` or `nn.CrossEntropyLoss`. A hook would not be called, so none may be
+    there.
+    """
+    linear = linear_of(generator)
+    if type(linear).forward is not nn.Linear.forward or "weight" not in linear._parameters:
+        return f"the generator is a {type(generator).__name__}, not nn.Linear"
+    if type(criterion) not in (CrossEntropy, LabelSmoothing, nn.CrossEntropyLoss):
+        return f"the criterion is a {type(criterion).__name__}, whose formula is not known"
+    for part in (*generator.modules(), *criterion.modules()):
+        if any(getattr(part, hooks) for hooks in HOOKS):
+            return f"{type(part).__name__} has hooks"
+    return ""
+
+
+def linear_of(generator: Any) -> Any:
+    """The projection inside: of a generator, or of its replica."""
+    if type(generator) is nn.Sequential and len(generator) == 2:
+        last: Any = generator[1]
+        if type(last) is nn.LogSoftmax and last.dim == -1:
+            return generator[0]
+    return generator
+
+
+def soft_target_of(criterion: Any, vocab_size: int) -> SoftTarget:
+    """What such a criterion holds the logits against."""
+    if isinstance(criterion, LabelSmoothing):
+        return soft_target(criterion.smoothing, criterion.convention, criterion.ignore_index, vocab_size)
+    q = soft_target(criterion.label_smoothing, "torch", criterion.ignore_index, vocab_size)
+    return q._replace(weight_V=criterion.weight)
