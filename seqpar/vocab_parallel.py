@@ -31,7 +31,8 @@ class VocabShard:
     Args:
         group: the ranks that share the vocabulary out between them; None is this process alone. On a mesh of data x
             vocabulary it is the vocabulary's group, and each data rank counts its own tokens.
-        start: this rank's first class. Shards lie in any order, without gaps; they may be uneven, and empty.
+        start: this rank's first class. Shards lie in any order, without gaps; they may be uneven, and empty (but FSDP2
+            takes no parameter without rows).
         vocab_size: the classes of all ranks together.
 
     Raises:
