@@ -67,10 +67,12 @@ def on_machine(number: int, run: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.usefixtures("two_machines")
 def test_two_machines_train_the_demo_to_the_weights_of_one_process(tmp_path: Path) -> None:
-    started = [on_machine(number, tmp_path / "two") for number in (0, 1)]
+    runs = tmp_path / "two", tmp_path / "of the other machine"
+    started = [on_machine(number, runs[number]) for number in (0, 1)]
     said = [process.communicate(timeout=150)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], "".join(said)
     assert sum(text.count("2 processes (data 2), here cpu") for text in said) == 1
+    assert not runs[1].exists()  # no file system is shared: rank 0 reads and writes for both
     assert main(["train", "--run", str(tmp_path / "one"), *DEMO]) == 0
     assert_same_weights(tmp_path / "two", tmp_path / "one", 1e-10)
     assert records(tmp_path / "two", "valid_loss") == pytest.approx(records(tmp_path / "one", "valid_loss"), rel=1e-10)
