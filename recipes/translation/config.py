@@ -155,7 +155,7 @@ class LayoutConfig:
     sequence: int = 1
     """Processes over which the time steps of each sentence are split."""
     timeout: float = 300.0
-    """Seconds that a process waits in a step for one that does not come."""
+    """Seconds that a process waits in a step for one that does not come; rank 0 must save in less."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from seqpar.collectives import broadcast_object, check_agreement, gather_numbers
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=2)
-"""How long a rank waits where another one works alone: subword models, saving, reading data. (A process that ends is
-noticed at once.)"""
+"""How long a rank waits where another one works alone: subword models, reading data. (A process that ends is noticed at
+once; for rank 0 to save, the others wait as long as for a step.)"""
 _joins = itertools.count()
 """How often this process has joined the others, which all of them do alike: it names keys that are never used again."""
 
