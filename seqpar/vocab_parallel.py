@@ -90,6 +90,7 @@ class VocabShard:
         best_N = group_max(rows.best_N, self.group)
         # Classes that are all masked out (-inf), or none, have no share; their own softmax would be 0/0
         here_N = rows.lse_N.where(rows.best_N != -math.inf, rows.best_N)
+        assert rows.argbest_N is not None
         tied_N = rows.best_N == best_N
         # Of classes that tie, the lowest is the prediction: the target's is correct if no tie lies below it
         below_N = tied_N & (self.start + rows.argbest_N < target_N)
@@ -102,7 +103,6 @@ class VocabShard:
         sum_N, gold_weight_N, weight_N = (None if t is None else next(sums) for t in optional)
         return RowSums(
             best_N=best_N,
-            argbest_N=rows.argbest_N,
             lse_N=lse_N,
             gold_N=gold_N,
             correct_N=correct_N,
