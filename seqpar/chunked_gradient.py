@@ -15,25 +15,35 @@ from seqpar.token_loss import TokenLoss, wide
 PerChunk = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Chunk], TokenLoss]
 """(params, this chunk's rows of each per-token tensor, the chunk) -> the chunk's summed loss."""
 
-ADDED_AT_ONCE = 256
-"""Rows of a low-precision product that are widened and added at a time: few enough to stay in a cache."""
+PRODUCT_ROWS = 2048
+"""Rows of a low-precision weight gradient that the CPU multiplies, widens and adds at a time: they are added while they
+are in a cache (5 ms instead of 22 for 32,000 x 512 on 2 cores), and need no memory of a gradient's size."""
 
 
 class Gradients:
-    """The gradients of a walk so far: rows of per-token tensors in their place, those of parameters added up."""
+    """The gradients of a walk so far: rows of per-token tensors in their place, those of parameters added up.
 
-    def __init__(self, per_token: Sequence[Tensor], params: Sequence[Tensor], chunks: int) -> None:
-        self.rows = [torch.zeros_like(t) if t.requires_grad else None for t in per_token]
-        self.wanted = [p.requires_grad for p in params]
+    All of them are kept `scale` times as large as they are.
+    """
+
+    def __init__(
+        self,
+        per_token: Sequence[Tensor],
+        params: Sequence[Tensor],
+        wanted: Sequence[bool],
+        chunks: int,
+        scale: float | Tensor = 1.0,
+    ) -> None:
+        rows_wanted, self.wanted = wanted[: len(per_token)], list(wanted[len(per_token) :])
+        self.rows = [torch.zeros_like(t) if w else None for t, w in zip(per_token, rows_wanted, strict=True)]
         self.params: list[Tensor | None] = [None] * len(params)
-        self.chunks = chunks
-        self._products: dict[int, Tensor] = {}
+        self.chunks, self.scale = chunks, scale
 
     def write(self, index: int, chunk: Chunk, grad: Tensor | None) -> None:
         """The gradient of a chunk's rows of per-token tensor `index`."""
         rows = self.rows[index]
         if rows is not None and grad is not None:
-            rows[chunk] = grad
+            rows[chunk] = grad.to(rows.dtype)
 
     def write_product(self, index: int, chunk: Chunk, a: Tensor, b: Tensor) -> None:
         """The same, of the gradient a @ b, which is computed only where it is wanted."""
@@ -51,7 +61,12 @@ class Gradients:
         if grad is None:
             return
         if so_far is not None:
-            _add_to(so_far, grad)
+            # In one call the CPU takes longer to add bfloat16 to float32 than the product took
+            if grad.dim() < 2 or grad.dtype == so_far.dtype or grad.device.type != "cpu":
+                so_far.add_(grad)
+                return
+            for sum_, part in zip(so_far.split(PRODUCT_ROWS), grad.split(PRODUCT_ROWS), strict=True):
+                sum_.add_(part.to(sum_.dtype))
             return
         # A plain bias gradient is one careful reduction, not a running sum: vectors are cheap to keep in float64
         cheap = grad.dim() < 2 and grad.device.type != "mps"
@@ -63,24 +78,18 @@ class Gradients:
         if not self.wanted[index]:
             return
         so_far = self.params[index]
-        if so_far is None:
-            product = torch.mm(a, b)
-            self.params[index] = product if self.chunks == 1 else product.to(wide(a.dtype))
-        elif so_far.dtype == a.dtype:
+        if self.chunks == 1 or (so_far is None and wide(a.dtype) == a.dtype):
+            self.params[index] = torch.mm(a, b)
+        elif so_far is not None and so_far.dtype == a.dtype:
             so_far.addmm_(a, b)
         else:
-            product = self._products.setdefault(index, torch.empty((), dtype=a.dtype, device=a.device))
-            torch.mm(a, b, out=product.resize_(so_far.shape))
-            _add_to(so_far, product)
-
-
-def _add_to(so_far: Tensor, grad: Tensor) -> None:
-    if so_far.dtype == grad.dtype or grad.dim() < 2 or grad.device.type != "cpu":
-        so_far.add_(grad)
-        return
-    # Blocks: adding bfloat16 to float32 in one call takes the CPU longer than the product did
-    for sum_, block in zip(so_far.split(ADDED_AT_ONCE), grad.split(ADDED_AT_ONCE), strict=True):
-        sum_.add_(block.to(sum_.dtype))
+            if so_far is None:
+                so_far = self.params[index] = a.new_zeros((a.size(0), b.size(1)), dtype=wide(a.dtype))
+            if a.device.type != "cpu":
+                so_far.add_(torch.mm(a, b))
+                return
+            for sum_, part in zip(so_far.split(PRODUCT_ROWS), a.split(PRODUCT_ROWS), strict=True):
+                sum_.add_(torch.mm(part, b).to(sum_.dtype))
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,8 @@ class ByFormula:
 
     `function(this chunk's rows of each per-token tensor, the chunk, gradients)` returns the chunk's summed loss; it
     has written the gradient of that sum to `gradients`, unless that is None, when no gradient is wanted. Parameters
-    it holds itself, detached; their order in `gradients` is that of the walk.
+    it holds itself, detached; their order in `gradients` is that of the walk. What it writes is `gradients.scale`
+    times the gradient.
     """
 
     function: Callable[[tuple[Tensor, ...], Chunk, Gradients | None], TokenLoss]
@@ -101,6 +111,7 @@ def chunked_gradient(
     per_token: Sequence[Tensor],
     params: Sequence[Tensor],
     empty: TokenLoss,
+    loss_scale: float | Tensor = 1.0,
 ) -> TokenLoss:
     """The sum of `per_chunk` over the chunks, with its gradient, while one chunk's logits exist at a time.
 
@@ -116,6 +127,8 @@ def chunked_gradient(
         per_token: tensors whose first dimension is the rows, hidden first.
         params: what else gradients flow into. Their gradients are summed in float32 or wider.
         empty: the loss of no tokens, what the sum starts from.
+        loss_scale: gradients are kept this many times as large, and backward divides by it: what `total` will be
+            multiplied by, where small gradients would vanish in float16. A number, or a tensor of one.
 
     Returns:
         the sums; `total` is differentiable, once. Without chunks all gradients are 0, whatever the factor (never
@@ -128,15 +141,31 @@ def chunked_gradient(
     """
     tensors = (*per_token, *params)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return TokenLoss(*_ChunkedGradient.apply(per_chunk, chunks, len(per_token), empty, *tensors))
+        walk = (per_chunk, chunks, len(per_token), empty, loss_scale)
+        return TokenLoss(*_ChunkedGradient.apply(*walk, *tensors))
     with torch.no_grad():
-        parts = []
-        for chunk in chunks:
-            rows = tuple(t[chunk] for t in per_token)
-            if isinstance(per_chunk, ByFormula):
-                parts.append(_checked(per_chunk.function(rows, chunk, None)))
-            else:
-                parts.append(_checked(per_chunk(tuple(params), rows, chunk)))
+        return walk_chunks(per_chunk, chunks, per_token, params, empty, None)
+
+
+def walk_chunks(
+    per_chunk: PerChunk | ByFormula,
+    chunks: Sequence[Chunk],
+    per_token: Sequence[Tensor],
+    params: Sequence[Tensor],
+    empty: TokenLoss,
+    gradients: Gradients | None,
+) -> TokenLoss:
+    """The sum over the chunks, whose gradients are left in `gradients`, unless that is None; under `no_grad`."""
+    parts = []
+    for i, chunk in enumerate(chunks):
+        rows = tuple(t.detach()[chunk] for t in per_token)
+        if isinstance(per_chunk, ByFormula):
+            part = per_chunk.function(rows, chunk, gradients)
+        elif gradients is None:
+            part = per_chunk(tuple(params), rows, chunk)
+        else:
+            part = _by_autograd(per_chunk, params, rows, chunk, gradients, i == 0)
+        parts.append(_checked(part))
     return _sum(empty, parts)
 
 
@@ -148,18 +177,16 @@ class _ChunkedGradient(torch.autograd.Function):
         chunks: Sequence[Chunk],
         split: int,
         empty: TokenLoss,
+        loss_scale: float | Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor | None, ...]:
         per_token, params = tensors[:split], tensors[split:]
-        gradients = Gradients(per_token, params, len(chunks))
-        if isinstance(per_chunk, ByFormula):
-            rows = (tuple(t.detach()[chunk] for t in per_token) for chunk in chunks)
-            parts = [_checked(per_chunk.function(r, c, gradients)) for r, c in zip(rows, chunks, strict=True)]
-        else:
-            leaves = tuple(p.detach().requires_grad_(p.requires_grad) for p in params)
-            parts = [_by_autograd(per_chunk, leaves, per_token, c, gradients, i == 0) for i, c in enumerate(chunks)]
-        loss = _sum(empty, parts)
+        gradients = Gradients(per_token, params, [t.requires_grad for t in tensors], len(chunks), loss_scale)
+        if not isinstance(per_chunk, ByFormula):
+            params = tuple(p.detach().requires_grad_(p.requires_grad) for p in params)
+        loss = walk_chunks(per_chunk, chunks, per_token, params, empty, gradients)
         ctx.stored = (gradients.rows, gradients.params, bool(chunks))
+        ctx.scale = loss_scale
         ctx.shared = len(chunks) == 1 and not isinstance(per_chunk, ByFormula)
         ctx.inputs = [(t.dtype, t.shape, t.device) if t.requires_grad else None for t in tensors]
         ctx.mark_non_differentiable(*(t for t in loss[1:] if t is not None))
@@ -180,6 +207,10 @@ class _ChunkedGradient(torch.autograd.Function):
             )
         row_grads, sums, any_chunks = ctx.stored
         ctx.stored = None
+        if upstream is not None and isinstance(ctx.scale, Tensor):
+            upstream = upstream / ctx.scale.to(upstream.device)
+        elif upstream is not None and ctx.scale != 1:
+            upstream = upstream / ctx.scale
         grads: list[Tensor | None] = []
         while row_grads or sums:  # each stored gradient is let go as soon as its product exists
             grad = (row_grads or sums).pop(0)
@@ -191,7 +222,7 @@ class _ChunkedGradient(torch.autograd.Function):
                 grads.append(torch.zeros(shape, dtype=dtype, device=device))
             else:
                 grads.append(None if grad is None else _times(grad, upstream, ctx.shared).to(about[0]))
-        return (None, None, None, None, *grads)
+        return (None, None, None, None, None, *grads)
 
 
 def _times(grad: Tensor, upstream: Tensor, shared: bool) -> Tensor:
@@ -202,19 +233,19 @@ def _times(grad: Tensor, upstream: Tensor, shared: bool) -> Tensor:
 
 def _by_autograd(
     per_chunk: PerChunk,
-    leaves: tuple[Tensor, ...],
-    per_token: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    rows: Sequence[Tensor],
     chunk: Chunk,
     gradients: Gradients,
     first: bool,
 ) -> TokenLoss:
     """One chunk's loss, its gradient taken by autograd at once, its graph let go."""
-    rows = tuple(t.detach()[chunk].requires_grad_(t.requires_grad) for t in per_token)
+    rows = tuple(t.requires_grad_(kept is not None) for t, kept in zip(rows, gradients.rows, strict=True))
     with torch.enable_grad():
-        part = _checked(per_chunk(leaves, rows, chunk))
+        part = _checked(per_chunk(tuple(leaves), rows, chunk))
     if first:
         _refuse_strangers(part.total, {id(t) for t in (*rows, *leaves)})
-    grads = _gradients(part.total, (*rows, *leaves))
+    grads = _gradients(part.total, (*rows, *leaves), gradients.scale)
     for i, grad in enumerate(grads[: len(rows)]):
         gradients.write(i, chunk, grad)
     for i, grad in enumerate(grads[len(rows) :]):
@@ -236,11 +267,12 @@ def _sum(empty: TokenLoss, parts: Sequence[TokenLoss]) -> TokenLoss:
     return TokenLoss(*whole)  # type: ignore[arg-type]
 
 
-def _gradients(total: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor | None]:
+def _gradients(total: Tensor, inputs: tuple[Tensor, ...], scale: float | Tensor) -> list[Tensor | None]:
     wanted = [t for t in inputs if t.requires_grad]
     if not total.requires_grad:
         return [None] * len(inputs)
-    found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
+    upstream = torch.ones_like(total) * scale
+    found = iter(torch.autograd.grad(total, wanted, upstream, allow_unused=True))
     return [next(found) if t.requires_grad else None for t in inputs]
 
 

@@ -16,7 +16,7 @@ from seqpar.chunks import Chunk, check_size, cut_rows, cut_time, rows_per_chunk
 from seqpar.criteria import check_range, check_target, ignored_target
 from seqpar.devices import Device, check_devices
 from seqpar.known_pairs import linear_of, soft_target_of, why_no_formula
-from seqpar.linear_cross_entropy import walk_by_formula
+from seqpar.linear_formula import LinearFormula, Projection, product_dtype, walk_by_formula
 from seqpar.replicas import bind, check_replicable, parallel_apply, replicate, scatter
 from seqpar.sharded import inside_unit, refuse_data_parallel, refuse_sharded
 from seqpar.token_loss import TokenLoss, wide
@@ -216,8 +216,10 @@ class LossCompute(nn.Module):
     def _walk_by_formula(self, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk]) -> TokenLoss:
         linear = linear_of(head["generator"])
         q = soft_target_of(head["criterion"], linear.weight.size(0))
-        (hidden_ND,), target_N = _rows(shard), shard.target.flatten()
-        return walk_by_formula(hidden_ND, linear.weight, linear.bias, target_N, chunks, q)
+        (hidden_ND,) = _rows(shard)
+        projection = Projection(linear.weight, linear.bias, product_dtype(hidden_ND))
+        formula = LinearFormula(projection, shard.target.flatten(), q)
+        return walk_by_formula(hidden_ND, linear.weight, linear.bias, chunks, formula)
 
     def _walk(self, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk]) -> TokenLoss:
         """One device's loss, chunk by chunk."""

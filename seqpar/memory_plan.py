@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from seqpar.chunked_gradient import ADDED_AT_ONCE
+from seqpar.chunked_gradient import PRODUCT_ROWS
 from seqpar.chunks import check_size, cut_rows, rows_per_chunk
 from seqpar.token_loss import wide
 
@@ -158,7 +158,7 @@ def memory_plan(
             wide_weight=vocab_here * d * wider,
             hidden=tokens_here * d * narrow,
             chunk_hidden=rows * d * narrow,
-            added_at_once=min(ADDED_AT_ONCE, vocab_here) * d * wider,
+            added_at_once=min(PRODUCT_ROWS, vocab_here) * d * wider,
             chunks=chunks,
             narrow=narrow < wider,
             cpu=device == "cpu",
@@ -218,8 +218,9 @@ def _formula(s: _Sizes) -> _Walk:
     softmax = 0 if s.cpu and not (s.narrow and s.split) else s.wide_logits
     # A narrow product is widened block by block; a wide one is added up where the gradient will be
     accumulator = s.wide_weight if s.narrow and s.chunks > 1 else 0
-    block = s.added_at_once if accumulator else 0
-    forward = s.logits + softmax + s.weight + accumulator + block + s.hidden
+    # There the CPU has some rows of the product at a time, in both dtypes; an accelerator has all of it
+    product = 2 * s.added_at_once if accumulator and s.cpu else s.weight
+    forward = s.logits + softmax + product + accumulator + s.hidden
     return _Walk(softmax, accumulator, forward, 2 * s.hidden + s.weight + accumulator)
 
 

@@ -24,17 +24,23 @@ class LinearCase:
     convention: str
     z_loss: float
     softcap: float | None
+    temperature: float
+    token_weighted: bool
+    loss_scale: float
+    coarse: bool
+    """Whether hidden and weight are small whole numbers, so that logits tie."""
     chunk_tokens: int | None
     upstream: float
     frozen: frozenset[str]
     seed: int
 
     def tensors(self) -> dict[str, Tensor]:
-        """hidden, weight and bias as float64 leaves, class_weight and target."""
+        """hidden, weight, bias and token_weight as float64 leaves, class_weight and target."""
         random = torch.Generator().manual_seed(self.seed)
 
         def normal(*shape):
-            return torch.randn(shape, dtype=torch.float64, generator=random)
+            drawn = torch.randn(shape, dtype=torch.float64, generator=random)
+            return drawn.round() if self.coarse else drawn
 
         target = torch.randint(self.vocab_size, self.lead, generator=random)
         if 0 <= self.padding < self.vocab_size:
@@ -43,6 +49,8 @@ class LinearCase:
         made = {"hidden": normal(*self.lead, self.width), "weight": normal(self.vocab_size, self.width)}
         if self.bias:
             made["bias"] = normal(self.vocab_size)
+        if self.token_weighted:
+            made["token_weight"] = normal(*self.lead)
         for name, tensor in made.items():
             tensor.requires_grad_(name not in self.frozen)
         if self.weighted:
@@ -58,6 +66,8 @@ class LinearCase:
             "smoothing": self.convention,
             "z_loss": self.z_loss,
             "softcap": self.softcap,
+            "temperature": self.temperature,
+            "loss_scale": self.loss_scale,
             "chunk_tokens": self.chunk_tokens,
         }
 
@@ -80,19 +90,23 @@ def linear_cases(draw: st.DrawFn) -> LinearCase:
         eps=draw(st.sampled_from([0.0, 0.1, 0.9])),
         convention=convention,
         z_loss=draw(st.sampled_from([0.0, 1e-4, 0.5])),
-        softcap=draw(st.sampled_from([None, 30.0, 0.7])),
+        softcap=draw(st.sampled_from([None, None, 30.0, 0.7])),
+        temperature=draw(st.sampled_from([1.0, 1.0, 0.5, 3.0])),
+        token_weighted=draw(st.booleans()),
+        loss_scale=draw(st.sampled_from([1.0, 1.0, 2.0**16, 1 / 7])),
+        coarse=draw(st.booleans()),
         chunk_tokens=draw(st.sampled_from([None, 1, 2, 3, 7, 100])),
         upstream=draw(st.sampled_from([1.0, 1 / 7, -3.0, 0.0, 1e4])),
-        frozen=draw(st.frozensets(st.sampled_from(["hidden", "weight", "bias"]), max_size=2)),
+        frozen=draw(st.frozensets(st.sampled_from(["hidden", "weight", "bias", "token_weight"]), max_size=3)),
         seed=draw(st.integers(0, 2**16)),
     )
 
 
-def plain_logits(hidden, weight, bias=None, softcap=None) -> Tensor:
-    """(N, V), capped."""
+def plain_logits(hidden, weight, bias=None, softcap=None, temperature=1.0) -> Tensor:
+    """(N, V), capped, divided by the temperature."""
     logits = hidden.flatten(0, -2) @ weight.t()
     logits = logits if bias is None else logits + bias
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
 
 
 def plain_loss(
@@ -101,16 +115,18 @@ def plain_loss(
     target,
     bias=None,
     class_weight=None,
+    token_weight=None,
     *,
     ignore_index,
     label_smoothing,
     smoothing,
     z_loss,
     softcap,
+    temperature=1.0,
     **_,
 ) -> Tensor:
-    """sum over kept rows of sum_k w_k q_k (-log p_k [+ log q_k with harvard]) + z_loss logsumexp(z)^2."""
-    logits, target = plain_logits(hidden, weight, bias, softcap), target.flatten()
+    """sum over kept rows of a (sum_k w_k q_k (-log p_k [+ log q_k with harvard]) + z_loss logsumexp(z)^2)."""
+    logits, target = plain_logits(hidden, weight, bias, softcap, temperature), target.flatten()
     log_p = torch.log_softmax(logits, -1)
     q = smoothed_targets(target, logits.size(-1), label_smoothing, smoothing, ignore_index)
     terms = -q * log_p
@@ -119,4 +135,5 @@ def plain_loss(
     if class_weight is not None:
         terms = terms * class_weight
     rows = terms.sum(-1) + z_loss * torch.logsumexp(logits, -1).square()
+    rows = rows if token_weight is None else rows * token_weight.flatten()
     return (rows * (target != ignore_index)).sum()
