@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from seqpar.criteria import CrossEntropy, LabelSmoothing, SoftTarget, soft_target
+from seqpar.criteria import Convention, CrossEntropy, LabelSmoothing, SoftTarget, soft_target
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -38,9 +38,14 @@ def linear_of(generator: Any) -> Any:
     return generator
 
 
+def settings_of(criterion: Any) -> tuple[int, float, Convention]:
+    """Such a criterion's ignored target, share of smoothing and convention."""
+    if isinstance(criterion, LabelSmoothing):
+        return criterion.ignore_index, criterion.smoothing, criterion.convention
+    return criterion.ignore_index, criterion.label_smoothing, "torch"
+
+
 def soft_target_of(criterion: Any, vocab_size: int) -> SoftTarget:
     """What such a criterion holds the logits against."""
-    if isinstance(criterion, LabelSmoothing):
-        return soft_target(criterion.smoothing, criterion.convention, criterion.ignore_index, vocab_size)
-    q = soft_target(criterion.label_smoothing, "torch", criterion.ignore_index, vocab_size)
-    return q._replace(weight_V=criterion.weight)
+    ignored, share, convention = settings_of(criterion)
+    return soft_target(share, convention, ignored, vocab_size)._replace(weight_V=getattr(criterion, "weight", None))

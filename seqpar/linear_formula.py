@@ -168,11 +168,11 @@ class LinearFormula:
                     gradients.write(1, chunk, torch.cat(row_loss) * gradients.scale)
         return TokenLoss(*(torch.stack(column).sum() for column in zip(*losses, strict=True)))
 
-    def scores(self, rows: tuple[Tensor, ...], chunk: Chunk) -> Tensor:
+    def scores(self, hidden_KD: Tensor, chunk: Chunk) -> Tensor:
         """log p of the chunk's targets."""
         projection, target_K, found = self.projection, self.target_N[chunk], []
         with torch.autocast(target_K.device.type, enabled=False):
-            product_KV = projection.product(rows[0].to(projection.weight_VD.dtype))
+            product_KV = projection.product(hidden_KD.to(projection.weight_VD.dtype))
             size = projection.rows_at_once(len(target_K)) if self.part is None else len(target_K)
             for block_KV, block_K in zip(product_KV.split(size), target_K.split(size), strict=True):
                 logits_KV, _ = projection.logits(block_KV)

@@ -15,8 +15,10 @@ from seqpar.chunked_gradient import chunked_gradient
 from seqpar.chunks import Chunk, check_size, cut_rows, cut_time, rows_per_chunk
 from seqpar.criteria import check_range, check_target, ignored_target
 from seqpar.devices import Device, check_devices
-from seqpar.known_pairs import linear_of, soft_target_of, why_no_formula
+from seqpar.known_pairs import linear_of, settings_of, soft_target_of, why_no_formula
 from seqpar.linear_formula import LinearFormula, Projection, product_dtype, walk_by_formula
+from seqpar.linear_inputs import Inputs, Settings
+from seqpar.linear_op import compiled_cross_entropy
 from seqpar.replicas import bind, check_replicable, parallel_apply, replicate, scatter
 from seqpar.sharded import inside_unit, refuse_data_parallel, refuse_sharded
 from seqpar.token_loss import TokenLoss, wide
@@ -83,13 +85,20 @@ class LossCompute(nn.Module):
         self._sums = False
 
     def forward(
-        self, hidden: Tensor | Sequence[Tensor], target: Tensor | Sequence[Tensor], **per_token: Any
+        self,
+        hidden: Tensor | Sequence[Tensor],
+        target: Tensor | Sequence[Tensor],
+        *,
+        loss_scale: float | Tensor = 1.0,
+        **per_token: Any,
     ) -> TokenLoss:
         """The summed loss of all tokens.
 
         Args:
             hidden: `(N, D)` or `(B, T, D)`; or already scattered, a list of such with one per device.
             target: int64, hidden's leading shape; or a list like hidden's.
+            loss_scale: what `total` will be multiplied by before `backward`, for float16: `scaler.get_scale() / tokens`
+                with a GradScaler. Gradients are kept so many times as large; any factor gives the right gradient.
             per_token: further tensors the generator takes as keywords (copy attention, a teacher's states), each
                 with target's shape first; scattered and chunked with the rest, and differentiated where they need
                 it. None passes through.
@@ -102,9 +111,17 @@ class LossCompute(nn.Module):
             IndexError: a target outside [0, V) that is not ignored (with value and position).
             RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them.
         """
-        return inside_unit(self.head["generator"], self._loss, hidden, target, per_token)  # type: ignore[no-any-return]
+        if torch.compiler.is_compiling() and self.devices is None and self.chunk_size is None and not per_token:
+            generator, criterion = linear_of(self.head["generator"]), self.head["criterion"]
+            if isinstance(hidden, Tensor) and not why_no_formula(self.head["generator"], criterion):
+                weights = getattr(criterion, "weight", None)
+                inputs = Inputs(hidden, generator.weight, target, generator.bias, weights)  # type: ignore[arg-type]
+                settings = Settings(*settings_of(criterion), chunk_tokens=self.chunk_tokens)
+                return compiled_cross_entropy(inputs, settings, loss_scale)
+        arguments = hidden, target, loss_scale, per_token
+        return inside_unit(self.head["generator"], self._loss, *arguments)  # type: ignore[no-any-return]
 
-    def _loss(self, hidden: Any, target: Any, per_token: dict[str, Any]) -> TokenLoss:
+    def _loss(self, hidden: Any, target: Any, loss_scale: float | Tensor, per_token: dict[str, Any]) -> TokenLoss:
         refuse_sharded(self.head)
         check_replicable(self.head)
         shards = self._scatter(hidden, target, {k: v for k, v in per_token.items() if v is not None})
@@ -117,7 +134,8 @@ class LossCompute(nn.Module):
         else:
             walk, vocab_size = self._walk_by_formula, linear_of(self.head["generator"]).weight.size(0)
             _check_range(shards, kept, vocab_size)
-        inputs = [(h, s, self._chunks(s, k, vocab_size)) for h, s, k in zip(heads, shards, kept, strict=True)]
+        walks = zip(heads, shards, kept, strict=True)
+        inputs = [(h, s, self._chunks(s, k, vocab_size), loss_scale) for h, s, k in walks]
         losses = parallel_apply([walk] * len(shards), inputs, devices=devices)
         return sum((_moved(loss, devices[0]) for loss in losses[1:]), start=losses[0])
 
@@ -213,15 +231,17 @@ class LossCompute(nn.Module):
         most = self.chunk_tokens or rows_per_chunk(vocab_size, shard.hidden.dtype, shard.hidden.device.type)
         return cut_rows(kept.flatten(), most)
 
-    def _walk_by_formula(self, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk]) -> TokenLoss:
+    def _walk_by_formula(
+        self, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor
+    ) -> TokenLoss:
         linear = linear_of(head["generator"])
         q = soft_target_of(head["criterion"], linear.weight.size(0))
         (hidden_ND,) = _rows(shard)
         projection = Projection(linear.weight, linear.bias, product_dtype(hidden_ND))
         formula = LinearFormula(projection, shard.target.flatten(), q)
-        return walk_by_formula(hidden_ND, linear.weight, linear.bias, chunks, formula)
+        return walk_by_formula(hidden_ND, linear.weight, linear.bias, chunks, formula, loss_scale=loss_scale)
 
-    def _walk(self, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk]) -> TokenLoss:
+    def _walk(self, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor) -> TokenLoss:
         """One device's loss, chunk by chunk."""
         params, target_N = tuple(head.parameters()), shard.target.flatten()
 
@@ -231,7 +251,7 @@ class LossCompute(nn.Module):
             return _criterion_loss(bound["criterion"], logits_KV, target_N[chunk])
 
         empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, hasattr(head["criterion"], "token_loss"))
-        return chunked_gradient(per_chunk, chunks, _rows(shard), params, empty)
+        return chunked_gradient(per_chunk, chunks, _rows(shard), params, empty, loss_scale)
 
     def extra_repr(self) -> str:
         """What `print(module)` adds."""

@@ -1,5 +1,6 @@
 """The vocabulary split over real ranks has the value and every gradient of the plain loss on one device."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -14,9 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import seqpar
-from tests.distributed.vocab_cases import PLAIN, answer, assert_close, counted, numbers, own_rows, parts, splits
+from tests.distributed.vocab_cases import LEAVES, PLAIN, answer, assert_close, counted, numbers, own_rows, parts, splits
 from tests.ranks import ranks
-from tests.seqpar.linear_loss import LinearCase, linear_cases, plain_logits, plain_loss
+from tests.seqpar.linear_loss import linear_cases, plain_logits, plain_loss
 
 WORLDS = st.sampled_from([1, 2, 2, 3, 4])
 
@@ -42,10 +43,10 @@ def assert_answers(case, split, order, per_rank):
     """Every rank's answer is the plain loss's; the shards' gradients together are the weight's."""
     tensors = case.tensors()
     reference = plain_loss(**tensors, **case.options)
-    leaves = [n for n in ("hidden", "weight", "bias") if n in tensors and tensors[n].requires_grad]
+    leaves = [n for n in LEAVES if n in tensors and tensors[n].requires_grad]
     gradients = torch.autograd.grad(reference * case.upstream, [tensors[n] for n in leaves]) if leaves else ()
     kept, target = tensors["target"].flatten() != case.padding, tensors["target"].flatten()
-    logits = plain_logits(tensors["hidden"], tensors["weight"], tensors.get("bias"), case.softcap)
+    logits = plain_logits(tensors["hidden"], tensors["weight"], tensors.get("bias"), case.softcap, case.temperature)
     nll = F.cross_entropy(logits, target, ignore_index=case.padding, reduction="sum")
     assert all(fields == per_rank[0][0] for fields, _ in per_rank), "the loss differs between ranks"
     total, tokens, got_nll, correct = per_rank[0][0]
@@ -55,13 +56,13 @@ def assert_answers(case, split, order, per_rank):
     assert correct == ((logits.argmax(-1) == target) & kept).sum()
     for name, expected in zip(leaves, gradients, strict=True):
         found = [grads[name] for _, grads in per_rank]
-        if name == "hidden":
+        if name in ("hidden", "token_weight"):
             for rank, grad in enumerate(found):
-                assert_close(f"the gradient of hidden on rank {rank}", grad, expected)
+                assert_close(f"the gradient of {name} on rank {rank}", grad, expected)
         else:
             whole = torch.cat([torch.as_tensor(found[order.index(i)]) for i in range(len(split))])
             assert_close(f"the gradient of {name}", whole, expected)
-    for name in {"hidden", "weight", "bias"} - set(leaves):
+    for name in set(LEAVES) - set(leaves):
         assert all(grads.get(name) is None for _, grads in per_rank), f"{name} is frozen and got a gradient"
 
 
@@ -156,7 +157,7 @@ def dtensor_head(rank, world, case, vocab_size, how):
 @pytest.mark.parametrize("how", ["parallelize_module", "distribute_tensor", "hidden is one too"])
 @pytest.mark.parametrize(("world", "vocab_size"), [(1, 5), (2, 11), (4, 5)])  # 4 ranks, 5 classes: 2, 2, 1, 0
 def test_a_dtensor_weight_says_itself_how_it_is_split_and_gets_a_dtensor_gradient(how, world, vocab_size):
-    case = LinearCase((2, 5), 4, vocab_size, -100, 0.3, True, False, 0.1, "fairseq", 0.1, 5.0, 3, 1.0, frozenset(), 7)
+    case = replace(PLAIN, vocab_size=vocab_size, padding_share=0.3, convention="fairseq", z_loss=0.1, softcap=5.0)
     tensors = case.tensors()
     reference = plain_loss(**tensors, **case.options)
     expected = torch.autograd.grad(reference, [tensors[n] for n in ("hidden", "weight", "bias")])

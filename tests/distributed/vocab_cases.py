@@ -38,7 +38,7 @@ def parts(case, vocab, rows, full_class_weight=False):
 
 def answer(loss, tensors):
     """What a rank sends to the parent."""
-    leaves = {n: numbers(tensors[n].grad) for n in ("hidden", "weight", "bias") if n in tensors}
+    leaves = {n: numbers(tensors[n].grad) for n in LEAVES if n in tensors}
     return [float(t.detach()) for t in loss], leaves
 
 
@@ -50,8 +50,10 @@ def assert_close(what, got, expected, rtol=1e-12):
     assert apart <= rtol * size + 1e-14, f"{what} is off by {apart:.3g} where the reference is {size:.3g} large"
 
 
+LEAVES = ("hidden", "weight", "bias", "token_weight")
+
 PLAIN = LinearCase(
-    (2, 5), 4, 11, -100, 0.0, True, False, 0.1, "torch", 0.0, None, 3, 1.0, frozenset(), 5
+    (2, 5), 4, 11, -100, 0.0, True, False, 0.1, "torch", 0.0, None, 1.0, False, 1.0, False, 3, 1.0, frozenset(), 5
 )  # fmt: skip
 """Ten rows in four chunks."""
 
