@@ -244,3 +244,45 @@ def test_in_bfloat16_at_most_twice_plain_torchs_own_error(world, seed):
     ours = [torch.tensor(answers[0][0]), torch.as_tensor(answers[0][1]), whole]
     for name, mine, theirs, true in zip(["loss", "hidden", "weight"], ours, plain, truth, strict=True):
         assert (mine - true).norm() <= 2 * (theirs.double() - true).norm(), name
+
+
+def scores(rank, world, drawn):
+    """Per-token scores and their gradients, of each (case, split) in turn."""
+    answers = []
+    for case, split in drawn:
+        vocab = seqpar.VocabShard.of(split[rank], dist.group.WORLD)
+        tensors = parts(case, vocab, split[rank])
+        given = {name: tensors[name] for name in ("hidden", "weight", "bias", "target") if name in tensors}
+        options = {name: case.options[name] for name in SCORE_OPTIONS}
+        found = seqpar.token_scores(**given, **options, vocab=vocab)
+        if found.requires_grad:
+            (found * factors(case)).sum().backward()
+        leaves = {name: numbers(t.grad) for name, t in given.items() if name != "target"}
+        answers.append((numbers(found), leaves))
+    return answers
+
+
+SCORE_OPTIONS = ("ignore_index", "softcap", "temperature", "chunk_tokens")
+
+
+def factors(case):
+    return torch.randn(case.lead, dtype=torch.float64, generator=torch.Generator().manual_seed(case.seed))
+
+
+@given(st.data())
+def test_token_scores_over_a_split_vocabulary_are_those_of_one_device(data):
+    world = data.draw(WORLDS)
+    case = data.draw(linear_cases())
+    split = data.draw(splits(case.vocab_size, world))
+    whole = {k: t for k, t in case.tensors().items() if k in ("hidden", "weight", "bias", "target")}
+    expected = seqpar.token_scores(**whole, **{name: case.options[name] for name in SCORE_OPTIONS})
+    leaves = [name for name, t in whole.items() if t.requires_grad]
+    gradients = torch.autograd.grad((expected * factors(case)).sum(), [whole[n] for n in leaves]) if leaves else ()
+    answers = [theirs[0] for theirs in ranks(world, scores, [(case, split)])]
+    for found, grads in answers:
+        assert_close("the scores", found, expected)
+        if "hidden" in leaves:
+            assert_close("the gradient of hidden", grads["hidden"], gradients[leaves.index("hidden")])
+    for name in {"weight", "bias"} & set(leaves):
+        together = torch.cat([torch.as_tensor(grads[name]) for _, grads in answers])
+        assert_close(f"the gradient of {name}", together, gradients[leaves.index(name)])

@@ -112,6 +112,6 @@ def test_functional_call_takes_other_parameters_and_gives_them_their_gradient():
         logits = x @ other["generator.weight"].t() + other["generator.bias"]
         return model.engine.head["criterion"](logits.flatten(0, 1), target.flatten())
 
-    own = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
+    own = dict(model.named_parameters(remove_duplicate=False))
     replaced = {n: next(other[m] for m, q in model.named_parameters() if q is p) for n, p in own.items()}
     assert_same_gradients(lambda: torch.func.functional_call(model, replaced, (tokens, target)).total, plain, other)

@@ -384,3 +384,42 @@ def test_it_is_the_engines_loss_with_a_linear_generator():
     )
     for a, b in zip(ours, engine, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("generator", ["by formula", "by autograd"])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_in_float16_small_gradients_survive_if_the_loss_scale_is_known_in_forward(generator, as_tensor):
+    """Of 20,000 classes each has p = 5e-5, so without a scale the gradients of all but the target's are below 2^-20."""
+    torch.manual_seed(0)
+    rows, scale = 64, 2.0**14 / 64
+    made = torch.randn(rows, 8) / 64, torch.randn(20_000, 8) / 64
+    hidden, weight = (t.half().requires_grad_() for t in made)
+    target = torch.zeros(rows, dtype=torch.int64)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    truth = torch.autograd.grad(F.cross_entropy(exact[0] @ exact[1].t(), target, reduction="sum"), exact)
+
+    class Own(nn.Linear):
+        def forward(self, x):
+            return F.linear(x, self.weight)
+
+    linear = (nn.Linear if generator == "by formula" else Own)(8, 20_000, bias=False)
+    del linear.weight
+    linear.register_parameter("weight", nn.Parameter(weight.detach()))
+    engine, errors = seqpar.LossCompute(linear, seqpar.CrossEntropy(), chunk_tokens=16), {}
+    plain = F.cross_entropy(linear(hidden), target, reduction="sum")
+    for name, known in {"plain": None, "known": scale, "unknown": 1.0}.items():
+        loss_scale = torch.tensor(known) if as_tensor and known else known
+        loss = plain if known is None else engine(hidden, target, loss_scale=loss_scale).total
+        got = torch.autograd.grad(loss * scale, (hidden, linear.weight))
+        pairs = [(g.double()[i:] / scale, t[i:]) for g, t, i in zip(got, truth, (0, 1), strict=True)]
+        errors[name] = [float((g - t).norm() / t.norm()) for g, t in pairs]
+    for ours, theirs in zip(errors["known"], errors["plain"], strict=True):
+        assert ours <= 2 * max(theirs, 2**-12)
+    assert errors["unknown"][1] > 2 * errors["known"][1]
+
+
+def test_a_gradscaler_sees_an_overflow_of_the_kept_gradients():
+    hidden, weight = torch.ones(4, 2).half().requires_grad_(), torch.zeros(3, 2).half().requires_grad_()
+    loss = seqpar.linear_cross_entropy(hidden, weight, torch.zeros(4, dtype=torch.int64), loss_scale=2.0**17)
+    (loss.total * 2.0**17).backward()
+    assert not weight.grad.isfinite().all()
