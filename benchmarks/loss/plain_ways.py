@@ -118,7 +118,7 @@ def loop_2018(x: Inputs) -> Step:
             loss.backward()
             gradients.append(leaf.grad)
         hidden_BTD.backward(torch.cat(gradients, 1))
-        return torch.tensor(total + smoothed_entropy(x.problem.smoothing, x.problem.vocab_size))
+        return torch.tensor(total + smoothed_entropy(x.problem.smoothing, x.problem.vocab_size), dtype=torch.float64)
 
     return step
 

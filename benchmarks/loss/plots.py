@@ -13,7 +13,7 @@ from benchmarks.loss.problems import SHAPES
 from benchmarks.loss.results import Results, floor_seconds, median
 from benchmarks.loss.targets import shape_title
 
-INK, OTHERS, MINE = "#6e7781", "#8c959f", "#1f7ae0"
+INK, OTHERS, MINE = "#75808c", "#8c959f", "#1f7ae0"
 """Grey that stands out from white and from near-black; bars of others; seqpar's."""
 MIB = 2**20
 
@@ -118,7 +118,14 @@ def _lines(results: Results) -> Any:
         axes.plot(sizes, times, "o", color=MINE)
         worst = max(map(abs, deviations))
         axes.text(0.05, 0.9, f"largest deviation {worst:.1%}", transform=axes.transAxes)
-        axes.set(xlim=(0, None), ylim=(0, None), xlabel=name, xticks=sizes, xticklabels=[f"{size:,}" for size in sizes])
+        axes.set(
+            xlim=(0, None), ylim=(0, None), xlabel=name, xticks=sizes, xticklabels=[_short(size) for size in sizes]
+        )
         axes.tick_params(axis="x", labelsize=8)
     figure.axes[0].set_ylabel("seconds, forward and backward")
     return figure
+
+
+def _short(size: int) -> str:
+    """Thousands as "8k", where they are whole."""
+    return f"{size // 1000}k" if size % 1000 == 0 else str(size)

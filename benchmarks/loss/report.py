@@ -65,7 +65,9 @@ def document(results: Results, source: str, pictures: list[str]) -> list[str]:
     for part in ("shapes", "padding", "memory", "linear", "devices"):
         if part in results["parts"]:
             found += [f"## {HEADINGS[part]}", "", *part_table(results, part), ""]
-    return [*found, "## Right or wrong", "", *check_table(results), "", *option_table(results)]
+    if results["checks"]:
+        found += ["## Right or wrong", "", *check_table(results), *option_table(results)]
+    return found[:-1]
 
 
 HEADINGS = {

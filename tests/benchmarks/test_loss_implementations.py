@@ -29,7 +29,6 @@ WAYS = {
 def test_every_way_has_the_plain_gradients_in_float64(name, smoothing):
     x = Inputs(TINY._replace(smoothing=smoothing), "cpu")
     found = errors(answer(x, Implementation(WAYS[name])), truth(x, bias=True))
-    # The 2018 loop keeps its distribution, and torch makes the small chunk's loss, in numbers of their own
     assert max(found.values()) < 1e-12, found
 
 
