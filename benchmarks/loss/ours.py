@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 import seqpar
@@ -29,7 +28,7 @@ def engine(replicas: int | None = None, known: bool = True) -> Callable[[Inputs]
 
     def prepare(x: Inputs) -> Step:
         generator = x.generator if known else OwnProjection(x.generator)
-        devices = None if replicas is None else [torch.device(x.device)] * replicas
+        devices = None if replicas is None else [x.hidden.device] * replicas
         compute = seqpar.LossCompute(generator, seqpar.LabelSmoothing(x.problem.smoothing, "torch"), devices)
         return lambda: compute(x.hidden, x.target).total / x.tokens
 

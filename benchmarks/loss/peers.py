@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import itertools
 import logging
+import platform
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +24,9 @@ PEERS = ["cut-cross-entropy", "torchtune", "torchao"]
 
 
 def versions() -> dict[str, str]:
-    """Of torch and of the peers that are installed."""
-    found = {"torch": torch.__version__}
-    for name in PEERS:
+    """Of Python, torch, seqpar and the peers, where they are installed."""
+    found = {"Python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in ["seqpar", *PEERS]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -43,14 +44,14 @@ def torch_op(options: dict[str, Any]) -> Callable[[Inputs], Step]:
         def step() -> Tensor:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
-                loss = F.linear_cross_entropy(  # type: ignore[attr-defined]
+                loss = F.linear_cross_entropy(
                     x.hidden,
                     x.weight,
                     x.target,
                     linear_bias=x.bias,
                     label_smoothing=x.problem.smoothing,
                     reduction="sum",
-                    options=torch.nn.LinearCrossEntropyOptions(**options),  # type: ignore[attr-defined]
+                    options=torch.nn.LinearCrossEntropyOptions(**options),
                 )
             return loss / x.tokens
 

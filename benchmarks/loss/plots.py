@@ -62,40 +62,35 @@ def _bars(results: Results) -> Any:
     if len(entries) < 2:
         return None
     figure = Figure(figsize=(11, 7), layout="constrained")
-    figure.suptitle(
-        f"{shape_title(entries[0])}, float32; {results['hardware']}, {results['threads']} threads", color=INK
-    )
+    where = f"{shape_title(entries[0])}, float32; {results['hardware']}, {results['threads']} threads"
+    figure.suptitle(f"{where}\nupper bar: no smoothing; lower bar: smoothing 0.1", color=INK)
     left, right = figure.subplots(1, 2, sharey=True)
     names = list(entries[0]["seconds"])[::-1]
     left.set_yticks(range(len(names)), names)
     for label in left.get_yticklabels():
         label.set_color(MINE if label.get_text() in OURS else INK)
     for entry, offset, strength in zip(entries, (0.2, -0.2), (1.0, 0.5), strict=True):
-        smoothing = entry["problem"]["smoothing"]
-        kind = f"smoothing {smoothing:g}" if smoothing else "no smoothing"
         ratios = {n: (median(entry, n) or 0) / floor_seconds(entry) for n in names}
         peaks = {n: p / MIB for n in names if isinstance(p := entry["peak bytes"].get(n), int)}
-        _bar(left, names, ratios, (offset, strength), "{:.2f}", kind)
-        _bar(right, names, peaks, (offset, strength), "{:,.0f}", kind)
+        _bar(left, names, ratios, (offset, strength), "{:.2f}")
+        _bar(right, names, peaks, (offset, strength), "{:,.0f}")
     left.axvline(1, color=INK, linewidth=1, linestyle=":")
-    left.set_xlabel("time / the three matrix products (upper bar: no smoothing, lower: smoothing 0.1)")
+    left.set_xlabel("time / the three matrix products")
     allowed = entries[0]["allowed bytes"] / MIB
     right.axvline(allowed, color=INK, linewidth=1, linestyle=":")
-    right.set_xlabel(f"peak memory above the inputs, MiB (dotted: allowed, {allowed:,.0f})")
+    right.set_xlabel(f"peak memory, MiB (dotted: allowed, {allowed:,.0f})")
     for axes in (left, right):
         axes.tick_params(length=0)
         axes.margins(x=0.12)
     return figure
 
 
-def _bar(
-    axes: Any, names: list[str], values: dict[str, float], place: tuple[float, float], form: str, kind: str
-) -> None:
+def _bar(axes: Any, names: list[str], values: dict[str, float], place: tuple[float, float], form: str) -> None:
     offset, strength = place
     for row, name in enumerate(names):
         value = values.get(name)
         if not value:
-            axes.text(0, row + offset, f" not run, {kind}", va="center", fontsize=8, fontstyle="italic")
+            axes.text(0, row + offset, " not run", va="center", fontsize=8, fontstyle="italic")
             continue
         axes.barh(row + offset, value, height=0.36, color=MINE if name in OURS else OTHERS, alpha=strength)
         axes.text(value, row + offset, " " + form.format(value), va="center", fontsize=9)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.loss import plots, targets
-from benchmarks.loss.implementations import ENGINE, OURS, PLAIN
+from benchmarks.loss.implementations import ENGINE, PLAIN, known
 from benchmarks.loss.results import Results, floor_seconds, median, stem
 from benchmarks.loss.targets import Entry, shape_title, title
 
@@ -57,8 +57,8 @@ def document(results: Results, source: str, pictures: list[str]) -> list[str]:
     """The whole page."""
     found = ["# The loss over a vocabulary, forward and backward", ""]
     found += ["```", *results["commands"], "```", ""]
-    found += [f"{results['date']}, {results['hardware']}, {results['threads']} threads, {results['device']}. "]
-    found += [", ".join(f"{name} {version}" for name, version in results["versions"].items()) + ". "]
+    found += [f"{results['date']}, {results['hardware']}, {results['threads']} threads, {results['device']}."]
+    found += [", ".join(f"{name} {version}" for name, version in results["versions"].items()) + "."]
     found += [f"Every figure, run by run: [{source}]({source}); `--render` makes this page of it.", INTRODUCTION]
     found += ["## Reached or not", "", *target_table(results)]
     found += [line for name in pictures for line in (f"![{name}]({name})", "")]
@@ -112,8 +112,9 @@ def _shapes(results: Results, entries: list[Entry]) -> list[str]:
             here = [e for e in entries if (e["problem"]["dtype"], e["problem"]["smoothing"]) == (dtype, smoothing)]
             if not here:
                 continue
-            names = list(dict.fromkeys(name for e in here for name in [*e["seconds"], *e["not run"]]))
-            order = [name for name in names if name not in OURS] + [name for name in names if name in OURS]
+            order = list(
+                dict.fromkeys(name for name in known({}) for e in here if name in {**e["seconds"], **e["not run"]})
+            )
             header = [f"{dtype}, smoothing {smoothing:g}", *map(shape_title, here)]
             rows = [["three products, s", *(f"{floor_seconds(e):.2f}" for e in here)]]
             rows += [

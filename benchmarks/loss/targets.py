@@ -114,7 +114,7 @@ def _judged(
     inside = sum(value <= limit if largest else value >= limit for value, _ in found)
     values = sorted((value for value, _ in found), reverse=largest)
     worst, entry = next(pair for pair in found if pair[0] == values[0])
-    measured = f"{worst:.2f}" + (f" (best {values[-1]:.2f})" if len(found) > 1 else "")
+    measured = f"{worst:.3g}" + (f" (best {values[-1]:.3g})" if len(found) > 1 else "")
     yield Target(claim, text, measured, f"{title(entry)}; {inside} of {len(found)} inside", inside == len(found))
 
 

@@ -69,4 +69,4 @@ def test_a_target_is_reached_only_if_every_problem_is_inside():
     for second, reached in ((1.1, True), (1.3, False)):
         (target,) = targets.most("time", [entry(1.0), entry(second)], targets.to_floor, 1.15)
         assert target.reached is reached
-        assert target.measured.startswith(f"{second:.2f}")
+        assert target.measured.startswith(f"{second:.3g}")
