@@ -44,7 +44,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # the peers' own, of things that are stated in the tables
     path = options.out or results.default_path(options.device)
     measured = results.load(path, options.device, shlex.join(["python", "-m", "benchmarks.loss", *sys.argv[1:]]))
-    run = Run(measured, path, options.device, options.repeats, options.only, options.again)
+    run = Run(measured, path, options.device, options.repeats, options.only, options.again, set())
     for name in options.parts or PARTS:
         PARTS[name](run)
         print("\n".join(report.part_table(measured, name)), flush=True)

@@ -60,6 +60,7 @@ class Run(NamedTuple):
     repeats: int | None
     only: str
     again: bool
+    checked: set[tuple[str, str]]
 
     def todo(self, part: str, problems: list[Problem]) -> list[Problem]:
         """The problems that are asked for and not measured yet."""
@@ -176,9 +177,10 @@ def check(run: Run, name: str, way: Implementation, problem: Problem) -> None:
     """Whether it is right, once for each dtype and smoothing."""
     key = f"{problem.dtype_name} smoothing={problem.smoothing:g}"
     found = run.results["checks"].setdefault(key, {})
-    if name not in found:
+    if name not in found or (run.again and (key, name) not in run.checked):
         errors, wrong = what_is_wrong(way, problem, run.device)
         found[name] = {"errors": errors, "wrong": wrong}
+        run.checked.add((key, name))
 
 
 def best_options(run: Run, dtype: torch.dtype) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def _cell(entry: Entry, name: str) -> str:
     if time is None:
         return "-"
     peak = entry["peak bytes"].get(name)
-    memory = f"{peak / MIB:,.0f} MiB" if isinstance(peak, int) else peak or "memory as without smoothing"
+    memory = f"{peak / MIB:,.0f} MiB" if isinstance(peak, int) else peak or "memory not measured"
     to_plain = f" / {time / plain:.2f}" if plain else ""
     return f"{time / floor_seconds(entry):.2f}{to_plain}; {memory}"
 
