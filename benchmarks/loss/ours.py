@@ -1,0 +1,46 @@
+"""seqpar's ways to the loss; `plain_ways` says what a step is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+import seqpar
+from benchmarks.loss.plain_ways import Step
+from benchmarks.loss.problems import Inputs
+
+
+class OwnProjection(nn.Module):
+    """A generator that the engine cannot know by formula."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(..., D) -> (..., V)."""
+        return self.linear(hidden)  # type: ignore[no-any-return]
+
+
+def engine(replicas: int | None = None, known: bool = True) -> Callable[[Inputs], Step]:
+    """`LossCompute`, chunk chosen by itself; `known`: a generator whose gradient it has by formula."""
+
+    def prepare(x: Inputs) -> Step:
+        generator = x.generator if known else OwnProjection(x.generator)
+        devices = None if replicas is None else [x.hidden.device] * replicas
+        compute = seqpar.LossCompute(generator, seqpar.LabelSmoothing(x.problem.smoothing, "torch"), devices)
+        return lambda: compute(x.hidden, x.target).total / x.tokens
+
+    return prepare
+
+
+def linear_cross_entropy(x: Inputs) -> Step:
+    """Projection and loss in one call, gradients by formula."""
+
+    def step() -> Tensor:
+        smoothing = x.problem.smoothing
+        loss = seqpar.linear_cross_entropy(x.hidden, x.weight, x.target, bias=x.bias, label_smoothing=smoothing)
+        return loss.total / x.tokens
+
+    return step

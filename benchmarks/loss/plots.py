@@ -1,0 +1,126 @@
+"""The measurements as pictures, readable on light and dark backgrounds alike."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.loss import targets
+from benchmarks.loss.implementations import ENGINE, OURS
+from benchmarks.loss.problems import SHAPES
+from benchmarks.loss.results import Results, floor_seconds, median
+from benchmarks.loss.targets import shape_title
+
+INK, OTHERS, MINE = "#75808c", "#8c959f", "#1f7ae0"
+"""Grey that stands out from white and from near-black; bars of others; seqpar's."""
+MIB = 2**20
+
+
+def draw(results: Results, beside: Path) -> list[str]:
+    """Writes the pictures there are figures for; returns their names."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no pictures: matplotlib is not installed (the extra `bench` has it)", file=sys.stderr)
+        return []
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "seqpar",
+            "font.family": "sans-serif",
+            "font.size": 11,
+            **{f"{name}.color": INK for name in ("text", "xtick", "ytick")},
+            "axes.labelcolor": INK,
+            "axes.edgecolor": INK,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
+    )
+    written = []
+    for suffix, picture in (("", _bars(results)), ("-linear", _lines(results))):
+        if picture is not None:
+            name = f"{beside.name}{suffix}.svg"
+            picture.savefig(beside.parent / name, transparent=True, metadata={"Date": None})
+            written.append(name)
+    return written
+
+
+def _bars(results: Results) -> Any:
+    """Time and memory of every implementation at the first shape in float32, with and without smoothing."""
+    from matplotlib.figure import Figure
+
+    first = SHAPES[0]._asdict() | {"dtype": "float32"}
+    entries = [
+        entry
+        for smoothing in (0.0, 0.1)
+        for entry in results["parts"].get("shapes", {}).values()
+        if entry["problem"] == first | {"smoothing": smoothing}
+    ]
+    if len(entries) < 2:
+        return None
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    where = f"{shape_title(entries[0])}, float32; {results['hardware']}, {results['threads']} threads"
+    figure.suptitle(f"{where}\nupper bar: no smoothing; lower bar: smoothing 0.1", color=INK)
+    left, right = figure.subplots(1, 2, sharey=True)
+    names = list(entries[0]["seconds"])[::-1]
+    left.set_yticks(range(len(names)), names)
+    for label in left.get_yticklabels():
+        label.set_color(MINE if label.get_text() in OURS else INK)
+    for entry, offset, strength in zip(entries, (0.2, -0.2), (1.0, 0.5), strict=True):
+        ratios = {n: (median(entry, n) or 0) / floor_seconds(entry) for n in names}
+        peaks = {n: p / MIB for n in names if isinstance(p := entry["peak bytes"].get(n), int)}
+        _bar(left, names, ratios, (offset, strength), "{:.2f}")
+        _bar(right, names, peaks, (offset, strength), "{:,.0f}")
+    left.axvline(1, color=INK, linewidth=1, linestyle=":")
+    left.set_xlabel("time / the three matrix products")
+    allowed = entries[0]["allowed bytes"] / MIB
+    right.axvline(allowed, color=INK, linewidth=1, linestyle=":")
+    right.set_xlabel(f"peak memory, MiB (dotted: allowed, {allowed:,.0f})")
+    for axes in (left, right):
+        axes.tick_params(length=0)
+        axes.margins(x=0.12)
+    return figure
+
+
+def _bar(axes: Any, names: list[str], values: dict[str, float], place: tuple[float, float], form: str) -> None:
+    offset, strength = place
+    for row, name in enumerate(names):
+        value = values.get(name)
+        if not value:
+            axes.text(0, row + offset, " not run", va="center", fontsize=8, fontstyle="italic")
+            continue
+        axes.barh(row + offset, value, height=0.36, color=MINE if name in OURS else OTHERS, alpha=strength)
+        axes.text(value, row + offset, " " + form.format(value), va="center", fontsize=9)
+
+
+def _lines(results: Results) -> Any:
+    """The engine's time against N, D and V, with the line through the points."""
+    from matplotlib.figure import Figure
+
+    found = targets.lines(results)
+    if not found:
+        return None
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    figure.suptitle(f"{ENGINE}, float32, smoothing 0.1; {results['hardware']}, {results['threads']} threads", color=INK)
+    for axes, (name, (sizes, times)) in zip(
+        figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True
+    ):
+        start, slope, deviations = targets.fit(sizes, times)
+        axes.plot([0, sizes[-1]], [start, start + slope * sizes[-1]], color=OTHERS, linewidth=1)
+        axes.plot(sizes, times, "o", color=MINE)
+        worst = max(map(abs, deviations))
+        axes.text(0.05, 0.9, f"largest deviation {worst:.1%}", transform=axes.transAxes)
+        axes.set(
+            xlim=(0, None), ylim=(0, None), xlabel=name, xticks=sizes, xticklabels=[_short(size) for size in sizes]
+        )
+        axes.tick_params(axis="x", labelsize=8)
+    figure.axes[0].set_ylabel("seconds, forward and backward")
+    return figure
+
+
+def _short(size: int) -> str:
+    """Thousands as "8k", where they are whole."""
+    return f"{size // 1000}k" if size % 1000 == 0 else str(size)

@@ -1,0 +1,207 @@
+"""What the library sets out to reach, next to what was measured: the worst case over the problems of each claim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from benchmarks.loss.implementations import ENGINE, OURS, OWN, PLAIN, TORCH_BEST, TORCH_DEFAULT
+from benchmarks.loss.problems import SHAPES
+from benchmarks.loss.results import Results, floor_seconds, median
+
+Entry = dict[str, Any]
+Ratio = Callable[[Entry], float | None]
+FOUR = {(shape.rows, shape.width, shape.vocab_size) for shape in SHAPES[:4]}
+
+
+class Target(NamedTuple):
+    """One claim: its limit as text, the worst that was measured, where, and whether it is within the limit."""
+
+    claim: str
+    limit: str
+    measured: str
+    where: str
+    reached: bool
+
+
+def targets(results: Results) -> list[Target]:
+    """Every claim that the file has figures for."""
+    found = [*_of_shapes(results), *_of_padding(results), *_of_memory(results), *_of_linear(results)]
+    return found + list(_of_devices(results))
+
+
+def _of_shapes(results: Results) -> Iterator[Target]:
+    engine = f"`{ENGINE}`"
+    single = _entries(results, "shapes", "float32")
+    smooth = [entry for entry in single if entry["problem"]["smoothing"]]
+    rough = [entry for entry in single if not entry["problem"]["smoothing"]]
+    half = _entries(results, "shapes", "bfloat16")
+    yield from most(f"float32, {engine}: time / three products", single, to_floor, 1.15)
+    yield from _least(f"float32, smoothing: plain's time / {engine}'s", smooth, _speed(PLAIN), 1.6)
+    yield from _least(f"float32, no smoothing: plain's time / {engine}'s", rough, _speed(PLAIN), 1.3)
+    yield from _least(f"float32: fastest peer's time / {engine}'s", single, _fastest_peer, 1.0)
+    yield from most(f"bfloat16, {engine}: time / three products", half, to_floor, 1.4)
+    yield from _least(f"bfloat16: plain's time / {engine}'s", half, _speed(PLAIN), 2.0)
+    chunked = [entry for entry in half if not entry["problem"]["smoothing"]]
+    yield from _least(f"bfloat16: torch op's time, default options, / {engine}'s", chunked, _speed(TORCH_DEFAULT), 3.0)
+    yield from _least(f"bfloat16: torch op's time, best options, / {engine}'s", chunked, _speed(TORCH_BEST), 3.0)
+    everything = list(results["parts"].get("shapes", {}).values())
+    yield from most(f"{engine}: peak memory / what is allowed", everything, _to_allowance, 1.0)
+    both = single + half
+    yield from most("own generator: time / plain's", both, lambda entry: _over(_speed(PLAIN, OWN)(entry)), 1.25)
+    yield from most("own generator: peak memory / plain's", both, _memory_to_plain, 1 / 8)
+
+
+def _of_padding(results: Results) -> Iterator[Target]:
+    entries = list(results["parts"].get("padding", {}).values())
+    by_padding = {bool(entry["problem"]["padding"]): entry for entry in entries}
+    if len(by_padding) == 2:
+        whole = by_padding[False]
+        claim = f"30 % padding, `{ENGINE}`: time without / time with"
+        yield from _least(claim, [by_padding[True]], lambda padded: faster(whole, padded, ENGINE), 1.25)
+
+
+def faster(whole: Entry, padded: Entry, name: str) -> float | None:
+    """How many times as long that implementation takes without padding."""
+    first, second = median(whole, name), median(padded, name)
+    return None if first is None or second is None else first / second
+
+
+def _of_memory(results: Results) -> Iterator[Target]:
+    entries = list(results["parts"].get("memory", {}).values())
+    yield from most(f"`{ENGINE}`, N from 1,024 to 16,384: peak memory / what is allowed", entries, _to_allowance, 1.0)
+    beyond = [above for entry in entries if (above := beyond_hidden(entry, ENGINE)) is not None]
+    if len(beyond) > 1:
+        growth = max(beyond) / beyond[0]
+        text = f"`{ENGINE}`: peak memory without the hidden gradient, N 16-fold"
+        yield Target(text, "<= 1.10 x", f"{growth:.2f} x", "the part `memory`", growth <= 1.1)
+
+
+def _of_linear(results: Results) -> Iterator[Target]:
+    for name, (sizes, times) in lines(results).items():
+        worst = max(abs(deviation) for deviation in fit(sizes, times)[2])
+        where = f"{name} from {sizes[0]:,} to {sizes[-1]:,}"
+        yield Target(f"`{ENGINE}`: time off a line in {name}", "<= 10 %", f"{worst:.1%}", where, worst <= 0.1)
+
+
+def _of_devices(results: Results) -> Iterator[Target]:
+    entries = list(results["parts"].get("devices", {}).values())
+    for name in (ENGINE, OWN):
+        ratio = _speed(f"{name}, 4 replicas", f"{name}, 1 replica")
+        yield from most(f"`{name}`: four replicas' time / one's", entries, ratio, 1.05)
+
+
+def _entries(results: Results, part: str, dtype: str) -> list[Entry]:
+    """Those of the first four shapes."""
+    found = [entry for entry in results["parts"].get(part, {}).values() if entry["problem"]["dtype"] == dtype]
+    return [e for e in found if (e["problem"]["rows"], e["problem"]["width"], e["problem"]["vocab_size"]) in FOUR]
+
+
+def most(claim: str, entries: list[Entry], ratio: Ratio, limit: float) -> Iterator[Target]:
+    yield from _judged(claim, entries, ratio, limit, f"<= {limit:.3g}", largest=True)
+
+
+def _least(claim: str, entries: list[Entry], ratio: Ratio, limit: float) -> Iterator[Target]:
+    yield from _judged(claim, entries, ratio, limit, f">= {limit:.3g}", largest=False)
+
+
+def _judged(
+    claim: str, entries: list[Entry], ratio: Ratio, limit: float, text: str, *, largest: bool
+) -> Iterator[Target]:
+    found = [(value, entry) for entry in entries if (value := ratio(entry)) is not None]
+    if not found:
+        return
+    inside = sum(value <= limit if largest else value >= limit for value, _ in found)
+    values = sorted((value for value, _ in found), reverse=largest)
+    worst, entry = next(pair for pair in found if pair[0] == values[0])
+    measured = f"{worst:.3g}" + (f" (best {values[-1]:.3g})" if len(found) > 1 else "")
+    yield Target(claim, text, measured, f"{title(entry)}; {inside} of {len(found)} inside", inside == len(found))
+
+
+def title(entry: Entry) -> str:
+    """The problem in short."""
+    problem = entry["problem"]
+    smoothing = f", smoothing {problem['smoothing']:g}" if problem["smoothing"] else ""
+    return f"{shape_title(entry)}{smoothing}, {problem['dtype']}"
+
+
+def shape_title(entry: Entry) -> str:
+    """Its shape in short."""
+    problem = entry["problem"]
+    padding = f", {problem['padding']:.0%} padding" if problem["padding"] else ""
+    return f"{problem['rows']:,} x {problem['width']:,} x {problem['vocab_size']:,}{padding}"
+
+
+def to_floor(entry: Entry) -> float | None:
+    mine = median(entry, ENGINE)
+    return None if mine is None else mine / floor_seconds(entry)
+
+
+def _speed(other: str, mine: str = ENGINE) -> Ratio:
+    """How many times as long `other` takes."""
+
+    def ratio(entry: Entry) -> float | None:
+        theirs, ours = median(entry, other), median(entry, mine)
+        return None if theirs is None or ours is None else theirs / ours
+
+    return ratio
+
+
+def _over(value: float | None) -> float | None:
+    return None if value is None else 1 / value
+
+
+def _fastest_peer(entry: Entry) -> float | None:
+    mine = median(entry, ENGINE)
+    theirs = [median(entry, name) for name in entry["seconds"] if name not in OURS]
+    return None if mine is None else min(time for time in theirs if time is not None) / mine
+
+
+def _to_allowance(entry: Entry) -> float | None:
+    peak = entry["peak bytes"].get(ENGINE)
+    return peak / entry["allowed bytes"] if isinstance(peak, int) else None
+
+
+def _memory_to_plain(entry: Entry) -> float | None:
+    peak, plain = entry["peak bytes"].get(OWN), entry["peak bytes"].get(PLAIN)
+    return peak / plain if isinstance(peak, int) and isinstance(plain, int) else None
+
+
+def beyond_hidden(entry: Entry, name: str) -> int | None:
+    """Peak bytes of that implementation, less those of the hidden gradient, which every one must hand back."""
+    peak, problem = entry["peak bytes"].get(name), entry["problem"]
+    itemsize = 4 if problem["dtype"] == "float32" else 2
+    return peak - problem["rows"] * problem["width"] * itemsize if isinstance(peak, int) else None
+
+
+def lines(results: Results) -> dict[str, tuple[list[int], list[float]]]:
+    """N, D and V: the sizes, and the engine's seconds, where the other two stay as they are."""
+    entries = list(results["parts"].get("linear", {}).values())
+    fields = {"N": "rows", "D": "width", "V": "vocab_size"}
+    found = {}
+    for name, field in fields.items():
+        # The base is the one problem that lies on all three lines, so the others' commonest value is the base's
+        rest = [f for f in fields.values() if f != field]
+        values = {f: [entry["problem"][f] for entry in entries] for f in rest}
+        base = {f: max(set(seen), key=seen.count) for f, seen in values.items() if seen}
+        line = sorted(
+            (entry["problem"][field], median(entry, ENGINE) or 0.0)
+            for entry in entries
+            if all(entry["problem"][f] == base[f] for f in rest)
+        )
+        if len(line) > 2:
+            found[name] = ([size for size, _ in line], [time for _, time in line])
+    return found
+
+
+def fit(sizes: list[int], times: list[float]) -> tuple[float, float, list[float]]:
+    """Start and slope of the line with the least squared relative deviations; and those deviations."""
+    weights = [1 / time**2 for time in times]
+    total = sum(weights)
+    mean_size = sum(w * s for w, s in zip(weights, sizes, strict=True)) / total
+    mean_time = sum(w * t for w, t in zip(weights, times, strict=True)) / total
+    points = list(zip(weights, sizes, times, strict=True))
+    slope = sum(w * (s - mean_size) * (t - mean_time) for w, s, t in points)
+    slope /= sum(w * (s - mean_size) ** 2 for w, s, _ in points)
+    start = mean_time - slope * mean_size
+    return start, slope, [t / (start + slope * s) - 1 for s, t in zip(sizes, times, strict=True)]

@@ -1,0 +1,72 @@
+"""What the benchmark of the loss compares is right where it says so, and its figures are read from runs as they are."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from benchmarks.loss import ours, peers, plain_ways, targets
+from benchmarks.loss.checks import answer, errors, truth, what_is_wrong
+from benchmarks.loss.implementations import Implementation
+from benchmarks.loss.problems import IGNORED, Inputs, Problem
+from benchmarks.loss.timing import floors
+
+TINY = Problem(128, 6, 11, dtype=torch.float64, padding=0.3)
+WAYS = {
+    "plain": plain_ways.plain,
+    "checkpointed": plain_ways.checkpointed,
+    "torchtitan-style": plain_ways.titan_style,
+    "2018 loop": plain_ways.loop_2018,
+    "torch op": peers.torch_op({"batch_chunk_size": 16}),
+    "LossCompute": ours.engine(),
+    "own generator": ours.engine(known=False),
+    "four replicas": ours.engine(4),
+    "linear_cross_entropy": ours.linear_cross_entropy,
+}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_has_the_plain_gradients_in_float64(name, smoothing):
+    x = Inputs(TINY._replace(smoothing=smoothing), "cpu")
+    found = errors(answer(x, Implementation(WAYS[name])), truth(x, bias=True))
+    assert max(found.values()) < 1e-12, found
+
+
+def test_a_factor_on_the_loss_that_is_ignored_is_named():
+    problem = TINY._replace(dtype=torch.float32)
+    assert what_is_wrong(Implementation(plain_ways.titan_style), problem, "cpu")[1] == ["ignores a factor on the loss"]
+    assert not what_is_wrong(Implementation(plain_ways.plain), problem, "cpu")[1]
+
+
+def test_a_wrong_gradient_is_named():
+    def doubled(x):
+        return lambda: plain_ways.plain(x)() + 0.01 * x.bias.sum()
+
+    wrong = what_is_wrong(Implementation(doubled), TINY._replace(dtype=torch.float32), "cpu")[1]
+    assert any(word.startswith("bias gradient") for word in wrong)
+
+
+def test_the_products_are_of_the_kept_rows_whole_and_in_chunks():
+    x = Inputs(TINY, "cpu")
+    for run in floors(x).values():
+        run()
+    assert x.tokens == int((x.target != IGNORED).sum()) < TINY.rows
+    assert abs(x.tokens / TINY.rows - 0.7) < 0.05
+
+
+def test_a_straight_line_has_no_deviation_and_a_bent_one_has():
+    sizes = [1, 2, 4, 8]
+    start, slope, deviations = targets.fit(sizes, [3.0 + 2.0 * size for size in sizes])
+    assert_close([start, slope, *deviations], [3.0, 2.0, 0.0, 0.0, 0.0, 0.0])
+    assert max(map(abs, targets.fit(sizes, [1.0, 2.0, 4.0, 16.0])[2])) > 0.1
+
+
+def test_a_target_is_reached_only_if_every_problem_is_inside():
+    def entry(seconds):
+        problem = {**TINY._asdict(), "dtype": "float32"}
+        return {"problem": problem, "floor seconds": {"products": [1.0]}, "seconds": {"LossCompute": [seconds]}}
+
+    for second, reached in ((1.1, True), (1.3, False)):
+        (target,) = targets.most("time", [entry(1.0), entry(second)], targets.to_floor, 1.15)
+        assert target.reached is reached
+        assert target.measured.startswith(f"{second:.3g}")
