@@ -44,7 +44,7 @@ from recipes.translation.data import load_pairs
 from recipes.translation.prepare import prepare
 from recipes.translation.subwords import BOS, EOS, PAD
 
-TOKENS, WARM_UP, BEAM, SENTENCES, LENGTH = 4_000, 2, 5, 64, 20
+TOKENS, WARM_UP, BEAM, SENTENCES, LENGTH = 4_000, 1, 5, 64, 20
 Row = dict[str, Any]
 
 
