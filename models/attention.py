@@ -1,7 +1,7 @@
 """Attention, its masks, and the keys and values that decoding keeps (Vaswani et al. 2017, section 3.2).
 
 Shapes: B sentences, R rows (sentences x beams; R = B outside beam search), T target time, S source time,
-D model width, H heads, K width of a head.
+D model width, H heads, K width of a head, A sentences x heads.
 
 Masks are boolean, True = may attend, with four dims that broadcast to (B, H, queries, keys).
 """
@@ -65,6 +65,32 @@ class KeyValues:
         return KeyValues(self.keys.index_select(0, rows), self.values.index_select(0, rows))
 
 
+SHORT = 128
+"""Keys up to which attention on the CPU is trained by matrix products: the backward of torch's kernel has a high price
+for each sentence there, in bfloat16 ten times that of the products. Longer ones would make the weights too large."""
+
+
+def attend(query_BHQK: Tensor, lookup: KeyValues, mask: Tensor | None, causal: bool) -> Tensor:
+    """softmax(Q K^T / sqrt(d_k)) V (equation 1): query (B, H, Q, K) -> (B, H, Q, K).
+
+    `F.scaled_dot_product_attention`, but where its kernel is slow the same by matrix products. A query that may
+    attend to nothing has no meaning in either.
+    """
+    (batch, heads, queries, width), keys = query_BHQK.shape, lookup.keys.size(2)
+    if query_BHQK.device.type != "cpu" or not torch.is_grad_enabled() or keys > SHORT or not batch:
+        return F.scaled_dot_product_attention(query_BHQK, lookup.keys, lookup.values, attn_mask=mask, is_causal=causal)
+    if causal:
+        mask = subsequent_mask(keys)
+    hidden_AQS = query_BHQK.new_zeros(1, 1, 1)
+    if mask is not None:
+        hidden = hidden_AQS.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(hidden_AQS.dtype).min)
+        alike = mask.size(0) == mask.size(1) == 1
+        hidden_AQS = (hidden if alike else hidden.expand(batch, heads, -1, -1)).flatten(0, 1)
+    query_AQK, keys_ASK, values_ASK = (x.flatten(0, 1) for x in (query_BHQK, lookup.keys, lookup.values))
+    scores_AQS = torch.baddbmm(hidden_AQS, query_AQK, keys_ASK.mT, alpha=width**-0.5)
+    return torch.bmm(scores_AQS.softmax(-1), values_ASK).view(batch, heads, queries, width)
+
+
 class Attention(nn.Module):
     """Multi-head scaled dot-product attention: Concat(head_1 ... head_h) W^O (section 3.2.2, equation 1).
 
@@ -96,9 +122,7 @@ class Attention(nn.Module):
         query_RTD = self.query(x)
         width = query_RTD.size(-1)  # of all heads here: d_model, unless heads are split over ranks
         query_BQD = query_RTD.view(sentences, beams * time, width)
-        mixed_BHQK = F.scaled_dot_product_attention(
-            self._split(query_BQD), lookup.keys, lookup.values, attn_mask=mask, is_causal=causal
-        )
+        mixed_BHQK = attend(self._split(query_BQD), lookup, mask, causal)
         mixed: Tensor = self.output(mixed_BHQK.transpose(1, 2).reshape(rows, time, width))
         return mixed
 

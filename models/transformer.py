@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from models.attention import Attention, DecoderCache, LayerCache, check_mask, padding_mask, subsequent_mask
+from models.dropout import Dropout
 from models.presets import TransformerConfig
 
 
@@ -38,7 +39,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab: int, d_model: int, dropout: float) -> None:
         super().__init__()
         self.lookup = nn.Embedding(vocab, d_model)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
         """(B, T) ids, the first at position `start` -> (B, T, D)."""
@@ -74,7 +75,7 @@ class Residual(nn.Module):
         super().__init__()
         self.pre = config.norm == "pre"
         self.norm = nn.LayerNorm(config.d_model)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """(B, T, D) -> (B, T, D), through the sublayer."""

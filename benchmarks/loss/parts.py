@@ -30,7 +30,7 @@ from benchmarks.loss.results import Results, save
 from benchmarks.loss.timing import CHUNKED, WHOLE, Progress, Runs, floors, forward_and_backward, interleaved, seconds
 
 Entry = dict[str, Any]
-ROUNDS = (2, 7)
+ROUNDS = (3, 7)
 """Fewest and most."""
 BUDGET = 120.0
 """Seconds that the rounds of one problem may take, if that leaves the fewest."""

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import EncoderDecoder, Hypothesis, beam_search, greedy, length_normaliser, padding_mask
+from models.decoding import best_tokens, log_totals
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, sentence, small_transformer
 
 MODELS = [small_transformer(seed, norm=norm, spread=2.0) for seed in range(2) for norm in ("pre", "post")]
@@ -249,6 +250,19 @@ def test_low_precision_models_decode(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
         found = beam_search(model, random_batch(1), bos=BOS, eos=EOS)
     assert all(math.isfinite(row[0].score) for row in found)
+
+
+@pytest.mark.parametrize("vocab", [7, 200, 1_000, 1_027])
+def test_the_best_tokens_and_totals_of_a_row_are_those_of_a_sort(vocab: int) -> None:
+    logits = torch.randn(130, vocab, dtype=torch.float64) * 5
+    logits[1, :-3] = -math.inf  # fewer live tokens than are asked for
+    logits[2] += 1e4
+    for actual, expected in zip(best_tokens(logits, 4), logits.topk(4), strict=True):
+        assert torch.equal(actual[[0, *range(2, 130)]], expected[[0, *range(2, 130)]])
+    values, tokens = best_tokens(logits, 4)
+    assert torch.equal(values[1], logits[1].topk(4).values)
+    assert torch.equal(logits[1, tokens[1]], values[1])
+    torch.testing.assert_close(log_totals(logits), logits.logsumexp(-1), rtol=1e-14, atol=1e-14)
 
 
 def test_scores_are_divided_by_the_gnmt_length_penalty() -> None:

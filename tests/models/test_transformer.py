@@ -21,6 +21,7 @@ from models import (
     sinusoidal_positions,
     subsequent_mask,
 )
+from models.attention import KeyValues, attend
 from tests.models.examples import PAD, TINY, batch, pad_to, random_batch, small_transformer
 
 NORMS = pytest.mark.parametrize("norm", ["pre", "post"])
@@ -119,6 +120,20 @@ def test_attention_is_the_papers_formula() -> None:
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
     expected = attention.output(torch.einsum("bhqs,bshk->bqhk", weights, value).flatten(2))
     close(attention(x, attention.keys_values(x), mask), expected)
+
+
+@pytest.mark.parametrize("kind", ["none", "padding", "causal", "both"])
+@pytest.mark.parametrize("width", [5, 200])
+def test_short_and_long_attention_are_torchs_kernel(kind: str, width: int) -> None:
+    tokens = random_batch(1, width=width)
+    mask = {"padding": padding_mask(tokens, PAD), "both": padding_mask(tokens, PAD) & subsequent_mask(width)}.get(kind)
+    inputs = [torch.randn(5, 4, width, 6, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    query, lookup, causal = inputs[0], KeyValues(*inputs[1:]), kind == "causal"
+    expected = nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask, is_causal=causal)
+    actual = attend(query, lookup, mask, causal)
+    close(actual, expected)
+    for got, want in zip(*(torch.autograd.grad(out.sin().sum(), inputs) for out in (actual, expected)), strict=True):
+        close(got, want)
 
 
 def test_positions_are_the_papers_formula_at_any_offset() -> None:

@@ -1,0 +1,239 @@
+"""One translation model three times, each with its training step: ours, Hugging Face's Marian, `nn.Transformer`.
+
+All three get the same padded batches, the same optimizer (fused Adam) and the same clipping, so that what differs is
+the model and its loss. Dropout is on embeddings and sublayers; `nn.Transformer` also has it on attention weights and
+inside the feed-forward network, which cannot be told apart there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqpar
+from models import PRESETS, TransformerConfig, make_transformer, sinusoidal_positions
+from recipes.translation.batches import Batch, TokenBatches
+from recipes.translation.config import load_config
+from recipes.translation.layout import Layout, axes_of
+from recipes.translation.ranks import ALONE
+from recipes.translation.subwords import BOS, EOS, PAD
+
+SMOOTHING, CLIP, ADAM = 0.1, 1.0, {"lr": 1e-4, "betas": (0.9, 0.98), "eps": 1e-9, "fused": True}
+
+SIZES: dict[str, tuple[TransformerConfig, int]] = {
+    "d128": (PRESETS["multi30k"], 10_000),
+    "d256": (PRESETS["small"], 10_000),
+    "d512": (PRESETS["base"], 32_000),
+}
+"""Name -> sizes, and vocabulary; all with one embedding for source, target and generator."""
+
+# fmt: off
+TARGET_LENGTHS = {
+    4: 4, 5: 10, 6: 89, 7: 318, 8: 914, 9: 1494, 10: 2008, 11: 2496, 12: 2672, 13: 2740, 14: 2498, 15: 2349, 16: 2015,
+    17: 1788, 18: 1481, 19: 1266, 20: 1031, 21: 816, 22: 618, 23: 533, 24: 434, 25: 297, 26: 259, 27: 205, 28: 148,
+    29: 116, 30: 103, 31: 64, 32: 51, 33: 50, 34: 25, 35: 20, 36: 15, 37: 23, 38: 11, 39: 8, 40: 8, 41: 6, 42: 2, 43: 6,
+}
+# fmt: on
+"""How many of Multi30k's 29,000 German training captions have so many subwords (joint BPE, 10,000), end included.
+
+An English one beside t German subwords has about 0.77 t + 3.2 of them, give or take 0.115 t + 0.5 (standard deviation).
+"""
+
+
+def pairs(vocab: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
+    """29,000 pairs of random ids, as long as Multi30k's."""
+    rng = numpy.random.default_rng(seed)
+    targets = rng.permutation(numpy.repeat(list(TARGET_LENGTHS), list(TARGET_LENGTHS.values())))
+    sources = numpy.rint(rng.normal(0.77 * targets + 3.2, 0.115 * targets + 0.5)).astype(int).clip(2)
+    sides = ([rng.integers(4, vocab, length - 1).tolist() for length in lengths] for lengths in (sources, targets))
+    return next(sides), next(sides)
+
+
+def batches(vocab: int, tokens: int, order: str) -> Iterator[Batch]:
+    """Batches of about `tokens` target tokens: of `similar` lengths, as the recipe makes them, or `mixed` ones."""
+    made = TokenBatches(*pairs(vocab), batch_tokens=round(1.05 * tokens))
+    if order == "similar":
+        yield from (made.batch(indices) for indices in made.epoch(0))
+    size = round(tokens * sum(TARGET_LENGTHS.values()) / sum(n * count for n, count in TARGET_LENGTHS.items()))
+    for start in range(0, len(made.sources) - size, size):
+        yield made.batch(range(start, start + size))
+
+
+class Ours:
+    """`models/`, and the step that `recipes/translation/train.py` takes, on one device."""
+
+    name = "seqpar"
+
+    def __init__(self, config: TransformerConfig, vocab: int, precision: str) -> None:
+        self.model = make_transformer(config, vocab, vocab, PAD)
+        settings = {"training.precision": precision, "training.label_smoothing": SMOOTHING}
+        run = load_config(None, settings)
+        self.layout = Layout(self.model, run, axes_of(run.layout, 1), [torch.device("cpu")], ALONE)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), **ADAM)
+
+    def loss_mean(self, batch: Batch) -> float:
+        """In the mode that the model is in; leaves gradients."""
+        loss = seqpar.accumulate_gradients([batch], self.layout.loss_of, self.layout.tokens_of)
+        return float(loss.mean)
+
+    def step(self, batch: Batch) -> float:
+        """A whole training step."""
+        self.model.train()
+        mean = self.loss_mean(batch)
+        self.layout.clip(CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return mean
+
+
+class Plain:
+    """A peer: a model that returns logits, and the loss as it is usually written."""
+
+    name: str
+
+    def __init__(self, model: nn.Module, precision: str) -> None:
+        self.model, self.precision = model, precision
+        self.optimizer = torch.optim.Adam(model.parameters(), **ADAM)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """(B, T, V)."""
+        raise NotImplementedError
+
+    def loss_mean(self, batch: Batch) -> float:
+        """In the mode that the model is in; leaves gradients."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"):
+            logits, target = self.logits(batch), batch.tgt_out
+            loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=PAD, label_smoothing=SMOOTHING)
+        loss.backward()
+        return loss.item()
+
+    def step(self, batch: Batch) -> float:
+        """A whole training step."""
+        self.model.train()
+        mean = self.loss_mean(batch)
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return mean
+
+
+class Marian(Plain):
+    """Hugging Face transformers' MarianMTModel, made from a configuration; attention as it comes (sdpa)."""
+
+    name = "Marian"
+
+    def __init__(self, config: TransformerConfig, vocab: int, precision: str) -> None:
+        super().__init__(marian(config, vocab), precision)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """As its users call it: padded ids with their masks."""
+        return self.model(
+            input_ids=batch.src,
+            attention_mask=(batch.src != PAD).long(),
+            decoder_input_ids=batch.tgt_in,
+            decoder_attention_mask=(batch.tgt_in != PAD).long(),
+            use_cache=False,
+        ).logits
+
+
+def marian(config: TransformerConfig, vocab: int) -> Any:
+    """A MarianMTModel of the same size with random weights; post-norm, which it always is."""
+    from transformers import MarianConfig, MarianMTModel
+
+    sides = {
+        f"{side}_{what}": value
+        for side in ("encoder", "decoder")
+        for what, value in (("ffn_dim", config.d_ff), ("attention_heads", config.heads))
+    }
+    return MarianMTModel(
+        MarianConfig(
+            vocab_size=vocab,
+            d_model=config.d_model,
+            encoder_layers=config.encoder_layers,
+            decoder_layers=config.decoder_layers,
+            **sides,
+            dropout=config.dropout,
+            activation_function="relu",
+            scale_embedding=True,
+            pad_token_id=PAD,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+            decoder_start_token_id=BOS,
+            forced_eos_token_id=None,
+        )
+    )
+
+
+class TorchTransformer(Plain):
+    """`nn.Transformer` with embeddings, sinusoidal positions and a tied generator."""
+
+    name = "nn.Transformer"
+
+    def __init__(self, config: TransformerConfig, vocab: int, precision: str) -> None:
+        super().__init__(_TorchTransformer(config, vocab), precision)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """(B, T, V)."""
+        return self.model(batch.src, batch.tgt_in)
+
+
+class _TorchTransformer(nn.Module):
+    def __init__(self, config: TransformerConfig, vocab: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.transformer = nn.Transformer(
+            config.d_model,
+            config.heads,
+            config.encoder_layers,
+            config.decoder_layers,
+            config.d_ff,
+            config.dropout,
+            norm_first=config.norm == "pre",
+            batch_first=True,
+        )
+        self.generator = nn.Linear(config.d_model, vocab)
+        self.generator.weight = self.embed.weight
+        self.register_buffer("positions", sinusoidal_positions(0, 256, config.d_model, like=self.embed.weight))
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        scaled = self.embed(tokens) * math.sqrt(self.embed.embedding_dim)
+        return self.dropout(scaled + self.positions[: tokens.size(1)])
+
+    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+        """(B, S) and (B, T) ids -> (B, T, V) logits."""
+        length = tgt.size(1)
+        hidden = self.transformer(
+            self._embedded(src),
+            self._embedded(tgt),
+            tgt_mask=torch.ones(length, length, dtype=torch.bool).triu(1),
+            src_key_padding_mask=src == PAD,
+            tgt_key_padding_mask=tgt == PAD,
+            memory_key_padding_mask=src == PAD,
+            tgt_is_causal=True,
+        )
+        return self.generator(hidden)
+
+
+def check_loss(size: str) -> float:
+    """How far our loss is from the plain one of the same logits, relative, in float64; raises where it is not tiny."""
+    config, vocab = SIZES[size]
+    torch.manual_seed(0)
+    model = make_transformer(replace(config, dropout=0.0), vocab, vocab, PAD).double()
+    run = load_config(None, {"training.label_smoothing": SMOOTHING, "training.precision": "float64"})
+    layout = Layout(model, run, axes_of(run.layout, 1), [torch.device("cpu")], ALONE)
+    batch = next(batches(vocab, 300, "mixed"))
+    with torch.no_grad():
+        logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
+        plain = F.cross_entropy(logits, batch.tgt_out.flatten(), ignore_index=PAD, label_smoothing=SMOOTHING)
+        apart = abs(float(layout.loss_of(batch).mean) / float(plain) - 1)
+    if apart > 1e-12:
+        raise AssertionError(f"{size}: the losses are {apart:.1e} apart")
+    return apart
