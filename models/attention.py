@@ -56,9 +56,9 @@ class KeyValues:
     keys: Tensor
     values: Tensor
 
-    def append(self, new: KeyValues) -> KeyValues:
-        """The same with the keys and values of later time steps after these."""
-        return KeyValues(torch.cat((self.keys, new.keys), 2), torch.cat((self.values, new.values), 2))
+    def contiguous(self) -> KeyValues:
+        """The same with each head's keys side by side in memory."""
+        return KeyValues(self.keys.contiguous(), self.values.contiguous())
 
     def select(self, rows: Tensor) -> KeyValues:
         """The given rows, in the given order: rows (N,) -> keys and values (N, H, S, K)."""
@@ -66,8 +66,9 @@ class KeyValues:
 
 
 SHORT = 128
-"""Keys up to which attention on the CPU is trained by matrix products: the backward of torch's kernel has a high price
-for each sentence there, in bfloat16 ten times that of the products. Longer ones would make the weights too large."""
+"""Keys up to which attention on the CPU is done by matrix products. The backward of torch's kernel has a high price for
+each sentence there, in bfloat16 ten times that of the products; its forward takes 1.2 to 1.8 times theirs where a few
+queries, the beams of a search, look at up to 90 keys. More keys would make the weights too large."""
 
 
 def attend(query_BHQK: Tensor, lookup: KeyValues, mask: Tensor | None, causal: bool) -> Tensor:
@@ -77,7 +78,7 @@ def attend(query_BHQK: Tensor, lookup: KeyValues, mask: Tensor | None, causal: b
     attend to nothing has no meaning in either.
     """
     (batch, heads, queries, width), keys = query_BHQK.shape, lookup.keys.size(2)
-    if query_BHQK.device.type != "cpu" or not torch.is_grad_enabled() or keys > SHORT or not batch:
+    if query_BHQK.device.type != "cpu" or keys > SHORT or not batch:
         return F.scaled_dot_product_attention(query_BHQK, lookup.keys, lookup.values, attn_mask=mask, is_causal=causal)
     if causal:
         mask = subsequent_mask(keys)
@@ -113,8 +114,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, lookup: KeyValues, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """Attend from x (R, T, D) to `lookup`; returns (R, T, D).
 
-        R may be a multiple of the B rows of `lookup`: the beams of one sentence share its memory as further
-        queries of one attention, so the memory is never copied beam times. The mask then has one query row.
+        R may be a multiple of the B rows of `lookup`: the beams of one sentence look at what it has as further
+        queries of one attention, so nothing is copied beam times. The mask then has one query row, or one for each
+        time step of each beam.
         """
         rows, time, _ = x.shape
         sentences = lookup.keys.size(0)
@@ -134,40 +136,100 @@ class Attention(nn.Module):
 
 @dataclass
 class LayerCache:
-    """What one decoder layer keeps between steps: `own` has R rows, `memory` has B."""
+    """What one decoder layer keeps between steps for B sentences: of all their beams' steps, and of the memory.
+
+    `own` has room for more than the `slots` that are filled, so that a step writes only what is new.
+    """
 
     own: KeyValues | None = None
     memory: KeyValues | None = None
+    slots: int = 0
 
     def extend(self, new: KeyValues) -> KeyValues:
-        """Append the new steps' keys and values; returns all so far."""
-        self.own = new if self.own is None else self.own.append(new)
-        return self.own
+        """Keys and values of further slots; returns all so far."""
+        start, self.slots = self.slots, self.slots + new.keys.size(2)
+        self.own = with_room(self.own, new, self.slots)
+        for held, added in ((self.own.keys, new.keys), (self.own.values, new.values)):
+            held[:, :, start : self.slots] = added
+        return KeyValues(self.own.keys[:, :, : self.slots], self.own.values[:, :, : self.slots])
+
+    def keep_slots(self, slots: Tensor) -> None:
+        """Only these of each sentence, (B, fewer); the room stays."""
+        if self.own is None:
+            return
+        for held in (self.own.keys, self.own.values):
+            index = slots[:, None, :, None].expand(-1, held.size(1), -1, held.size(3))
+            held[:, :, : slots.size(1)] = held.gather(2, index)
+        self.slots = slots.size(1)
+
+
+def with_room(held: KeyValues | None, like: KeyValues, slots: int) -> KeyValues:
+    """The same with room for so many slots at least; twice as much as before where there was too little."""
+    if held is not None and held.keys.size(2) >= slots:
+        return held
+    batch, heads, _, width = like.keys.shape
+    more = KeyValues(*(like.keys.new_empty(batch, heads, 2 * slots, width) for _ in range(2)))
+    if held is not None:
+        for roomy, old in ((more.keys, held.keys), (more.values, held.values)):
+            roomy[:, :, : old.size(2)] = old
+    return more
 
 
 @dataclass
 class DecoderCache:
-    """By layer: keys and values of the steps decoded so far, and of the memory, projected once."""
+    """What the decoder keeps between steps. No gradient goes through it.
+
+    The keys and values of a sentence's beams lie side by side, a slot for each step of each beam, and stay where they
+    are: which slots a beam's history is made of is said by `visible`, (B, beams, slots), and changes with the beams.
+    When half of the slots are of beams that died, the others move together.
+    """
 
     layers: list[LayerCache] = field(default_factory=list)
+    length: int = 0
+    """Time steps held."""
+    visible: Tensor | None = None
 
     @classmethod
     def empty(cls, layers: int) -> Self:
         """A cache for `layers` decoder layers before the first step."""
         return cls([LayerCache() for _ in range(layers)])
 
-    @property
-    def length(self) -> int:
-        """Number of time steps held."""
-        own = self.layers[0].own if self.layers else None
-        return 0 if own is None else own.keys.size(2)
+    def grow(self, sentences: int, beams: int, time: int, device: torch.device) -> Tensor | None:
+        """`time` more steps of each beam are to come: which slots each may attend to, (B, 1, beams x time, slots).
 
-    def reorder(self, rows: Tensor) -> None:
-        """Row i continues what row rows[i] was: the beam index of a search, or the rows still decoding."""
+        None where that is every slot there will be.
+        """
+        steps_TT = torch.ones(time, time, dtype=torch.bool, device=device).tril()
+        itself_KK = torch.eye(beams, dtype=torch.bool, device=device)
+        own_QQ = (itself_KK[:, None, :, None] & steps_TT[None, :, None, :]).reshape(beams * time, beams * time)
+        mask_BQS = own_QQ.expand(sentences, -1, -1)
+        if self.visible is not None:
+            mask_BQS = torch.cat((self.visible.repeat_interleave(time, 1), mask_BQS), 2)
+        self.visible = mask_BQS.unflatten(1, (beams, time))[:, :, -1]
+        self.length += time
+        only_one = time == 1 and self.length == mask_BQS.size(2)
+        return None if only_one else mask_BQS[:, None]
+
+    def reorder(self, parents: Tensor) -> None:
+        """Beam k of a sentence continues what its beam parents[., k] was, as a search picks them: (B, beams)."""
+        if self.visible is None:
+            return
+        self.visible = self.visible.gather(1, parents[:, :, None].expand(-1, -1, self.visible.size(2)))
+        alive_BS = self.visible.any(1)
+        most = int(alive_BS.sum(1).max()) if len(alive_BS) else 0
+        if 2 * most <= alive_BS.size(1):  # beams that died leave slots that nobody sees
+            self._keep_slots(alive_BS.byte().topk(most, sorted=False).indices)
+
+    def _keep_slots(self, slots: Tensor) -> None:
+        """Only these of each sentence, (B, fewer)."""
+        assert self.visible is not None
+        self.visible = self.visible.gather(2, slots[:, None].expand(-1, self.visible.size(1), -1))
         for layer in self.layers:
-            layer.own = None if layer.own is None else layer.own.select(rows)
+            layer.keep_slots(slots)
 
     def keep_sentences(self, sentences: Tensor) -> None:
-        """Drop the memory of all sentences but these, in the given order (their rows go with `reorder`)."""
+        """Drop all sentences but these, in the given order."""
+        self.visible = None if self.visible is None else self.visible.index_select(0, sentences)
         for layer in self.layers:
+            layer.own = None if layer.own is None else layer.own.select(sentences)
             layer.memory = None if layer.memory is None else layer.memory.select(sentences)

@@ -3,8 +3,9 @@
 A sentence's translation does not depend on the other sentences of its batch, and a sentence that is done
 leaves the batch.
 
-Shapes: B sentences still decoding, K beams, R = B x K rows, T target time so far, C = 2 K candidates,
-S source time, D model width, V vocabulary.
+Shapes: B sentences still decoding, K live beams (1 at the first step), R = B x K rows, T target time so far,
+C candidates, W blocks of the vocabulary, M logits that are looked at one by one, S source time,
+D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.attention import DecoderCache, padding_mask
+from models.packed import packed
 from models.transformer import EncoderDecoder, check_tokens
 
 
@@ -92,7 +94,7 @@ def greedy(model: EncoderDecoder, src: Tensor, *, bos: int, eos: int, max_length
         forbidden = sorted({model.pad, bos} - {eos})
         tokens_B = torch.full((src.size(0),), bos, device=src.device)
         while source.sentences:
-            logits_BV = next_logits(model, source, tokens_B, cache)
+            logits_BV = logits_of(model, next_hidden(model, source, tokens_B, cache))
             logits_BV[:, forbidden] = -math.inf
             tokens_B = logits_BV.argmax(-1)
             going = []
@@ -103,9 +105,7 @@ def greedy(model: EncoderDecoder, src: Tensor, *, bos: int, eos: int, max_length
                         going.append(row)
             if len(going) < len(source.sentences):
                 source, tokens_B = source.keep(going), tokens_B[going]
-                rows = torch.tensor(going, device=src.device, dtype=torch.long)
-                cache.keep_sentences(rows)
-                cache.reorder(rows)
+                cache.keep_sentences(torch.tensor(going, device=src.device, dtype=torch.long))
     return translations
 
 
@@ -139,14 +139,14 @@ def beam_search(
     with evaluating(model):
         source, cache = encode_source(model, src, max_length), model.decoder.empty_cache()
         forbidden = sorted({model.pad, bos} - {eos})
-        beams = first_beams(source, beam, bos)
+        beams = first_beams(source, bos)
         while source.sentences:
-            logits_RV = next_logits(model, source, beams.prefixes[:, :, -1].flatten(), cache)
-            step, candidates = cache.length, extend(beams.scores, logits_RV, forbidden)
+            hidden_RD = next_hidden(model, source, beams.prefixes[:, :, -1].flatten(), cache)
+            step, candidates = cache.length, extend(model, beams.scores, hidden_RD, forbidden, beam)
             norm = length_normaliser(step, length_penalty)
-            for row, hypothesis in ended(beams, candidates, eos, norm):
+            for row, hypothesis in ended(beams, candidates, eos, norm, beam):
                 finished[source.sentences[row]].append(hypothesis)
-            beams, parents_BK = survive(beams, candidates, eos)
+            beams, parents_BK = survive(beams, candidates, eos, beam)
 
             going = []
             for row, best in enumerate(beams.scores[:, 0].tolist()):
@@ -159,7 +159,7 @@ def beam_search(
                 source, beams = source.keep(going), Beams(beams.prefixes[going], beams.scores[going])
                 parents_BK = parents_BK[going]
                 cache.keep_sentences(torch.tensor(going, device=src.device, dtype=torch.long))
-            cache.reorder(parents_BK.flatten())
+            cache.reorder(parents_BK)
     return [(best_first(done) + rest)[:n_best] for done, rest in zip(finished, unfinished, strict=True)]
 
 
@@ -174,12 +174,12 @@ def check_search(beam: int, n_best: int, length_penalty: float) -> None:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; afterwards every submodule has the mode it had."""
+def evaluating(model: EncoderDecoder) -> Iterator[None]:
+    """Eval mode without gradients, for many steps; afterwards every submodule has the mode it had."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), packed([model]):
             yield
     finally:
         for module, mode in modes:
@@ -197,35 +197,45 @@ def encode_source(model: EncoderDecoder, src: Tensor, max_length: int | None) ->
     return Source(model.encode(src, mask), mask, list(range(src.size(0))), limits)
 
 
-def next_logits(model: EncoderDecoder, source: Source, tokens_R: Tensor, cache: DecoderCache) -> Tensor:
-    """One cached step: each row's latest token -> logits of the one after it, (R, V), in float32 or wider."""
-    hidden_R1D = model.decode(source.memory, source.mask, tokens_R[:, None], cache=cache)
-    logits_RV: Tensor = model.generator(hidden_R1D[:, 0])
+def next_hidden(model: EncoderDecoder, source: Source, tokens_R: Tensor, cache: DecoderCache) -> Tensor:
+    """One cached step: each row's latest token -> the hidden state that the one after it is predicted from, (R, D)."""
+    return model.decode(source.memory, source.mask, tokens_R[:, None], cache=cache)[:, 0]
+
+
+def logits_of(model: EncoderDecoder, hidden_RD: Tensor) -> Tensor:
+    """(R, V), in float32 or wider."""
+    logits_RV: Tensor = model.generator(hidden_RD)
     return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
 
 
-def first_beams(source: Source, beam: int, bos: int) -> Beams:
-    """One live hypothesis a sentence, the start symbol; the other beams are still empty."""
+def first_beams(source: Source, bos: int) -> Beams:
+    """One live hypothesis a sentence, the start symbol: the first step is that of one beam."""
     device, dtype = source.memory.device, torch.promote_types(source.memory.dtype, torch.float32)
-    scores_BK = torch.full((len(source.sentences), beam), -math.inf, device=device, dtype=dtype)
-    scores_BK[:, 0] = 0
-    return Beams(torch.full((len(source.sentences), beam, 1), bos, device=device), scores_BK)
+    prefixes_BKT = torch.full((len(source.sentences), 1, 1), bos, device=device)
+    return Beams(prefixes_BKT, torch.zeros(len(source.sentences), 1, device=device, dtype=dtype))
 
 
-def extend(scores_BK: Tensor, logits_RV: Tensor, forbidden: list[int]) -> Candidates:
-    """The 2 K best extensions of each sentence's K live hypotheses: at least K of them do not end.
+LOGITS_BYTES = 24 * 2**20
+"""Logits that exist at a time, if they are not of one sentence alone. The C library gives more than 32 MiB back to the
+system after each step, and to get them again takes a fifth of the product's time."""
 
-    Each row's best tokens are picked from its logits, so log-probabilities exist for those alone.
-    """
-    batch, beam = scores_BK.shape
-    total_R = log_totals(logits_RV)
+
+def extend(model: EncoderDecoder, scores_BK: Tensor, hidden_RD: Tensor, forbidden: list[int], beam: int) -> Candidates:
+    """The 2 x `beam` best extensions of each sentence's live hypotheses: at least `beam` of them do not end."""
+    live = scores_BK.size(1)
+    sentences = max(1, LOGITS_BYTES // (live * model.generator.out_features * scores_BK.element_size()))
+    parts = zip(scores_BK.split(sentences), hidden_RD.split(sentences * live), strict=True)
+    found = [candidates_of(scores, logits_of(model, hidden), forbidden, 2 * beam) for scores, hidden in parts]
+    return Candidates(*(torch.cat(column) for column in zip(*found, strict=True)))
+
+
+def candidates_of(scores_BK: Tensor, logits_RV: Tensor, forbidden: list[int], count: int) -> Candidates:
+    """They are picked by their logits, so log-probabilities exist for those few alone."""
+    total_BK = log_totals(logits_RV).view_as(scores_BK)
     logits_RV[:, forbidden] = -math.inf
-    logits_RC, tokens_RC = best_tokens(logits_RV, min(2 * beam, logits_RV.size(-1)))
-    extended_RC = scores_BK.reshape(-1, 1) + (logits_RC - total_R[:, None])
-    width = extended_RC.size(-1)
-    scores_BC, index_BC = extended_RC.reshape(batch, beam * width).topk(min(2 * beam, beam * width))
-    tokens_BC = tokens_RC.reshape(batch, beam * width).gather(1, index_BC)
-    return Candidates(scores_BC, index_BC // width, tokens_BC)
+    scores_BC, index_BC = best_tokens(scores_BK, total_BK, logits_RV, count)
+    vocab = logits_RV.size(1)
+    return Candidates(scores_BC, index_BC // vocab, index_BC % vocab)
 
 
 def log_totals(logits_RV: Tensor) -> Tensor:
@@ -236,28 +246,36 @@ def log_totals(logits_RV: Tensor) -> Tensor:
     return torch.cat([rows.amax(-1) - rows.softmax(-1).amax(-1).log() for rows in logits_RV.split(64)])
 
 
-def best_tokens(logits_RV: Tensor, count: int, block: int = 64) -> tuple[Tensor, Tensor]:
-    """`logits_RV.topk(count)`: values and tokens, (R, count).
+BLOCK = 64
+"""Tokens whose best logit stands for them at first."""
 
-    The `count` best tokens are among the `count` blocks of the vocabulary with the best maxima (and the rest that
-    fills no block), so that a large vocabulary is read once and only a few hundred logits are sorted.
+
+def best_tokens(scores_BK: Tensor, total_BK: Tensor, logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`(scores_BK[..., None] + (logits_BKV - total_BK[..., None])).flatten(1).topk(count)`: values and indices, (B, C).
+
+    The best are in the `count` blocks of the vocabulary with the best maxima, or in the rest that fills no block, so
+    that the logits are read once and only a few hundred a sentence are sorted.
     """
-    rows, vocab = logits_RV.shape
-    whole = vocab // block * block
-    if whole <= 2 * count * block:
-        logits_RC, tokens_RC = logits_RV.topk(count)
-        return logits_RC, tokens_RC
-    blocks_RNW, within_W = logits_RV[:, :whole].unflatten(1, (-1, block)), torch.arange(block, device=logits_RV.device)
-    chosen_RC1 = blocks_RNW.amax(-1).topk(count, sorted=False).indices[:, :, None]
-    rest = torch.arange(whole, vocab, device=logits_RV.device).expand(rows, -1)
-    candidates = torch.cat((blocks_RNW.gather(1, chosen_RC1.expand(-1, -1, block)).flatten(1), logits_RV[:, whole:]), 1)
-    logits_RC, index_RC = candidates.topk(count)
-    return logits_RC, torch.cat(((chosen_RC1 * block + within_W).flatten(1), rest), 1).gather(1, index_RC)
+    (batch, live), (rows, vocab) = scores_BK.shape, logits_RV.shape
+    whole, device = vocab // BLOCK * BLOCK, logits_RV.device
+    maxima_RW = logits_RV[:, :whole].reshape(rows, -1, BLOCK).amax(-1)
+    maxima_RW = scores_BK.reshape(-1, 1) + (maxima_RW - total_BK.reshape(-1, 1))
+    maxima_BW = maxima_RW.reshape(batch, -1)
+    picked_BC = maxima_BW.topk(min(count, maxima_BW.size(1)), sorted=False).indices
+    blocks = max(1, whole // BLOCK)
+    start_BC = picked_BC // blocks * vocab + picked_BC % blocks * BLOCK
+    inside_BM = (start_BC[:, :, None] + torch.arange(BLOCK, device=device)).flatten(1)
+    row_K1 = torch.arange(live, device=device)[:, None]
+    rest_M = (row_K1 * vocab + torch.arange(whole, vocab, device=device)).flatten()
+    index_BM = torch.cat((inside_BM, rest_M.expand(batch, -1)), 1)
+    logits_BM, row_BM = logits_RV.reshape(batch, -1).gather(1, index_BM), index_BM // vocab
+    scores_BM = scores_BK.gather(1, row_BM) + (logits_BM - total_BK.gather(1, row_BM))
+    best_BC, at_BC = scores_BM.topk(min(count, scores_BM.size(1)))
+    return best_BC, index_BM.gather(1, at_BC)
 
 
-def ended(beams: Beams, candidates: Candidates, eos: int, norm: float) -> Iterator[tuple[int, Hypothesis]]:
-    """(row, hypothesis) for each candidate among the K best that ends."""
-    beam = beams.scores.size(1)
+def ended(beams: Beams, candidates: Candidates, eos: int, norm: float, beam: int) -> Iterator[tuple[int, Hypothesis]]:
+    """(row, hypothesis) for each candidate among the `beam` best that ends."""
     scores_BK = candidates.scores[:, :beam]
     ends_BK = (candidates.tokens[:, :beam] == eos) & (scores_BK > -math.inf)
     for row, rank in ends_BK.nonzero().tolist():
@@ -265,15 +283,13 @@ def ended(beams: Beams, candidates: Candidates, eos: int, norm: float) -> Iterat
         yield row, Hypothesis(tokens_T[1:].tolist(), scores_BK[row, rank].item() / norm)
 
 
-def survive(beams: Beams, candidates: Candidates, eos: int) -> tuple[Beams, Tensor]:
-    """The K best candidates that do not end, and the row each one's keys and values are in, (B, K)."""
-    batch, beam = beams.scores.shape
-    scores_BK, chosen_BK = candidates.scores.masked_fill(candidates.tokens == eos, -math.inf).topk(beam)
+def survive(beams: Beams, candidates: Candidates, eos: int, beam: int) -> tuple[Beams, Tensor]:
+    """The `beam` best candidates that do not end, and which live hypothesis each one extends, (B, K)."""
+    scores_BC = candidates.scores.masked_fill(candidates.tokens == eos, -math.inf)
+    scores_BK, chosen_BK = scores_BC.topk(min(beam, scores_BC.size(1)))
     parents_BK = candidates.beams.gather(1, chosen_BK)
     tokens_BK = candidates.tokens.gather(1, chosen_BK)
-    first_row_B1 = torch.arange(0, batch * beam, beam, device=parents_BK.device)[:, None]
-    parents_BK = parents_BK + first_row_B1
-    prefixes_BKT = beams.prefixes.flatten(0, 1)[parents_BK]
+    prefixes_BKT = beams.prefixes.gather(1, parents_BK[:, :, None].expand(-1, -1, beams.prefixes.size(2)))
     return Beams(torch.cat((prefixes_BKT, tokens_BK[:, :, None]), dim=2), scores_BK), parents_BK
 
 

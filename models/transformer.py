@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from models.attention import Attention, DecoderCache, LayerCache, check_mask, padding_mask, subsequent_mask
+from models.attention import Attention, DecoderCache, LayerCache, check_mask, padding_mask
 from models.dropout import Dropout
 from models.presets import TransformerConfig
 
@@ -124,9 +124,11 @@ class DecoderLayer(nn.Module):
         """x (R, T, D), memory (B, S, D) -> (R, T, D); without tgt_mask, causal."""
 
         def attend_to_itself(y: Tensor) -> Tensor:
-            lookup = self.self_attention.keys_values(y)
-            if cache is not None:
-                lookup = cache.extend(lookup)
+            if cache is None:
+                lookup = self.self_attention.keys_values(y)
+            else:
+                steps = y.size(0) // max(1, memory.size(0)) * y.size(1)
+                lookup = cache.extend(self.self_attention.keys_values(y.reshape(memory.size(0), steps, y.size(2))))
             # A single step looks at everything so far: nothing to mask.
             causal = tgt_mask is None and y.size(1) > 1
             attended: Tensor = self.self_attention(y, lookup, tgt_mask, causal)
@@ -136,8 +138,8 @@ class DecoderLayer(nn.Module):
             lookup = None if cache is None else cache.memory
             if lookup is None:
                 lookup = self.memory_attention.keys_values(memory)
-            if cache is not None:
-                cache.memory = lookup
+                if cache is not None:
+                    cache.memory = lookup = lookup.contiguous()
             attended: Tensor = self.memory_attention(y, lookup, src_mask)
             return attended
 
@@ -263,7 +265,7 @@ class EncoderDecoder(nn.Module):
 
         R is B, or B x beams with the beams of a sentence next to each other. src_mask is `padding_mask(src,
         pad)`; None attends to the whole memory. With a cache (`decoder.empty_cache()`), tgt holds only the
-        time steps that follow those cached, and memory is read at the first call alone.
+        time steps that follow those cached, and memory is read at the first call alone; no tgt_mask then.
         """
         check_tokens("tgt", tgt)
         check_mask("src_mask", src_mask)
@@ -273,9 +275,12 @@ class EncoderDecoder(nn.Module):
                 f"tgt has {tgt.size(0)} rows, not a multiple of memory's {memory.size(0)}: "
                 "pass the same number of beams for each sentence"
             )
-        start, time = 0 if cache is None else cache.length, tgt.size(1)
-        if tgt_mask is None and start and time > 1:
-            tgt_mask = subsequent_mask(start + time, tgt.device)[:, :, start:]
+        start = 0
+        if cache is not None:
+            if tgt_mask is not None:
+                raise ValueError("tgt_mask was given with a cache, which knows what is visible: pass one of them")
+            start, sentences = cache.length, memory.size(0)
+            tgt_mask = cache.grow(sentences, tgt.size(0) // max(1, sentences), tgt.size(1), tgt.device)
         hidden: Tensor = self.decoder(self.tgt_embed(tgt, start), memory, src_mask, tgt_mask, cache)
         return hidden
 

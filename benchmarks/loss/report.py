@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.loss import plots, targets
 from benchmarks.loss.implementations import ENGINE, PLAIN, known
-from benchmarks.loss.results import Results, floor_seconds, median, stem
+from benchmarks.loss.results import Results, fastest_to_floor, floor_seconds, median, stem
 from benchmarks.loss.targets import Entry, shape_title, title
 
 MIB = 2**20
@@ -34,8 +34,8 @@ gradient and 1.3 of the engine's chunks of logits in float32 or wider.
   projection it cannot know, by autograd.
 """
 LEGEND = """\
-Cells: time / three products; time / plain's; peak memory. `*`: further from float64 than twice plain's error, or a
-factor on the loss is ignored; the last section says which.
+Cells: time / three products (the fastest run / the products' fastest); time / plain's; peak memory. `*`: further
+from float64 than twice plain's error, or a factor on the loss is ignored; the last section says which.
 """
 CHECKED = """\
 Loss and gradients of a small problem (N=2,048, D=16, V=1,024, 30 % padding) against the plain loss in float64.
@@ -135,7 +135,7 @@ def _cell(entry: Entry, name: str) -> str:
     peak = entry["peak bytes"].get(name)
     memory = f"{peak / MIB:,.0f} MiB" if isinstance(peak, int) else peak or "memory not measured"
     to_plain = f" / {time / plain:.2f}" if plain else ""
-    return f"{time / floor_seconds(entry):.2f}{to_plain}; {memory}"
+    return f"{time / floor_seconds(entry):.2f} ({fastest_to_floor(entry, name):.2f}){to_plain}; {memory}"
 
 
 def _mark(results: Results, entry: Entry, name: str) -> str:

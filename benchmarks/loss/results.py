@@ -89,6 +89,13 @@ def floor_seconds(entry: dict[str, Any]) -> float:
     return min(statistics.median(times) for times in entry["floor seconds"].values())
 
 
+def fastest_to_floor(entry: dict[str, Any], name: str) -> float | None:
+    """The fastest run of that implementation over the fastest of the products: what a shared machine disturbs least."""
+    times = entry["seconds"].get(name)
+    floor = min(time for times in entry["floor seconds"].values() for time in times)
+    return min(times) / floor if times else None
+
+
 def median(entry: dict[str, Any], name: str) -> float | None:
     """Seconds of that implementation, or None where it was not run."""
     times = entry["seconds"].get(name)

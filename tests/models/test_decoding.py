@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -133,6 +134,42 @@ def test_the_search_is_a_plain_uncached_one_that_never_stops_early(
     same(actual, [plain_beam_search(model, src, beam, n_best, alpha, limit)])
 
 
+@pytest.mark.parametrize("which", range(len(ENDING)))
+def test_in_float32_with_packed_weights_it_finds_what_the_plain_search_finds(which: int) -> None:
+    model = copy.deepcopy(ENDING[which]).float()
+    for change in (1.0, -1.0):  # weights that changed since the last search are seen
+        with torch.no_grad():
+            model.generator.weight *= change
+        src = [[3, 4, 5, 6], [5], [6, 3, 3]]
+        found = beam_search(model, pad_to(src, 5), bos=BOS, eos=EOS, beam=3, n_best=2, max_length=8)
+        expected = [plain_beam_search(model, one, 3, 2, 0.6, 8) for one in src]
+        assert [[h.tokens for h in row] for row in found] == [[h.tokens for h in row] for row in expected]
+        for got, want in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+            assert got.score == pytest.approx(want.score, rel=1e-5)
+
+
+def test_beams_that_died_leave_the_cache_and_change_nothing() -> None:
+    model, src, tgt = MODELS[0], random_batch(1), torch.randint(3, 11, (5, 9))
+    memory, mask = model.encode(src), padding_mask(src, PAD)
+    cache, parents = model.decoder.empty_cache(), torch.zeros(5, 4, dtype=torch.long)
+    expected = model.decode(memory, mask, tgt)
+    with torch.no_grad():
+        for step in range(9):
+            tokens = tgt[:, step].repeat_interleave(1 if step == 0 else 4)
+            hidden = model.decode(memory, mask, tokens[:, None], cache=cache).view(5, -1, expected.size(2))
+            torch.testing.assert_close(hidden, expected[:, [step]].expand_as(hidden), rtol=1e-12, atol=1e-12)
+            cache.reorder(parents)  # every beam continues the first: of each step one slot lives
+            assert cache.visible is not None
+            assert step + 1 <= cache.visible.size(2) < 2 * (step + 1) + 4
+    assert cache.length == 9
+
+
+def test_a_mask_beside_a_cache_is_refused() -> None:
+    model, src = MODELS[0], random_batch(1)
+    with pytest.raises(ValueError, match="tgt_mask was given with a cache"):
+        model.decode(model.encode(src), None, src, torch.ones(1, 1, 6, 6).bool(), cache=model.decoder.empty_cache())
+
+
 def every_hypothesis(model: EncoderDecoder, src: list[int], limit: int, alpha: float) -> list[Hypothesis]:
     """Score all finished translations of up to `limit` steps, each by one uncached pass; best first."""
     real = [token for token in range(model.generator.out_features) if token not in (PAD, BOS, EOS)]
@@ -252,16 +289,19 @@ def test_low_precision_models_decode(dtype: torch.dtype) -> None:
     assert all(math.isfinite(row[0].score) for row in found)
 
 
-@pytest.mark.parametrize("vocab", [7, 200, 1_000, 1_027])
-def test_the_best_tokens_and_totals_of_a_row_are_those_of_a_sort(vocab: int) -> None:
-    logits = torch.randn(130, vocab, dtype=torch.float64) * 5
-    logits[1, :-3] = -math.inf  # fewer live tokens than are asked for
+@pytest.mark.parametrize("vocab", [3, 7, 64, 200, 1_000, 1_027])
+@pytest.mark.parametrize("live", [1, 3])
+def test_the_best_tokens_and_totals_are_those_of_a_sort(vocab: int, live: int) -> None:
+    logits = torch.randn(43 * live, vocab, dtype=torch.float64) * 5
+    logits[1, :-2] = -math.inf
     logits[2] += 1e4
-    for actual, expected in zip(best_tokens(logits, 4), logits.topk(4), strict=True):
-        assert torch.equal(actual[[0, *range(2, 130)]], expected[[0, *range(2, 130)]])
-    values, tokens = best_tokens(logits, 4)
-    assert torch.equal(values[1], logits[1].topk(4).values)
-    assert torch.equal(logits[1, tokens[1]], values[1])
+    scores, total = torch.randn(43, live, dtype=torch.float64), log_totals(logits).view(43, live)
+    scores[4, 1:] = -math.inf
+    everything = (scores[:, :, None] + (logits.view(43, live, vocab) - total[:, :, None])).flatten(1)
+    values, index = best_tokens(scores, total, logits, 4)
+    assert torch.equal(values, everything.topk(min(4, live * vocab)).values)
+    assert torch.equal(values, everything.gather(1, index))
+    assert all(len(set(row)) == len(row) for row in index.tolist())
     torch.testing.assert_close(log_totals(logits), logits.logsumexp(-1), rtol=1e-14, atol=1e-14)
 
 

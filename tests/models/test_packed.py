@@ -1,0 +1,53 @@
+"""What packed weights promise: the products of F.linear, while the block lasts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.packed import packed
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 7), (5, 1, 7), (320, 7)])
+def test_the_product_is_as_good_as_torchs(shape: tuple[int, ...], bias: bool) -> None:
+    linear, x = nn.Linear(7, 33, bias=bias), torch.randn(shape)
+    exact = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
+    exact, plain = exact.detach(), linear(x).detach()
+    with torch.no_grad(), packed([linear]):
+        assert "forward" in vars(linear)
+        product = linear(x)
+    assert product.shape == plain.shape
+    rounding = torch.finfo(torch.float32).eps * float(exact.abs().max())
+    assert float((product - exact).norm()) <= 2 * float((plain - exact).norm()) + rounding
+    assert "forward" not in vars(linear)
+
+
+def test_layers_inside_are_packed_and_come_back_after_an_error() -> None:
+    class Own(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 1
+
+    inner, own, wide = nn.Linear(3, 4), Own(3, 4), nn.Linear(3, 4).double()
+    model = nn.ModuleList([nn.Sequential(inner), own, wide])
+
+    def fails() -> None:
+        with packed([model, inner]):
+            assert "forward" in vars(inner)
+            assert "forward" not in vars(own)
+            assert "forward" not in vars(wide)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert "forward" not in vars(inner)
+
+
+def test_without_onednn_nothing_changes() -> None:
+    linear = nn.Linear(3, 4)
+    with torch.backends.mkldnn.flags(enabled=False), packed([linear]):
+        assert "forward" not in vars(linear)
+    with torch.autocast("cpu", torch.bfloat16), packed([linear]):
+        assert "forward" not in vars(linear)
