@@ -47,7 +47,7 @@ def test_layers_inside_are_packed_and_come_back_after_an_error() -> None:
 
 def test_without_onednn_nothing_changes() -> None:
     linear = nn.Linear(3, 4)
-    with torch.backends.mkldnn.flags(enabled=False), packed([linear]):
+    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=False), packed([linear]):
         assert "forward" not in vars(linear)
     with torch.autocast("cpu", torch.bfloat16), packed([linear]):
         assert "forward" not in vars(linear)
