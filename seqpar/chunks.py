@@ -16,7 +16,7 @@ an accelerator, enough rows to be bound by arithmetic at a hidden size of 512.""
 
 FEWEST_ROWS = 512
 """Below this many rows the matrix products are bound by reading the weight and adding up its gradient; of bfloat16 and
-float16, whose products are faster, the CPU takes twice as many. Measured by `python -m benchmarks.chunk_rows`: within
+float16, whose products are faster, the CPU takes twice as many. Measured (docs/results/chunk_rows.md): within
 8 % of the best number of rows at every shape on 2 cores, where 64 rows cost 1.4 to 1.7 times as much."""
 
 Chunk = slice | Tensor

@@ -23,13 +23,16 @@ class OwnProjection(nn.Module):
         return self.linear(hidden)  # type: ignore[no-any-return]
 
 
-def engine(replicas: int | None = None, known: bool = True) -> Callable[[Inputs], Step]:
-    """`LossCompute`, chunk chosen by itself; `known`: a generator whose gradient it has by formula."""
+def engine(
+    replicas: int | None = None, known: bool = True, chunk_tokens: int | None = None
+) -> Callable[[Inputs], Step]:
+    """`LossCompute`; `known`: a generator whose gradient it has by formula; `chunk_tokens` of None: its own choice."""
 
     def prepare(x: Inputs) -> Step:
         generator = x.generator if known else OwnProjection(x.generator)
         devices = None if replicas is None else [x.hidden.device] * replicas
-        compute = seqpar.LossCompute(generator, seqpar.LabelSmoothing(x.problem.smoothing, "torch"), devices)
+        criterion = seqpar.LabelSmoothing(x.problem.smoothing, "torch")
+        compute = seqpar.LossCompute(generator, criterion, devices, chunk_tokens=chunk_tokens)
         return lambda: compute(x.hidden, x.target).total / x.tokens
 
     return prepare

@@ -14,6 +14,7 @@ from benchmarks.loss.implementations import (
     ENGINE,
     LINEAR,
     OWN,
+    OWN_SMALL,
     PLAIN,
     TORCH_BEST,
     Implementation,
@@ -95,11 +96,17 @@ def padding(run: Run) -> None:
         measure(run, "padding", pair, progress, PADDING)
 
 
+def small(run: Run) -> None:
+    """A generator of one's own with few rows at a time, where memory counts more than time."""
+    for problem in run.todo("small", [SHAPES[0]._replace(smoothing=0.1), SHAPES[3]._replace(smoothing=0.1)]):
+        measure(run, "small", [problem], Progress("small", problem.products), [PLAIN, OWN, OWN_SMALL])
+
+
 def measure(run: Run, part: str, problems: list[Problem], progress: Progress, names: list[str] | None = None) -> None:
-    """Everything about problems of one dtype and smoothing, in the same rounds; `names` of None is all there are."""
+    """Everything about problems of one dtype and smoothing, in the same rounds; `names` of None is the usual ones."""
     first, work = problems[0], sum(problem.products for problem in problems)
     options = best_options(run, first.dtype)
-    ways = {n: way for n, way in implementations(options).items() if names is None or n in names}
+    ways = {n: way for n, way in implementations(options).items() if (n != OWN_SMALL if names is None else n in names)}
     not_run = {n: why_not(n, way, first) for n, way in ways.items()}
     if first.products > HUGE:
         not_run.update({n: "left out at this size" for n, why in not_run.items() if not why and n not in MAIN})
@@ -209,7 +216,7 @@ def memory(run: Run) -> None:
     progress = Progress("memory", sum(problem.products for problem in problems))
     for problem in problems:
         options = best_options(run, problem.dtype)
-        ways = {n: way for n, way in implementations(options).items() if not why_not(n, way, problem)}
+        ways = {n: w for n, w in implementations(options).items() if n != OWN_SMALL and not why_not(n, w, problem)}
         peaks = {}
         for name in ways:
             peaks[name] = peak_bytes(name, problem, run.device, options)
@@ -243,4 +250,11 @@ def of_time(
         run.keep(part, problem, {"floor seconds": floor, "seconds": mine})
 
 
-PARTS = {"shapes": shapes, "padding": padding, "memory": memory, "linear": linear, "devices": devices}
+PARTS = {
+    "shapes": shapes,
+    "small": small,
+    "padding": padding,
+    "memory": memory,
+    "linear": linear,
+    "devices": devices,
+}

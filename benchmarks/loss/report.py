@@ -62,7 +62,7 @@ def document(results: Results, source: str, pictures: list[str]) -> list[str]:
     found += [f"Every figure, run by run: [{source}]({source}); `--render` makes this page of it.", INTRODUCTION]
     found += ["## Reached or not", "", *target_table(results)]
     found += [line for name in pictures for line in (f"![{name}]({name})", "")]
-    for part in ("shapes", "padding", "memory", "linear", "devices"):
+    for part in ("shapes", "small", "padding", "memory", "linear", "devices"):
         if part in results["parts"]:
             found += [f"## {HEADINGS[part]}", "", *part_table(results, part), ""]
     if results["checks"]:
@@ -72,6 +72,7 @@ def document(results: Results, source: str, pictures: list[str]) -> list[str]:
 
 HEADINGS = {
     "shapes": "Shapes",
+    "small": "A generator of one's own with few rows at a time",
     "padding": "Padding",
     "memory": "Memory as the rows grow",
     "linear": "Time as N, D and V grow",
@@ -96,6 +97,7 @@ def part_table(results: Results, part: str) -> list[str]:
     entries = list(results["parts"].get(part, {}).values())
     makers: dict[str, Callable[[list[Entry]], list[str]]] = {
         "shapes": lambda found: _shapes(results, found),
+        "small": lambda found: _shapes(results, found),
         "padding": _padding,
         "memory": _memory,
         "linear": lambda _: _linear(results),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.loss.implementations import ENGINE, OURS, OWN, PLAIN, TORCH_DEFAULT
+from benchmarks.loss.implementations import ENGINE, OURS, OWN, OWN_SMALL, PLAIN, TORCH_DEFAULT
 from benchmarks.loss.problems import SHAPES
 from benchmarks.loss.results import Results, fastest_to_floor, floor_seconds, median
 
@@ -51,7 +51,10 @@ def _of_shapes(results: Results) -> Iterator[Target]:
     yield from most(f"{engine}: peak memory / what is allowed", everything, _to_allowance, 1.0)
     both = single + half
     yield from most("own generator: time / plain's", both, lambda entry: _over(_speed(PLAIN, OWN)(entry)), 1.25)
-    yield from most("own generator: peak memory / plain's", both, _memory_to_plain, 1 / 8)
+    small = list(results["parts"].get("small", {}).values())
+    name = "own generator, 256 rows"
+    yield from most(f"{name}: time / plain's", small, lambda entry: _over(_speed(PLAIN, OWN_SMALL)(entry)), 1.25)
+    yield from most(f"{name}: peak memory / plain's", small, _memory_to_plain, 1 / 8)
 
 
 def _of_padding(results: Results) -> Iterator[Target]:
@@ -169,7 +172,7 @@ def _to_allowance(entry: Entry) -> float | None:
 
 
 def _memory_to_plain(entry: Entry) -> float | None:
-    peak, plain = entry["peak bytes"].get(OWN), entry["peak bytes"].get(PLAIN)
+    peak, plain = entry["peak bytes"].get(OWN_SMALL), entry["peak bytes"].get(PLAIN)
     return peak / plain if isinstance(peak, int) and isinstance(plain, int) else None
 
 
