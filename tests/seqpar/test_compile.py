@@ -35,6 +35,24 @@ def test_in_a_graph_it_has_the_plain_gradient(case):
     )
 
 
+@pytest.mark.parametrize("trained", LEAVES)
+def test_each_leaf_alone_gets_its_gradient(trained):
+    torch.manual_seed(0)
+    tensors = {"hidden": (6, 3), "weight": (11, 3), "bias": (11,), "token_weight": (6,)}
+    tensors = {k: torch.randn(shape, dtype=torch.float64).requires_grad_(k == trained) for k, shape in tensors.items()}
+    tensors["target"] = torch.randint(11, (6,))
+    options = {"label_smoothing": 0.1, "chunk_tokens": 4}
+
+    def step(tensors):
+        return seqpar.linear_cross_entropy(**tensors, **options).total
+
+    assert_same_gradients(
+        lambda: torch.compile(step, fullgraph=True, backend="aot_eager")(tensors),
+        lambda: step(tensors),
+        {trained: tensors[trained]},
+    )
+
+
 class Tagger(nn.Module):
     """A small model with its loss."""
 
