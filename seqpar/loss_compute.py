@@ -125,15 +125,19 @@ class LossCompute(nn.Module):
         refuse_sharded(self.head)
         check_replicable(self.head)
         shards = self._scatter(hidden, target, {k: v for k, v in per_token.items() if v is not None})
+        kept = [self._kept(shard.target) for shard in shards]
+        walk, vocab_size = self._walk, None
+        if not self._no_formula_for(shards[0]):
+            walk, vocab_size = self._walk_by_formula, linear_of(self.head["generator"]).weight.size(0)
+            _check_range(shards, kept, vocab_size)
+            if self.chunk_size is None:
+                shards = _one_for_each_device(shards)
+                kept = [self._kept(shard.target) for shard in shards]
         devices = [shard.hidden.device for shard in shards]
         at_home = len(shards) == 1 and all(p.device == devices[0] for p in self.head.parameters())
         heads = [self.head] if at_home else replicate(self.head, devices)
-        kept = [self._kept(shard.target) for shard in shards]
-        if self._no_formula_for(shards[0]):
-            walk, vocab_size = self._walk, self._inspect(heads, shards, kept)
-        else:
-            walk, vocab_size = self._walk_by_formula, linear_of(self.head["generator"]).weight.size(0)
-            _check_range(shards, kept, vocab_size)
+        if vocab_size is None:
+            vocab_size = self._inspect(heads, shards, kept)
         walks = zip(heads, shards, kept, strict=True)
         inputs = [(h, s, self._chunks(s, k, vocab_size), loss_scale) for h, s, k in walks]
         losses = parallel_apply([walk] * len(shards), inputs, devices=devices)
@@ -357,6 +361,19 @@ def _check_shapes(hidden: Tensor, target: Any, per_token: dict[str, Any]) -> Non
             raise ValueError(
                 f"{name} is {got}; a per-token tensor must have target's shape {tuple(target.shape)} first"
             )
+
+
+def _one_for_each_device(shards: list[Shard]) -> list[Shard]:
+    """Shards of one device side by side: to the formula a replica is nothing but one more gradient to add up."""
+    together: dict[torch.device, list[Shard]] = {}
+    for shard in shards:
+        together.setdefault(shard.hidden.device, []).append(shard)
+    return [
+        Shard(torch.cat([s.hidden.flatten(0, -2) for s in same]), torch.cat([s.target.flatten() for s in same]), {})
+        if len(same) > 1
+        else same[0]
+        for same in together.values()
+    ]
 
 
 def _check_range(shards: list[Shard], kept: list[Tensor], vocab_size: int) -> None:
