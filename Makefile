@@ -41,12 +41,12 @@ check: .venv/dev  ## lint, format, strict types, import floors
 	@$(BIN)/lint-imports
 
 .venv/bench: .venv/dev
-	@echo "[env] installing what the benchmark of the loss draws with, and its peers where they can be had (a minute, once)"
+	@echo "[env] installing what the benchmarks draw with, and the peers where they can be had (a minute, once)"
 	@$(PIP) -e '.[recipes,test,dev,bench]'
 	@$(PIP) -e '.[peers]' || echo "[env] peers that are not installed are left out"
 	@touch $@
 
-bench: .venv/bench  ## measure speed and memory of the loss against the peers, as ratios (under an hour on 2 cores)
+bench: .venv/bench  ## measure speed and memory of the loss against the peers, as ratios (two hours on 2 cores; goes on where it was stopped)
 	@$(BIN)/python -m benchmarks.loss
 
 clean:  ## remove the environment and caches (runs/ is kept)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
+from benchmarks.loss.peers import quietly
 from models import PRESETS, TransformerConfig, make_transformer, sinusoidal_positions
 from recipes.translation.batches import Batch, TokenBatches
 from recipes.translation.config import load_config
@@ -124,6 +125,19 @@ class Plain:
         return mean
 
 
+class OursWithPlainLoss(Plain):
+    """`models/` with the loss as it is usually written."""
+
+    name = "seqpar's model, plain loss"
+
+    def __init__(self, config: TransformerConfig, vocab: int, precision: str) -> None:
+        super().__init__(make_transformer(config, vocab, vocab, PAD), precision)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """(B, T, V)."""
+        return self.model.generator(self.model(batch.src, batch.tgt_in))
+
+
 class Marian(Plain):
     """Hugging Face transformers' MarianMTModel, made from a configuration; attention as it comes (sdpa)."""
 
@@ -145,8 +159,8 @@ class Marian(Plain):
 
 def marian(config: TransformerConfig, vocab: int) -> Any:
     """A MarianMTModel of the same size with random weights; post-norm, which it always is."""
-    from transformers import MarianConfig, MarianMTModel
-
+    module = quietly("transformers.models.marian.modeling_marian")
+    MarianConfig, MarianMTModel = module.MarianConfig, module.MarianMTModel
     sides = {
         f"{side}_{what}": value
         for side in ("encoder", "decoder")

@@ -14,7 +14,7 @@ from benchmarks.loss.problems import Inputs, Problem
 
 PLAIN, TORCH_DEFAULT, TORCH_BEST = "plain", "torch op, default", "torch op, best"
 ENGINE, OWN, LINEAR = "LossCompute", "LossCompute, own generator", "linear_cross_entropy"
-OWN_SMALL = f"{OWN}, 256 rows"
+OWN_SMALL = f"{OWN}, 128 rows"
 OURS = [ENGINE, OWN, OWN_SMALL, LINEAR]
 
 
@@ -57,7 +57,7 @@ def known(best_options: dict[str, Any]) -> dict[str, Implementation]:
         "2018 loop": Implementation(plain_ways.loop_2018, note="its loss is a number"),
         ENGINE: Implementation(ours.engine()),
         OWN: Implementation(ours.engine(known=False)),
-        OWN_SMALL: Implementation(ours.engine(known=False, chunk_tokens=256)),
+        OWN_SMALL: Implementation(ours.engine(known=False, chunk_tokens=128)),
         LINEAR: Implementation(ours.linear_cross_entropy),
     }
 

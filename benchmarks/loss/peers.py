@@ -69,14 +69,14 @@ def torch_op_choices(dtype: torch.dtype) -> list[dict[str, Any]]:
 
 def cut_cross_entropy(x: Inputs) -> Step:
     """apple's `linear_cross_entropy(impl="torch_compile")`, its way for machines without a supported GPU."""
-    linear_cross_entropy = _quietly("cut_cross_entropy").linear_cross_entropy
+    linear_cross_entropy = quietly("cut_cross_entropy").linear_cross_entropy
     impl = "torch_compile" if x.device == "cpu" else "cce"
     return lambda: linear_cross_entropy(x.hidden, x.weight, x.target, reduction="sum", impl=impl) / x.tokens
 
 
 def torchtune(x: Inputs) -> Step:
     """torchtune's `CEWithChunkedOutputLoss` with 8 chunks over time, its inner function compiled as it advises."""
-    loss = _quietly("torchtune.modules.loss").CEWithChunkedOutputLoss(TUNE_CHUNKS)
+    loss = quietly("torchtune.modules.loss").CEWithChunkedOutputLoss(TUNE_CHUNKS)
     loss.compute_cross_entropy = torch.compile(loss.compute_cross_entropy)
 
     def step() -> Tensor:
@@ -90,14 +90,14 @@ def torchtune(x: Inputs) -> Step:
 def why_missing(module: str) -> str:
     """Why that module cannot be imported here; empty where it can."""
     try:
-        _quietly(module)
+        quietly(module)
     except Exception as error:  # whatever a package does at import is the answer
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return f"cannot be imported: {reason[0].strip()}"
     return ""
 
 
-def _quietly(module: str) -> Any:
+def quietly(module: str) -> Any:
     """The module, without what it says at import (torchao names each of its GPU libraries that it cannot load)."""
     try:
         logging.disable(logging.WARNING)

@@ -52,7 +52,7 @@ def _of_shapes(results: Results) -> Iterator[Target]:
     both = single + half
     yield from most("own generator: time / plain's", both, lambda entry: _over(_speed(PLAIN, OWN)(entry)), 1.25)
     small = list(results["parts"].get("small", {}).values())
-    name = "own generator, 256 rows"
+    name = "own generator, 128 rows"
     yield from most(f"{name}: time / plain's", small, lambda entry: _over(_speed(PLAIN, OWN_SMALL)(entry)), 1.25)
     yield from most(f"{name}: peak memory / plain's", small, _memory_to_plain, 1 / 8)
 
