@@ -5,8 +5,8 @@
     python -m benchmarks.training --parts training --sizes d128 --precisions float32
     python -m benchmarks.training --write docs/results/training     # puts what it measured into .json and .md there
 
-Implementations take turns on the same batches, two steps each, of which the second is timed; a figure is the median over
-batches of target tokens (padding not counted) a second, a ratio the median of the ratios on one batch. Parts:
+Implementations take turns on the same batches, two steps each, of which the second is timed; a figure is the median of
+target tokens (padding not counted) a second over batches, a ratio the median of the ratios on one batch. Parts:
 
 - training: whole steps of about 4,000 target tokens: forward, loss with label smoothing 0.1, backward, clip, Adam.
 - factors: our own step with one thing at a time put back to what torch has: the plain loss of all logits, `nn.Dropout`,
