@@ -18,9 +18,10 @@ Every way takes hidden states, a projection (weight and bias) and targets to a m
 not padding, and goes back to all three gradients. "Three products" are the matrix products that any exact way needs
 (logits, hidden gradient, weight gradient) of the rows that are not padding, into memory that is there already: all
 rows at once or 512 at a time, whichever is faster here. All ways take turns in one process, round after round, and
-a figure is the median of the rounds (of two rounds, their mean); what compiles has compiled before. Memory is the
-peak above the inputs, in a fresh process, as the system reports it. "Allowed" is the hidden gradient, the weight
-gradient and 1.3 of the engine's chunks of logits in float32 or wider.
+a figure is the median of the rounds; where a table says two steps in a row, only the second is timed, for the first
+one's memory was another's. What compiles has compiled before. Memory is the peak above the inputs, in a fresh
+process, as the system reports it. "Allowed" is the hidden gradient, the weight gradient and 1.3 of the engine's
+chunks of logits in float32 or wider.
 
 - **plain**: `F.cross_entropy` of `F.linear`; **torch.compile**: the same, compiled; **checkpointed chunks**:
   `torch.utils.checkpoint` around 512 rows at a time.
@@ -126,6 +127,7 @@ def _shapes(results: Results, entries: list[Entry]) -> list[str]:
             ]
             rows += [["allowed memory", *(f"{e['allowed bytes'] / MIB:,.0f} MiB" for e in here)]]
             rows += [["rounds", *(str(len(e["seconds"][PLAIN])) for e in here)]]
+            rows += [["steps in a row", *(str(e.get("steps in a row", 1)) for e in here)]]
             found += table(header, rows)
     return [LEGEND, *found, *_remarks(entries)]
 

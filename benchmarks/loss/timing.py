@@ -13,6 +13,8 @@ from benchmarks.loss.plain_ways import CHUNK_ROWS, Step
 from benchmarks.loss.problems import IGNORED, Inputs, Problem, comfortable
 
 WHOLE, CHUNKED = "products, all rows", f"products, {CHUNK_ROWS} rows"
+LARGE = 1e12
+"""Operations from which on a problem takes so long that nothing is run but to be measured."""
 LINE_EVERY = 10.0
 """Seconds between two lines of progress."""
 
@@ -109,14 +111,23 @@ def seconds(run: Callable[[], None], inputs: Iterable[Inputs]) -> float:
 Runs = dict[tuple[Problem, str], Callable[[], None]]
 
 
+def in_a_row(problem: Problem) -> int:
+    """How many steps follow each other, of which the last is timed."""
+    return 2 if problem.products <= LARGE else 1
+
+
 def interleaved(
     runs: Runs, inputs: list[Inputs], rounds: int, said: Callable[[str], None]
 ) -> dict[tuple[Problem, str], list[float]]:
-    """Seconds of each, every round starting one further on, so that nobody always has the same neighbour."""
+    """Seconds of each, of two runs in a row the second, as its own steps follow each other in use: the memory of the
+    first was another's, and comes from the system page by page. Of large problems there is one. Every round starts
+    one further on."""
     keys = list(runs)
     times: dict[tuple[Problem, str], list[float]] = {key: [] for key in keys}
     for number in range(rounds):
         for key in keys[number % len(keys) :] + keys[: number % len(keys)]:
+            if in_a_row(key[0]) > 1:
+                seconds(runs[key], inputs)
             times[key].append(seconds(runs[key], inputs))
             said(f"{key[0]}: {key[1]}, round {number + 1} of {rounds}")
     return times
