@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 
 slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=slow_is_fine)
-settings.register_profile("ci", max_examples=150, deadline=None, derandomize=True, suppress_health_check=slow_is_fine)
+settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=slow_is_fine)
 settings.register_profile("nightly", max_examples=2_000, deadline=None, suppress_health_check=slow_is_fine)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 

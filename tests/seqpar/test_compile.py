@@ -19,7 +19,7 @@ def _fresh():
     torch.compiler.reset()
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(linear_cases())
 def test_in_a_graph_it_has_the_plain_gradient(case):
     torch.compiler.reset()
