@@ -10,6 +10,11 @@ from torch import nn
 from models.packed import packed
 
 
+@pytest.fixture(autouse=True)
+def _small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.packed.SMALLEST", 1)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 7), (5, 1, 7), (320, 7)])
 def test_the_product_is_as_good_as_torchs(shape: tuple[int, ...], bias: bool) -> None:
@@ -52,3 +57,11 @@ def test_without_onednn_or_under_autocast_nothing_changes(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     with packed([linear]):
         assert "forward" not in vars(linear)
+
+
+def test_what_is_too_small_to_gain_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.packed.SMALLEST", 13)
+    small, large = nn.Linear(3, 4), nn.Linear(3, 5)
+    with packed([small, large]):
+        assert "forward" not in vars(small)
+        assert "forward" in vars(large)
