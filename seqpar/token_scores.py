@@ -91,13 +91,6 @@ class _TokenScores(torch.autograd.Function):
         empty = TokenLoss.zero(hidden_ND.dtype, hidden_ND.device, tells=True)
         walk_chunks(ByFormula(formula), chunks, per_token, params, empty, gradients)
         formula.projection.buffers.clear()
-        found = (gradients.rows[0], *gradients.params)
-        missing = (
-            torch.zeros_like(t) if w else None for t, w in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
-        )
-        grads = (m if g is None else g for g, m in zip(found, missing, strict=True))
-        return (
-            None,
-            None,
-            *(None if g is None else g.to(t.dtype) for g, t in zip(grads, ctx.saved_tensors, strict=True)),
-        )
+        found = zip((gradients.rows[0], *gradients.params), ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+        grads = (None if not w else torch.zeros_like(t) if g is None else g.to(t.dtype) for g, t, w in found)
+        return None, None, *grads
