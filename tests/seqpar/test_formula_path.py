@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 import seqpar
 from models import Generator
 from seqpar import loss_compute
+from seqpar.loss_compute import Shard, _one_for_each_device
 from seqpar.testing import assert_same_results
 
 
@@ -126,3 +127,16 @@ def test_autocast_brings_dtypes_together_as_it_does_for_the_module():
         plain = F.cross_entropy(module(hidden).float(), target, reduction="sum")
     torch.testing.assert_close(found, plain, rtol=1e-3, atol=0)
     assert found.dtype == torch.float32
+
+
+def test_rows_of_one_device_are_put_side_by_side_and_no_device_is_left_out():
+    """What needs no arithmetic of a second device stands in for one here."""
+    devices = ["cpu", "meta", "cpu"]
+    shards = [
+        Shard(torch.ones(2, i + 1, 3, device=d), torch.ones(2, i + 1, device=d), {}) for i, d in enumerate(devices)
+    ]
+    together = _one_for_each_device(shards)
+    assert [(s.hidden.device.type, s.hidden.shape, s.target.numel()) for s in together] == [
+        ("cpu", (2 + 6, 3), 2 + 6),
+        ("meta", (2, 2, 3), 4),
+    ]
