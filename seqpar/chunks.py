@@ -23,6 +23,11 @@ Chunk = slice | Tensor
 """Which rows: a slice where they lie side by side (a view, no copy), else their int64 indices."""
 
 
+def recording(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded there: no number can be looked at, so every row is taken."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def check_size(size: int | None, name: str) -> None:
     """Raises ValueError unless `size` is None or an int of at least 1."""
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
@@ -39,18 +44,25 @@ def rows_per_chunk(vocab_size: int, dtype: torch.dtype, device_type: str) -> int
 
 
 def cut_rows(kept_N: Tensor, rows: int) -> list[Chunk]:
-    """The rows where the mask `kept_N` is true, in order, in as few even chunks of at most `rows` as there can be."""
-    indices_K = kept_N.nonzero().squeeze(1)
-    count = len(indices_K)
+    """The rows where the mask `kept_N` is true, in order, in as few even chunks of at most `rows` as there can be.
+
+    All rows while a CUDA graph is recorded, which is of one number of rows.
+    """
+    indices_K = None if recording(kept_N.device) else kept_N.nonzero().squeeze(1)
+    count = len(kept_N if indices_K is None else indices_K)
     parts = -(-count // rows)
     bounds = [i * count // parts for i in range(parts + 1)] if parts else []
     slices = [slice(a, b) for a, b in pairwise(bounds)]
-    return list(slices) if count == len(kept_N) else [indices_K[s] for s in slices]
+    return list(slices) if indices_K is None or count == len(kept_N) else [indices_K[s] for s in slices]
 
 
 def cut_time(kept_BT: Tensor, steps: int) -> list[Chunk]:
     """The same rows (numbered as in `kept_BT.flatten()`), `steps` time steps of the whole batch at a time."""
     batch, time = kept_BT.shape
+    if recording(kept_BT.device):
+        return list(
+            torch.arange(batch * time, device=kept_BT.device).view(batch, time).t().reshape(-1).split(steps * batch)
+        )
     by_time_K = kept_BT.t().reshape(-1).nonzero().squeeze(1)
     step_K, row_K = by_time_K.div(max(1, batch), rounding_mode="floor"), by_time_K % max(1, batch)
     sizes = torch.bincount(step_K // steps).tolist()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from seqpar.chunks import Chunk, check_size, cut_rows, rows_per_chunk
+from seqpar.chunks import Chunk, check_size, cut_rows, recording, rows_per_chunk
 from seqpar.collectives import copy_to_group, world_size
 from seqpar.criteria import Convention, SoftTarget, check_range, check_smoothing, check_target, soft_target
 from seqpar.linear_formula import LinearFormula, Projection, product_dtype
@@ -67,7 +67,9 @@ def plan(
     part = shard if world_size(shard.group) > 1 else None
     most = settings.chunk_tokens or rows_per_chunk(shard.largest_even_part, dtype, hidden.device.type)
     chunks = cut_rows(target_N != settings.ignore_index, most)
-    return copy_to_group(hidden, shard.group).flatten(0, -2), chunks, LinearFormula(projection, target_N, q, part)
+    ignored = settings.ignore_index if recording(hidden.device) else None
+    formula = LinearFormula(projection, target_N, q, part, ignored)
+    return copy_to_group(hidden, shard.group).flatten(0, -2), chunks, formula
 
 
 def checked(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> tuple[VocabShard, SoftTarget]:
