@@ -191,7 +191,8 @@ def _scatter_leaf(leaf: Any, devices: Sequence[torch.device], dim: int, sizes: l
         return Scatter.apply([d.index for d in devices], sizes, dim, leaf)  # type: ignore[no-any-return]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     pieces = (leaf.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True))
-    return [piece.to(device, non_blocking=True) for piece, device in zip(pieces, devices, strict=True)]
+    # A copy to the CPU must be waited for: what runs there next does not wait for the accelerator's stream
+    return [piece.to(d, non_blocking=d.type != "cpu") for piece, d in zip(pieces, devices, strict=True)]
 
 
 def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
