@@ -22,7 +22,7 @@ from seqpar.criteria import (
     softmax_factor,
     with_weights,
 )
-from seqpar.row_kernel import RowKernel, why_no_kernel
+from seqpar.row_kernel import RowKernel, aligned, why_no_kernel
 from seqpar.token_loss import TokenLoss, wide
 
 CACHE = 2**23
@@ -139,7 +139,9 @@ class Projection:
         held = self.buffers.get(name)
         if held is None or len(held) < rows:
             # Chunks are even but for one row, which the first one may lack
-            held = self.weight_VD.new_empty((rows + 1, len(self.weight_VD)), dtype=dtype)
+            classes = len(self.weight_VD)
+            width = classes if why_no_kernel(self.weight_VD.device.type) else aligned(classes)
+            held = self.weight_VD.new_empty((rows + 1, width), dtype=dtype)[:, :classes]
             self.buffers[name] = held
         return held[:rows]
 

@@ -5,7 +5,7 @@
 Counted are the tensors that the projection onto the vocabulary and the loss make and read. Not counted: the model
 below the projection, the optimizer's state, vectors (a bias, row sums), and what an allocator or a matrix library keeps
 for itself (a few MiB). Tests hold every figure of the CPU within 10 % of measured peaks, and where there is a CUDA
-device with Triton, its figures, too. Without Triton an accelerator has a float32 softmax of the chunk beside the logits.
+device with Triton, its figures, too. Without Triton an accelerator has a float32 softmax of a chunk beside its logits.
 
 Symbols: N tokens on this device, K rows of one chunk, D hidden, V the classes on this device, P devices.
 """

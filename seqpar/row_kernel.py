@@ -20,8 +20,13 @@ from torch import Tensor
 from seqpar.criteria import RowSums, SoftTarget
 from seqpar.token_loss import wide
 
-LARGEST_BLOCK = 4096
-"""Classes of a row that one program has in its registers at once, 16 to a thread; a power of 2."""
+LARGEST_BLOCK = 2048
+"""Classes of a row that one program has in its registers at once; a power of 2."""
+CLASSES_A_THREAD = 8
+"""One load of 16 bytes in bfloat16. The compiler then takes 48 to 75 registers (sm_90, Triton 3.9), so that 24 to 40
+warps share a multiprocessor; with 16 classes it takes 96 to 134, and what is not aligned spills."""
+ALIGNED = 16
+"""Rows begin at multiples of so many numbers: without, an odd vocabulary (50,257) is read number by number."""
 
 
 def why_no_kernel(device_type: str) -> str:
@@ -31,6 +36,11 @@ def why_no_kernel(device_type: str) -> str:
     if device_type not in ("cuda", "xpu"):
         return f"Triton has none for {device_type}"
     return "" if _installed() else "Triton is not installed"
+
+
+def aligned(classes: int) -> int:
+    """How far rows of so many classes should begin from each other."""
+    return -(-classes // ALIGNED) * ALIGNED
 
 
 @functools.cache
@@ -99,11 +109,12 @@ class RowKernel:
     def _launch(self, kernel: Any, product_KV: Tensor, target_K: Tensor, *given: object, **settings: object) -> None:
         rows, classes = product_KV.shape
         block = min(LARGEST_BLOCK, 1 << max(0, classes - 1).bit_length())
+        width = min(product_KV.stride(0), aligned(classes))
         on_accelerator = product_KV.device.type != "cpu"
         here = torch.accelerator.device_index(product_KV.device.index) if on_accelerator else contextlib.nullcontext()
         with here:
-            warps = 8 if block > 1024 else 4
-            strided = product_KV, product_KV.stride(0), classes, target_K.contiguous()
+            warps = max(1, block // (32 * CLASSES_A_THREAD))
+            strided = product_KV, product_KV.stride(0), classes, width, target_K.contiguous()
             kernel[(rows,)](*strided, *given, **settings, BLOCK=block, num_warps=warps)
 
     def _out(self, columns: int, product_KV: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ formulas; those here are the same, and tests hold the two against each other.
 
 Only `seqpar.row_kernel` imports this module, where Triton is installed.
 
-Shape suffixes: K rows, V classes here.
+V is the number of classes here; WIDTH how many numbers of a row's memory may be read and written, so that steps of 16
+bytes need no look at where the classes end.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from triton.language import constexpr
 
 
 @triton.jit
-def _logits(x_ptr, bias_ptr, k, here, softcap: constexpr, temperature: constexpr, dtype: constexpr):
-    """Some classes' logits of one row, and the tanh they came through."""
-    z = tl.load(x_ptr + k, here, other=0.0).to(dtype)
+def _logits(x_ptr, bias_ptr, k, there, here, softcap: constexpr, temperature: constexpr, dtype: constexpr):
+    """Some classes' logits of one row, and the tanh they came through; `there`: where the row's memory goes on."""
+    z = tl.load(x_ptr + k, there, other=0.0).to(dtype)
     if bias_ptr is not None:
         z += tl.load(bias_ptr + k, here, other=0.0).to(dtype)
     tanh = z
@@ -50,6 +51,7 @@ def _class_weights(weight_ptr, k, here, excluded: constexpr, dtype: constexpr):
 def _row_sums(
     x_ptr,
     V: constexpr,
+    WIDTH: constexpr,
     target,
     bias_ptr,
     weight_ptr,
@@ -68,7 +70,7 @@ def _row_sums(
     for start in range(0, V, BLOCK):
         k = start + tl.arange(0, BLOCK)
         here = k < V
-        z, _ = _logits(x_ptr, bias_ptr, k, here, softcap, temperature, dtype)
+        z, _ = _logits(x_ptr, bias_ptr, k, k < WIDTH, here, softcap, temperature, dtype)
         if each != 0.0:
             w = _class_weights(weight_ptr, k, here, excluded, dtype)
             sum_ += tl.where(w != 0, w * z, 0.0)
@@ -83,7 +85,7 @@ def _row_sums(
     lse = row_best + tl.log(tl.sum(total * tl.exp(best - row_best), 0))
     row_argbest = tl.min(tl.where(best == row_best, argbest, V), 0)
     inside = (target >= 0) & (target < V)
-    gold, _ = _logits(x_ptr, bias_ptr, tl.where(inside, target, 0), inside, softcap, temperature, dtype)
+    gold, _ = _logits(x_ptr, bias_ptr, tl.where(inside, target, 0), inside, inside, softcap, temperature, dtype)
     return row_best, row_argbest, lse, gold, tl.sum(sum_, 0), inside
 
 
@@ -100,6 +102,7 @@ def _gold_weight(weight_ptr, target, inside, dtype: constexpr):
 def _row_gradient(
     x_ptr,
     V: constexpr,
+    WIDTH: constexpr,
     target,
     lse,
     mass,
@@ -119,7 +122,7 @@ def _row_gradient(
     for start in range(0, V, BLOCK):
         k = start + tl.arange(0, BLOCK)
         here = k < V
-        z, tanh = _logits(x_ptr, bias_ptr, k, here, softcap, temperature, dtype)
+        z, tanh = _logits(x_ptr, bias_ptr, k, k < WIDTH, here, softcap, temperature, dtype)
         grad = tl.exp(z - lse) * mass
         if each != 0.0:
             grad -= each * _class_weights(weight_ptr, k, here, excluded, dtype)
@@ -129,7 +132,7 @@ def _row_gradient(
         if temperature != 1.0:
             grad = grad / temperature
         grad = tl.where(kept, grad * factor, 0.0)
-        tl.store(x_ptr + k, grad.to(x_ptr.dtype.element_ty), here)
+        tl.store(x_ptr + k, grad.to(x_ptr.dtype.element_ty), k < WIDTH)
 
 
 @triton.jit(do_not_specialize=["out_stride", "factor_stride"])
@@ -137,6 +140,7 @@ def _whole_rows(
     x_ptr,
     x_stride,
     V: constexpr,
+    WIDTH: constexpr,
     target_ptr,
     bias_ptr,
     weight_ptr,
@@ -164,7 +168,7 @@ def _whole_rows(
     x_ptr += row * x_stride
     target = tl.load(target_ptr + row)
     _, argbest, lse, gold, sum_, inside = _row_sums(
-        x_ptr, V, target, bias_ptr, weight_ptr, softcap, temperature, each, excluded, dtype, BLOCK
+        x_ptr, V, WIDTH, target, bias_ptr, weight_ptr, softcap, temperature, each, excluded, dtype, BLOCK
     )
     gold = tl.where(inside, gold, float("nan"))  # a target that nobody could check is seen in the loss
     gold_share = gold_q * _gold_weight(weight_ptr, target, inside, dtype)
@@ -197,8 +201,8 @@ def _whole_rows(
         if factor_ptr is not None:
             factor = tl.load(factor_ptr + row * factor_stride).to(dtype)
         _row_gradient(
-            x_ptr, V, target, lse, mass, gold_share, factor, kept, bias_ptr, weight_ptr, softcap, temperature, each,
-            excluded, dtype, BLOCK,
+            x_ptr, V, WIDTH, target, lse, mass, gold_share, factor, kept, bias_ptr, weight_ptr, softcap, temperature,
+            each, excluded, dtype, BLOCK,
         )  # fmt: skip
 
 
@@ -207,6 +211,7 @@ def _part_sums(
     x_ptr,
     x_stride,
     V: constexpr,
+    WIDTH: constexpr,
     target_ptr,
     bias_ptr,
     weight_ptr,
@@ -222,7 +227,7 @@ def _part_sums(
     dtype: constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     best, argbest, lse, gold, sum_, inside = _row_sums(
-        x_ptr + row * x_stride, V, tl.load(target_ptr + row), bias_ptr, weight_ptr, softcap, temperature, each,
+        x_ptr + row * x_stride, V, WIDTH, tl.load(target_ptr + row), bias_ptr, weight_ptr, softcap, temperature, each,
         excluded, dtype, BLOCK,
     )  # fmt: skip
     out_ptr += row
@@ -238,6 +243,7 @@ def _part_gradient(
     x_ptr,
     x_stride,
     V: constexpr,
+    WIDTH: constexpr,
     target_ptr,
     bias_ptr,
     weight_ptr,
@@ -262,7 +268,7 @@ def _part_gradient(
     if factor_ptr is not None:
         factor = tl.load(factor_ptr + row * factor_stride).to(dtype)
     _row_gradient(
-        x_ptr + row * x_stride, V, target, lse, tl.load(mass_ptr + row * mass_stride),
+        x_ptr + row * x_stride, V, WIDTH, target, lse, tl.load(mass_ptr + row * mass_stride),
         gold_q * _gold_weight(weight_ptr, target, inside, dtype), factor, inside == inside, bias_ptr, weight_ptr,
         softcap, temperature, each, excluded, dtype, BLOCK,
     )  # fmt: skip
