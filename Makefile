@@ -3,11 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## say what the targets do
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"seqpar needs Python 3.11 or newer; $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12 ...")'
@@ -48,6 +48,15 @@ check: .venv/dev  ## lint, format, strict types, import floors
 
 bench: .venv/bench  ## measure speed and memory of the loss against the peers, as ratios (two hours on 2 cores; goes on where it was stopped)
 	@$(BIN)/python -m benchmarks.loss
+
+.venv/bench-gpu: .venv/dev
+	@echo "[env] installing the peers that need a GPU (a minute, once)"
+	@$(PIP) -e '.[recipes,test,dev,bench]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check liger-kernel quack-kernels cut-cross-entropy || echo "[env] peers that are not installed are left out"
+	@touch $@
+
+bench-gpu: .venv/bench-gpu  ## on a CUDA device: the GPU tests, the loss against its peers, training (under 9 minutes; one table last)
+	@benchmarks/gpu_all.sh
 
 clean:  ## remove the environment and caches (runs/ is kept)
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info dist

@@ -20,7 +20,10 @@ import seqpar
 from seqpar.chunks import rows_per_chunk
 
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096)
-SHAPES = ((4096, 128, 10_000), (4096, 512, 32_000), (4096, 128, 128_000))
+SHAPES = {
+    "cpu": ((4096, 128, 10_000), (4096, 512, 32_000), (4096, 128, 128_000)),
+    "cuda": ((8192, 512, 32_768), (8192, 2048, 128_256)),
+}
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -45,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{date.today()}, torch {torch.__version__}, {torch.get_num_threads()} threads on {options.device}\n")
     print(f"| N, D, V, dtype | {' | '.join(map(str, ROWS))} | chosen | fastest, ms |\n|---{'|---' * (len(ROWS) + 2)}|")
-    for n, d, v in SHAPES:
+    for n, d, v in SHAPES[torch.device(options.device).type]:
         for dtype in DTYPES:
             torch.manual_seed(0)
             hidden = torch.randn(n, d, device=options.device, dtype=dtype).requires_grad_()

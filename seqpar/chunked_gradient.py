@@ -78,18 +78,28 @@ class Gradients:
         if not self.wanted[index]:
             return
         so_far = self.params[index]
-        if self.chunks == 1 or (so_far is None and wide(a.dtype) == a.dtype):
+        sums = wide(a.dtype)
+        if self.chunks == 1 or (so_far is None and sums == a.dtype):
             self.params[index] = torch.mm(a, b)
         elif so_far is not None and so_far.dtype == a.dtype:
             so_far.addmm_(a, b)
+        elif _widening_products(a.device):
+            if so_far is None:
+                self.params[index] = torch.mm(a, b, out_dtype=sums)
+            else:
+                torch.addmm(so_far, a, b, out_dtype=sums, out=so_far)
+        elif a.device.type != "cpu":
+            self.add(index, torch.mm(a, b))
         else:
             if so_far is None:
-                so_far = self.params[index] = a.new_zeros((a.size(0), b.size(1)), dtype=wide(a.dtype))
-            if a.device.type != "cpu":
-                so_far.add_(torch.mm(a, b))
-                return
+                so_far = self.params[index] = a.new_zeros((a.size(0), b.size(1)), dtype=sums)
             for sum_, part in zip(so_far.split(PRODUCT_ROWS), a.split(PRODUCT_ROWS), strict=True):
                 sum_.add_(torch.mm(part, b).to(sum_.dtype))
+
+
+def _widening_products(device: torch.device) -> bool:
+    """Whether products of bfloat16 or float16 there can be added up in float32 without being rounded between."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 @dataclass(frozen=True)
@@ -221,7 +231,7 @@ class _ChunkedGradient(torch.autograd.Function):
                 dtype, shape, device = about
                 grads.append(torch.zeros(shape, dtype=dtype, device=device))
             else:
-                grads.append(None if grad is None else _times(grad, upstream, ctx.shared).to(about[0]))
+                grads.append(None if grad is None else narrowed(_times(grad, upstream, ctx.shared), about[0]))
         return (None, None, None, None, None, *grads)
 
 
@@ -229,6 +239,20 @@ def _times(grad: Tensor, upstream: Tensor, shared: bool) -> Tensor:
     """In place, unless autograd may have handed out the same tensor twice."""
     factor = upstream.to(grad.device)
     return grad * factor if shared else grad.mul_(factor)
+
+
+def narrowed(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """`grad.to(dtype)`; a matrix whose numbers become half as long is written over itself, front to back, so that
+    its float32 sum and its gradient never exist side by side."""
+    if grad.dim() < 2 or not grad.is_contiguous() or grad.dtype.itemsize != 2 * dtype.itemsize:
+        return grad.to(dtype)
+    wide_N, narrow_N = grad.flatten(), grad.view(dtype).flatten()[: grad.numel()]
+    done = min(grad.size(-1), grad.numel())
+    narrow_N[:done] = wide_N[:done].to(dtype)
+    while done < len(wide_N):  # what is read lies behind what is written
+        narrow_N[done : 2 * done].copy_(wide_N[done : 2 * done])
+        done *= 2
+    return narrow_N.view(grad.shape)
 
 
 def _by_autograd(

@@ -17,10 +17,19 @@ an accelerator, enough rows to be bound by arithmetic at a hidden size of 512.""
 FEWEST_ROWS = 512
 """Below this many rows the matrix products are bound by reading the weight and adding up its gradient; of bfloat16 and
 float16, whose products are faster, the CPU takes twice as many. Measured (docs/results/chunk_rows.md): within
-8 % of the best number of rows at every shape on 2 cores, where 64 rows cost 1.4 to 1.7 times as much."""
+8 % of the best number of rows at every shape on 2 cores, where 64 rows cost 1.4 to 1.7 times as much.
+
+On an accelerator four times as many, not measured yet: reading and writing the weight gradient's float32 sum moves
+8 bytes for 6 x rows operations, so that at 4.8 TB/s and 750 TFLOP/s (an H200) it takes 208 / rows of the products'
+time: 10 % of it with 2,048 rows, 41 % with 512."""
 
 Chunk = slice | Tensor
 """Which rows: a slice where they lie side by side (a view, no copy), else their int64 indices."""
+
+
+def recording(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded there: no number can be looked at, so every row is taken."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def check_size(size: int | None, name: str) -> None:
@@ -33,24 +42,31 @@ def rows_per_chunk(vocab_size: int, dtype: torch.dtype, device_type: str) -> int
     """The rows of `vocab_size` logits, in float32 or wider, that fit in the budget of that kind of device."""
     on_cpu = device_type == "cpu"
     budget, fewest = CPU_BUDGET if on_cpu else ACCELERATOR_BUDGET, FEWEST_ROWS
-    if on_cpu and dtype.itemsize < 4:
-        fewest *= 2
+    if dtype.itemsize < 4:
+        fewest *= 2 if on_cpu else 4
     return max(fewest, budget // max(1, vocab_size * max(4, dtype.itemsize)))
 
 
 def cut_rows(kept_N: Tensor, rows: int) -> list[Chunk]:
-    """The rows where the mask `kept_N` is true, in order, in as few even chunks of at most `rows` as there can be."""
-    indices_K = kept_N.nonzero().squeeze(1)
-    count = len(indices_K)
+    """The rows where the mask `kept_N` is true, in order, in as few even chunks of at most `rows` as there can be.
+
+    All rows while a CUDA graph is recorded, which is of one number of rows.
+    """
+    indices_K = None if recording(kept_N.device) else kept_N.nonzero().squeeze(1)
+    count = len(kept_N if indices_K is None else indices_K)
     parts = -(-count // rows)
     bounds = [i * count // parts for i in range(parts + 1)] if parts else []
     slices = [slice(a, b) for a, b in pairwise(bounds)]
-    return list(slices) if count == len(kept_N) else [indices_K[s] for s in slices]
+    return list(slices) if indices_K is None or count == len(kept_N) else [indices_K[s] for s in slices]
 
 
 def cut_time(kept_BT: Tensor, steps: int) -> list[Chunk]:
     """The same rows (numbered as in `kept_BT.flatten()`), `steps` time steps of the whole batch at a time."""
     batch, time = kept_BT.shape
+    if recording(kept_BT.device):
+        return list(
+            torch.arange(batch * time, device=kept_BT.device).view(batch, time).t().reshape(-1).split(steps * batch)
+        )
     by_time_K = kept_BT.t().reshape(-1).nonzero().squeeze(1)
     step_K, row_K = by_time_K.div(max(1, batch), rounding_mode="floor"), by_time_K % max(1, batch)
     sizes = torch.bincount(step_K // steps).tolist()

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from seqpar.chunks import recording
 from seqpar.token_loss import TokenLoss, wide
 
 Convention = Literal["torch", "fairseq", "harvard"]
@@ -46,7 +47,12 @@ def check_target(hidden: Tensor, target: Tensor) -> None:
 
 
 def check_range(target: Tensor, kept: Tensor, vocab_size: int, above: int = 0) -> None:
-    """Raises IndexError for a kept target outside [0, vocab_size); positions are counted from `above` rows on."""
+    """Raises IndexError for a kept target outside [0, vocab_size); positions are counted from `above` rows on.
+
+    While a CUDA graph is recorded nothing can be looked at, and nothing is checked.
+    """
+    if recording(target.device):
+        return
     bad = kept & ((target < 0) | (target >= vocab_size))
     if bad.any():
         first, *rest = bad.nonzero()[0].tolist()
@@ -172,14 +178,20 @@ def softmax_and_sums(
         rows = rows._replace(gold_N=gold_N, correct_N=rows.correct_N & owned_N)
     if q.each and rows.sum_N is None:
         rows = rows._replace(sum_N=torch.zeros_like(rows.lse_N))
-    if q.weight_V is not None:
-        gold_weight_N, weight = torch.zeros_like(rows.lse_N), q.weight_V.sum()
-        if len(q.weight_V):
-            gold_weight_N = q.weight_V[index_N] if owned_N is None else q.weight_V[index_N] * owned_N
-        if q.excluded is not None:
-            weight = weight - q.weight_V[q.excluded]
-        rows = rows._replace(gold_weight_N=gold_weight_N, weight_N=weight.expand_as(gold_weight_N))
+    rows = with_weights(rows, q, index_N, owned_N)
     return p_NV, rows if part is None else part.combine(rows, target_N)
+
+
+def with_weights(rows: RowSums, q: SoftTarget, index_N: Tensor, owned_N: Tensor | None) -> RowSums:
+    """The same sums with those of the class weights, where there are any."""
+    if q.weight_V is None:
+        return rows
+    gold_weight_N, weight = torch.zeros_like(rows.lse_N), q.weight_V.sum()
+    if len(q.weight_V):
+        gold_weight_N = q.weight_V[index_N] if owned_N is None else q.weight_V[index_N] * owned_N
+    if q.excluded is not None:
+        weight = weight - q.weight_V[q.excluded]
+    return rows._replace(gold_weight_N=gold_weight_N, weight_N=weight.expand_as(gold_weight_N))
 
 
 def row_losses(rows: RowSums, q: SoftTarget) -> Tensor:
@@ -203,7 +215,7 @@ def logits_gradient_(
     """
     if not p_NV.size(1):
         return p_NV
-    factor_N = _mass(rows, q) + 2 * q.z_loss * rows.lse_N if q.z_loss else _mass(rows, q)
+    factor_N = softmax_factor(rows, q)
     if rows.share_N is not None:
         # Where nothing here has a share of the softmax, the one over these classes alone may be nan (all -inf)
         p_NV.masked_fill_((rows.share_N == 0).unsqueeze(1), 0)
@@ -261,11 +273,12 @@ def _weights(rows: RowSums, q: SoftTarget) -> tuple[Tensor | float, Tensor | flo
     return rows.gold_weight_N, rows.weight_N
 
 
-def _mass(rows: RowSums, q: SoftTarget) -> Tensor | float:
-    """sum_k w_k q_k, which is 1 without class weights."""
-    if rows.gold_weight_N is None or rows.weight_N is None:
-        return 1.0
-    return q.gold * rows.gold_weight_N + q.each * rows.weight_N
+def softmax_factor(rows: RowSums, q: SoftTarget) -> Tensor | float:
+    """What p is multiplied by in the gradient: sum_k w_k q_k, 1 without class weights, and 2 z_loss lse."""
+    mass_N: Tensor | float = 1.0
+    if rows.gold_weight_N is not None and rows.weight_N is not None:
+        mass_N = q.gold * rows.gold_weight_N + q.each * rows.weight_N
+    return mass_N + 2 * q.z_loss * rows.lse_N if q.z_loss else mass_N
 
 
 class _SmoothedCrossEntropy(torch.autograd.Function):

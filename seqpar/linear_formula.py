@@ -13,7 +13,16 @@ from torch import Tensor
 
 from seqpar.chunked_gradient import ByFormula, Gradients, chunked_gradient
 from seqpar.chunks import Chunk
-from seqpar.criteria import SoftTarget, VocabPart, logits_gradient_, row_losses, softmax_and_sums
+from seqpar.criteria import (
+    SoftTarget,
+    VocabPart,
+    logits_gradient_,
+    row_losses,
+    softmax_and_sums,
+    softmax_factor,
+    with_weights,
+)
+from seqpar.row_kernel import RowKernel, aligned, why_no_kernel
 from seqpar.token_loss import TokenLoss, wide
 
 CACHE = 2**23
@@ -68,10 +77,10 @@ class Projection:
         self.widen = self.in_place and wide(dtype) != dtype
         self.buffers: dict[str, Tensor] = {}
 
-    def product(self, hidden_KD: Tensor) -> Tensor:
-        """hidden @ weight.T, with the bias unless it is added when the product is widened."""
+    def product(self, hidden_KD: Tensor, biased: bool = True) -> Tensor:
+        """hidden @ weight.T, with the bias unless it is added when the product is widened, or is not asked for."""
         out = self._buffer("product", len(hidden_KD), hidden_KD.dtype)
-        if self.bias_V is None or self.widen:
+        if self.bias_V is None or self.widen or not biased:
             return torch.mm(hidden_KD, self.weight_VD.t(), out=out)
         return torch.addmm(self.bias_V, hidden_KD, self.weight_VD.t(), out=out)
 
@@ -123,13 +132,16 @@ class Projection:
 
     def bias_gradient(self, grad_KV: Tensor, gradients: Gradients) -> Tensor | None:
         """The bias's, of some rows; None where it is not wanted."""
-        return grad_KV.sum(0) if self.bias_V is not None and gradients.wanted[1] else None
+        wanted = self.bias_V is not None and gradients.wanted[1]
+        return grad_KV.sum(0, dtype=wide(grad_KV.dtype)) if wanted else None
 
     def _buffer(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
         held = self.buffers.get(name)
         if held is None or len(held) < rows:
             # Chunks are even but for one row, which the first one may lack
-            held = self.weight_VD.new_empty((rows + 1, len(self.weight_VD)), dtype=dtype)
+            classes = len(self.weight_VD)
+            width = classes if why_no_kernel(self.weight_VD.device.type) else aligned(classes)
+            held = self.weight_VD.new_empty((rows + 1, width), dtype=dtype)[:, :classes]
             self.buffers[name] = held
         return held[:rows]
 
@@ -142,13 +154,25 @@ class LinearFormula:
         target_N: all rows' classes; a chunk says which rows are its own.
         q: what the logits are held against.
         part: how sums over the classes here become those of the vocabulary; None where all classes are here.
+        ignored: the target of rows that count for nothing though a chunk has them; None where they were left out.
     """
 
-    def __init__(self, projection: Projection, target_N: Tensor, q: SoftTarget, part: VocabPart | None = None) -> None:
-        self.projection, self.target_N, self.part = projection, target_N, part
+    def __init__(
+        self,
+        projection: Projection,
+        target_N: Tensor,
+        q: SoftTarget,
+        part: VocabPart | None = None,
+        ignored: int | None = None,
+    ) -> None:
+        self.projection, self.target_N, self.part, self.ignored = projection, target_N, part, ignored
         if q.weight_V is not None:
             q = q._replace(weight_V=q.weight_V.detach().to(wide(projection.weight_VD.dtype)))
         self.q = q
+        self.kernel: RowKernel | None = None
+        weight_VD = projection.weight_VD
+        if len(weight_VD) and not why_no_kernel(weight_VD.device.type):
+            self.kernel = RowKernel(q, projection.bias_V, projection.softcap, projection.temperature, ignored)
 
     def __call__(self, rows: tuple[Tensor, ...], chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
         """rows: the chunk's hidden states and, where tokens are weighted, their weights."""
@@ -156,12 +180,14 @@ class LinearFormula:
         weight_K = rows[1].to(wide(projection.weight_VD.dtype)) if len(rows) > 1 else None
         with torch.autocast(target_K.device.type, enabled=False):  # what it would cast has been
             hidden_KD = rows[0].to(projection.weight_VD.dtype)
-            product_KV = projection.product(hidden_KD)
-            # A split vocabulary takes the chunk at once, for its all-reduces are per block
-            size = projection.rows_at_once(len(target_K)) if self.part is None else len(target_K)
+            if self.ignored is not None:  # whatever is there, a gradient of 0 times it must be 0
+                hidden_KD = hidden_KD.masked_fill((target_K == self.ignored).unsqueeze(1), 0)
+            product_KV = projection.product(hidden_KD, biased=self.kernel is None)
+            size = self._rows_at_once(len(target_K))
             weights = [None] * -(-len(target_K) // size) if weight_K is None else weight_K.split(size)
             blocks = zip(product_KV.split(size), target_K.split(size), weights, strict=True)
-            losses, row_loss, biases = zip(*(self._block(*block, gradients) for block in blocks), strict=True)
+            block_loss = self._block if self.kernel is None else self._block_by_kernel
+            losses, row_loss, biases = zip(*(block_loss(*block, gradients) for block in blocks), strict=True)
             if gradients is not None:
                 projection.back(product_KV, hidden_KD, chunk, biases, gradients)
                 if weight_K is not None:
@@ -173,7 +199,7 @@ class LinearFormula:
         projection, target_K, found = self.projection, self.target_N[chunk], []
         with torch.autocast(target_K.device.type, enabled=False):
             product_KV = projection.product(hidden_KD.to(projection.weight_VD.dtype))
-            size = projection.rows_at_once(len(target_K)) if self.part is None else len(target_K)
+            size = self._rows_at_once(len(target_K))
             for block_KV, block_K in zip(product_KV.split(size), target_K.split(size), strict=True):
                 logits_KV, _ = projection.logits(block_KV)
                 _, sums = softmax_and_sums(logits_KV, block_K, self.q, self.part, self._out(logits_KV))
@@ -185,19 +211,62 @@ class LinearFormula:
     ) -> tuple[TokenLoss, Tensor, Tensor | None]:
         """Some rows' loss, summed and for each; where gradients are wanted, theirs takes the product's place, and the
         bias's is returned."""
+        kept_K = None if self.ignored is None else target_K != self.ignored
+        target_K = target_K if kept_K is None else target_K.where(kept_K, 0)
         logits_KV, tanh_KV = self.projection.logits(product_KV)
         p_KV, sums = softmax_and_sums(logits_KV, target_K, self.q, self.part, self._out(logits_KV))
-        count = torch.full((), len(target_K), device=target_K.device)
-        loss_K = row_losses(sums, self.q)
-        total = (loss_K if weight_K is None else loss_K * weight_K).sum()
-        loss = TokenLoss(total, count, (sums.lse_N - sums.gold_N).sum(), sums.correct_N.sum())
+        loss_K, nll_K, correct_K = row_losses(sums, self.q), sums.lse_N - sums.gold_N, sums.correct_N
+        if kept_K is not None:
+            loss_K, nll_K, correct_K = (t.where(kept_K, torch.zeros_like(t)) for t in (loss_K, nll_K, correct_K))
+        loss = _summed(loss_K, nll_K, correct_K, weight_K, kept_K)
         if gradients is None:
             return loss, loss_K, None
         grad_KV = logits_gradient_(p_KV, target_K, sums, self.q, self.part)
-        factor = gradients.scale if weight_K is None else weight_K * gradients.scale
-        grad_KV = self.projection.to_product_(grad_KV, tanh_KV, factor, product_KV)
+        if kept_K is not None:
+            grad_KV.masked_fill_(~kept_K.unsqueeze(1), 0)
+        grad_KV = self.projection.to_product_(grad_KV, tanh_KV, _factor(weight_K, gradients), product_KV)
         return loss, loss_K, self.projection.bias_gradient(grad_KV, gradients)
+
+    def _block_by_kernel(
+        self, product_KV: Tensor, target_K: Tensor, weight_K: Tensor | None, gradients: Gradients | None
+    ) -> tuple[TokenLoss, Tensor, Tensor | None]:
+        """The same in one kernel, or, of a split vocabulary, in two with the ranks' sums between them."""
+        assert self.kernel is not None
+        factor = 1.0 if gradients is None else _factor(weight_K, gradients)
+        kept_K = None if self.ignored is None else target_K != self.ignored
+        if self.part is None:
+            rows_K = self.kernel.whole_(product_KV, target_K, factor, gradients is not None)
+        else:
+            index_K, owned_K = self.part.place(target_K, product_KV.size(1))
+            here_K = index_K.where(owned_K, -1)
+            sums = with_weights(self.kernel.part_sums(product_KV, here_K), self.q, index_K, owned_K)
+            sums = self.part.combine(sums, target_K)
+            rows_K = row_losses(sums, self.q), sums.lse_N - sums.gold_N, sums.correct_N
+            if gradients is not None:
+                mass = softmax_factor(sums, self.q)
+                self.kernel.part_gradient_(product_KV, here_K, sums.lse_N, mass, factor)
+        loss = _summed(*rows_K, weight_K, kept_K)
+        return loss, rows_K[0], None if gradients is None else self.projection.bias_gradient(product_KV, gradients)
+
+    def _rows_at_once(self, rows: int) -> int:
+        """A split vocabulary takes the chunk at once, for its all-reduces are per block; so does a kernel."""
+        at_once = self.part is not None or self.kernel is not None
+        return rows if at_once else self.projection.rows_at_once(rows)
 
     def _out(self, logits_KV: Tensor) -> Tensor | None:
         """The memory of the softmax: the logits' own where that is promised to work, else torch's to allocate."""
         return logits_KV if self.projection.in_place else None
+
+
+def _summed(
+    loss_K: Tensor, nll_K: Tensor, correct_K: Tensor, weight_K: Tensor | None, kept_K: Tensor | None
+) -> TokenLoss:
+    """Of the rows' losses, without weights, their weighted sum and the plain sums of the others."""
+    count = torch.full((), len(loss_K), device=loss_K.device) if kept_K is None else kept_K.sum()
+    total = (loss_K if weight_K is None else loss_K * weight_K).sum()
+    return TokenLoss(total, count, nll_K.sum(), correct_K.sum().to(torch.int64))
+
+
+def _factor(weight_K: Tensor | None, gradients: Gradients) -> float | Tensor:
+    """What each row's gradient is multiplied by."""
+    return gradients.scale if weight_K is None else weight_K * gradients.scale

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from seqpar.chunks import Chunk, check_size, cut_rows, rows_per_chunk
+from seqpar.chunks import Chunk, check_size, cut_rows, recording, rows_per_chunk
 from seqpar.collectives import copy_to_group, world_size
 from seqpar.criteria import Convention, SoftTarget, check_range, check_smoothing, check_target, soft_target
 from seqpar.linear_formula import LinearFormula, Projection, product_dtype
+from seqpar.sharded import is_dtensor
 from seqpar.vocab_parallel import VocabShard, local_copy, local_rows
 
 
@@ -45,7 +45,7 @@ class Settings(NamedTuple):
 
 def local_parts(inputs: Inputs, vocab: VocabShard | None) -> tuple[Inputs, VocabShard | None]:
     """What this rank holds, where weight is a DTensor, which says itself how the vocabulary is split."""
-    if not isinstance(inputs.weight, DTensor):
+    if not is_dtensor(inputs.weight):
         return inputs, vocab
     if vocab is not None:
         raise TypeError("weight is a DTensor, which says itself how it is split; leave vocab out")
@@ -67,7 +67,9 @@ def plan(
     part = shard if world_size(shard.group) > 1 else None
     most = settings.chunk_tokens or rows_per_chunk(shard.largest_even_part, dtype, hidden.device.type)
     chunks = cut_rows(target_N != settings.ignore_index, most)
-    return copy_to_group(hidden, shard.group).flatten(0, -2), chunks, LinearFormula(projection, target_N, q, part)
+    ignored = settings.ignore_index if recording(hidden.device) else None
+    formula = LinearFormula(projection, target_N, q, part, ignored)
+    return copy_to_group(hidden, shard.group).flatten(0, -2), chunks, formula
 
 
 def checked(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> tuple[VocabShard, SoftTarget]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.chunked_gradient import ByFormula, Gradients, walk_chunks
+from seqpar.chunked_gradient import ByFormula, Gradients, narrowed, walk_chunks
 from seqpar.criteria import Convention
 from seqpar.linear_formula import product_dtype
 from seqpar.linear_inputs import Inputs, Settings, checked, plan
@@ -78,7 +78,7 @@ def _kept(grad: Tensor | None, leaf: Tensor | None, wanted: bool) -> Tensor:
     """A gradient in its leaf's shape, 0 where no chunk was there; empty where none is wanted."""
     if leaf is None or not wanted:
         return torch.empty(0)
-    return torch.zeros_like(leaf) if grad is None else grad.reshape(leaf.shape).to(leaf.dtype)
+    return torch.zeros_like(leaf) if grad is None else narrowed(grad.reshape(leaf.shape), leaf.dtype)
 
 
 @_operator.register_fake

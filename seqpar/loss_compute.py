@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.chunked_gradient import chunked_gradient
-from seqpar.chunks import Chunk, check_size, cut_rows, cut_time, rows_per_chunk
+from seqpar.chunks import Chunk, check_size, cut_rows, cut_time, recording, rows_per_chunk
 from seqpar.criteria import check_range, check_target, ignored_target
 from seqpar.devices import Device, check_devices
 from seqpar.known_pairs import linear_of, settings_of, soft_target_of, why_no_formula
@@ -20,6 +20,7 @@ from seqpar.linear_formula import LinearFormula, Projection, product_dtype, walk
 from seqpar.linear_inputs import Inputs, Settings
 from seqpar.linear_op import compiled_cross_entropy
 from seqpar.replicas import bind, check_replicable, parallel_apply, replicate, scatter
+from seqpar.row_kernel import why_no_kernel
 from seqpar.sharded import inside_unit, refuse_data_parallel, refuse_sharded
 from seqpar.token_loss import TokenLoss, wide
 
@@ -186,6 +187,11 @@ class LossCompute(nn.Module):
         if known is not None and self._sums:
             _check_range(shards, kept, known)
             return known
+        if recording(shards[0].hidden.device):
+            raise RuntimeError(
+                "the first call of the engine is being recorded in a CUDA graph, and it looks at the logits; call it "
+                "once before (torch.cuda.graph asks for a warm-up in any case)"
+            )
         for head, shard, keep in zip(heads, shards, kept, strict=True):
             rows = keep.flatten().nonzero().squeeze(1)[:PROBE_ROWS]
             if len(rows):
@@ -215,6 +221,11 @@ class LossCompute(nn.Module):
         why = why_no_formula(generator, criterion)
         pair = f"{type(generator).__name__}, {type(criterion).__name__}"
         how = f"by autograd, chunk by chunk ({why})" if why else f"by formula ({pair})"
+        kind = next((p.device.type for p in generator.parameters()), "cpu")
+        if not why and not why_no_kernel(kind):
+            how += ", the softmax and its gradient in one Triton kernel"
+        elif not why and kind != "cpu":
+            how += f", the softmax and its gradient in torch operations ({why_no_kernel(kind)})"
         if self.chunk_size is not None:
             return f"{how}; {self.chunk_size} time steps of the batch at a time"
         weight: Tensor | None = next(generator.parameters(), None)
@@ -242,7 +253,8 @@ class LossCompute(nn.Module):
         q = soft_target_of(head["criterion"], linear.weight.size(0))
         (hidden_ND,) = _rows(shard)
         projection = Projection(linear.weight, linear.bias, product_dtype(hidden_ND))
-        formula = LinearFormula(projection, shard.target.flatten(), q)
+        ignored = ignored_target(head["criterion"]) if recording(hidden_ND.device) else None
+        formula = LinearFormula(projection, shard.target.flatten(), q, ignored=ignored)
         return walk_by_formula(hidden_ND, linear.weight, linear.bias, chunks, formula, loss_scale=loss_scale)
 
     def _walk(self, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor) -> TokenLoss:
@@ -344,7 +356,9 @@ def _criterion_loss(criterion: Any, logits: Tensor, target: Tensor) -> TokenLoss
     total = criterion(logits, target)
     if not isinstance(total, Tensor):
         raise TypeError(f"the criterion returned a {type(total).__name__}; it must return a tensor, the summed loss")
-    return TokenLoss(total, torch.full((), len(target), device=target.device))
+    ignored = ignored_target(criterion) if recording(target.device) else None
+    count = torch.full((), len(target), device=target.device) if ignored is None else (target != ignored).sum()
+    return TokenLoss(total, count)
 
 
 def _moved(loss: TokenLoss, device: torch.device) -> TokenLoss:

@@ -4,8 +4,8 @@
 
 Counted are the tensors that the projection onto the vocabulary and the loss make and read. Not counted: the model
 below the projection, the optimizer's state, vectors (a bias, row sums), and what an allocator or a matrix library keeps
-for itself (a few MiB). Tests hold every figure of the CPU within 10 % of measured peaks; those of an accelerator follow
-from the same code, where the softmax has memory of its own.
+for itself (a few MiB). Tests hold every figure of the CPU within 10 % of measured peaks, and where there is a CUDA
+device with Triton, its figures, too. Without Triton an accelerator has a float32 softmax of a chunk beside its logits.
 
 Symbols: N tokens on this device, K rows of one chunk, D hidden, V the classes on this device, P devices.
 """
@@ -129,7 +129,8 @@ def memory_plan(
             `VocabShard`, of which "plain" is this device's part of the logits, all of them at once.
         dtype: of weight, hidden and logits, as torch's or by its name.
         chunk_tokens: as `LossCompute` takes it; None is its own choice.
-        device: "cuda" for any accelerator, or "cpu"; they differ in the chunk's size and in what is done in place.
+        device: "cuda" for an accelerator with Triton, or "cpu"; they differ in the chunk's size and in what is done in
+            place.
 
     A `LossCompute` that has its pair by formula (`explain()` says so) is as "linear_cross_entropy".
 
@@ -203,25 +204,21 @@ def _engine(s: _Sizes) -> _Walk:
     softmax = so_far + s.logits + s.wide_logits
     products = so_far + s.logits + s.weight + s.chunk_hidden
     adding = so_far + s.weight + s.chunk_hidden + (s.added_at_once if s.narrow else 0)
-    # Backward: upstream x gradient, in place unless autograd may share it, then in the weight's dtype
-    if accumulator:
-        backward = accumulator + (s.weight if s.narrow else 0) + 2 * s.hidden
-    else:
-        backward = 2 * s.weight + 2 * s.hidden
+    # Backward: upstream x gradient, in place unless autograd may share it; a float32 sum is written over by it
+    backward = 2 * s.hidden + (accumulator or 2 * s.weight)
     return _Walk(s.wide_logits, accumulator, max(softmax, products, adding), backward)
 
 
 def _formula(s: _Sizes) -> _Walk:
     """`linear_cross_entropy`: buffers of one chunk that all chunks use again."""
-    # On the CPU the softmax takes the logits' place, or that of a few rows which fit its cache; a split vocabulary has
-    # all rows of the chunk at once, to wait for the other ranks once
-    softmax = 0 if s.cpu and not (s.narrow and s.split) else s.wide_logits
-    # A narrow product is widened block by block; a wide one is added up where the gradient will be
+    # The gradient takes the logits' place, and the softmax between is never whole: Triton has it in registers, the CPU
+    # some rows that fit its cache; but a split vocabulary on the CPU has all rows, to wait for the other ranks once
+    softmax = s.wide_logits if s.cpu and s.narrow and s.split else 0
     accumulator = s.wide_weight if s.narrow and s.chunks > 1 else 0
-    # There the CPU has some rows of the product at a time, in both dtypes; an accelerator has all of it
-    product = 2 * s.added_at_once if accumulator and s.cpu else s.weight
+    # The product is added up where the gradient will be; of a narrow one the CPU has some rows at a time in both dtypes
+    product = (2 * s.added_at_once if s.cpu else 0) if accumulator else s.weight
     forward = s.logits + softmax + product + accumulator + s.hidden
-    return _Walk(softmax, accumulator, forward, 2 * s.hidden + s.weight + accumulator)
+    return _Walk(softmax, accumulator, forward, 2 * s.hidden + (accumulator or s.weight))
 
 
 def _in_layout(loss: Loss, s: _Sizes, rows: int, layout: Layout, devices: int) -> LossBytes:

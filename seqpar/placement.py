@@ -91,4 +91,4 @@ def _send_output(device: torch.device) -> Any:
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=device.type != "cpu")  # what runs on the CPU next waits for no stream

@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel._functions import Broadcast, Gather, Scatter
 from torch.nn.parameter import is_lazy
 
 from seqpar.devices import Device, accelerator, check_devices
-from seqpar.sharded import structural_copy
+from seqpar.sharded import is_dtensor, structural_copy
 from seqpar.structures import describe, leaves, rebuild
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -85,7 +84,7 @@ def _refuse(part: nn.Module) -> None:
             raise TypeError(f"{kind}.{name} is lazy, it has no shape yet; run one batch through the module first")
         if tensor.is_meta:
             raise TypeError(f"{kind}.{name} is on the meta device and has no data; use module.to_empty(device=...)")
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             raise TypeError(
                 f"{kind}.{name} is sharded (a DTensor) and cannot be replicated; use it on one device per rank, "
                 "without a device list"
@@ -191,7 +190,8 @@ def _scatter_leaf(leaf: Any, devices: Sequence[torch.device], dim: int, sizes: l
         return Scatter.apply([d.index for d in devices], sizes, dim, leaf)  # type: ignore[no-any-return]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     pieces = (leaf.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True))
-    return [piece.to(device, non_blocking=True) for piece, device in zip(pieces, devices, strict=True)]
+    # A copy to the CPU must be waited for: what runs there next does not wait for the accelerator's stream
+    return [piece.to(d, non_blocking=d.type != "cpu") for piece, d in zip(pieces, devices, strict=True)]
 
 
 def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:

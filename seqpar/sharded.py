@@ -7,19 +7,33 @@ walk inside, and the copies inside have no hooks of their own.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 WRAP_BOTH = (
     "wrap both in one module, seqpar.ModelWithLoss(model, loss), and give that to DistributedDataParallel or "
     "fully_shard"
 )
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether it is a DTensor; where nobody has imported those (they take longer than the library), it is none."""
+    return _is_a(value, "torch.distributed.tensor", "DTensor")
+
+
+def is_fsdp_unit(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on it."""
+    return _is_a(module, "torch.distributed.fsdp", "FSDPModule")
+
+
+def _is_a(value: object, module: str, name: str) -> bool:
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
 
 
 def refuse_data_parallel(module: nn.Module, what: str) -> None:
@@ -34,7 +48,7 @@ def refuse_data_parallel(module: nn.Module, what: str) -> None:
 def refuse_sharded(head: nn.Module) -> None:
     """Raises RuntimeError if a parameter of the head is sharded now."""
     for name, parameter in head.named_parameters():
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             raise RuntimeError(
                 f"{name} is sharded (a DTensor): the loss was called outside the forward in which FSDP2 unshards it; "
                 f"{WRAP_BOTH}. Inside the generator no part may be a fully_shard unit of its own: its all-gather would "
@@ -44,7 +58,7 @@ def refuse_sharded(head: nn.Module) -> None:
 
 def inside_unit(generator: nn.Module, walk: Callable[..., Any], *inputs: Any) -> Any:
     """`walk(*inputs)`; where the generator is a `fully_shard` unit of its own, between its hooks."""
-    if not isinstance(generator, FSDPModule):
+    if not is_fsdp_unit(generator):
         return walk(*inputs)
     unit: Any = generator
     unit.forward = walk  # shadows the class's own; the hooks run round whatever forward is
@@ -59,7 +73,7 @@ def structural_copy(part: nn.Module) -> Any:
 
     `inside_unit` has run a unit's hooks already, and the unit's class makes no bare instances.
     """
-    if not isinstance(part, FSDPModule):
+    if not is_fsdp_unit(part):
         return part._replicate_for_data_parallel()
     before: Any = type(part).__mro__[2]  # fully_shard made a class of (FSDPModule, the module's own)
     copy: Any = before.__new__(before)

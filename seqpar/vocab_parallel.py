@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from seqpar.collectives import check_agreement, gather_numbers, group_max, group_sum, rank_in, world_size
 from seqpar.criteria import RowSums
+from seqpar.sharded import is_dtensor
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,8 @@ def local_rows(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | No
     Raises:
         TypeError: a weight or bias that is not split by rows, and only so, on a mesh of one axis.
     """
+    from torch.distributed.tensor import DTensor, Shard
+
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and (not isinstance(tensor, DTensor) or tuple(tensor.placements) != (Shard(0),)):
             is_now = f"a DTensor with {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
@@ -136,8 +138,11 @@ def local_rows(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | No
 
 def local_copy(tensor: Tensor, name: str) -> Tensor:
     """The tensor every rank has; raises TypeError for a DTensor that is cut."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(tensor, DTensor)
     if any(not isinstance(p, Replicate) for p in tensor.placements):
         raise TypeError(
             f"{name} is a DTensor with {tensor.placements}; every rank of the vocabulary's group must have all of it: "

@@ -52,7 +52,7 @@ def what_is_wrong(implementation: Implementation, problem: Problem, device: str)
     Wrong is what lies more than twice as far from float64 as the plain loss in the same dtype, and more than that dtype
     rounds one number by.
     """
-    small = CHECK._replace(smoothing=problem.smoothing, dtype=problem.dtype)
+    small = CHECK._replace(smoothing=problem.smoothing, dtype=problem.dtype)  # with a bias: what has none, gets zeros
     x = Inputs(small, device, bias=implementation.bias)
     right = truth(x, implementation.bias)
     rounding = torch.finfo(problem.dtype).eps / 2

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.loss import gpu
 from benchmarks.loss.checks import what_is_wrong
 from benchmarks.loss.implementations import (
     ENGINE,
@@ -250,6 +251,18 @@ def devices(run: Run) -> None:
         of_time(run, "devices", [problem], over_devices())
 
 
+def on_gpu(run: Run) -> None:
+    """bfloat16 on a GPU, at the shapes of translation and language models."""
+    if run.device == "cpu":
+        return
+    problems = run.todo("gpu", gpu.PROBLEMS)
+    progress = Progress("gpu", 2 * sum(problem.products for problem in problems))  # getting ready, then the rounds
+    for problem in problems:
+        torch.compiler.reset()
+        run.keep("gpu", problem, gpu.measure(problem, run.device, run.repeats, progress))
+        torch.cuda.empty_cache()
+
+
 def of_time(
     run: Run, part: str, problems: list[Problem], chosen: dict[str, Implementation], with_products: bool = True
 ) -> None:
@@ -269,4 +282,5 @@ PARTS = {
     "memory": memory,
     "linear": linear,
     "devices": devices,
+    "gpu": on_gpu,
 }

@@ -19,14 +19,17 @@ from benchmarks.loss.plain_ways import Step
 from benchmarks.loss.problems import Inputs
 
 TUNE_CHUNKS = 8
-PEERS = ["cut-cross-entropy", "torchtune", "torchao"]
+PEERS = {
+    "cpu": ["cut-cross-entropy", "torchtune", "torchao"],
+    "cuda": ["triton", "cut-cross-entropy", "liger-kernel", "quack-kernels"],
+}
 """As they are called in the package index; torchtune needs torchao."""
 
 
-def versions() -> dict[str, str]:
+def versions(device: str) -> dict[str, str]:
     """Of Python, torch, seqpar and the peers, where they are installed."""
     found = {"Python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ["seqpar", *PEERS]:
+    for name in ["seqpar", *PEERS.get(device.split(":")[0], [])]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -85,6 +88,26 @@ def torchtune(x: Inputs) -> Step:
         return loss(chunks, target_BT)  # type: ignore[no-any-return]
 
     return step
+
+
+def liger(wide_sums: bool) -> Callable[[Inputs], Step]:
+    """Liger's fused linear cross-entropy, which sums its weight gradient in the weight's dtype by default."""
+
+    def prepare(x: Inputs) -> Step:
+        module = quietly("liger_kernel.transformers.fused_linear_cross_entropy")
+        sums = torch.float32 if wide_sums else None
+        loss = module.LigerFusedLinearCrossEntropyLoss(
+            label_smoothing=x.problem.smoothing, reduction="sum", accum_dtype=sums
+        )
+        return lambda: loss(x.weight, x.hidden, x.target, x.bias) / x.tokens
+
+    return prepare
+
+
+def quack(x: Inputs) -> Step:
+    """Dao-AILab's chunked linear cross-entropy, which adds its weight gradient up in float32."""
+    chunked = quietly("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return lambda: chunked(x.hidden, x.weight, x.target, reduction="sum") / x.tokens
 
 
 def why_missing(module: str) -> str:

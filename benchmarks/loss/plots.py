@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.loss import targets
-from benchmarks.loss.implementations import ENGINE, OURS
+from benchmarks.loss.implementations import ENGINE, OURS, PLAIN
 from benchmarks.loss.problems import SHAPES
 from benchmarks.loss.results import Results, floor_seconds, median
 from benchmarks.loss.targets import shape_title
@@ -40,7 +40,8 @@ def draw(results: Results, beside: Path) -> list[str]:
         }
     )
     written = []
-    for suffix, picture in (("", _bars(results)), ("-linear", _lines(results))):
+    pictures = {"": _bars(results), "-memory": _memory(results), "-linear": _lines(results)}
+    for suffix, picture in pictures.items():
         if picture is not None:
             name = f"{beside.name}{suffix}.svg"
             picture.savefig(beside.parent / name, transparent=True, metadata={"Date": None})
@@ -57,7 +58,7 @@ def _bars(results: Results) -> Any:
         entry
         for smoothing in (0.0, 0.1)
         for entry in results["parts"].get("shapes", {}).values()
-        if entry["problem"] == first | {"smoothing": smoothing}
+        if {"bias": True} | entry["problem"] == first | {"smoothing": smoothing}
     ]
     if len(entries) < 2:
         return None
@@ -94,6 +95,32 @@ def _bar(axes: Any, names: list[str], values: dict[str, float], place: tuple[flo
             continue
         axes.barh(row + offset, value, height=0.36, color=MINE if name in OURS else OTHERS, alpha=strength)
         axes.text(value, row + offset, " " + form.format(value), va="center", fontsize=9)
+
+
+def _memory(results: Results) -> Any:
+    """Peak memory against the number of tokens, of the plain loss, the best known ways round it, and the engine."""
+    from matplotlib.figure import Figure
+
+    entries = list(results["parts"].get("memory", {}).values())
+    if len(entries) < 2:
+        return None
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axes = figure.subplots()
+    tokens = [entry["problem"]["rows"] for entry in entries]
+    for name in (PLAIN, "torch.compile", "torchtitan-style", ENGINE):
+        peaks = [entry["peak bytes"][name] / MIB for entry in entries]
+        mine = name in OURS
+        axes.plot(tokens, peaks, "o-", color=MINE if mine else OTHERS, linewidth=2.5 if mine else 1.2, markersize=4)
+        label = f" seqpar, {peaks[-1]:,.0f} MiB" if mine else f" {name}, {peaks[-1]:,.0f} MiB"
+        axes.text(tokens[-1], peaks[-1], label, color=MINE if mine else INK, va="center", clip_on=False)
+    problem = entries[0]["problem"]
+    axes.set_title(
+        f"Projection and loss, forward and backward: D={problem['width']}, V={problem['vocab_size']:,}, float32",
+        color=INK, loc="left", fontsize=11,
+    )  # fmt: skip
+    axes.set(xlim=(0, tokens[-1] * 1.02), ylim=(0, None), xlabel="tokens", ylabel="peak memory, MiB")
+    axes.set_xticks(tokens[2:], [f"{count:,}" for count in tokens[2:]])
+    return figure
 
 
 def _lines(results: Results) -> Any:

@@ -17,7 +17,7 @@ IGNORED = -100
 
 
 class Problem(NamedTuple):
-    """Rows, hidden size, vocabulary; label smoothing, dtype, and the share of rows that are padding."""
+    """Rows, hidden size, vocabulary; label smoothing, dtype, the share of rows that are padding; if there is a bias."""
 
     rows: int
     width: int
@@ -25,10 +25,12 @@ class Problem(NamedTuple):
     smoothing: float = 0.0
     dtype: torch.dtype = torch.float32
     padding: float = 0.0
+    bias: bool = True
 
     def __str__(self) -> str:
         padding = f" padding={self.padding:.0%}" if self.padding else ""
-        return f"{self.shape}{padding} smoothing={self.smoothing:g} {self.dtype_name}"
+        bias = "" if self.bias else " no bias"
+        return f"{self.shape}{padding}{bias} smoothing={self.smoothing:g} {self.dtype_name}"
 
     @property
     def shape(self) -> str:
@@ -65,10 +67,11 @@ class Inputs:
         self.problem, self.device = problem, device
         self.time = TIME if problem.rows % TIME == 0 else 1
         width, vocab_size, dtype = problem.width, problem.vocab_size, problem.dtype
-        linear = nn.utils.skip_init(nn.Linear, width, vocab_size, device=device, dtype=dtype)
+        sizes = {"device": device, "dtype": dtype, "bias": problem.bias}
+        linear = nn.utils.skip_init(nn.Linear, width, vocab_size, **sizes)
         for parameter in linear.parameters():
             nn.init.uniform_(parameter, -(width**-0.5), width**-0.5)
-        if not bias:
+        if not bias and problem.bias:
             nn.init.zeros_(linear.bias)
         self.generator = linear
         self.hidden = torch.randn(problem.rows, width, device=device, dtype=dtype).requires_grad_()
@@ -90,7 +93,7 @@ class Inputs:
 
     @property
     def bias(self) -> Tensor:
-        """(V,)."""
+        """(V,); None where the problem has none."""
         return self.generator.bias
 
     def sentences(self) -> tuple[Tensor, Tensor]:
@@ -99,7 +102,8 @@ class Inputs:
 
     def clear(self) -> None:
         """Forget gradients."""
-        self.hidden.grad = self.weight.grad = self.bias.grad = None
+        self.hidden.grad = None
+        self.generator.zero_grad()
 
 
 def comfortable(problem: Problem, device: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loss import plots, targets
+from benchmarks.loss import gpu, plots, targets
 from benchmarks.loss.implementations import ENGINE, PLAIN, known
 from benchmarks.loss.results import Results, fastest_to_floor, floor_seconds, median, stem
 from benchmarks.loss.targets import Entry, shape_title, title
@@ -63,7 +63,7 @@ def document(results: Results, source: str, pictures: list[str]) -> list[str]:
     found += [f"Every figure, run by run: [{source}]({source}); `--render` makes this page of it.", INTRODUCTION]
     found += ["## Reached or not", "", *target_table(results)]
     found += [line for name in pictures for line in (f"![{name}]({name})", "")]
-    for part in ("shapes", "small", "padding", "memory", "linear", "devices"):
+    for part in ("shapes", "small", "padding", "memory", "linear", "devices", "gpu"):
         if part in results["parts"]:
             found += [f"## {HEADINGS[part]}", "", *part_table(results, part), ""]
     if results["checks"]:
@@ -78,6 +78,7 @@ HEADINGS = {
     "memory": "Memory as the rows grow",
     "linear": "Time as N, D and V grow",
     "devices": "Replicas on one device",
+    "gpu": "bfloat16 on a GPU",
 }
 
 
@@ -103,6 +104,7 @@ def part_table(results: Results, part: str) -> list[str]:
         "memory": _memory,
         "linear": lambda _: _linear(results),
         "devices": _devices,
+        "gpu": gpu.table,
     }
     return makers[part](entries) if entries else ["nothing measured", ""]
 

@@ -46,7 +46,7 @@ def load(path: Path, device: str, command: str) -> Results:
     """The file's measurements so far, with this command noted."""
     if path.exists():
         results: Results = json.loads(path.read_text())
-        here = {"hardware": hardware(device), "threads": torch.get_num_threads(), "versions": versions()}
+        here = {"hardware": hardware(device), "threads": torch.get_num_threads(), "versions": versions(device)}
         for name, value in here.items():
             if results[name] != value:
                 raise SystemExit(f"{path} was measured with {name} {results[name]}; here it is {value}: use --out")
@@ -56,7 +56,7 @@ def load(path: Path, device: str, command: str) -> Results:
             "device": device,
             "hardware": hardware(device),
             "threads": torch.get_num_threads(),
-            "versions": versions(),
+            "versions": versions(device),
             "commands": [],
             "torch op options": {},
             "checks": {},

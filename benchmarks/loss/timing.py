@@ -117,16 +117,16 @@ def in_a_row(problem: Problem) -> int:
 
 
 def interleaved(
-    runs: Runs, inputs: list[Inputs], rounds: int, said: Callable[[str], None]
+    runs: Runs, inputs: list[Inputs], rounds: int, said: Callable[[str], None], always: int | None = None
 ) -> dict[tuple[Problem, str], list[float]]:
     """Seconds of each, of two runs in a row the second, as its own steps follow each other in use: the memory of the
     first was another's, and comes from the system page by page. Of large problems there is one. Every round starts
-    one further on."""
+    one further on. `always` says how many runs in a row there are, whatever the size."""
     keys = list(runs)
     times: dict[tuple[Problem, str], list[float]] = {key: [] for key in keys}
     for number in range(rounds):
         for key in keys[number % len(keys) :] + keys[: number % len(keys)]:
-            if in_a_row(key[0]) > 1:
+            for _ in range((always or in_a_row(key[0])) - 1):
                 seconds(runs[key], inputs)
             times[key].append(seconds(runs[key], inputs))
             said(f"{key[0]}: {key[1]}, round {number + 1} of {rounds}")

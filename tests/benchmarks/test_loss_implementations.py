@@ -1,14 +1,17 @@
 """What the benchmark of the loss compares is right where it says so, and its figures are read from runs as they are."""
 
+import json
+
 import pytest
 import torch
 from torch.testing import assert_close
 
-from benchmarks.loss import ours, peers, plain_ways, targets
+from benchmarks.loss import gpu, ours, peers, plain_ways, report, results, targets
 from benchmarks.loss.checks import answer, errors, truth, what_is_wrong
-from benchmarks.loss.implementations import Implementation
+from benchmarks.loss.implementations import ENGINE, LINEAR, PLAIN, Implementation
 from benchmarks.loss.problems import IGNORED, Inputs, Problem
-from benchmarks.loss.timing import floors
+from benchmarks.loss.timing import Progress, floors
+from seqpar.chunks import rows_per_chunk
 
 TINY = Problem(128, 6, 11, dtype=torch.float64, padding=0.3)
 WAYS = {
@@ -70,3 +73,27 @@ def test_a_target_is_reached_only_if_every_problem_is_inside():
         (target,) = targets.most("time", [entry(1.0), entry(second)], targets.to_floor, 1.15)
         assert target.reached is reached
         assert target.measured.startswith(f"{second:.3g}")
+
+
+def test_the_part_for_a_gpu_measures_what_runs_and_says_why_the_rest_does_not(monkeypatch, tmp_path):
+    """On the CPU in the GPU's place, with a stand-in for the allocator's peak, which only a GPU has."""
+    monkeypatch.setattr(gpu, "peak_bytes", lambda x, step: 2**20)
+    monkeypatch.setattr(plain_ways, "compiled", plain_ways.plain)
+    problem = Problem(64, 8, 50, dtype=torch.bfloat16, bias=False)
+    entry = gpu.measure(problem, "cpu", 1, Progress("gpu", 2 * problem.products))
+    assert {PLAIN, ENGINE, LINEAR} <= set(entry["seconds"])
+    assert "Liger" in entry["not run"]
+    assert not {PLAIN, ENGINE, LINEAR} & set(entry["wrong"])
+    lines = gpu.table([{"problem": problem._asdict(), **entry}])
+    assert any(line.startswith("| 64 x 8 x 50 | LossCompute | ") for line in lines)
+    assert any(line.startswith("- Liger: cannot be imported") for line in lines)
+    kept = {"problem": {**problem._asdict(), "dtype": "bfloat16"}, **entry}
+    path = tmp_path / "loss-cuda.json"
+    path.write_text(
+        json.dumps(results.load(path, "cpu", "a command") | {"device": "cuda", "parts": {"gpu": {"": kept}}})
+    )
+    report.write(path)
+    assert "| 64 x 8 x 50 | LossCompute | " in (tmp_path / "loss-cuda.md").read_text()
+    assert gpu.least_bytes(Problem(16_384, 512, 32_000, dtype=torch.bfloat16)) == (
+        32_000 * 512 * 4 + (16_384 * 512 + rows_per_chunk(32_000, torch.bfloat16, "cuda") * 32_000) * 2
+    )

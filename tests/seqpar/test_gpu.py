@@ -1,18 +1,26 @@
 """The same claims on a real CUDA device, and on two where the machine has them."""
 
+import copy
+import itertools
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
 
 import seqpar
+from seqpar import chunked_gradient
 
 pytestmark = pytest.mark.gpu
 
 
 def device_lists():
-    lists = [["cuda:0"], ["cuda:0"] * 2, ["cpu", "cuda:0"], ["cuda:0", "cpu", "cuda:0"]]
+    """Repeated, mixed with the CPU, and every pair of distinct GPUs."""
+    lists = [["cuda:0"], ["cuda:0"] * 2, ["cuda:0", "cpu"], ["cpu", "cuda:0"], ["cuda:0", "cpu", "cuda:0"]]
+    pairs = itertools.permutations(range(torch.cuda.device_count()), 2)
+    lists += [[f"cuda:{a}", f"cuda:{b}"] for a, b in pairs]
     if torch.cuda.device_count() > 1:
-        lists += [["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"], ["cuda:0", "cuda:1", "cuda:0"], [0, 1]]
+        lists += [["cuda:0", "cuda:1", "cuda:0"], [0, 1]]
     return lists
 
 
@@ -92,3 +100,211 @@ def test_autocast_reaches_every_device():
     with torch.autocast("cuda", torch.bfloat16):
         engine(torch.randn(40, 8, device="cuda", requires_grad=True), torch.randint(50, (40,), device="cuda"))
     assert seen == {torch.bfloat16}
+
+
+def small_step(devices, chunk_tokens=7):
+    """A trunk and an engine over `devices`; returns a function from (tokens, target) to loss and all gradients."""
+    torch.manual_seed(0)
+    home = seqpar.scatter(torch.zeros(1), devices)[0].device
+    trunk = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 64), nn.Tanh()).to(home)
+    generator = nn.Linear(64, 50).to(home)
+    engine = seqpar.LossCompute(generator, seqpar.LabelSmoothing(0.1, "torch"), devices, chunk_tokens=chunk_tokens)
+    model = seqpar.DataParallel(trunk, devices, gather_outputs=False)
+    parameters = [*trunk.parameters(), *generator.parameters()]
+
+    def step(tokens, target):
+        loss = engine(model(tokens), target)
+        return [loss.total.detach(), *torch.autograd.grad(loss.total / loss.tokens, parameters)]
+
+    return step
+
+
+@pytest.mark.parametrize("devices", [d for d in device_lists() if d[0] != "cpu"], ids=str)
+@pytest.mark.parametrize("side_stream", [False, True])
+def test_fifty_steps_from_pinned_memory_have_the_same_bits(devices, side_stream):
+    """A copy that is read before it has arrived, or a gradient added before it is there, would change some of them."""
+    step = small_step(devices)
+    random = torch.Generator().manual_seed(1)
+    tokens, target = (torch.randint(50, (64, 33), generator=random) for _ in range(2))
+    seen = set()
+    home = seqpar.scatter(torch.zeros(1), devices)[0].device
+    for _ in range(50):
+        busy = torch.randn(2048, 2048, device=home)
+        stream = torch.cuda.Stream(home) if side_stream else torch.cuda.current_stream(home)
+        stream.wait_stream(torch.cuda.current_stream(home))
+        with torch.cuda.stream(stream):
+            busy = busy @ busy  # what follows is queued behind it, so a copy that nobody waits for comes too late
+            sent = [t.pin_memory().to(home, non_blocking=True) for t in (tokens, target)]
+            found = step(*sent)
+        torch.cuda.current_stream(home).wait_stream(stream)
+        seen.add(tuple(t.cpu().flatten().view(torch.uint8).numpy().tobytes() for t in found))
+    assert len(seen) == 1
+
+
+def test_no_host_synchronisation_inside_the_walk():
+    hidden = torch.randn(2_000, 64, device="cuda", requires_grad=True)
+    target = torch.randint(500, (2_000,), device="cuda")
+    target[::3] = -100
+    known = nn.Linear(64, 500).cuda()
+
+    class Own(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    weights = torch.rand(2_000, device="cuda", requires_grad=True)
+    scale = torch.tensor(8.0, device="cuda")
+    losses = {
+        "by formula": lambda: seqpar.LossCompute(known, seqpar.LabelSmoothing(0.1, "fairseq"), chunk_tokens=64),
+        "by autograd": lambda: seqpar.LossCompute(Own(64, 500).cuda(), seqpar.CrossEntropy(), chunk_tokens=64),
+        "linear": lambda: lambda h, t, loss_scale: seqpar.linear_cross_entropy(
+            h, known.weight, t, bias=known.bias, token_weight=weights, z_loss=1e-4, softcap=30.0, temperature=2.0,
+            class_weight=torch.ones(500, device="cuda"), loss_scale=loss_scale, chunk_tokens=64,
+        ),
+    }  # fmt: skip
+    walk = chunked_gradient.walk_chunks
+
+    def watched(*arguments):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return walk(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for make in losses.values():
+        loss = make()
+        loss(hidden, target, loss_scale=scale)  # what looks at the first call, and compiles, has done so
+        with patch.object(chunked_gradient, "walk_chunks", watched):
+            got = loss(hidden, target, loss_scale=scale)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            (got.total * scale).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_step_under_autocast_with_a_gradscaler_is_the_plain_one(dtype):
+    """As near to float64's as plain torch's own step under the same autocast, by a factor of two."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(16, 32), nn.Tanh()), nn.Linear(32, 400)
+    x, target = torch.randn(300, 16), torch.randint(400, (300,))
+    criterion = seqpar.LabelSmoothing(0.1, "torch")
+
+    def gradients(how):
+        kind = torch.float64 if how == "exact" else torch.float32
+        trunk, generator = (copy.deepcopy(m).to("cuda", kind) for m in made)
+        parameters = [*trunk.parameters(), *generator.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.0)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12, enabled=how != "exact")
+        engine = seqpar.LossCompute(generator, criterion, chunk_tokens=64)
+        with torch.autocast("cuda", dtype, enabled=how != "exact"):
+            hidden = trunk(x.to("cuda", kind))
+            if how == "ours":
+                loss = engine(hidden, target.cuda(), loss_scale=scaler.get_scale() / 300).total / 300
+            else:
+                loss = nn.functional.cross_entropy(generator(hidden), target.cuda(), label_smoothing=0.1)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        return [p.grad.double() for p in parameters]
+
+    truth = gradients("exact")
+    ours, plain = ([float((a - b).norm() / b.norm()) for a, b in zip(gradients(how), truth, strict=True)]
+                   for how in ("ours", "plain"))  # fmt: skip
+    for a, b in zip(ours, plain, strict=True):
+        assert a <= 2 * max(b, torch.finfo(dtype).eps / 2)
+
+
+@pytest.mark.parametrize("loss", ["engine", "linear"])
+def test_a_model_with_the_loss_inside_compiles_into_one_graph(loss):
+    torch.manual_seed(0)
+    trunk, generator = nn.Linear(16, 32).cuda(), nn.Linear(32, 400).cuda()
+    engine = seqpar.LossCompute(generator, seqpar.LabelSmoothing(0.1, "torch"), chunk_tokens=64)
+    x, target = torch.randn(300, 16, device="cuda"), torch.randint(400, (300,), device="cuda")
+
+    def total(x, target):
+        if loss == "engine":
+            return engine(trunk(x).tanh(), target).total
+        options = {"bias": generator.bias, "label_smoothing": 0.1, "chunk_tokens": 64}
+        return seqpar.linear_cross_entropy(trunk(x).tanh(), generator.weight, target, **options).total
+
+    parameters = [*trunk.parameters(), *generator.parameters()]
+    eager = torch.autograd.grad(total(x, target), parameters)
+    compiled = torch.autograd.grad(torch.compile(total, fullgraph=True)(x, target), parameters)
+    for a, b in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class Training:
+    """Some steps of SGD on batches with more and more padding."""
+
+    def __init__(self, known):
+        torch.manual_seed(0)
+
+        class Own(nn.Linear):
+            def forward(self, x):
+                return nn.functional.linear(x, self.weight, self.bias)
+
+        self.trunk = nn.Linear(16, 32).double().cuda()
+        generator = (nn.Linear if known else Own)(32, 400).double().cuda()
+        self.parameters = [*self.trunk.parameters(), *generator.parameters()]
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
+        self.engine = seqpar.LossCompute(generator, seqpar.LabelSmoothing(0.1, "torch"), chunk_tokens=64)
+        self.batches = [(torch.randn(300, 16).double().cuda(), torch.randint(400, (300,)).cuda()) for _ in range(4)]
+        for i, (_, target) in enumerate(self.batches):
+            target[torch.rand(300) < 0.2 * i] = -100
+        self.start = self.values()
+
+    def values(self):
+        return [p.detach().clone() for p in self.parameters]
+
+    @torch.no_grad()
+    def restart(self):
+        for p, q in zip(self.parameters, self.start, strict=True):
+            p.copy_(q)
+
+    def step(self, x, target):
+        loss = self.engine(self.trunk(x).tanh(), target)
+        loss.mean.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        return loss
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["by formula", "by autograd"])
+def test_a_training_step_can_be_recorded_in_a_cuda_graph_and_replayed_on_other_data(known):
+    """The graph takes every row, and those that are ignored count for nothing."""
+    training = Training(known)
+    expected = [[t.item() for t in training.step(*batch)] for batch in training.batches]
+    ends = training.values()
+    static = [t.clone() for t in training.batches[0]]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            training.step(*static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = training.step(*static)
+    training.restart()
+    for (x, target), (total, tokens, nll, correct) in zip(training.batches, expected, strict=True):
+        static[0].copy_(x), static[1].copy_(target)
+        graph.replay()
+        assert (recorded.tokens.item(), recorded.correct.item()) == (tokens, correct)
+        torch.testing.assert_close(recorded.total.item(), total, rtol=1e-12, atol=0)
+        torch.testing.assert_close(recorded.nll.item(), nll, rtol=1e-12, atol=0)
+    for p, end in zip(training.parameters, ends, strict=True):
+        torch.testing.assert_close(p, end, rtol=1e-11, atol=1e-13)
+
+
+def test_the_weight_gradient_is_added_up_in_float32_without_a_rounding_between():
+    """256 products of 1 + 2^-9: in bfloat16 each would be rounded to 1."""
+    sums = chunked_gradient.Gradients([], [torch.zeros(1, 1, device="cuda", dtype=torch.bfloat16)], [True], 256)
+    part = torch.tensor([[1.0, 2.0**-9]], device="cuda", dtype=torch.bfloat16)
+    ones = torch.ones(2, 1, device="cuda", dtype=torch.bfloat16)
+    for _ in range(256):
+        sums.add_product(0, part, ones)
+    assert sums.params[0].dtype == torch.float32
+    assert sums.params[0].item() == 256 * (1 + 2.0**-9)

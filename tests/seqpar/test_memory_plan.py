@@ -130,6 +130,28 @@ def test_the_plan_agrees_with_measured_peaks_within_a_tenth(case: tuple[Any, ...
     assert abs(measured - expected) <= 0.1 * expected, f"planned {expected / 2**20:.1f} MiB, {measured / 2**20:.1f} MiB"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", ["plain", "LossCompute", "linear_cross_entropy"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(8192, 512, 32_768, None), (8192, 1024, 64_000, 2048), (4096, 2048, 128_256, 4096)])
+def test_the_plan_agrees_with_the_allocators_peak_on_a_gpu(
+    loss: str, dtype: str, sizes: tuple[int, int, int, int | None]
+) -> None:
+    tokens, d, vocab, chunk = sizes
+    plan = memory_plan(tokens=tokens, d=d, vocab=vocab, dtype=dtype, chunk_tokens=chunk, device="cuda")
+    head = Head(plan, loss, d, vocab, chunk, None).cuda()
+    hidden = torch.randn(tokens, d, dtype=plan.dtype, device="cuda").requires_grad_()
+    target = torch.randint(vocab, (tokens,), device="cuda")
+    for _ in range(2):  # in the first one kernels are compiled, and cuBLAS takes its workspace
+        head.zero_grad()
+        hidden.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        (head(hidden, target) / tokens).backward()
+    measured, expected = torch.cuda.max_memory_allocated() - before, plan.of(loss).peak
+    assert abs(measured - expected) <= 0.1 * expected, f"planned {expected / 2**20:.1f} MiB, {measured / 2**20:.1f} MiB"
+
+
 class Widest(nn.Module):
     """A summing criterion that remembers how many rows it was given."""
 

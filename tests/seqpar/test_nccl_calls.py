@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar import replicas
@@ -51,6 +52,20 @@ def test_scatter_cuts_evenly_where_torch_would_leave_a_device_idle(asked):
 def test_a_batch_smaller_than_the_list_uses_the_first_devices(asked):
     seqpar.scatter(torch.empty(2, 3, device="cuda:0"), GPUS)
     assert asked == [("scatter", [0, 1], [1, 1], 0)]
+
+
+def test_a_copy_to_the_cpu_is_waited_for_and_one_to_a_gpu_is_not(asked):
+    seen = {}
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._to_copy.default:
+                seen[str(kwargs["device"])] = kwargs.get("non_blocking", False)
+            return function(*args, **(kwargs or {}))
+
+    with Copies():
+        seqpar.scatter(torch.empty(6, 3, device="cuda:1"), [torch.device("cpu"), GPUS[0], torch.device("cpu")])
+    assert seen == {"cpu": False, "cuda:0": True}
 
 
 def on_gpu(layer):

@@ -1,0 +1,46 @@
+"""A decoder-only language model with tied embeddings, z-loss and gradient accumulation.
+
+python examples/language_model.py
+"""
+
+import torch
+from torch import nn
+
+import seqpar
+
+VOCAB, TEXT = 300, torch.arange(4_000) * 7 % 300  # a text with a rule: each token is the last one plus 7
+
+
+class Model(nn.Module):
+    """Two causal layers under an embedding that is the projection, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(VOCAB, 64), nn.Embedding(32, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Ids (B, T) to hidden states (B, T, 64)."""
+        x = self.embed(tokens) + self.position.weight[: tokens.size(1)]
+        return self.layers(x, mask=nn.Transformer.generate_square_subsequent_mask(tokens.size(1)), is_causal=True)
+
+
+torch.manual_seed(0)
+model = Model()
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def loss_of(tokens: torch.Tensor) -> seqpar.TokenLoss:
+    """The tied weight gets both its gradients: as embedding, and as projection."""
+    return seqpar.linear_cross_entropy(model(tokens[:, :-1]), model.embed.weight, tokens[:, 1:], z_loss=1e-4)
+
+
+for step in range(40):
+    starts = torch.randint(len(TEXT) - 33, (2, 8))
+    micro_batches = [torch.stack([TEXT[start : start + 33] for start in row]) for row in starts]
+    optimizer.zero_grad()
+    loss = seqpar.accumulate_gradients(micro_batches, loss_of, tokens_of=lambda tokens: tokens[:, 1:].numel())
+    optimizer.step()
+    if step in (0, 39):
+        print(f"step {step}: loss {loss.mean:.3f}, perplexity {(loss.nll / loss.tokens).exp():.1f}")

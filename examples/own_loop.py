@@ -1,0 +1,46 @@
+"""A loop of your own: an encoder-decoder over two devices of one process, the loss in chunks, one backward a step.
+
+python examples/own_loop.py
+"""
+
+import torch
+from torch import nn
+
+import seqpar
+
+PAD, VOCAB, DEVICES = 0, 200, ["cpu", "cpu"]  # or ["cuda:0", "cuda:1"]
+
+
+class Copier(nn.Module):
+    """Learns to say again what it has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 64)
+        self.encoder = nn.GRU(64, 64, batch_first=True)
+        self.decoder = nn.GRU(64, 64, batch_first=True)
+
+    def forward(self, source: torch.Tensor, target_in: torch.Tensor) -> torch.Tensor:
+        """Token ids (B, S) and (B, T) to hidden states (B, T, 64), which the generator projects."""
+        _, state = self.encoder(self.embed(source))
+        return self.decoder(self.embed(target_in), state)[0]
+
+
+torch.manual_seed(0)
+model, generator = Copier(), nn.Linear(64, VOCAB)
+parallel = seqpar.DataParallel(model, DEVICES, gather_outputs=False)  # hidden states stay where they were computed
+criterion = seqpar.LabelSmoothing(0.1, "torch", ignore_index=PAD)
+engine = seqpar.LossCompute(generator, criterion, DEVICES)
+optimizer = torch.optim.Adam([*model.parameters(), *generator.parameters()], lr=5e-3)
+print(engine.explain())
+
+for step in range(30):
+    source = torch.randint(1, VOCAB, (16, 6))
+    source[::3, 4:] = PAD
+    target_in = torch.cat([torch.ones(16, 1, dtype=torch.int64), source[:, :-1]], 1)
+    loss = engine(parallel(source, target_in), source)  # sums over all tokens that are not padding
+    optimizer.zero_grad()
+    (loss.total / loss.tokens).backward()
+    optimizer.step()
+    if step in (0, 29):
+        print(f"step {step}: loss {loss.mean:.3f}, {loss.correct} of {loss.tokens} right")

@@ -1,0 +1,31 @@
+"""The vocabulary split over ranks: each has some rows of the projection, and the loss is that of all of them.
+
+torchrun --standalone --nproc-per-node 2 examples/vocabulary_split.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import seqpar
+
+VOCAB = 1_001
+
+dist.init_process_group("gloo")  # "nccl" on GPUs
+group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+trunk = nn.Sequential(nn.Embedding(VOCAB, 64), nn.Linear(64, 64), nn.Tanh())  # the same on every rank
+rows = VOCAB // world + (rank < VOCAB % world)  # uneven parts are fine
+weight = nn.Parameter(torch.randn(rows, 64) / 8)
+vocab = seqpar.VocabShard.of(rows, group)
+optimizer = torch.optim.Adam([*trunk.parameters(), weight], lr=1e-2)
+
+for step in range(30):
+    tokens = torch.randint(VOCAB, (8, 12))  # the same on every rank of the group
+    loss = seqpar.linear_cross_entropy(trunk(tokens), weight, tokens, label_smoothing=0.1, vocab=vocab)
+    optimizer.zero_grad()
+    (loss.total / loss.tokens).backward()  # the trunk's gradient is whole on every rank; the weight's is its rows'
+    optimizer.step()
+    if rank == 0 and step in (0, 29):
+        print(f"step {step}: loss {loss.mean:.3f}; {rows} of {VOCAB} classes are here, from {vocab.start} on")
+dist.destroy_process_group()
