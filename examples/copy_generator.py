@@ -1,6 +1,6 @@
 """A generator of your own, with inputs of its own: it may also point at a source token (See et al. 2017, section 2.2).
 
-    python examples/copy_generator.py
+Run it with `python examples/copy_generator.py`.
 
 What it needs beside the hidden states goes in by keyword, with the target's shape first: it is scattered over devices,
 cut into chunks and differentiated with them.
@@ -36,7 +36,7 @@ optimizer = torch.optim.Adam([*embed.parameters(), *mix.parameters(), *generator
 
 for step in range(60):
     source = torch.randint(1, VOCAB, (16, 8))
-    target = source[:, 2:]  # two tokens further on
+    target = source[:, :6]  # to be copied
     hidden, attention = mix(embed(source[:, :6]), embed(source), embed(source))
     loss = engine(hidden, target, attention=attention, source=source[:, None].expand(-1, 6, -1))
     optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """Data-parallel over processes: every rank has its own sentences; the gradient is that of all of them together.
 
-torchrun --standalone --nproc-per-node 2 examples/ddp.py
+Run it with `torchrun --standalone --nproc-per-node 2 examples/ddp.py`.
 """
 
 import torch

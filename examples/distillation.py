@@ -1,6 +1,6 @@
 """A small model learns a large one's predictions; neither's logits exist all at once.
 
-python examples/distillation.py
+Run it with `python examples/distillation.py`.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """FSDP2: parameters and optimizer state are shared out over the ranks; the loss is inside the outermost unit.
 
-torchrun --standalone --nproc-per-node 2 examples/fsdp2.py
+Run it with `torchrun --standalone --nproc-per-node 2 examples/fsdp2.py`.
 """
 
 import torch

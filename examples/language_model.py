@@ -1,6 +1,6 @@
 """A decoder-only language model with tied embeddings, z-loss and gradient accumulation.
 
-python examples/language_model.py
+Run it with `python examples/language_model.py`.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 
 import seqpar
 
-VOCAB, TEXT = 300, torch.arange(4_000) * 7 % 300  # a text with a rule: each token is the last one plus 7
+VOCAB, TEXT = 100, torch.arange(4_000) * 7 % 100  # a text with a rule: each token is the last one plus 7
 
 
 class Model(nn.Module):
@@ -17,6 +17,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.position = nn.Embedding(VOCAB, 64), nn.Embedding(32, 64)
+        nn.init.normal_(self.embed.weight, std=0.1)
         layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
@@ -28,7 +29,7 @@ class Model(nn.Module):
 
 torch.manual_seed(0)
 model = Model()
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def loss_of(tokens: torch.Tensor) -> seqpar.TokenLoss:
@@ -36,11 +37,11 @@ def loss_of(tokens: torch.Tensor) -> seqpar.TokenLoss:
     return seqpar.linear_cross_entropy(model(tokens[:, :-1]), model.embed.weight, tokens[:, 1:], z_loss=1e-4)
 
 
-for step in range(40):
+for step in range(60):
     starts = torch.randint(len(TEXT) - 33, (2, 8))
     micro_batches = [torch.stack([TEXT[start : start + 33] for start in row]) for row in starts]
     optimizer.zero_grad()
     loss = seqpar.accumulate_gradients(micro_batches, loss_of, tokens_of=lambda tokens: tokens[:, 1:].numel())
     optimizer.step()
-    if step in (0, 39):
+    if step in (0, 59):
         print(f"step {step}: loss {loss.mean:.3f}, perplexity {(loss.nll / loss.tokens).exp():.1f}")

@@ -1,6 +1,6 @@
 """A loop of your own: an encoder-decoder over two devices of one process, the loss in chunks, one backward a step.
 
-python examples/own_loop.py
+Run it with `python examples/own_loop.py`.
 """
 
 import torch
@@ -11,8 +11,8 @@ import seqpar
 PAD, VOCAB, DEVICES = 0, 200, ["cpu", "cpu"]  # or ["cuda:0", "cuda:1"]
 
 
-class Copier(nn.Module):
-    """Learns to say again what it has read."""
+class Counter(nn.Module):
+    """Reads a number and learns to count on from it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,20 +27,21 @@ class Copier(nn.Module):
 
 
 torch.manual_seed(0)
-model, generator = Copier(), nn.Linear(64, VOCAB)
+model, generator = Counter(), nn.Linear(64, VOCAB)
 parallel = seqpar.DataParallel(model, DEVICES, gather_outputs=False)  # hidden states stay where they were computed
 criterion = seqpar.LabelSmoothing(0.1, "torch", ignore_index=PAD)
 engine = seqpar.LossCompute(generator, criterion, DEVICES)
-optimizer = torch.optim.Adam([*model.parameters(), *generator.parameters()], lr=5e-3)
+optimizer = torch.optim.Adam([*model.parameters(), *generator.parameters()], lr=1e-2)
 print(engine.explain())
 
-for step in range(30):
-    source = torch.randint(1, VOCAB, (16, 6))
-    source[::3, 4:] = PAD
-    target_in = torch.cat([torch.ones(16, 1, dtype=torch.int64), source[:, :-1]], 1)
-    loss = engine(parallel(source, target_in), source)  # sums over all tokens that are not padding
+for step in range(60):
+    source = torch.randint(1, VOCAB - 12, (32, 1))
+    target_in = source + torch.arange(12)
+    target = target_in + 1
+    target[::3, 8:] = PAD
+    loss = engine(parallel(source, target_in), target)  # sums over all tokens that are not padding
     optimizer.zero_grad()
     (loss.total / loss.tokens).backward()
     optimizer.step()
-    if step in (0, 29):
+    if step in (0, 59):
         print(f"step {step}: loss {loss.mean:.3f}, {loss.correct} of {loss.tokens} right")

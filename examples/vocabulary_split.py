@@ -1,6 +1,6 @@
 """The vocabulary split over ranks: each has some rows of the projection, and the loss is that of all of them.
 
-torchrun --standalone --nproc-per-node 2 examples/vocabulary_split.py
+Run it with `torchrun --standalone --nproc-per-node 2 examples/vocabulary_split.py`.
 """
 
 import torch
@@ -16,8 +16,8 @@ group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 trunk = nn.Sequential(nn.Embedding(VOCAB, 64), nn.Linear(64, 64), nn.Tanh())  # the same on every rank
 rows = VOCAB // world + (rank < VOCAB % world)  # uneven parts are fine
-weight = nn.Parameter(torch.randn(rows, 64) / 8)
 vocab = seqpar.VocabShard.of(rows, group)
+weight = nn.Parameter((torch.randn(VOCAB, 64) / 8)[vocab.start : vocab.start + rows].clone())
 optimizer = torch.optim.Adam([*trunk.parameters(), weight], lr=1e-2)
 
 for step in range(30):

@@ -19,7 +19,7 @@ def test_the_code_of_a_page_runs_when_pasted(page, capsys):
         return
     names = {"__name__": "pasted"}
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
-        exec(compile(code, str(page), "exec"), names)
+        exec(compile(code, f"a block of {page.name}", "exec"), names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -13,8 +13,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def command(example: Path) -> list[str]:
-    """The line of its docstring that is indented: `python ...` or `torchrun ...`."""
-    (line,) = re.findall(r"^    ((?:python|torchrun) .*)$", example.read_text().split('"""')[1], flags=re.MULTILINE)
+    """What its docstring says to run it with: `python ...` or `torchrun ...`."""
+    (line,) = re.findall(r"Run it with `((?:python|torchrun) [^`]*)`", example.read_text())
     program, *arguments = line.split()
     launch = [] if program == "python" else ["-m", "torch.distributed.run"]
     return [sys.executable, *launch, *arguments]
