@@ -111,8 +111,9 @@ def _memory(results: Results) -> Any:
         peaks = [entry["peak bytes"][name] / MIB for entry in entries]
         mine = name in OURS
         axes.plot(tokens, peaks, "o-", color=MINE if mine else OTHERS, linewidth=2.5 if mine else 1.2, markersize=4)
-        label = f" seqpar, {peaks[-1]:,.0f} MiB" if mine else f" {name}, {peaks[-1]:,.0f} MiB"
-        axes.text(tokens[-1], peaks[-1], label, color=MINE if mine else INK, va="center", clip_on=False)
+        label = f"{'seqpar' if mine else name}, {peaks[-1]:,.0f} MiB"
+        end, style = (tokens[-1], peaks[-1]), {"color": MINE if mine else INK, "va": "center"}
+        axes.annotate(label, end, xytext=(8, 0), textcoords="offset points", **style)
     problem = entries[0]["problem"]
     axes.set_title(
         f"Projection and loss, forward and backward: D={problem['width']}, V={problem['vocab_size']:,}, float32",
