@@ -2,20 +2,112 @@
 
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
 import zipfile
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_wheel_holds_seqpar_alone_with_its_types(tmp_path):
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The wheel and the source distribution."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--sdist",
+        "--no-isolation",
+        "--outdir",
+        str(folder),
+        str(ROOT),
+    ]
     subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    return next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory):
+    """A Python that has the wheel and, from here, torch and mypy; the checkout is not on its path."""
+    folder = tmp_path_factory.mktemp("fresh")
+    venv.create(folder, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    zipfile.ZipFile(built[0]).extractall(packages)
+    (packages / "torch-from-here.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin/python"
+
+
+def test_the_wheel_holds_seqpar_alone_with_its_types(built):
+    names = zipfile.ZipFile(built[0]).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"seqpar"}
+    assert {name.rpartition(".")[2] for name in names if ".dist-info/" not in name} == {"py", "typed"}
     assert "seqpar/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_source_distribution_holds_what_a_checkout_does(built):
+    with tarfile.open(built[1]) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    wanted = [
+        "seqpar",
+        "models",
+        "recipes",
+        "tests",
+        "examples",
+        "benchmarks",
+        "docs",
+        "README.md",
+        "Makefile",
+        "LICENSE",
+    ]
+    assert {name.split("/")[0] for name in names} >= set(wanted)
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    if tracked:
+        assert {name for name in names if name != "PKG-INFO"} <= set(tracked)
+
+
+def test_an_installed_seqpar_imports_little_beside_torch(installed):
+    """By what is imported, since time depends on the machine: 0.05 s beyond torch's own second."""
+    code = (
+        "import torch, sys; before = set(sys.modules); import seqpar; "
+        "print(seqpar.__file__); print(*sorted(name for name in set(sys.modules) - before if '.' not in name)); "
+        "print([n for n in ('torch.distributed.tensor', 'torch.distributed.fsdp', 'torch._dynamo', 'triton') "
+        "if n in set(sys.modules) - before])"
+    )
+    done = subprocess.run([installed, "-c", code], cwd="/", check=True, capture_output=True, text=True)
+    where, new, heavy = done.stdout.splitlines()
+    assert Path(where).is_relative_to(installed.parent.parent)
+    assert set(new.split()) <= {"seqpar"} | set(sys.stdlib_module_names)
+    assert heavy == "[]"
+
+
+def test_a_users_type_checker_sees_the_signatures(installed, tmp_path):
+    (tmp_path / "code.py").write_text(
+        "import torch, seqpar\n"
+        "loss = seqpar.linear_cross_entropy(torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(2), softcap='high')\n"
+        "reveal_type(loss)\n"
+        "reveal_type(loss.tokens)\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--python-executable",
+        str(installed),
+        "--cache-dir",
+        str(ROOT / ".mypy_cache"),
+    ]
+    done = subprocess.run([*command, "code.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert 'code.py:2: error: Argument "softcap" to "linear_cross_entropy" has incompatible type' in done.stdout
+    assert "fallback=seqpar.token_loss.TokenLoss" in done.stdout  # as mypy shows a NamedTuple
+    assert 'Revealed type is "torch._tensor.Tensor"' in done.stdout
+    assert done.stdout.count("error:") == 1, done.stdout
 
 
 def test_importing_the_library_imports_none_of_the_extras():
