@@ -42,28 +42,31 @@ WARM_UP = 20
 """Steps that are not counted."""
 
 
-def plain_loss(engine: Any, hidden: Tensor, target: Tensor, **_: Any) -> seqpar.TokenLoss:
-    """All logits at once, in place of `LossCompute.forward`."""
+def plain_loss(engine: Any, hidden: Tensor | list[Tensor], target: Tensor, **_: Any) -> seqpar.TokenLoss:
+    """All logits at once, in place of `LossCompute.forward`; a list is of the one device that there is."""
+    (hidden,) = [hidden] if isinstance(hidden, Tensor) else hidden
     generator, criterion = engine.head["generator"], engine.head["criterion"]
     logits, ignored = generator(hidden).flatten(0, -2), criterion.ignore_index
     options = {"ignore_index": ignored, "label_smoothing": criterion.smoothing, "reduction": "sum"}
     return seqpar.TokenLoss(F.cross_entropy(logits, target.flatten(), **options), (target != ignored).sum())
 
 
-def settings(run: str, steps: int, precision: str, device: str) -> Any:
-    """The published setting, for so many steps."""
+def settings(run: str, steps: int, precision: str, devices: list[str]) -> Any:
+    """The published setting, for so many steps; a device for each rank."""
     given = {"run": run, "training.steps": str(steps), "training.precision": precision}
-    return load_config(CONFIG, PUBLISHED | given | {"training.devices": f"[{device}]"})
+    return load_config(CONFIG, PUBLISHED | given | {"training.devices": f"[{', '.join(devices)}]"})
 
 
 def rate(folder: str, steps: int, precision: str, how: str, device: str) -> float:
     """Target tokens a second over the steps after the first ones, as the lines of its metrics appear."""
     run = str(Path(folder, f"{how}-{precision}"))
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if how == "two ranks" else []
-    command = [sys.executable, *launch, "-m", "benchmarks.gpu_training", "--child", how, "--run", run]
+    launch = ["-m"]
+    if how == "two ranks":  # "--" keeps torchrun from taking --run for one of its own options
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
+    command = [sys.executable, *launch, "benchmarks.gpu_training", "--child", how, "--run", run]
     command += ["--steps", str(100 * steps), "--precision", precision, "--device", device]
-    metrics, started = Path(run, "metrics.jsonl"), 0.0
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+    metrics, said, started = Path(run, "metrics.jsonl"), Path(f"{run}.log"), 0.0
+    with said.open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         while process.poll() is None:
             lines = metrics.read_text().splitlines() if metrics.exists() else []
             if len(lines) >= WARM_UP and not started:
@@ -74,7 +77,9 @@ def rate(folder: str, steps: int, precision: str, how: str, device: str) -> floa
         seconds, done = time.perf_counter() - started, process.poll() is None
         process.terminate()  # a run that is told to stop saves itself and ends
     if not done or not started:
-        raise SystemExit(f"{how}, {precision}: training ended with {process.returncode} before step {steps}")
+        raise SystemExit(
+            f"{how}, {precision}: training ended with {process.returncode} before step {steps}\n{said.read_text()[-2000:]}"
+        )
     tokens = [json.loads(line)["tokens"] for line in metrics.read_text().splitlines()[:steps]]
     print(f"[training] {how}, {precision}: {sum(tokens[first:]) / seconds:,.0f} target tokens/s", file=sys.stderr)
     return sum(tokens[first:]) / seconds
@@ -84,7 +89,7 @@ def table(steps: int, device: str) -> str:
     """Markdown; ratios are to one rank with the engine in the same precision."""
     lines = ["| Multi30k recipe | dtype | target tokens/s | to one rank |", "|---|---|---|---|"]
     with tempfile.TemporaryDirectory() as folder:
-        prepare(settings(str(Path(folder, "subwords")), steps, "float32", device))
+        prepare(settings(str(Path(folder, "subwords")), steps, "float32", [device]))
         for precision in ("float32", "bf16"):
             found = {}
             for how in ("one rank", "plain loss", "two ranks"):
@@ -107,7 +112,8 @@ def main() -> None:
     if options.child is None:
         print(table(options.steps, options.device))
         return
-    config = settings(options.run, options.steps, options.precision, options.device)
+    devices = [options.device] * (2 if options.child == "two ranks" else 1)
+    config = settings(options.run, options.steps, options.precision, devices)
     if options.child == "plain loss":
         with patch.object(seqpar.LossCompute, "forward", plain_loss):
             train(config)

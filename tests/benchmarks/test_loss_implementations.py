@@ -4,8 +4,11 @@ import json
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
+import seqpar
+from benchmarks.gpu_training import plain_loss
 from benchmarks.loss import gpu, ours, peers, plain_ways, report, results, targets
 from benchmarks.loss.checks import answer, errors, truth, what_is_wrong
 from benchmarks.loss.implementations import ENGINE, LINEAR, PLAIN, Implementation
@@ -97,3 +100,13 @@ def test_the_part_for_a_gpu_measures_what_runs_and_says_why_the_rest_does_not(mo
     assert gpu.least_bytes(Problem(16_384, 512, 32_000, dtype=torch.bfloat16)) == (
         32_000 * 512 * 4 + (16_384 * 512 + rows_per_chunk(32_000, torch.bfloat16, "cuda") * 32_000) * 2
     )
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_the_plain_loss_that_training_is_held_against_is_the_engines(scattered):
+    torch.manual_seed(0)
+    engine = seqpar.LossCompute(nn.Linear(4, 9).double(), seqpar.LabelSmoothing(0.1, "torch", ignore_index=0))
+    hidden, target = torch.randn(2, 5, 4, dtype=torch.float64), torch.randint(9, (2, 5))
+    plain = plain_loss(engine, [hidden] if scattered else hidden, target)
+    assert_close(plain.total, engine(hidden, target).total)
+    assert plain.tokens == (target != 0).sum()
