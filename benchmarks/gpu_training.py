@@ -77,9 +77,8 @@ def rate(folder: str, steps: int, precision: str, how: str, device: str) -> floa
         seconds, done = time.perf_counter() - started, process.poll() is None
         process.terminate()  # a run that is told to stop saves itself and ends
     if not done or not started:
-        raise SystemExit(
-            f"{how}, {precision}: training ended with {process.returncode} before step {steps}\n{said.read_text()[-2000:]}"
-        )
+        end = f"training ended with {process.returncode} before step {steps}"
+        raise SystemExit(f"{how}, {precision}: {end}\n{said.read_text()[-2000:]}")
     tokens = [json.loads(line)["tokens"] for line in metrics.read_text().splitlines()[:steps]]
     print(f"[training] {how}, {precision}: {sum(tokens[first:]) / seconds:,.0f} target tokens/s", file=sys.stderr)
     return sum(tokens[first:]) / seconds
