@@ -1,6 +1,7 @@
 # Two commands are enough: `make demo` and `make test`. Each makes the environment it needs.
 PYTHON ?= python3
 BIN := .venv/bin
+WORKERS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help demo test check bench bench-gpu clean
@@ -30,7 +31,7 @@ demo: .venv/recipes  ## train, evaluate and use a translation model on the built
 
 test: check  ## run the checks and every test (under 12 minutes on 2 cores)
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
-	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest --durations=10
+	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=10
 
 check: .venv/dev  ## lint, format, strict types, import floors
 	@echo "[check] ruff"

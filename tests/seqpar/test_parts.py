@@ -68,7 +68,8 @@ def test_rows_per_chunk_follows_the_budget_down_to_what_keeps_the_products_busy(
     assert rows_per_chunk(1_024, torch.float32, "cuda") == 65_536
     assert rows_per_chunk(1_000_000, torch.float32, "cpu") == 512
     assert rows_per_chunk(1_000_000, torch.bfloat16, "cpu") == 1_024
-    assert rows_per_chunk(1_000_000, torch.bfloat16, "cuda") == 512
+    assert rows_per_chunk(1_000_000, torch.float32, "cuda") == 512
+    assert rows_per_chunk(1_000_000, torch.bfloat16, "cuda") == 2_048
 
 
 @given(

@@ -1,5 +1,7 @@
 """Low precision: at most twice as far from the float64 truth as plain PyTorch in the same dtype."""
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -73,3 +75,36 @@ def test_under_bf16_autocast_the_engine_follows_autocast(devices):
     assert mine[1].dtype == torch.float32
     for a, b in zip(mine, theirs, strict=True):
         assert (a - b).norm() <= 0.02 * b.norm()  # two bf16 roundings of the same gradient, 2^-8 each, over 40 rows
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 64, 1000])
+def test_products_that_widen_themselves_are_added_up_without_a_rounding_between(chunk_tokens, monkeypatch):
+    """CUDA's `mm` and `addmm` with `out_dtype`, by stand-ins that say what those promise: the CPU has neither. The real
+    ones are in the tests of a GPU."""
+    mm, addmm, asked = torch.mm, torch.addmm, []
+
+    def widening_mm(a, b, *, out_dtype=None, out=None):
+        asked.append(out_dtype)
+        return mm(a, b, out=out) if out_dtype is None else mm(a.to(out_dtype), b.to(out_dtype))
+
+    def widening_addmm(sums, a, b, *, out_dtype=None, out=None):
+        asked.append(out_dtype)
+        return (
+            addmm(sums, a, b, out=out) if out_dtype is None else out.copy_(sums + mm(a.to(out_dtype), b.to(out_dtype)))
+        )
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(256, 16).bfloat16(), (torch.randn(90, 16) / 4).bfloat16().requires_grad_()
+    target = torch.randint(90, (256,))
+    exact = weight.detach().double().requires_grad_()
+    truth = torch.autograd.grad(nn.functional.cross_entropy(hidden.double() @ exact.t(), target), exact)[0]
+    plain = torch.autograd.grad(nn.functional.cross_entropy(hidden @ weight.t(), target), weight)[0]
+    with monkeypatch.context() as patched:
+        module = importlib.import_module("seqpar.chunked_gradient")  # seqpar.chunked_gradient is the function
+        patched.setattr(module, "_widening_products", lambda _: True)
+        patched.setattr(torch, "mm", widening_mm)
+        patched.setattr(torch, "addmm", widening_addmm)
+        loss = seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=chunk_tokens)
+    ours = torch.autograd.grad(loss.mean, weight)[0]
+    assert asked.count(torch.float32) == (-(-256 // chunk_tokens) if chunk_tokens < 256 else 0)
+    assert (ours.double() - truth).norm() <= 2 * (plain.double() - truth).norm()
