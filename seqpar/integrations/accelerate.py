@@ -60,8 +60,8 @@ def accumulated_step(
     steps = accelerator.gradient_accumulation_steps
     if steps != 1:
         raise ValueError(
-            f"the accelerator has gradient_accumulation_steps={steps} and would divide every loss by it; leave it at 1: "
-            "the micro-batches handed in here are the accumulation"
+            f"the accelerator has gradient_accumulation_steps={steps} and would divide every loss by it; leave it at "
+            "1: the micro-batches handed in here are the accumulation"
         )
     return accumulate_gradients(
         micro_batches, loss_of, tokens_of, model=_reducer(accelerator, model), backward=accelerator.backward

@@ -26,8 +26,8 @@ from seqpar.linear_cross_entropy import linear_cross_entropy
 class ChunkedCrossEntropy(nn.Module):
     """What a fairseq criterion is asked for: `(summed loss, sample size, what to log)` of a sample.
 
-    Plain equivalent: `label_smoothed_cross_entropy` of fairseq 0.10.2 and later, which shares the smoothing out over all
-    classes but the target (eps/(V-1); before, eps/V). fairseq's trainer divides by the sample sizes of all
+    Plain equivalent: fairseq's `label_smoothed_cross_entropy`, which shares the smoothing out over all classes but the
+    target (eps/(V-1); its versions of before 2021 eps/V). fairseq's trainer divides by the sample sizes of all
     micro-batches and ranks, so the gradient is exact.
 
     Args:
@@ -104,6 +104,6 @@ def _projection(model: nn.Module) -> nn.Linear:
     projection = getattr(decoder, "output_projection", None)
     if not isinstance(projection, nn.Linear) or type(projection).forward is not nn.Linear.forward:
         raise TypeError(
-            f"the decoder's output_projection is a {type(projection).__name__}; the chunked loss needs a torch.nn.Linear"
+            f"the decoder's output_projection is a {type(projection).__name__}; the chunked loss needs an nn.Linear"
         )
     return projection

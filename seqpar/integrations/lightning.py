@@ -1,7 +1,7 @@
 """Lightning: a step over micro-batches and ranks whose gradient is that of one batch on one device.
 
-A loss that `training_step` returns is divided by `accumulate_grad_batches` and averaged over ranks, and the mean of means
-is another gradient. Optimise by hand instead, with a data loader whose batches are lists of micro-batches:
+A loss that `training_step` returns is divided by `accumulate_grad_batches` and averaged over ranks, and the mean of
+means is another gradient. Optimise by hand instead, with a data loader whose batches are lists of micro-batches:
 
     class Translation(lightning.LightningModule):
         def __init__(self):
@@ -81,6 +81,6 @@ def _reducer(module: LightningModule) -> DistributedDataParallel | None:
     if isinstance(strategy, SingleDeviceStrategy):
         return None
     raise TypeError(
-        f"the Trainer's strategy is a {type(strategy).__name__}; accumulated_step knows one device and DDP; with another "
-        "call seqpar.accumulate_gradients with what reduces the gradients"
+        f"the Trainer's strategy is a {type(strategy).__name__}; accumulated_step knows one device and DDP; with "
+        "another call seqpar.accumulate_gradients with what reduces the gradients"
     )

@@ -3,10 +3,19 @@
 Written against the documented interface of both (neither installs beside a current torch), and tested with stand-ins.
 It takes the place of the trainer's loss objects, and never runs a backward:
 
-    from onmt.utils import Statistics                       # Eole: eole.utils
+    from onmt.utils import Statistics
     trainer.train_loss = ChunkedLossCompute(
         model.generator, LabelSmoothing(0.1, "torch", ignore_index=pad), Statistics
     )
+
+Eole's trainer expects a third value, the loss of its quality estimation, and newer ones count `n_tokens`:
+
+    class ForEole(ChunkedLossCompute):
+        def forward(self, batch, output, attns, trunc_start=0, trunc_size=None, estim=None):
+            loss, statistics = super().forward(batch, output, attns, trunc_start, trunc_size)
+            return loss, statistics, output.new_zeros(1)
+
+    ForEole(..., lambda n_words, **counts: eole.utils.Statistics(n_tokens=n_words, **counts))
 """
 
 from __future__ import annotations
@@ -22,8 +31,8 @@ from seqpar.loss_compute import LossCompute
 class ChunkedLossCompute(nn.Module):
     """`(summed loss, statistics)` of a batch, as those trainers ask their loss for it.
 
-    Plain equivalent: `criterion(generator(output).flatten(0, 1), target.flatten())`, where target is `batch["tgt"]` from
-    step `tgt_shift_index` on. The trainer divides by its normalization and runs the one backward.
+    Plain equivalent: `criterion(generator(output).flatten(0, 1), target.flatten())`, where target is `batch["tgt"]`
+    from step `tgt_shift_index` on. The trainer divides by its normalization and runs the one backward.
 
     Args:
         generator: from hidden states to scores, a module that treats every token alone.
@@ -52,8 +61,8 @@ class ChunkedLossCompute(nn.Module):
         super().__init__()
         if not hasattr(criterion, "token_loss"):
             raise TypeError(
-                f"statistics count correct predictions, and {type(criterion).__name__} has no token_loss to count them; "
-                "use seqpar.LabelSmoothing or seqpar.CrossEntropy"
+                f"statistics count correct predictions, and {type(criterion).__name__} has no token_loss to count "
+                "them; use seqpar.LabelSmoothing or seqpar.CrossEntropy"
             )
         self.engine = LossCompute(generator, criterion, chunk_tokens=chunk_tokens)
         self.statistics = statistics
@@ -81,5 +90,11 @@ class ChunkedLossCompute(nn.Module):
         end = trunc_start + size
         loss = self.engine(output[:, trunc_start:end], target[:, trunc_start + self.tgt_shift_index : end])
         sentences = len(batch["srclen"]) if trunc_start == 0 else 0  # each counts once
-        counts = {"n_words": int(loss.tokens), "n_correct": int(loss.correct)}
-        return loss.total, self.statistics(loss=loss.total.item(), n_batchs=1, n_sents=sentences, **counts)
+        statistics = self.statistics(
+            loss=loss.total.item(),
+            n_batchs=int(sentences > 0),
+            n_sents=sentences,
+            n_words=int(loss.tokens),
+            n_correct=int(loss.correct),
+        )
+        return loss.total, statistics

@@ -1,9 +1,9 @@
 """Hugging Face models: a training forward in which the logits of all tokens never exist at once.
 
-Three hooks of torch do it, and the model's code runs as it is. Before the model, labels are put by and replaced by those
-of a window of a few tokens. Before its output embeddings, the loss is taken from all hidden states, and those of the
-window go on. After the model, its loss is replaced by ours. What the model itself made of the window (scaled, capped or
-biased logits, shifted labels) is what ours is checked against, on the first call.
+Three hooks of torch do it, and the model's code runs as it is. Before the model, labels are put by and replaced by
+those of a window of a few tokens. Before its output embeddings, the loss is taken from all hidden states, and those of
+the window go on. After the model, its loss is replaced by ours. What the model itself made of the window (scaled,
+capped or biased logits, shifted labels) is what ours is checked against, on the first call.
 
 Shape suffixes: B batch, T time, D hidden, V vocabulary.
 """
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from seqpar.criteria import LabelSmoothing, check_smoothing
 from seqpar.chunks import check_size
+from seqpar.criteria import LabelSmoothing, check_smoothing
 from seqpar.linear_cross_entropy import linear_cross_entropy
 from seqpar.sharded import refuse_sharded
 from seqpar.token_loss import TokenLoss, wide
@@ -83,17 +83,18 @@ def apply_seqpar_loss(
 
 
 def compute_loss_func(applied: AppliedLoss) -> Callable[..., Tensor]:
-    """What `Trainer(compute_loss_func=...)` takes: sum / num_items_in_batch, chunked, exact over accumulation and ranks.
+    """What `Trainer(compute_loss_func=...)` takes: sum / num_items_in_batch, in chunks.
 
     Plain equivalent: `F.cross_entropy(logits, labels, label_smoothing=..., reduction="sum") / num_items_in_batch`.
 
         applied = apply_seqpar_loss(model, label_smoothing=0.1)
         Seq2SeqTrainer(model, ..., compute_loss_func=compute_loss_func(applied)).train()
 
-    `apply_seqpar_loss` alone gives the same gradient; this is for where a Trainer is to be told its loss. A Trainer that
-    has such a function takes the labels away before the forward. So, from this call on, a training forward without
-    labels leaves hidden states where logits were, for the function to take; and an encoder-decoder needs
-    `decoder_input_ids` in the batch, as `DataCollatorForSeq2Seq(tokenizer, model=model)` makes them.
+    `apply_seqpar_loss` alone gives the same gradient, exact over accumulation and ranks; this is for where a Trainer is
+    to be told its loss. It then takes the labels away before the forward. So, from this call on, a training forward
+    without labels leaves hidden states where logits were, for the function to take; and an encoder-decoder needs
+    `decoder_input_ids` in the batch, as `DataCollatorForSeq2Seq(tokenizer, model=model)` makes them. The gradient
+    of the output embeddings comes from outside of the forward: under DDP set `ddp_find_unused_parameters=False`.
     """
     applied.withholds = True
     return applied.loss_of_outputs
@@ -110,7 +111,7 @@ class Scores(NamedTuple):
     def of(model: PreTrainedModel, head: nn.Linear, like: Tensor) -> Scores:
         """By what the model and its configuration say; the check on the first call is there for what they do not."""
         config = model.config.get_text_config()
-        bias_V = head.bias
+        bias_V: Tensor | None = head.bias
         final: Tensor | None = getattr(model, "final_logits_bias", None)
         if final is not None:
             final = final.flatten().to(like.device, head.weight.dtype)
@@ -189,30 +190,45 @@ class AppliedLoss:
             return None
         if args:
             kwargs = inspect.signature(model.forward).bind_partial(*args).arguments | kwargs
-        labels_BT = kwargs.get("labels")
-        if labels_BT is None and not self.withholds:
+        if kwargs.get("labels") is None and not self.withholds:
             return None
+        self._check_head(head)
+        take = self._withhold if kwargs.get("labels") is None else self._put_by
+        head.__dict__["seqpar_call"], kwargs = take(model, kwargs)
+        return (), kwargs
+
+    def _check_head(self, head: nn.Linear) -> None:
         if self._at_head not in head._forward_pre_hooks.values():
             raise RuntimeError(
                 "the output embeddings were replaced since apply_seqpar_loss (resize_token_embeddings does that); call "
                 "remove() and apply it again"
             )
         refuse_sharded(head)
-        items = kwargs.pop("num_items_in_batch", None)
-        if labels_BT is None:
-            _check_decoder_inputs(model, kwargs)
-            head.__dict__["seqpar_call"] = Call(model, None, (slice(0, 1), slice(0, WINDOW)), items)
-            self.withheld = True
-            return (), kwargs
+
+    def _put_by(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
+        """The labels, and what the model gets in their place."""
+        labels_BT = kwargs["labels"]
         if labels_BT.dim() != 2:
             raise ValueError(f"labels have shape {tuple(labels_BT.shape)}; they must be (batch, time)")
+        kwargs = dict(kwargs)
+        items = kwargs.pop("num_items_in_batch", None)
         if _lacks_decoder_inputs(model, kwargs):
             kwargs["decoder_input_ids"] = _decoder_inputs(model, labels_BT)
         window = _window(labels_BT, self.checked)
         target_BT = self._target(labels_BT, kwargs.get("shift_labels"))
         cut = {name: kwargs[name][window] for name in ("labels", "shift_labels") if kwargs.get(name) is not None}
-        head.__dict__["seqpar_call"] = Call(model, target_BT, window, items)
-        return (), kwargs | cut
+        return Call(model, target_BT, window, items), kwargs | cut
+
+    def _withhold(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
+        """A forward whose loss comes later."""
+        if _lacks_decoder_inputs(model, kwargs):
+            raise ValueError(
+                "the batch has neither labels nor decoder_input_ids; a Trainer with a compute_loss_func takes the labels "
+                "away, so use DataCollatorForSeq2Seq(tokenizer, model=model), which makes decoder_input_ids of them"
+            )
+        self.withheld = True
+        kept = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
+        return Call(model, None, (slice(0, 1), slice(0, WINDOW)), None), kept
 
     def _at_head(self, head: Any, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         """Takes the loss of all hidden states and lets those of the window go on."""
@@ -250,9 +266,7 @@ class AppliedLoss:
             return _replaced(outputs, logits=call.hidden_BTD)
         return _replaced(outputs, loss=_divided(call.loss, call.items), logits=None)
 
-    def loss_of_outputs(
-        self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
+    def loss_of_outputs(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """The loss a Trainer asks for after the forward, of hidden states in training and of logits elsewhere."""
         scores = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
         target_BT = self._target(labels, None)
@@ -325,21 +339,13 @@ def _lacks_decoder_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> boo
     return bool(getattr(model.config, "is_encoder_decoder", False)) and not given
 
 
-def _check_decoder_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    if _lacks_decoder_inputs(model, kwargs):
-        raise ValueError(
-            "the batch has neither labels nor decoder_input_ids; a Trainer with a compute_loss_func takes the labels "
-            "away, so use DataCollatorForSeq2Seq(tokenizer, model=model), which makes decoder_input_ids of them"
-        )
-
-
 def _decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
     """Labels shifted right, by the model's own function: it will not see all labels, and cannot do so itself."""
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
         return prepare(labels_BT)  # type: ignore[no-any-return]
-    modules = (sys.modules.get(part.__module__) for part in type(model).__mro__)
-    shift = next((module.shift_tokens_right for module in modules if hasattr(module, "shift_tokens_right")), None)
+    modules = [sys.modules[part.__module__] for part in type(model).__mro__]
+    shift = next((m.shift_tokens_right for m in modules if hasattr(m, "shift_tokens_right")), None)
     if shift is None:
         raise TypeError(f"{type(model).__name__} does not say how it shifts labels; pass decoder_input_ids")
     config = model.config
@@ -386,6 +392,6 @@ def _same_logits(name: str, ours: Tensor | None, theirs: Tensor) -> None:
 def _same_loss(name: str, ours: Tensor, theirs: Tensor) -> None:
     if not _close(ours, theirs):
         raise RuntimeError(
-            f"{name}'s own loss of a few tokens is {theirs.item():.6g} and that of apply_seqpar_loss {ours.item():.6g}: "
+            f"{name}'s own loss of a few tokens is {theirs.item():.6g}, that of apply_seqpar_loss {ours.item():.6g}; "
             "it shifts its labels in another way, or adds to the cross-entropy; use the model without apply_seqpar_loss"
         )

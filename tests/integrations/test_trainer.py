@@ -1,4 +1,4 @@
-"""The stock Seq2SeqTrainer: with the chunked loss its gradient is the whole batch's on one device; without, it is not."""
+"""The stock Seq2SeqTrainer: with the chunked loss its gradient is the whole batch's on one device; alone it is not."""
 
 import pytest
 import torch

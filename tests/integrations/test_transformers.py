@@ -239,7 +239,7 @@ def test_a_change_of_the_logits_that_is_kept_from_us_is_refused(name):
 
 def test_a_model_that_does_not_shift_as_its_kind_does_is_refused():
     model = tiny("bart-decoder")
-    with apply_seqpar_loss(model), pytest.raises(RuntimeError, match=r"own loss of a few tokens is [\d.]+ and that of"):
+    with apply_seqpar_loss(model), pytest.raises(RuntimeError, match=r"own loss of a few tokens is [\d.]+, that of"):
         model(**batch_of(model, [6]))
 
 
@@ -260,9 +260,10 @@ def test_a_loss_that_is_not_known_is_refused():
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_replaced_output_embeddings_are_noticed():
     model = copy.deepcopy(model_of("marian"))
-    with apply_seqpar_loss(model), pytest.raises(RuntimeError, match="output embeddings were replaced"):
+    with apply_seqpar_loss(model):
         model.lm_head = torch.nn.Linear(16, 37, bias=False, dtype=torch.float64)
-        model(**batch_of(model, [4]))
+        with pytest.raises(RuntimeError, match="output embeddings were replaced"):
+            model(**batch_of(model, [4]))
 
 
 def test_a_second_application_and_bad_numbers_are_refused():
@@ -299,7 +300,7 @@ def own_peak(applied):
     """This process's peak above model and batch during one step at a vocabulary of 30,000."""
     torch.set_num_threads(1)
     model = tiny("marian", torch.float32, vocab_size=30_000, max_position_embeddings=64)
-    batch = batch_of(model, [64] * 16)
+    batch = batch_of(model, [64] * 8)
     if applied:
         apply_seqpar_loss(model, chunk_tokens=64)
     model(**batch_of(model, [2])).loss.backward()
@@ -314,11 +315,13 @@ def test_a_training_step_takes_a_small_part_of_the_memory():
     def peak(applied):
         code = f"from tests.integrations.test_transformers import own_peak; print(own_peak({applied}))"
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         return int(done.stdout.split()[-1])
 
     stock, ours = peak(False), peak(True)
-    logits = 16 * 64 * 30_000 * 4
+    logits = 8 * 64 * 30_000 * 4
     assert stock > 2 * logits
     assert ours < stock / 8, f"stock {stock / 2**20:.0f} MiB, ours {ours / 2**20:.0f} MiB"

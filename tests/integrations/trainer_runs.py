@@ -1,6 +1,6 @@
 """One optimizer step of the real Seq2SeqTrainer, alone or in one of several ranks, for its gradients.
 
-    trained(rank, world, run) -> the gradients before the optimizer's step, after all reductions
+trained(rank, world, run) -> the gradients before the optimizer's step, after all reductions
 """
 
 from __future__ import annotations
