@@ -224,7 +224,7 @@ class AppliedLoss:
         if _lacks_decoder_inputs(model, kwargs):
             raise ValueError(
                 "the batch has neither labels nor decoder_input_ids; a Trainer with a compute_loss_func takes the "
-                "labels away, so use DataCollatorForSeq2Seq(tokenizer, model=model), which makes decoder_input_ids of them"
+                "labels away: use DataCollatorForSeq2Seq(tokenizer, model=model), which makes decoder_input_ids of them"
             )
         self.withheld = True
         kept = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
