@@ -156,7 +156,8 @@ class AppliedLoss:
         self.hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.get_output_embeddings().register_forward_pre_hook(self._at_head),
-            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            # First, so that hooks of fully_shard see our loss and not the one it replaces
+            model.register_forward_hook(self._after, prepend=True, with_kwargs=True, always_call=True),
         ]
         # By these a Trainer leaves the division to the model, and counts the labels that are predicted
         told = {"accepts_loss_kwargs": True, **({"loss_type": "ForCausalLM"} if self.shifts else {})}
@@ -255,7 +256,7 @@ class AppliedLoss:
             return None
         if call.hidden_BTD is None:
             raise RuntimeError(f"{type(model).__name__} did not call its output embeddings, {type(head).__name__}")
-        if getattr(outputs, "aux_loss", None) is not None:
+        if isinstance(outputs, Mapping) and any(name.endswith(("aux_loss", "z_loss")) for name in outputs):
             raise RuntimeError(
                 f"{type(model).__name__} adds an auxiliary loss to its own (output_router_logits), which the chunked "
                 "loss would drop; use the model without apply_seqpar_loss"

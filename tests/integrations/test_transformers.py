@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.fsdp import fully_shard
 
+import seqpar
 from seqpar.integrations.transformers import apply_seqpar_loss
 from tests.integrations.tiny_models import (
     MODELS,
@@ -23,9 +25,10 @@ from tests.integrations.tiny_models import (
     relative_error,
     tiny,
 )
+from tests.ranks import ranks
 from tests.seqpar.test_memory_plan import resident
 
-EXACT = [name for name in MODELS if name not in ("bart-decoder", "mixtral")]
+EXACT = [name for name in MODELS if name not in ("bart-decoder", "bert", "mixtral", "switch")]
 cache = {}
 
 
@@ -121,6 +124,22 @@ def test_a_batch_without_labels_to_predict_costs_nothing_and_is_not_nan():
     assert not any(g.any() for g in gradients(model).values())
 
 
+def test_a_masked_language_model_is_not_shifted_and_its_bias_is_learnt():
+    model = tiny("bert")
+    batch = batch_of(model, [6, 4])
+    logits = model(batch["input_ids"], batch["attention_mask"]).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with apply_seqpar_loss(model):
+        got = model(**batch).loss
+        got.backward()
+    torch.testing.assert_close(got, loss, rtol=1e-12, atol=0)
+    assert relative_error(gradients(model), expected) < 1e-12
+    assert "cls.predictions.bias" in expected
+
+
 def test_shifted_labels_are_taken_as_they_are():
     model = model_of("llama")
     batch = batch_of(model, [6, 4])
@@ -202,6 +221,74 @@ def test_a_copy_of_the_model_has_the_loss_of_its_own_weights():
     assert relative_error(got, expected) < 1e-12
 
 
+def test_dropout_of_a_seed_and_checkpointed_layers_are_those_of_the_stock_loss():
+    model = tiny("marian", dropout=0.3)
+    model.activation_checkpointing_enable()
+    batch, results = batch_of(model, [5, 3]), []
+    applied = apply_seqpar_loss(model)
+    for _ in range(2):
+        torch.manual_seed(1)
+        model(**batch).loss.backward()
+        results.append(gradients(model))
+        model.zero_grad()
+        applied.remove()
+    assert relative_error(*results) < 1e-12
+
+
+def test_replicas_of_the_model_have_the_loss():
+    model = model_of("marian")
+    batch = batch_of(model, [5, 3])
+    loss, expected = plain(model, batch)
+    with apply_seqpar_loss(model):
+        total = 0
+        for row, replica in enumerate(seqpar.replicate(model, ["cpu", "cpu"])):
+            part = {key: value[row : row + 1] for key, value in batch.items()}
+            outputs = replica(**part, num_items_in_batch=8)
+            assert outputs.logits is None
+            total = total + outputs.loss
+        total.backward()
+    torch.testing.assert_close(total, loss, rtol=1e-12, atol=0)
+    assert relative_error(gradients(model), expected) < 1e-12
+
+
+def sharded(rank, world, name, applied_first):
+    """The gradients of two steps of a `fully_shard` model on this rank's sentence."""
+    model = tiny(name)
+    if applied_first:
+        apply_seqpar_loss(model)
+    fully_shard(model)
+    if not applied_first:
+        apply_seqpar_loss(model)
+    for _ in range(2):
+        model.zero_grad()
+        model(**batch_of(model, [5, 3], seed=rank), num_items_in_batch=10).loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("applied_first", [True, False])
+@pytest.mark.parametrize("name", ["marian", "llama"])
+def test_under_fsdp2_the_gradient_is_that_of_both_ranks(name, applied_first):
+    model = tiny(name)
+    total = sum(plain_loss(model, batch_of(model, [5, 3], seed=rank)) for rank in range(2))
+    (total / 20).backward()  # 10 items, and the mean over ranks that FSDP2 takes
+    for got in ranks(2, sharded, name, applied_first):
+        assert relative_error(got, gradients(model)) < 1e-12
+
+
+def sharded_head(rank, world):
+    model = tiny("llama")
+    apply_seqpar_loss(model)
+    fully_shard(model.lm_head)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match="weight is sharded"):
+        model(**batch_of(model, [5, 3]))
+    return True
+
+
+def test_output_embeddings_that_are_a_unit_of_fsdp2_are_refused():
+    assert ranks(2, sharded_head) == [True, True]
+
+
 def test_a_forward_that_raises_leaves_the_output_embeddings_as_they_are():
     model = model_of("marian")
     batch = batch_of(model, [4])
@@ -243,11 +330,13 @@ def test_a_model_that_does_not_shift_as_its_kind_does_is_refused():
         model(**batch_of(model, [6]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_auxiliary_loss_is_refused_in_any_precision(dtype):
-    model = tiny("mixtral", dtype)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("mixtral", torch.float32), ("mixtral", torch.bfloat16), ("switch", torch.float64)]
+)
+def test_an_auxiliary_loss_is_refused_in_any_precision(name, dtype):
+    model = tiny(name, dtype)
     with apply_seqpar_loss(model), pytest.raises(RuntimeError, match="adds an auxiliary loss"):
-        model(**batch_of(model, [6]))
+        model(**batch_of(model, [6]), output_router_logits=True)
 
 
 def test_a_loss_that_is_not_known_is_refused():
@@ -296,32 +385,30 @@ def test_under_autocast_the_loss_is_as_near_to_float64_as_the_stock_one(name):
     assert abs(ours - truth) <= 2 * abs(stock - truth) + 1e-2 * truth
 
 
-def own_peak(applied):
-    """This process's peak above model and batch during one step at a vocabulary of 30,000."""
+def own_peaks():
+    """This process's peaks above model and batch during one step at a vocabulary of 30,000: ours, the stock one."""
     torch.set_num_threads(1)
     model = tiny("marian", torch.float32, vocab_size=30_000, max_position_embeddings=64)
-    batch = batch_of(model, [64] * 8)
-    if applied:
-        apply_seqpar_loss(model, chunk_tokens=64)
+    batch, peaks = batch_of(model, [64] * 8), []
+    applied = apply_seqpar_loss(model, chunk_tokens=64)
     model(**batch_of(model, [2])).loss.backward()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmHWM")
-    model(**batch).loss.backward()
-    return resident("VmHWM") - before
+    for _ in range(2):
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmHWM")
+        model(**batch).loss.backward()
+        peaks.append(resident("VmHWM") - before)
+        applied.remove()
+    return peaks
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are measured as Linux has them")
 def test_a_training_step_takes_a_small_part_of_the_memory():
-    def peak(applied):
-        code = f"from tests.integrations.test_transformers import own_peak; print(own_peak({applied}))"
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return int(done.stdout.split()[-1])
-
-    stock, ours = peak(False), peak(True)
+    code = "from tests.integrations.test_transformers import own_peaks; print(*own_peaks())"
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ours, stock = map(int, done.stdout.split()[-2:])
     logits = 8 * 64 * 30_000 * 4
     assert stock > 2 * logits
     assert ours < stock / 8, f"stock {stock / 2**20:.0f} MiB, ours {ours / 2**20:.0f} MiB"

@@ -82,10 +82,20 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "cohere": (hf.CohereForCausalLM, hf.CohereConfig, DECODER | {"logit_scale": 0.25}),
     "granite": (hf.GraniteForCausalLM, hf.GraniteConfig, DECODER | {"logits_scaling": 3.0}),
     "bart-decoder": (hf.BartForCausalLM, hf.BartConfig, ENCODER_DECODER),
+    "bert": (
+        hf.BertForMaskedLM,
+        hf.BertConfig,
+        DECODER | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
     "mixtral": (
         hf.MixtralForCausalLM,
         hf.MixtralConfig,
-        DECODER | {"num_local_experts": 2, "output_router_logits": True},
+        DECODER | {"num_local_experts": 2},
+    ),
+    "switch": (
+        hf.SwitchTransformersForConditionalGeneration,
+        hf.SwitchTransformersConfig,
+        T5 | {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     ),
 }
 
