@@ -11,25 +11,32 @@ Shape suffixes: B batch, T time, D hidden, V vocabulary.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from seqpar.chunks import check_size
 from seqpar.criteria import LabelSmoothing, check_smoothing
+from seqpar.integrations.transformers_model import (
+    IGNORED,
+    Scores,
+    check_logits,
+    check_loss,
+    close,
+    decoder_inputs,
+    lacks_decoder_inputs,
+    mean_loss,
+    next_labels,
+    shifts_labels,
+)
 from seqpar.linear_cross_entropy import linear_cross_entropy
 from seqpar.sharded import refuse_sharded
-from seqpar.token_loss import TokenLoss, wide
+from seqpar.token_loss import TokenLoss
 
-IGNORED = -100
-"""The label that Hugging Face models count for nothing."""
 WINDOW = 8
 """Tokens of which the model makes its own logits and loss on calls that are checked."""
 
@@ -46,11 +53,11 @@ def apply_seqpar_loss(
         with apply_seqpar_loss(model, label_smoothing=0.1):
             Seq2SeqTrainer(model, arguments, train_dataset=..., data_collator=...).train()
 
-    It acts where the model is training, gradients are enabled and labels are given; `logits` is then None. Evaluation,
-    `generate` and calls without labels are as before. `num_items_in_batch`, which a Trainer hands to the model, is
-    honoured: the loss is sum / num_items_in_batch, so that accumulation and ranks are exact; without it the loss is the
-    mean over labels that are not -100 (0, not nan, where there are none). Leave the Trainer's own
-    `label_smoothing_factor` at 0: it would ask for all logits.
+    It acts where the model is training, gradients are enabled and labels are given; `logits` is then None. Evaluation
+    (its loss has no smoothing), `generate` and calls without labels are as before. `num_items_in_batch`, which a
+    Trainer hands to the model, is honoured: the loss is sum / num_items_in_batch, so that accumulation and ranks are
+    exact; without it the loss is the mean over labels that are not -100 (0, not nan, where there are none). Leave the
+    Trainer's own `label_smoothing_factor` at 0: it would ask for all logits.
 
     Args:
         model: an encoder-decoder or decoder-only model, or any other whose output embeddings are an `nn.Linear` that is
@@ -93,39 +100,10 @@ def compute_loss_func(applied: AppliedLoss) -> Callable[..., Tensor]:
     `apply_seqpar_loss` alone gives the same gradient, exact over accumulation and ranks; this is for where a Trainer is
     to be told its loss. It then takes the labels away before the forward. So, from this call on, a training forward
     without labels leaves hidden states where logits were, for the function to take; and an encoder-decoder needs
-    `decoder_input_ids` in the batch, as `DataCollatorForSeq2Seq(tokenizer, model=model)` makes them. The gradient
-    of the output embeddings comes from outside of the forward: under DDP set `ddp_find_unused_parameters=False`.
+    `decoder_input_ids` in the batch, as `DataCollatorForSeq2Seq(tokenizer, model=model)` makes them.
     """
     applied.withholds = True
     return applied.loss_of_outputs
-
-
-class Scores(NamedTuple):
-    """What a model does to the products of hidden states and output embeddings before the softmax."""
-
-    bias_V: Tensor | None
-    softcap: float | None
-    temperature: float
-
-    @staticmethod
-    def of(model: PreTrainedModel, head: nn.Linear, like: Tensor) -> Scores:
-        """By what the model and its configuration say; the check on the first call is there for what they do not."""
-        config = model.config.get_text_config()
-        bias_V: Tensor | None = head.bias
-        final: Tensor | None = getattr(model, "final_logits_bias", None)
-        if final is not None:
-            final = final.flatten().to(like.device, head.weight.dtype)
-            bias_V = final if bias_V is None else bias_V + final
-        temperature = float(getattr(config, "logits_scaling", None) or 1.0)
-        temperature /= float(getattr(config, "logit_scale", None) or 1.0)
-        return Scores(bias_V, getattr(config, "final_logit_softcapping", None), temperature)
-
-    def logits(self, hidden: Tensor, weight_VD: Tensor) -> Tensor:
-        """The model's logits, written plainly."""
-        logits = F.linear(hidden, weight_VD, self.bias_V)
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits / self.temperature
 
 
 @dataclass
@@ -149,7 +127,7 @@ class AppliedLoss:
         self.model = model
         self.label_smoothing = label_smoothing
         self.chunk_tokens = chunk_tokens
-        self.shifts = _shifts_labels(model)
+        self.shifts = shifts_labels(model)
         self.withholds = False
         self.checked = False
         self.withheld = False
@@ -213,8 +191,8 @@ class AppliedLoss:
             raise ValueError(f"labels have shape {tuple(labels_BT.shape)}; they must be (batch, time)")
         kwargs = dict(kwargs)
         items = kwargs.pop("num_items_in_batch", None)
-        if _lacks_decoder_inputs(model, kwargs):
-            kwargs["decoder_input_ids"] = _decoder_inputs(model, labels_BT)
+        if lacks_decoder_inputs(model, kwargs):
+            kwargs["decoder_input_ids"] = decoder_inputs(model, labels_BT)
         window = _window(labels_BT, self.checked)
         target_BT = self._target(labels_BT, kwargs.get("shift_labels"))
         cut = {name: kwargs[name][window] for name in ("labels", "shift_labels") if kwargs.get(name) is not None}
@@ -222,7 +200,7 @@ class AppliedLoss:
 
     def _withhold(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
         """A forward whose loss comes later."""
-        if _lacks_decoder_inputs(model, kwargs):
+        if lacks_decoder_inputs(model, kwargs):
             raise ValueError(
                 "the batch has neither labels nor decoder_input_ids; a Trainer with a compute_loss_func takes the "
                 "labels away: use DataCollatorForSeq2Seq(tokenizer, model=model), which makes decoder_input_ids of them"
@@ -264,7 +242,7 @@ class AppliedLoss:
         if not self.checked:
             self.checked = self._agrees(call, kwargs, outputs)
         if call.loss is None:
-            return _replaced(outputs, logits=call.hidden_BTD)
+            return _replaced(outputs, logits=_Using.apply(call.hidden_BTD, *head.parameters()))
         return _replaced(outputs, loss=_divided(call.loss, call.items), logits=None)
 
     def loss_of_outputs(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
@@ -282,7 +260,7 @@ class AppliedLoss:
         """What each position is to predict."""
         if shifted_BT is not None:
             return shifted_BT
-        return _next(labels_BT) if self.shifts else labels_BT
+        return next_labels(labels_BT) if self.shifts else labels_BT
 
     def _token_loss(self, model: PreTrainedModel, head: nn.Linear, hidden_BTD: Tensor, target_BT: Tensor) -> TokenLoss:
         scores = Scores.of(model, head, hidden_BTD)
@@ -306,23 +284,26 @@ class AppliedLoss:
         name, ours = type(call.model).__name__, call.window_logits
         has_names = isinstance(outputs, Mapping)
         logits = outputs["logits"] if has_names else outputs[0 if call.loss is None else 1]
-        _same_logits(name, ours, logits)
+        check_logits(name, ours, logits)
         if call.loss is None:
             return True
         labels = kwargs["labels"]
         loss = (outputs["loss"] if has_names else outputs[0]).detach()
-        _same_loss(name, _mean(logits, self._target(labels, kwargs.get("shift_labels"))), loss)
-        return not _close(_mean(logits, labels if self.shifts else _next(labels)), loss)
+        check_loss(name, mean_loss(logits, self._target(labels, kwargs.get("shift_labels"))), loss)
+        return not close(mean_loss(logits, labels if self.shifts else next_labels(labels)), loss)
 
 
-def _shifts_labels(model: PreTrainedModel) -> bool:
-    """Whether the model predicts label t + 1 from position t; an unnamed loss is the one that does (GPT-2's is)."""
-    loss = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss)
-    return loss is ForCausalLMLoss and not getattr(model.config, "is_encoder_decoder", False)
+class _Using(torch.autograd.Function):
+    """Hidden states, with parameters in their graph that the loss will use: DDP looks there for what was used."""
 
+    @staticmethod
+    def forward(ctx: Any, hidden_BTD: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = len(parameters)
+        return hidden_BTD.view_as(hidden_BTD)
 
-def _next(labels_BT: Tensor) -> Tensor:
-    return F.pad(labels_BT, (0, 1), value=IGNORED)[..., 1:]
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return upstream, *[None] * ctx.parameters
 
 
 def _window(labels_BT: Tensor, checked: bool) -> tuple[slice, slice]:
@@ -333,24 +314,6 @@ def _window(labels_BT: Tensor, checked: bool) -> tuple[slice, slice]:
     row = int(kept_BT.sum(1).argmax())
     start = max(0, int(kept_BT[row].int().argmax()) - 1)
     return slice(row, row + 1), slice(start, start + WINDOW)
-
-
-def _lacks_decoder_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
-    given = any(kwargs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
-    return bool(getattr(model.config, "is_encoder_decoder", False)) and not given
-
-
-def _decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
-    """Labels shifted right, by the model's own function: it will not see all labels, and cannot do so itself."""
-    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if prepare is not None:
-        return prepare(labels_BT)  # type: ignore[no-any-return]
-    modules = [sys.modules[part.__module__] for part in type(model).__mro__]
-    shift = next((m.shift_tokens_right for m in modules if hasattr(m, "shift_tokens_right")), None)
-    if shift is None:
-        raise TypeError(f"{type(model).__name__} does not say how it shifts labels; pass decoder_input_ids")
-    config = model.config
-    return shift(labels_BT, config.pad_token_id, config.decoder_start_token_id)  # type: ignore[no-any-return]
 
 
 def _replaced(outputs: Any, **fields: Tensor | None) -> Any:
@@ -364,35 +327,3 @@ def _divided(loss: TokenLoss, items: Tensor | int | None) -> Tensor:
     if items is None:
         return loss.mean
     return loss.total / (items.to(loss.total.device) if isinstance(items, Tensor) else items)
-
-
-def _mean(logits: Tensor, target: Tensor) -> Tensor:
-    wide_logits, target = logits.detach().to(wide(logits.dtype)), target.to(logits.device)
-    return F.cross_entropy(wide_logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
-
-
-def _close(ours: Tensor, theirs: Tensor) -> bool:
-    """Up to what may differ where one is rounded more often; Hugging Face rounds float64 logits to float32."""
-    eps = max(torch.finfo(dtype).eps for dtype in (ours.dtype, theirs.dtype, torch.float32))
-    finite = ours[ours.isfinite()]
-    largest = float(finite.abs().max()) if len(finite) else 1.0
-    return torch.allclose(ours.double(), theirs.double(), rtol=0, atol=8 * eps * max(1.0, largest), equal_nan=True)
-
-
-def _same_logits(name: str, ours: Tensor | None, theirs: Tensor) -> None:
-    if ours is None or ours.shape != theirs.shape or not _close(ours, theirs.detach()):
-        same_shape = ours is not None and ours.shape == theirs.shape
-        by = f"by up to {(ours - theirs).abs().max().item():.3g}" if same_shape else "in shape"  # type: ignore[operator]
-        raise RuntimeError(
-            f"{name}'s own logits of a few tokens differ {by} from hidden x output embeddings with the bias, "
-            "final_logit_softcapping, logit_scale and logits_scaling it names: it does something else to them as well; "
-            "use the model without apply_seqpar_loss"
-        )
-
-
-def _same_loss(name: str, ours: Tensor, theirs: Tensor) -> None:
-    if not _close(ours, theirs):
-        raise RuntimeError(
-            f"{name}'s own loss of a few tokens is {theirs.item():.6g}, that of apply_seqpar_loss {ours.item():.6g}; "
-            "it shifts its labels in another way, or adds to the cross-entropy; use the model without apply_seqpar_loss"
-        )

@@ -47,6 +47,14 @@ def test_the_gradient_of_two_ranks_is_that_of_the_whole_batch(two_ranks, accumul
 
 
 @pytest.mark.parametrize("way", ["applied", "function"])
+def test_output_embeddings_of_their_own_are_reduced_once_over_two_ranks(two_ranks, way):
+    run = Run("llama", 2, 0.0, way)
+    expected = whole_batch(run, 2)
+    for got in two_ranks.call(trained, run):
+        assert relative_error(got, expected) < 1e-12
+
+
+@pytest.mark.parametrize("way", ["applied", "function"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_decoder_only_model_is_divided_by_the_labels_it_predicts(name, way):
     run = Run(name, 4, 0.0, way)

@@ -75,7 +75,6 @@ def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
-            ddp_find_unused_parameters=False,
             dataloader_pin_memory=False,
         )
         labels_go = function is not None or (run.way == "stock" and run.smoothing > 0)
