@@ -112,6 +112,7 @@ def test_a_users_type_checker_sees_the_signatures(installed, tmp_path):
 
 def test_importing_the_library_imports_none_of_the_extras():
     extras = ["datasets", "sentencepiece", "sacrebleu", "yaml", "rich", "safetensors", "hypothesis", "pytest"]
+    extras += ["accelerate", "lightning", "transformers"]
     code = f"import seqpar, seqpar.testing, sys; print([name for name in {extras} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"

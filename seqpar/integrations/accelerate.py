@@ -1,0 +1,80 @@
+"""Accelerate: a step over micro-batches and ranks whose gradient is that of one batch on one device.
+
+`accelerator.backward` divides by `gradient_accumulation_steps`, and DDP takes the mean over ranks; the mean of means is
+another gradient. Here the tokens of the step are counted first, and the steps of `Accelerator` stay at 1:
+
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for micro_batches in itertools.batched(loader, 8):
+        loss = accumulated_step(
+            accelerator,
+            model,                                      # returns a TokenLoss: a ModelWithLoss
+            micro_batches,
+            lambda m: model(m["source"], m["target_in"], target=m["target"]),
+            tokens_of=lambda m: (m["target"] != PAD).sum(),
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from seqpar.accumulate import accumulate_gradients
+from seqpar.token_loss import TokenLoss
+
+MicroBatch = TypeVar("MicroBatch")
+
+
+def accumulated_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    micro_batches: Iterable[MicroBatch],
+    loss_of: Callable[[MicroBatch], TokenLoss],
+    tokens_of: Callable[[MicroBatch], int | Tensor],
+) -> TokenLoss:
+    """Leaves in `.grad` the gradient of (summed loss) / (tokens) of all micro-batches of all ranks, as if one batch.
+
+    Plain equivalent, with every rank's micro-batches on one device:
+    `loss = sum(loss_of(m) for m in all_micro_batches); (loss.total / loss.tokens).backward()`.
+
+    Args:
+        accelerator: backward goes through it, and so through its gradient scaler.
+        model: what `accelerator.prepare` returned; `loss_of` calls it.
+        micro_batches, loss_of, tokens_of: as `seqpar.accumulate_gradients` takes them.
+
+    Returns:
+        `TokenLoss` of the whole step, detached, the same on every rank.
+
+    Raises:
+        ValueError: an accelerator that divides by accumulation steps itself.
+        TypeError: several ranks and a model that is not in DistributedDataParallel.
+        RuntimeError: everything `seqpar.accumulate_gradients` raises.
+    """
+    steps = accelerator.gradient_accumulation_steps
+    if steps != 1:
+        raise ValueError(
+            f"the accelerator has gradient_accumulation_steps={steps} and would divide every loss by it; leave it at "
+            "1: the micro-batches handed in here are the accumulation"
+        )
+    return accumulate_gradients(
+        micro_batches, loss_of, tokens_of, model=_reducer(accelerator, model), backward=accelerator.backward
+    )
+
+
+def _reducer(accelerator: Accelerator, model: nn.Module) -> DistributedDataParallel | None:
+    """What reduces the gradients over ranks."""
+    if accelerator.num_processes == 1:
+        return None
+    if isinstance(model, DistributedDataParallel):
+        return model
+    raise TypeError(
+        f"there are {accelerator.num_processes} ranks and the model is a {type(model).__name__}; hand in the "
+        "DistributedDataParallel that accelerator.prepare returned, or call seqpar.accumulate_gradients"
+    )

@@ -1,0 +1,109 @@
+"""fairseq: its label-smoothed cross-entropy without the logits of all tokens.
+
+Written against the documented interface of fairseq 0.12 (which no longer installs on a current Python), and tested with
+stand-ins for its models. Register it, with the configuration and the metrics of fairseq's own criterion:
+
+    @register_criterion("seqpar_cross_entropy", dataclass=LabelSmoothedCrossEntropyCriterionConfig)
+    class Chunked(LabelSmoothedCrossEntropyCriterion):
+        def __init__(self, task, sentence_avg, label_smoothing):
+            super().__init__(task, sentence_avg, label_smoothing)
+            self.chunked = ChunkedCrossEntropy(self.padding_idx, label_smoothing, sentence_avg=sentence_avg)
+
+        def forward(self, model, sample, reduce=True):
+            return self.chunked(model, sample, reduce)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from seqpar.linear_cross_entropy import linear_cross_entropy
+
+
+class ChunkedCrossEntropy(nn.Module):
+    """What a fairseq criterion is asked for: `(summed loss, sample size, what to log)` of a sample.
+
+    Plain equivalent: fairseq's `label_smoothed_cross_entropy`, which shares the smoothing out over all classes but the
+    target (eps/(V-1); its versions of before 2021 eps/V). fairseq's trainer divides by the sample sizes of all
+    micro-batches and ranks, so the gradient is exact.
+
+    Args:
+        padding_idx: the target that counts for nothing.
+        label_smoothing: eps in [0, 1).
+        sentence_avg: the sample size is the number of sentences, not of tokens.
+        chunk_tokens: the most tokens whose logits exist at once; None chooses by bytes.
+    """
+
+    def __init__(
+        self,
+        padding_idx: int,
+        label_smoothing: float = 0.0,
+        *,
+        sentence_avg: bool = False,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.padding_idx = padding_idx
+        self.label_smoothing = label_smoothing
+        self.sentence_avg = sentence_avg
+        self.chunk_tokens = chunk_tokens
+
+    def forward(
+        self, model: nn.Module, sample: Mapping[str, Any], reduce: bool = True
+    ) -> tuple[Tensor, Any, dict[str, Any]]:
+        """The loss of one sample.
+
+        Args:
+            model: called with `sample["net_input"]` and `features_only=True`, it returns `(features, extra)`; it has
+                `get_targets(sample, net_output)` and a `decoder` whose `output_projection` is an `nn.Linear`.
+            sample: with `net_input`, `target` (batch, time) and `ntokens`.
+            reduce: sums are all there is; `seqpar.token_scores` has losses token by token.
+
+        Raises:
+            ValueError: `reduce=False`.
+            TypeError: an output projection that is no plain `nn.Linear` (an adaptive softmax).
+        """
+        if not reduce:
+            raise ValueError("reduce=False asks for the loss of every token; take seqpar.token_scores for that")
+        net_output = model(**sample["net_input"], features_only=True)
+        projection = _projection(model)
+        loss = linear_cross_entropy(
+            net_output[0],
+            projection.weight,
+            model.get_targets(sample, net_output),  # type: ignore[operator]
+            bias=projection.bias,
+            ignore_index=self.padding_idx,
+            label_smoothing=self.label_smoothing,
+            smoothing="fairseq",
+            chunk_tokens=self.chunk_tokens,
+        )
+        sentences = sample["target"].size(0)
+        sample_size = sentences if self.sentence_avg else sample["ntokens"]
+        logged = {
+            "loss": loss.total.detach(),
+            "nll_loss": loss.nll,
+            "n_correct": loss.correct,
+            "total": loss.tokens,
+            "ntokens": sample["ntokens"],
+            "nsentences": sentences,
+            "sample_size": sample_size,
+        }
+        return loss.total, sample_size, logged
+
+    @staticmethod
+    def logging_outputs_can_be_summed() -> bool:
+        """What fairseq asks before it adds the logged numbers up over ranks."""
+        return True
+
+
+def _projection(model: nn.Module) -> nn.Linear:
+    decoder: Any = model.decoder
+    projection = getattr(decoder, "output_projection", None)
+    if not isinstance(projection, nn.Linear) or type(projection).forward is not nn.Linear.forward:
+        raise TypeError(
+            f"the decoder's output_projection is a {type(projection).__name__}; the chunked loss needs an nn.Linear"
+        )
+    return projection

@@ -1,0 +1,86 @@
+"""Lightning: a step over micro-batches and ranks whose gradient is that of one batch on one device.
+
+A loss that `training_step` returns is divided by `accumulate_grad_batches` and averaged over ranks, and the mean of
+means is another gradient. Optimise by hand instead, with a data loader whose batches are lists of micro-batches:
+
+    class Translation(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            ...
+
+        def training_step(self, micro_batches, index):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = accumulated_step(
+                self,
+                micro_batches,
+                lambda m: self.engine(self.model(m["source"], m["target_in"]), m["target"]),  # a TokenLoss
+                tokens_of=lambda m: (m["target"] != PAD).sum(),
+            )
+            optimizer.step()
+            self.log("loss", loss.mean)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from seqpar.accumulate import accumulate_gradients
+from seqpar.token_loss import TokenLoss
+
+MicroBatch = TypeVar("MicroBatch")
+
+
+def accumulated_step(
+    module: LightningModule,
+    micro_batches: Iterable[MicroBatch],
+    loss_of: Callable[[MicroBatch], TokenLoss],
+    tokens_of: Callable[[MicroBatch], int | Tensor],
+) -> TokenLoss:
+    """Leaves in `.grad` the gradient of (summed loss) / (tokens) of all micro-batches of all ranks, as if one batch.
+
+    Plain equivalent, with every rank's micro-batches on one device:
+    `loss = sum(loss_of(m) for m in all_micro_batches); (loss.total / loss.tokens).backward()`.
+
+    Args:
+        module: the one whose `training_step` this is called in, with `automatic_optimization = False`; backward goes
+            through its `manual_backward`, and so through the Trainer's precision plugin.
+        micro_batches, loss_of, tokens_of: as `seqpar.accumulate_gradients` takes them. `loss_of` calls the module's own
+            parts, as any `training_step` does.
+
+    Returns:
+        `TokenLoss` of the whole step, detached, the same on every rank.
+
+    Raises:
+        ValueError: a module that is optimised automatically.
+        TypeError: a strategy other than one device or DDP.
+        RuntimeError: everything `seqpar.accumulate_gradients` raises.
+    """
+    if module.automatic_optimization:
+        raise ValueError(
+            f"{type(module).__name__} is optimised automatically, so Lightning would run a backward of its own; set "
+            "self.automatic_optimization = False in __init__"
+        )
+    return accumulate_gradients(
+        micro_batches, loss_of, tokens_of, model=_reducer(module), backward=module.manual_backward
+    )
+
+
+def _reducer(module: LightningModule) -> DistributedDataParallel | None:
+    """What reduces the gradients over ranks."""
+    strategy = module.trainer.strategy
+    if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
+        return strategy.model
+    if isinstance(strategy, SingleDeviceStrategy):
+        return None
+    raise TypeError(
+        f"the Trainer's strategy is a {type(strategy).__name__}; accumulated_step knows one device and DDP; with "
+        "another call seqpar.accumulate_gradients with what reduces the gradients"
+    )
