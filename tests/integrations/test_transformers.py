@@ -141,13 +141,20 @@ def test_a_masked_language_model_is_not_shifted_and_its_bias_is_learnt():
 
 
 def test_shifted_labels_are_taken_as_they_are():
+    """As a collator makes them that puts sentences one behind the other: the last of one does not predict the next."""
     model = model_of("llama")
     batch = batch_of(model, [6, 4])
-    loss, expected = plain(model, batch)
-    shifted = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-    with apply_seqpar_loss(model):
+    shifted = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].clone()
+    shifted[:, 2] = -100
+    logits = model(batch["input_ids"], batch["attention_mask"]).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), shifted.flatten())
+    loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with apply_seqpar_loss(model) as applied:
         got = model(**batch, shift_labels=shifted).loss
         got.backward()
+    assert applied.checked
     torch.testing.assert_close(got, loss, rtol=1e-12, atol=0)
     assert relative_error(gradients(model), expected) < 1e-12
 
