@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, ranks
+from seqpar.testing.ranks import RankError, ranks
 
 
 def sum_of_ranks(rank, world, factor):
