@@ -85,7 +85,7 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)  # first: the parent's thread pool did not survive the fork
     import torch.distributed as dist
-    from torch.distributed import FileStore
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     store = FileStore(f"{folder}/store", world)

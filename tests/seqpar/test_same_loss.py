@@ -1,5 +1,7 @@
 """The kit that proves losses: right ones pass, and every usual mistake is caught and named."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from seqpar.testing import assert_same_gradients, assert_same_loss, plain_loss
 from seqpar.testing.causes import gradients_by_use
 from seqpar.testing.ranks import ranks
 from seqpar.testing.strategies import (
+    cases,
     chunkings,
     criteria,
     device_lists,
@@ -39,22 +42,23 @@ def test_any_generator_criterion_device_list_and_cut_of_the_engine_is_accepted(d
     assert all(p.grad is None for p in generator.parameters())
 
 
-def of_two(strategy):
+def found(strategy):
     return lambda wanted: find(strategy, wanted, settings=settings(max_examples=2000, database=None))
 
 
 def test_the_strategies_reach_what_they_promise_and_nothing_else():
-    of_two(vocabulary_splits(5, 3))(lambda rows: sum(rows) == 5 and 0 in rows and max(rows) > 2)
-    of_two(device_lists())(lambda devices: devices is None)
-    of_two(device_lists(most=3))(lambda devices: devices == ["cpu"] * 3)
-    of_two(lengths(2, 3))(lambda length: length == [0, 3])
-    of_two(chunkings(2, 3))(lambda cut: cut["chunk_tokens"] == 8)
-    of_two(chunkings(2, 3))(lambda cut: cut["chunk_size"] == 5)
-    of_two(masks((2, 3)))(lambda mask: not mask.any())
-    of_two(targets((2, 3), 4, 0))(lambda target: target.count_nonzero() == 3)
+    found(vocabulary_splits(5, 3))(lambda rows: sum(rows) == 5 and 0 in rows and max(rows) > 2)
+    found(vocabulary_splits(5, 3))(lambda rows: rows[0] == rows[2] == 0)
+    found(device_lists())(lambda devices: devices is None)
+    found(device_lists(most=3))(lambda devices: devices == ["cpu"] * 3)
+    found(lengths(2, 3))(lambda length: length == [0, 3])
+    found(chunkings(2, 3))(lambda cut: cut["chunk_tokens"] == 8)
+    found(chunkings(2, 3))(lambda cut: cut["chunk_size"] == 5)
+    found(masks((2, 3)))(lambda mask: not mask.any())
+    found(targets((2, 3), 4, 0))(lambda target: target.count_nonzero() == 3)
     for kind in ("harvard", "fairseq", "torch"):
-        of_two(criteria(4, 0))(lambda made, kind=kind: getattr(made, "convention", "") == kind and made.smoothing > 0)
-    of_two(criteria(4, 0))(lambda made: getattr(made, "weight", None) is not None)
+        found(criteria(4, 0))(lambda made, kind=kind: getattr(made, "convention", "") == kind and made.smoothing > 0)
+    found(criteria(4, 0))(lambda made: getattr(made, "weight", None) is not None)
 
 
 @given(st.data(), st.integers(2, 9), st.integers(1, 4), st.sampled_from([0, 1]))
@@ -63,6 +67,12 @@ def test_every_class_is_on_one_rank(data, classes, world, least):
     assert sum(split) == classes + world
     assert len(split) == world
     assert min(split) >= least
+
+
+@given(cases(padding_is_a_class=True))
+def test_only_masked_targets_are_the_padding(case):
+    assert (replace(case, padding_share=0.0).targets() != case.padding).all()
+    assert (replace(case, padding_share=1.0).targets() == case.padding).all()
 
 
 class Deaf(torch.autograd.Function):
