@@ -5,7 +5,7 @@
 
 A rank that fails, or all of them when one is silent too long, ends the pool: a rank's next collective could pair with
 a peer's earlier one. The next call makes a new pool. A rank knows the modules that were imported, or could be, when it
-was forked.
+was forked; warnings are ignored, shown or raised in it as in the parent at the call.
 
 It needs `fork`, so Linux or macOS. Importing this file does not import torch: pytest's plugin stands on it.
 """
@@ -18,6 +18,7 @@ import os
 import pickle
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
@@ -51,7 +52,7 @@ class Pool:
 
     def call(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
         """`function(rank, world, *arguments, **keywords)` in every rank; the results in rank order."""
-        message = pickle.dumps((function, arguments, keywords))
+        message = pickle.dumps((function, arguments, keywords, warnings.filters))
         for pipe in self.pipes:
             pipe.send_bytes(message)
         answers: dict[int, tuple[bool, Any]] = {}
@@ -98,8 +99,11 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
         except EOFError:
             os._exit(0)
         try:
-            function, arguments, keywords = pickle.loads(message)
-            answer = pickle.dumps((True, function(rank, world, *arguments, **keywords)))
+            function, arguments, keywords, filters = pickle.loads(message)
+            with warnings.catch_warnings():
+                warnings.resetwarnings()
+                warnings.filters.extend(filters)  # type: ignore[attr-defined]
+                answer = pickle.dumps((True, function(rank, world, *arguments, **keywords)))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
