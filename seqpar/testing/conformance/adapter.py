@@ -59,6 +59,7 @@ class Adapter:
         call: the call in a reproduction, of `hidden, weight, target, bias`; None calls `loss`.
         package: whose version is stated, as the package index has it; empty for none.
         why_not: why it cannot run here; empty where it can.
+        where: the `module:object` it was loaded from; empty for the known ones.
     """
 
     name: str
@@ -69,6 +70,12 @@ class Adapter:
     call: Callable[[Options], str] | None = None
     package: str = ""
     why_not: Callable[[], str] = str
+    where: str = ""
+
+    @property
+    def spec(self) -> str:
+        """What `adapter_of` finds it by."""
+        return self.where or self.name
 
     @property
     def reduction(self) -> Literal["sum", "mean"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +102,8 @@ class Projection(nn.Linear):
 
 F_ONLY = "import torch, torch.nn.functional as F"
 LIGER = f"{F_ONLY}; from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss"
-INTERPRETED = "in Triton's interpreter: numbers only, no memory" if CPU else ""
+INTERPRETED = ", in Triton's interpreter (numbers, no memory)" if CPU else ""
+IN_FLOAT32 = "float64 is taken, and computed in float32"
 LIGER_OFFERS = frozenset({*LOW, "bias", "smoothing", "sum", "mean"})
 MEASURED = frozenset({"CPU memory"})
 
@@ -129,7 +131,7 @@ KNOWN: dict[str, Adapter] = {
             LIGER,
             _liger,
             offers=LIGER_OFFERS,
-            note=f"fused; {INTERPRETED}".removesuffix("; "),
+            note=f"fused{INTERPRETED}; {IN_FLOAT32}",
             package="liger-kernel",
             why_not=_why_no_liger,
         ),
@@ -148,7 +150,7 @@ KNOWN: dict[str, Adapter] = {
             _cut,
             "cut_cross_entropy",
             offers=frozenset({*LOW, "sum", "mean", *MEASURED}),
-            note='impl="torch_compile", its way without a supported GPU' if CPU else 'impl="cce"',
+            note=('impl="torch_compile", its way without a supported GPU; ' if CPU else 'impl="cce"; ') + IN_FLOAT32,
             package="cut-cross-entropy",
         ),
         written(
@@ -157,7 +159,7 @@ KNOWN: dict[str, Adapter] = {
             _tune,
             "torchtune.modules.loss",
             offers=frozenset({*LOW, "bias", "mean", *MEASURED}),
-            note="8 chunks, not compiled; a mean is what it has",
+            note=f"8 chunks, not compiled; a mean is what it has; {IN_FLOAT32}",
             package="torchtune",
         ),
         written("seqpar", "import torch, seqpar", _formula, note="`linear_cross_entropy`", package="seqpar"),
@@ -183,4 +185,4 @@ def adapter_of(name: str) -> Adapter:
         raise ValueError(f"{name!r} cannot be loaded: {error}") from error
     if not isinstance(found, Adapter):
         raise ValueError(f"{name!r} is a {type(found).__name__}; it must be a seqpar.testing.conformance.Adapter")
-    return found
+    return replace(found, where=name)

@@ -16,6 +16,8 @@ from seqpar.testing.conformance.adapter import Adapter, Options
 
 TWICE = 2.0
 """An implementation may be so many times as far from float64 as the plain loss in the same dtype."""
+DRAWS = 3
+"""The plain loss's own error is its largest over so many draws: on one, a single number may be right by luck."""
 EXACT = 1e-12
 """In float64."""
 NAMES = ("loss", "hidden", "weight", "bias")
@@ -36,6 +38,7 @@ class Inputs:
     change: str = ""
     """Such as `target[::3] = -100`."""
     frozen: tuple[str, ...] = ()
+    seed: int = 0
 
     @property
     def code(self) -> str:
@@ -44,7 +47,7 @@ class Inputs:
         to = "" if dtype == torch.float32 else f".to({dtype})"
         bias = "bias" in self.adapter.offers
         lines = [
-            "torch.manual_seed(0)",
+            f"torch.manual_seed({self.seed})",
             f"hidden = torch.randn({n}, {d}){to}.requires_grad_()",
             f"weight = torch.nn.Parameter((torch.randn({v}, {d}) / {d**0.5:g}){to})",
             f"bias = torch.nn.Parameter(torch.randn({v}){to})" if bias else "bias = None",
@@ -67,8 +70,8 @@ class Inputs:
         if self.adapter.call is not None:
             more = "" if " as F" in self.adapter.imports else "; import torch.nn.functional as F"
             return self.adapter.imports + more
-        where = "from seqpar.testing.conformance import KNOWN, Options"
-        return f"import torch, torch.nn.functional as F; {where}; adapter = KNOWN[{self.adapter.name!r}]"
+        ours = "from seqpar.testing.conformance import Options, adapter_of"
+        return f"import torch, torch.nn.functional as F; {ours}; adapter = adapter_of({self.adapter.spec!r})"
 
     def made(self) -> dict[str, Tensor]:
         """hidden, weight, target and, where it has one, bias."""
@@ -79,11 +82,22 @@ class Inputs:
     def loss(self, tensors: dict[str, Tensor]) -> Tensor:
         """The implementation's, of these tensors."""
         arguments = tensors["hidden"], tensors["weight"], tensors["target"], tensors.get("bias")
-        return self.adapter.loss(*arguments, self.options)
+        try:
+            return self.adapter.loss(*arguments, self.options)
+        except Exception as error:
+            raise RaisedError(self) from error
 
     def plainly(self) -> Inputs:
         """The same with the plain loss of torch."""
         return replace(self, adapter=replace(self.adapter, loss=plain_loss))
+
+
+class RaisedError(Exception):
+    """The implementation raised, as the exception's cause says, on these inputs."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__(inputs.adapter.name)
+        self.inputs = inputs
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
@@ -103,7 +117,10 @@ def answer(x: Inputs, factor: float = 1.0) -> Answer:
     tensors = x.made()
     loss = x.loss(tensors)
     if loss.requires_grad:
-        (loss * factor).backward()
+        try:
+            (loss * factor).backward()
+        except Exception as error:
+            raise RaisedError(x) from error
     found = {"loss": loss, **{name: t.grad for name, t in leaves(tensors).items()}}
     return {name: None if t is None else t.detach().double() for name, t in found.items()}
 
@@ -146,14 +163,17 @@ class Part:
         return self.error / self.allowed
 
 
-def parts(x: Inputs, measured: Callable[[Inputs], Answer] = answer) -> list[Part]:
-    """Every part that has a gradient, the worst first."""
-    right, own, found = truth(x), measured(x.plainly()), measured(x)
-    rounding = torch.finfo(x.options.dtype).eps / 2
+def parts(
+    x: Inputs, measured: Callable[[Inputs], Answer] = answer, right: Callable[[Inputs], Answer] | None = None
+) -> list[Part]:
+    """Every part that has a gradient, the worst first; `measured` takes the implementation's, `right` float64's."""
+    right = right or truth
+    draws = [replace(x, seed=seed) for seed in range(DRAWS)]
+    own = [(measured(draw.plainly()), right(draw)) for draw in draws]
+    found, rounding = measured(x), torch.finfo(x.options.dtype).eps / 2
     made = []
-    for name, value in right.items():
-        if name not in x.frozen:
-            plain = error(own[name], value)
-            allowed = EXACT if x.options.dtype == torch.float64 else max(TWICE * plain, rounding)
-            made.append(Part(name, error(found[name], value), plain, allowed))
-    return sorted(made, key=lambda part: -part.share)
+    for name in found.keys() - set(x.frozen):
+        plain = max(error(one[name], exact[name]) for one, exact in own)
+        allowed = EXACT if x.options.dtype == torch.float64 else max(TWICE * plain, rounding)
+        made.append(Part(name, error(found[name], own[x.seed][1][name]), plain, allowed))
+    return sorted(made, key=lambda part: (-part.share, part.name))

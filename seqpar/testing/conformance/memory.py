@@ -43,7 +43,7 @@ def growth(adapter: Adapter) -> Growth | str:
     """The two peaks, or why there are none."""
     if not Path("/proc/self/clear_refs").exists():
         return "needs Linux's /proc"
-    peaks = [_peak(adapter.name, rows) for rows in (Growth.ROWS, TIMES * Growth.ROWS)]
+    peaks = [_peak(adapter.spec, rows) for rows in (Growth.ROWS, TIMES * Growth.ROWS)]
     words = [peak for peak in peaks if isinstance(peak, str)]
     return words[0] if words else Growth(*map(int, peaks))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import subprocess
+import sys
 from collections.abc import Mapping
 from datetime import date
 
@@ -36,10 +38,21 @@ def notes(adapters: list[Adapter]) -> str:
 
 
 def reproductions(findings: Findings) -> str:
-    """A heading and the code for each failure."""
+    """A heading, the code and what it printed just now, for each failure."""
     failed = [(n, c, f) for n, of in findings.items() for c, f in of.items() if f.verdict == "fail"]
-    blocks = [f"### {name}: {check}\n\n{f.figure}\n\n```python\n{f.reproduction}\n```" for name, check, f in failed]
+    blocks = [
+        f"### {name}: {check}\n\n{f.figure}\n\n```python\n{f.reproduction}\n```\n\n```\n{printed(f.reproduction)}\n```"
+        for name, check, f in failed
+    ]
     return "\n\n".join(blocks) if blocks else "No check failed."
+
+
+def printed(code: str) -> str:
+    """What the code prints in a process of its own, or the last line of its traceback."""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    errors = done.stderr.strip().splitlines()
+    return done.stdout.strip() or (errors[-1] if errors else f"the process ended with {done.returncode}")
 
 
 def heading(adapters: list[Adapter]) -> str:
