@@ -44,7 +44,7 @@ def test_a_planted_mistake_is_caught_by_the_check_about_it_and_shown_in_five_lin
     else:
         exec(finding.reproduction, {})
         assert capsys.readouterr().out.strip()
-    if name != "dropped_chunk":
+    if about not in ("float32", "float64"):
         assert BY_NAME["float32"](adapter).verdict == "pass"
 
 

@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         adapters = [adapter_of(name) for name in names]
     except ValueError as error:
         sys.exit(f"conformance: {error}")
+    for adapter in adapters:
+        adapter.why_not()  # all of them first: Triton's interpreter must be chosen before anything loads Triton
     findings = {}
     for name, adapter in zip(names, adapters, strict=True):
         print(f"[{name}]", file=sys.stderr, flush=True)

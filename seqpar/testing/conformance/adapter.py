@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -112,10 +114,10 @@ def why_missing(module: str) -> str:
 
 
 def quietly(action: Callable[[], Any]) -> Any:
-    """Its result, without what packages say at import."""
+    """Its result, without what packages say at import, and with the environment left as it was."""
     try:
         logging.disable(logging.WARNING)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), patch.dict(os.environ):
             warnings.simplefilter("ignore")
             return action()
     finally:

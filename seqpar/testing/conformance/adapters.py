@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.loss_compute import LossCompute
-from seqpar.testing.conformance.adapter import EVERYTHING, LOW, Adapter, Options, why_missing, written
+from seqpar.testing.conformance.adapter import EVERYTHING, LOW, Adapter, Options, quietly, why_missing, written
 from seqpar.token_loss import TokenLoss
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -56,12 +56,16 @@ def _liger_float32(options: Options) -> str:
 
 
 def _why_no_liger() -> str:
-    """Triton reads TRITON_INTERPRET when it is imported, and its kernels run on a GPU or interpreted."""
-    if CPU and "triton" not in sys.modules:
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    if CPU and os.environ.get("TRITON_INTERPRET") != "1":
-        return "needs a GPU, or TRITON_INTERPRET=1"
-    return why_missing("liger_kernel.transformers.fused_linear_cross_entropy")
+    """Its kernels run on a GPU or interpreted, and Triton reads which when it is imported."""
+    late = "triton" in sys.modules and "liger_kernel" not in sys.modules
+    if CPU and late and os.environ.get("TRITON_INTERPRET") != "1":
+        return "needs a GPU, or a process that has not loaded Triton yet"
+
+    def switched() -> str:
+        exec(SWITCH)
+        return why_missing("liger_kernel.transformers")
+
+    return str(quietly(switched))
 
 
 def _cut(options: Options) -> str:
@@ -101,7 +105,8 @@ class Projection(nn.Linear):
 
 
 F_ONLY = "import torch, torch.nn.functional as F"
-LIGER = f"{F_ONLY}; from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss"
+SWITCH = "import os; os.environ['TRITON_INTERPRET'] = '1'; " if CPU else ""
+LIGER = f"{SWITCH}{F_ONLY}; from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss"
 INTERPRETED = ", in Triton's interpreter (numbers, no memory)" if CPU else ""
 IN_FLOAT32 = "float64 is taken, and computed in float32"
 LIGER_OFFERS = frozenset({*LOW, "bias", "smoothing", "sum", "mean"})

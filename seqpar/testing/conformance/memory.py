@@ -27,7 +27,7 @@ class Growth:
 
     small: int
     large: int
-    ROWS: ClassVar[int] = 2048
+    ROWS: ClassVar[int] = 1024
     WIDTH: ClassVar[int] = 64
     VOCAB: ClassVar[int] = 8192
     ALLOWED: ClassVar[float] = 0.25
