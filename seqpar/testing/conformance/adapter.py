@@ -85,11 +85,17 @@ class Adapter:
         return "sum" if "sum" in self.offers else "mean"
 
 
-def written(name: str, imports: str, call: Callable[[Options], str], needs: str = "", **about: Any) -> Adapter:
-    """An adapter made of its own text, so that a reproduction is what was run; `needs` is the module it stands on."""
+def written(
+    name: str, imports: str, call: Callable[[Options], str], needs: str = "", switch: str = "", **about: Any
+) -> Adapter:
+    """An adapter made of its own text, so that a reproduction is what was run.
+
+    `needs` is the module it stands on; `switch` is a statement that goes before the imports and before every call.
+    """
     names: dict[str, Any] = {}
 
     def loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+        exec(switch)
         if not names:
             quietly(lambda: exec(imports, names))
         here = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
@@ -97,7 +103,7 @@ def written(name: str, imports: str, call: Callable[[Options], str], needs: str 
         return value
 
     about.setdefault("why_not", lambda: why_missing(needs))
-    return Adapter(name, loss, imports=imports, call=call, **about)
+    return Adapter(name, loss, imports="; ".join(filter(None, [switch, imports])), call=call, **about)
 
 
 def why_missing(module: str) -> str:

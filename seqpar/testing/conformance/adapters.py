@@ -105,8 +105,8 @@ class Projection(nn.Linear):
 
 
 F_ONLY = "import torch, torch.nn.functional as F"
-SWITCH = "import os; os.environ['TRITON_INTERPRET'] = '1'; " if CPU else ""
-LIGER = f"{SWITCH}{F_ONLY}; from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss"
+SWITCH = "import os; os.environ['TRITON_INTERPRET'] = '1'" if CPU else ""
+LIGER = f"{F_ONLY}; from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss"
 INTERPRETED = ", in Triton's interpreter (numbers, no memory)" if CPU else ""
 IN_FLOAT32 = "float64 is taken, and computed in float32"
 LIGER_OFFERS = frozenset({*LOW, "bias", "smoothing", "sum", "mean"})
@@ -135,6 +135,7 @@ KNOWN: dict[str, Adapter] = {
             "liger",
             LIGER,
             _liger,
+            switch=SWITCH,
             offers=LIGER_OFFERS,
             note=f"fused{INTERPRETED}; {IN_FLOAT32}",
             package="liger-kernel",
@@ -144,6 +145,7 @@ KNOWN: dict[str, Adapter] = {
             "liger-float32",
             LIGER,
             _liger_float32,
+            switch=SWITCH,
             offers=LIGER_OFFERS,
             note="the same with accum_dtype=torch.float32",
             package="liger-kernel",
