@@ -1,51 +1,41 @@
 """The loss of a sequence model, over any number of devices, in chunks, with the gradient of the single-device model."""
 
-from seqpar.accumulate import accumulate_gradients, sum_over_ranks
-from seqpar.chunked_gradient import chunked_gradient
-from seqpar.collectives import check_agreement, copy_to_group, group_sum
-from seqpar.criteria import CrossEntropy, LabelSmoothing
-from seqpar.data_parallel import DataParallel, data_parallel
-from seqpar.distillation import linear_distillation
-from seqpar.linear_cross_entropy import linear_cross_entropy
-from seqpar.loss_compute import LossCompute, MultiGPULossCompute
-from seqpar.model_with_loss import ModelWithLoss
-from seqpar.placement import place
-from seqpar.replicas import gather, parallel_apply, replicate, scatter
-from seqpar.sampled import sampled_cross_entropy
-from seqpar.sequence import join_time, next_token_targets, split_time, time_steps
-from seqpar.token_loss import TokenLoss
-from seqpar.token_scores import token_scores
-from seqpar.vocab_parallel import VocabShard
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from seqpar.names import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CrossEntropy",
-    "DataParallel",
-    "LabelSmoothing",
-    "LossCompute",
-    "ModelWithLoss",
-    "MultiGPULossCompute",
-    "TokenLoss",
-    "VocabShard",
-    "accumulate_gradients",
-    "check_agreement",
-    "chunked_gradient",
-    "copy_to_group",
-    "data_parallel",
-    "gather",
-    "group_sum",
-    "join_time",
-    "linear_cross_entropy",
-    "linear_distillation",
-    "next_token_targets",
-    "parallel_apply",
-    "place",
-    "replicate",
-    "sampled_cross_entropy",
-    "scatter",
-    "split_time",
-    "sum_over_ranks",
-    "time_steps",
-    "token_scores",
-]
+
+class _Package(ModuleType):
+    """Loads the public names, and torch with them, when the first one is asked for: pytest imports a plugin in here.
+
+    A file never becomes an attribute, for some have the name of the function in them (`linear_cross_entropy`).
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and name != "__all__":
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        names = import_module("seqpar.names")
+        if name == "__all__" or name in names.__all__:
+            return getattr(names, name)
+        try:
+            return import_module(f"seqpar.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"seqpar.{name}":
+                raise
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.__all__})
+
+
+sys.modules[__name__].__class__ = _Package

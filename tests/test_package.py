@@ -75,7 +75,7 @@ def test_the_source_distribution_holds_what_a_checkout_does(built):
 def test_an_installed_seqpar_imports_little_beside_torch(installed):
     """By what is imported, since time depends on the machine: 0.05 s beyond torch's own second."""
     code = (
-        "import torch, sys; before = set(sys.modules); import seqpar; "
+        "import torch, sys; before = set(sys.modules); import seqpar; seqpar.LossCompute; "
         "print(seqpar.__file__); print(*sorted(name for name in set(sys.modules) - before if '.' not in name)); "
         "print([n for n in ('torch.distributed.tensor', 'torch.distributed.fsdp', 'torch._dynamo', 'triton') "
         "if n in set(sys.modules) - before])"

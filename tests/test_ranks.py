@@ -1,12 +1,13 @@
 """The pool itself: real processes, real collectives, failures that arrive whole."""
 
 import os
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, ranks
+from seqpar.testing.ranks import RankError, ranks
 
 
 def sum_of_ranks(rank, world, factor):
@@ -36,3 +37,15 @@ def test_a_failure_names_the_rank_and_the_next_call_has_a_new_pool():
     after = ranks(2, sum_of_ranks, 1)
     assert after[0][0] == 1
     assert {p for _, p in before}.isdisjoint(p for _, p in after)
+
+
+def warns(rank, world):
+    warnings.warn("so be it", UserWarning, stacklevel=1)
+
+
+def test_warnings_are_errors_in_a_rank_where_they_are_in_the_test_that_calls_it():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        ranks(2, warns)
+    with pytest.raises(RankError, match="UserWarning: so be it"):
+        ranks(2, warns)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Result = tuple[Tensor, Mapping[str, Tensor | None]]
-"""A loss and its gradients by name."""
+from seqpar.testing.causes import FACTOR, Evidence, Result, gradients_by_use, likely_cause
 
 ROUNDING = 1e-14
 """What float64 sums may differ by where the reference is 0 or nearly so, as a share of the largest number in play:
@@ -28,26 +27,37 @@ def assert_same_gradients(
     reference: Callable[[], Tensor],
     tensors: Mapping[str, Tensor],
     rtol: float = 1e-12,
+    *,
+    tokens: int | None = None,
 ) -> None:
     """Asserts that two scalar losses agree, and so do their gradients with respect to `tensors`.
 
     Plain equivalent: `torch.autograd.grad` of both, compared. The candidate's gradients are taken by
     `.backward()`, as a training loop does, from `.grad` set to None; frozen tensors must get none from either.
+    `assert_same_loss` makes both callables of a generator and a criterion.
 
     Args:
-        candidate: calls the loss under test, once.
-        reference: calls the plain loss, once.
+        candidate: calls the loss under test; once, and if it is wrong once more, to find out why.
+        reference: calls the plain loss; once, and if the candidate is wrong once more.
         tensors: leaves by name; every one that requires a gradient is compared.
         rtol: the largest difference allowed, as a share of the reference's largest entry.
+        tokens: how many targets are not ignored; it only helps to name the cause.
 
     Raises:
-        AssertionError: naming the tensor, the difference and the reference's size; also on nan.
+        AssertionError: naming the tensor, the difference, the reference's size and the likely cause; also on nan.
     """
-    expected = _value_and_gradients(reference, tensors)
-    got = _value_and_gradients(candidate, tensors)
+    expected = value_and_gradients(reference, tensors)
+    got = value_and_gradients(candidate, tensors)
     for name, tensor in tensors.items():
         assert tensor.requires_grad or got[1][name] is None, f"{name} is frozen and got a gradient"
-    assert_same_results(got, expected, rtol)
+    try:
+        assert_same_results(got, expected, rtol)
+    except AssertionError as error:
+        eighth = an_eighth(candidate, tensors)
+        per_token = frozenset(name for name, t in tensors.items() if t.dim() > 1 and not isinstance(t, nn.Parameter))
+        uses = gradients_by_use(reference, tensors)
+        cause = likely_cause(Evidence(got, expected, eighth, uses, per_token, tokens))
+        raise AssertionError(f"{error}\n{cause}") from None
 
 
 def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> None:
@@ -74,9 +84,8 @@ def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> N
             _assert_close(f"the gradient of {name}", found, reference, rtol, floor)
 
 
-def _value_and_gradients(
-    loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]
-) -> tuple[Tensor, dict[str, Tensor | None]]:
+def value_and_gradients(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> Result:
+    """The loss, and what one `backward()` leaves in each tensor's `.grad`, which is None before and after."""
     for tensor in tensors.values():
         tensor.grad = None
     value = loss()
@@ -86,6 +95,14 @@ def _value_and_gradients(
     for tensor in tensors.values():
         tensor.grad = None
     return value.detach(), gradients
+
+
+def an_eighth(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> Result | None:
+    """The loss times `FACTOR` and its gradients; None where the loss cannot be called again."""
+    try:
+        return value_and_gradients(lambda: loss() * FACTOR, tensors)
+    except Exception:  # there is a failure to report already
+        return None
 
 
 def _assert_close(what: str, got: Tensor, expected: Tensor, rtol: float, floor: float) -> None:

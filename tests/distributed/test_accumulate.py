@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import seqpar
+from seqpar.testing.ranks import ranks
 from tests.distributed.layouts import (
     Case,
     Communication,
@@ -21,7 +22,6 @@ from tests.distributed.layouts import (
     torch_may_warn,
     wrap,
 )
-from tests.ranks import ranks
 
 UNEVEN = Case((((2, 3), (1, 4), (3, 2)), ((3, 5),)), (), 7, 4, "bias", "torch", "nothing", 2, 0.3, 1.0, 5)
 IDLE = Case(**{**vars(UNEVEN), "sizes": (UNEVEN.sizes[0], ())})

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import seqpar
 from seqpar.collectives import broadcast_object, gather_numbers, group_gather
-from tests.ranks import RankError, ranks
+from seqpar.testing.ranks import RankError, ranks
 
 
 def facts_of(rank, world, facts):

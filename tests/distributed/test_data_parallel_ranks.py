@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
+from seqpar.testing.ranks import RankError, ranks
 from tests.distributed.layouts import Case, Model, assert_answers, build, cases, gradients_of, reference
-from tests.ranks import RankError, ranks
 
 OPTIONS = st.builds(
     lambda graph, more: graph | more,  # both of the first would be redundant, and torch warns

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import seqpar
+from seqpar.testing.ranks import ranks
+from seqpar.testing.strategies import vocabulary_splits
 from tests.distributed.layouts import (
     Case,
     assert_answers,
@@ -24,8 +26,6 @@ from tests.distributed.layouts import (
     torch_may_warn,
     wrap,
 )
-from tests.distributed.vocab_cases import splits
-from tests.ranks import ranks
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def steps(draw: st.DrawFn, layout: Layout) -> tuple[Case, Cut]:
         wrapper=draw(st.sampled_from(layout.wrappers)) if layout.wrappers else None,
         inner=layout.inner,
         order=draw(st.sampled_from(["contiguous", "zigzag"])) if layout.inner == "time" else "",
-        rows=draw(splits(case.vocab_size, shape[1], least)) if layout.inner == "vocabulary" else [],
+        rows=draw(vocabulary_splits(case.vocab_size, shape[1], least)) if layout.inner == "vocabulary" else [],
         own_class_weights=draw(st.booleans()) if layout.inner == "vocabulary" else False,
     )
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import seqpar
+from seqpar.testing.ranks import ranks
 from tests.distributed.layouts import (
     Case,
     Communication,
@@ -20,7 +21,6 @@ from tests.distributed.layouts import (
     wrap,
 )
 from tests.distributed.test_data_parallel_ranks import SMALL, PlainLoss, step
-from tests.ranks import ranks
 
 UNTIED = Case(**{**vars(SMALL), "head": "bias", "criterion": "ours", "padding_share": 0.0})
 

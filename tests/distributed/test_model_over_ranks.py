@@ -14,7 +14,7 @@ import seqpar
 from models import TransformerConfig, make_transformer
 from models.sharding import cut, cut_of, join, join_over, split_time_steps, split_weights
 from seqpar.testing import assert_same_results
-from tests.ranks import ranks
+from seqpar.testing.ranks import ranks
 
 PAD = 0
 

@@ -18,8 +18,8 @@ from torch.distributed.pipelining import (
 
 import models
 import seqpar
+from seqpar.testing.ranks import RankError, ranks
 from tests.distributed.layouts import assert_answers
-from tests.ranks import RankError, ranks
 
 PAD, VOCAB, MICRO_BATCHES = 0, 13, 4
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}

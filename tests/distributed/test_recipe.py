@@ -15,7 +15,7 @@ from recipes.translation.config import RunConfig
 from recipes.translation.progress import read_metrics
 from recipes.translation.stop import OtherRankError
 from recipes.translation.train import train
-from tests.ranks import ranks
+from seqpar.testing.ranks import ranks
 from tests.recipes.tiny import tiny
 
 EXACT: dict[str, Any] = {

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.func import functional_call
 
 import seqpar
+from seqpar.testing.ranks import ranks
 from tests.distributed.layouts import assert_answers, build, cases, gradients_of
-from tests.ranks import ranks
 
 ORDERS = st.sampled_from(["contiguous", "zigzag"])
 

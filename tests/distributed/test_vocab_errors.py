@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import seqpar
+from seqpar.testing.ranks import ranks
 from tests.distributed.vocab_cases import PLAIN, message, parts
-from tests.ranks import ranks
 from tests.seqpar.linear_loss import plain_loss
 
 

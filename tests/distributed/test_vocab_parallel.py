@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import seqpar
-from tests.distributed.vocab_cases import LEAVES, PLAIN, answer, assert_close, counted, numbers, own_rows, parts, splits
-from tests.ranks import ranks
+from seqpar.testing.ranks import ranks
+from seqpar.testing.strategies import vocabulary_splits
+from tests.distributed.vocab_cases import LEAVES, PLAIN, answer, assert_close, counted, numbers, own_rows, parts
 from tests.seqpar.linear_loss import linear_cases, plain_logits, plain_loss
 
 WORLDS = st.sampled_from([1, 2, 2, 3, 4])
@@ -73,7 +74,7 @@ def test_any_split_has_the_gradient_of_one_device(data):
     for _ in range(data.draw(st.integers(1, 3))):
         case = data.draw(linear_cases())
         order = data.draw(st.one_of(st.just(list(range(world))), st.permutations(range(world)).map(list)))
-        drawn.append((case, data.draw(splits(case.vocab_size, world)), order, data.draw(st.booleans())))
+        drawn.append((case, data.draw(vocabulary_splits(case.vocab_size, world)), order, data.draw(st.booleans())))
     answers = ranks(world, losses, drawn)
     for i, (case, split, order, _) in enumerate(drawn):
         assert_answers(case, split, order, [theirs[i] for theirs in answers])
@@ -209,7 +210,7 @@ def test_of_classes_that_tie_across_ranks_the_lowest_is_the_prediction(seed, dat
     weight = torch.randint(-1, 2, (9, 2), generator=random).double()  # small whole numbers: most rows have ties
     target = torch.randint(9, (60,), generator=random)
     expected = int(((hidden @ weight.t()).argmax(-1) == target).sum())
-    assert ranks(world, ties, data.draw(splits(9, world)), hidden, weight, target) == [expected] * world
+    assert ranks(world, ties, data.draw(vocabulary_splits(9, world)), hidden, weight, target) == [expected] * world
 
 
 def bf16_step(rank, world, seed):
@@ -273,7 +274,7 @@ def factors(case):
 def test_token_scores_over_a_split_vocabulary_are_those_of_one_device(data):
     world = data.draw(WORLDS)
     case = data.draw(linear_cases())
-    split = data.draw(splits(case.vocab_size, world))
+    split = data.draw(vocabulary_splits(case.vocab_size, world))
     whole = {k: t for k, t in case.tensors().items() if k in ("hidden", "weight", "bias", "target")}
     expected = seqpar.token_scores(**whole, **{name: case.options[name] for name in SCORE_OPTIONS})
     leaves = [name for name, t in whole.items() if t.requires_grad]

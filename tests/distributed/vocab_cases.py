@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from hypothesis import strategies as st
 
 from tests.seqpar.linear_loss import LinearCase
 
@@ -16,14 +15,6 @@ def numbers(tensor):
 
 def own_rows(whole, start, rows, frozen=False):
     return whole.detach()[start : start + rows].clone().requires_grad_(whole.requires_grad and not frozen)
-
-
-@st.composite
-def splits(draw, vocab_size, world, least=0):
-    """How many classes each rank has: uneven ones and, with `least` 0, empty ones included; `least` is 0 or 1."""
-    cut = st.integers(least, vocab_size - least)
-    cuts = sorted(draw(st.lists(cut, min_size=world - 1, max_size=world - 1, unique=bool(least))))
-    return [b - a for a, b in zip([0, *cuts], [*cuts, vocab_size], strict=True)]
 
 
 def parts(case, vocab, rows, full_class_weight=False):

@@ -11,9 +11,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from seqpar.integrations.lightning import accumulated_step
+from seqpar.testing.ranks import Pool
 from tests.integrations.small_seq2seq import as_one_batch, loss_of, micro_batches, tokens_of, with_loss
 from tests.integrations.tiny_models import gradients, relative_error
-from tests.ranks import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

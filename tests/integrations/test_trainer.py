@@ -5,9 +5,9 @@ import torch
 import transformers
 
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
+from seqpar.testing.ranks import Pool
 from tests.integrations.tiny_models import batch_of, gradients, plain_loss, predicted, relative_error, tiny
 from tests.integrations.trainer_runs import BATCH, Run, collated, sentences, trained
-from tests.ranks import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import seqpar
 from seqpar.integrations.transformers import apply_seqpar_loss
+from seqpar.testing.ranks import ranks
 from tests.integrations.tiny_models import (
     MODELS,
     batch_of,
@@ -25,7 +26,6 @@ from tests.integrations.tiny_models import (
     relative_error,
     tiny,
 )
-from tests.ranks import ranks
 from tests.seqpar.test_memory_plan import resident
 
 EXACT = [name for name in MODELS if name not in ("bart-decoder", "bert", "mixtral", "switch")]

@@ -14,9 +14,9 @@ import seqpar
 from seqpar import row_kernel
 from seqpar.row_kernel import RowKernel, why_no_kernel
 from seqpar.testing import assert_same_gradients
+from seqpar.testing.ranks import ranks
+from seqpar.testing.strategies import vocabulary_splits
 from tests.distributed.test_vocab_parallel import assert_answers, losses
-from tests.distributed.vocab_cases import splits
-from tests.ranks import ranks
 from tests.seqpar.linear_loss import linear_cases, plain_logits, plain_loss
 from tests.seqpar.test_linear_cross_entropy import LEAVES, LOW, both_errors
 
@@ -88,7 +88,7 @@ def test_a_vocabulary_shard_has_its_part_of_the_gradient(data):
     """Real ranks, each with the interpreter; partial sums out, the gradient in."""
     world = data.draw(st.sampled_from([2, 2, 3]))
     case = data.draw(linear_cases())
-    split, block = data.draw(splits(case.vocab_size, world)), data.draw(BLOCKS)
+    split, block = data.draw(vocabulary_splits(case.vocab_size, world)), data.draw(BLOCKS)
     order = list(range(world))
     per_rank = ranks(world, losses_by_kernel, [(case, split, order, data.draw(st.booleans()))], block)
     assert_answers(case, split, order, [answers[0] for answers, _ in per_rank])

@@ -4,7 +4,10 @@
     results = ranks(2, work, x)            # [rank 0's, rank 1's]
 
 A rank that fails, or all of them when one is silent too long, ends the pool: a rank's next collective could pair with
-a peer's earlier one. The next call makes a new pool.
+a peer's earlier one. The next call makes a new pool. A rank knows the modules that were imported, or could be, when it
+was forked; warnings are ignored, shown or raised in it as in the parent at the call.
+
+It needs `fork`, so Linux or macOS. Importing this file does not import torch: pytest's plugin stands on it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 import pickle
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
@@ -48,22 +52,21 @@ class Pool:
 
     def call(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
         """`function(rank, world, *arguments, **keywords)` in every rank; the results in rank order."""
-        message = pickle.dumps((function, arguments, keywords))
+        message = pickle.dumps((function, arguments, keywords, warnings.filters))
         for pipe in self.pipes:
             pipe.send_bytes(message)
         answers: dict[int, tuple[bool, Any]] = {}
         while len(answers) < len(self.pipes):
             ready = wait([p for i, p in enumerate(self.pipes) if i not in answers], TIMEOUT)
             if not ready:
-                raise RankError(
-                    f"ranks {sorted(set(range(len(self.pipes))) - set(answers))} were silent for {TIMEOUT} s"
-                )
-            for pipe in ready:
-                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                silent = sorted(set(range(len(self.pipes))) - set(answers))
+                raise RankError(f"ranks {silent} were silent for {TIMEOUT} s")
+            for rank in [i for i, p in enumerate(self.pipes) if p in ready]:
                 try:
-                    answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    answers[rank] = pickle.loads(self.pipes[rank].recv_bytes())
                 except EOFError:
-                    answers[rank] = (False, "the process ended")
+                    self.processes[rank].join(1)
+                    answers[rank] = (False, f"the process ended with {self.processes[rank].exitcode}")
         failed = {rank: text for rank, (fine, text) in sorted(answers.items()) if not fine}
         if failed:
             raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in failed.items()))
@@ -83,9 +86,10 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)  # first: the parent's thread pool did not survive the fork
     import torch.distributed as dist
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
-    store = dist.FileStore(f"{folder}/store", world)
+    store = FileStore(f"{folder}/store", world)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)
     )
@@ -95,18 +99,32 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
         except EOFError:
             os._exit(0)
         try:
-            function, arguments, keywords = pickle.loads(message)
-            answer = (True, function(rank, world, *arguments, **keywords))
+            function, arguments, keywords, filters = pickle.loads(message)
+            with warnings.catch_warnings():
+                warnings.resetwarnings()
+                warnings.filters.extend(filters)  # type: ignore[attr-defined]
+                answer = pickle.dumps((True, function(rank, world, *arguments, **keywords)))
         except BaseException:
-            answer = (False, traceback.format_exc())
-        pipe.send_bytes(pickle.dumps(answer))
+            answer = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(answer)
 
 
 _pools: dict[int, Pool] = {}
 
 
 def ranks(world: int, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
-    """Runs the function in `world` live ranks; raises RankError with every failed rank's traceback."""
+    """`[function(rank, world, *arguments, **keywords) for rank in range(world)]`, each in a process of its own.
+
+    The processes are one gloo group (`torch.distributed` is initialised in each) and stay alive between calls.
+
+    Args:
+        world: how many ranks.
+        function: module-level, so that a rank finds it by its name.
+        arguments, keywords: what it is called with; picklable, as is what it returns.
+
+    Raises:
+        RankError: a rank raised (the message has every failed rank's traceback), died or was silent for `TIMEOUT` s.
+    """
     if world not in _pools:
         _pools[world] = Pool(world)
     try:

@@ -1,0 +1,12 @@
+"""Any implementation of linear + cross-entropy, held against the same checks; a failure comes with five lines of code.
+
+    python -m seqpar.testing.conformance torch seqpar my_module:my_adapter
+
+`Adapter` says what an implementation is; `CHECKS` what it is held against, `run` holds it.
+"""
+
+from seqpar.testing.conformance.adapter import EVERYTHING, Adapter, Options
+from seqpar.testing.conformance.adapters import KNOWN, adapter_of
+from seqpar.testing.conformance.checks import CHECKS, Check, Finding, run
+
+__all__ = ["CHECKS", "EVERYTHING", "KNOWN", "Adapter", "Check", "Finding", "Options", "adapter_of", "run"]

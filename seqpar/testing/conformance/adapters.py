@@ -1,0 +1,195 @@
+"""The implementations that are known, called as their projects document it. None of them is imported before it runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.loss_compute import LossCompute
+from seqpar.testing.conformance.adapter import EVERYTHING, LOW, Adapter, Options, quietly, why_missing, written
+from seqpar.token_loss import TokenLoss
+
+HALVES = (torch.bfloat16, torch.float16)
+CPU = not torch.cuda.is_available()
+
+
+def _usual(options: Options) -> str:
+    smoothing = f", label_smoothing={options.label_smoothing}" if options.label_smoothing else ""
+    ignored = f", ignore_index={options.ignore_index}" if options.ignore_index != -100 else ""
+    return f"{ignored}{smoothing}, reduction={options.reduction!r}"
+
+
+def _torch(options: Options) -> str:
+    return f"F.cross_entropy(F.linear(hidden, weight, bias), target{_usual(options)})"
+
+
+def _chunked(options: Options, more: str = "") -> str:
+    rows = options.chunk_rows
+    chosen = [f"batch_chunk_size={rows}, chunking_method=None"] if rows else []
+    chosen += [more] if more else []
+    call = f"F.linear_cross_entropy(hidden, weight, target, linear_bias=bias{_usual(options)}"
+    return f"{call}, options=torch.nn.LinearCrossEntropyOptions({', '.join(chosen)}))"
+
+
+def _accurate(options: Options) -> str:
+    wide = "acc_dtype=torch.float32, " if options.dtype in HALVES else ""
+    return _chunked(options, f'acc_policy="accurate", {wide}allow_retain_graph=True')
+
+
+def _torch_has_it() -> str:
+    has = hasattr(nn.functional, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
+    return "" if has else f"not in torch {torch.__version__}"
+
+
+def _liger(options: Options, more: str = "") -> str:
+    module = "LigerFusedLinearCrossEntropyLoss"
+    return f"{module}({_usual(options).removeprefix(', ')}{more})(weight, hidden, target, bias)"
+
+
+def _liger_float32(options: Options) -> str:
+    return _liger(options, ", accum_dtype=torch.float32")
+
+
+def _why_no_liger() -> str:
+    """Its kernels run on a GPU or interpreted, and Triton reads which when it is imported."""
+    late = "triton" in sys.modules and "liger_kernel" not in sys.modules
+    if CPU and late and os.environ.get("TRITON_INTERPRET") != "1":
+        return "needs a GPU, or a process that has not loaded Triton yet"
+
+    def switched() -> str:
+        exec(SWITCH)
+        return why_missing("liger_kernel.transformers")
+
+    return str(quietly(switched))
+
+
+def _cut(options: Options) -> str:
+    impl = "torch_compile" if CPU else "cce"
+    return f"linear_cross_entropy(hidden, weight, target{_usual(options)}, impl={impl!r})"
+
+
+def _tune(options: Options) -> str:
+    chunks = "[F.linear(part, weight, bias) for part in hidden[None].chunk(8, 1)]"
+    return f"CEWithChunkedOutputLoss(8, {options.ignore_index})({chunks}, target[None])"
+
+
+def _formula(options: Options) -> str:
+    usual = _usual(options).rsplit(", reduction", 1)[0]
+    what = "total" if options.reduction == "sum" else "mean"
+    chunk = f", chunk_tokens={options.chunk_rows}" if options.chunk_rows else ""
+    return f"seqpar.linear_cross_entropy(hidden, weight, target, bias=bias{usual}{chunk}).{what}"
+
+
+def engine_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    """`LossCompute` with a projection of its own class, which it has by autograd, chunk by chunk."""
+    generator = Projection(weight.size(1), weight.size(0), bias is not None, device="meta")
+    generator.weight, generator.bias = weight, bias  # type: ignore[assignment]
+    criterion = nn.CrossEntropyLoss(
+        ignore_index=options.ignore_index, label_smoothing=options.label_smoothing, reduction="sum"
+    )
+    loss: TokenLoss = LossCompute(generator, criterion, chunk_tokens=options.chunk_rows)(hidden, target)
+    return loss.total if options.reduction == "sum" else loss.mean
+
+
+class Projection(nn.Linear):
+    """One whose gradient the engine does not know by formula."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `nn.Linear`."""
+        return super().forward(x)
+
+
+F_ONLY = "import torch, torch.nn.functional as F"
+SWITCH = "import os; os.environ['TRITON_INTERPRET'] = '1'" if CPU else ""
+LIGER = f"{F_ONLY}; from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss"
+INTERPRETED = ", in Triton's interpreter (numbers, no memory)" if CPU else ""
+IN_FLOAT32 = "float64 is taken, and computed in float32"
+LIGER_OFFERS = frozenset({*LOW, "bias", "smoothing", "sum", "mean"})
+MEASURED = frozenset({"CPU memory"})
+
+KNOWN: dict[str, Adapter] = {
+    adapter.name: adapter
+    for adapter in (
+        written("torch", F_ONLY, _torch, offers=EVERYTHING - {"chunks"}, note="the plain loss"),
+        written(
+            "torch-chunked",
+            F_ONLY,
+            _chunked,
+            note="`F.linear_cross_entropy` with its default options; with smoothing it makes all logits, and warns",
+            why_not=_torch_has_it,
+        ),
+        written(
+            "torch-chunked-accurate",
+            F_ONLY,
+            _accurate,
+            note='the same with acc_policy="accurate", acc_dtype=torch.float32 (bfloat16, float16) and '
+            "allow_retain_graph=True",
+            why_not=_torch_has_it,
+        ),
+        written(
+            "liger",
+            LIGER,
+            _liger,
+            switch=SWITCH,
+            offers=LIGER_OFFERS,
+            note=f"fused{INTERPRETED}; {IN_FLOAT32}",
+            package="liger-kernel",
+            why_not=_why_no_liger,
+        ),
+        written(
+            "liger-float32",
+            LIGER,
+            _liger_float32,
+            switch=SWITCH,
+            offers=LIGER_OFFERS,
+            note="the same with accum_dtype=torch.float32",
+            package="liger-kernel",
+            why_not=_why_no_liger,
+        ),
+        written(
+            "cce",
+            "import torch; from cut_cross_entropy import linear_cross_entropy",
+            _cut,
+            "cut_cross_entropy",
+            offers=frozenset({*LOW, "sum", "mean", *MEASURED}),
+            note=('impl="torch_compile", its way without a supported GPU; ' if CPU else 'impl="cce"; ') + IN_FLOAT32,
+            package="cut-cross-entropy",
+        ),
+        written(
+            "torchtune",
+            f"{F_ONLY}; from torchtune.modules.loss import CEWithChunkedOutputLoss",
+            _tune,
+            "torchtune.modules.loss",
+            offers=frozenset({*LOW, "bias", "mean", *MEASURED}),
+            note=f"8 chunks, not compiled; a mean is what it has; {IN_FLOAT32}",
+            package="torchtune",
+        ),
+        written("seqpar", "import torch, seqpar", _formula, note="`linear_cross_entropy`", package="seqpar"),
+        Adapter("seqpar-engine", engine_loss, note="`LossCompute` with a generator of one's own", package="seqpar"),
+    )
+}
+
+
+def adapter_of(name: str) -> Adapter:
+    """The known adapter of that name, or the one at `module:object`.
+
+    Raises:
+        ValueError: there is none, in one line that says what there is.
+    """
+    if name in KNOWN:
+        return KNOWN[name]
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise ValueError(f"{name!r} is not known; there are {', '.join(KNOWN)}, and module:object for your own Adapter")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name!r} cannot be loaded: {error}") from error
+    if not isinstance(found, Adapter):
+        raise ValueError(f"{name!r} is a {type(found).__name__}; it must be a seqpar.testing.conformance.Adapter")
+    return replace(found, where=name)

@@ -1,0 +1,356 @@
+"""The checks: each holds an adapter against one claim and returns a finding, with five lines that show a failure."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from seqpar.testing.causes import FACTOR
+from seqpar.testing.conformance.adapter import Adapter, Feature, Options, quietly
+from seqpar.testing.conformance.inputs import Answer, Inputs, Part, RaisedError, answer, error, leaves, parts, truth
+from seqpar.testing.conformance.memory import growth
+
+ROUNDING = 1e-6
+"""What two float32 gradients that should be the same may differ by, relative."""
+PRODUCTS = {f"aten::{name}{suffix}" for name in ("mm", "addmm", "bmm", "baddbmm") for suffix in ("", "_")}
+HALF = 0.6
+"""Half of the rows ignored should halve the products; so large a share of them may be left."""
+SILENCE = 60
+"""Seconds that a call with a bad target may take."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found."""
+
+    verdict: str
+    """"pass", "fail", "not offered" or "not measured"."""
+    figure: str = ""
+    reproduction: str = ""
+    """Five lines that show the failure."""
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.figure}" if self.figure else self.verdict
+
+
+@dataclass(frozen=True)
+class Check:
+    """A claim, and what an adapter must offer to be held against it."""
+
+    name: str
+    run: Callable[[Adapter], Finding]
+    needs: frozenset[Feature] = frozenset()
+    is_cost: bool = False
+    """Whether it is about what the loss takes; all others are about its numbers."""
+
+    def __call__(self, adapter: Adapter) -> Finding:
+        """The finding; an exception is a failure."""
+        missing = sorted(self.needs - adapter.offers)
+        if missing:
+            return Finding("not measured" if missing == ["CPU memory"] else "not offered")
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # dynamo gives up where one function is asked for in too many ways
+        try:
+            return quietly(lambda: self.run(adapter))  # type: ignore[no-any-return]
+        except RaisedError as raised:
+            text = next(iter(str(raised.__cause__).strip().splitlines()), "")
+            figure = f"{type(raised.__cause__).__name__}: {text[:80]}"
+            return Finding("fail", figure, _shown(raised.inputs, "loss.backward()"))
+
+
+def _options(adapter: Adapter, dtype: torch.dtype = torch.float32, smoothing: float = 0.0) -> Options:
+    return Options(dtype=dtype, reduction=adapter.reduction, label_smoothing=smoothing)
+
+
+def _shown(x: Inputs, *lines: str) -> str:
+    """Imports, tensors, the call, and what shows the failure."""
+    return "\n".join([x.imports, x.code, f"loss = {x.call}", *lines])
+
+
+def _shown_part(x: Inputs, part: Part, times: float = 1) -> str:
+    """How a part of the answer is seen to be off, beside the plain loss's own error."""
+    names, o = [*leaves(x.made())], x.options
+    settings = f"reduction={o.reduction!r}"
+    settings += f", label_smoothing={o.label_smoothing}" if o.label_smoothing else ""
+    settings += f", ignore_index={o.ignore_index}" if o.ignore_index != -100 else ""
+    plain = f"F.cross_entropy(F.linear(*leaves), target, {settings})"
+    wide = f"leaves = [t.detach().double().requires_grad_() for t in ({', '.join(names)})]; right = {plain}"
+    factor = "" if times == 1 else f" * {times}"
+    allowed = f"at most {part.allowed:.2g} is right (the plain loss in that dtype: {part.plain:.2g})"
+    if part.name == "loss":
+        return _shown(x, wide, f"print(float((loss - right).abs() / right))  # {allowed}")
+    own = f"{f'(loss{factor})' if factor else 'loss'}.backward(); got = {part.name}.grad"
+    if part.error == float("inf"):
+        reached = f"loss.requires_grad and {own.split(';')[0]}"
+        return _shown(x, reached, f"print({part.name}.grad)  # {part.name} needs a gradient")
+    right = f"right = torch.autograd.grad(right{factor}, leaves)[{names.index(part.name)}]"
+    return _shown(x, f"{wide}; {right}; {own}", f"print(float((got - right).norm() / right.norm()))  # {allowed}")
+
+
+def _compared(x: Inputs, found: list[Part] | None = None) -> Finding:
+    """The verdict on every part of the answer."""
+    worst = (parts(x) if found is None else found)[0]
+    if math.isinf(worst.error):
+        return Finding("fail", f"{worst.label}: none, or not a number", _shown_part(x, worst))
+    size = f"{worst.error:.1e}"
+    if worst.plain and x.options.dtype != torch.float64:
+        size += f", {worst.error / worst.plain:.1f} x plain's"
+    if worst.share <= 1:
+        return Finding("pass", f"{worst.name} {size}")
+    return Finding("fail", f"{worst.label} off by {size}", _shown_part(x, worst))
+
+
+def in_dtype(dtype: torch.dtype) -> Callable[[Adapter], Finding]:
+    """Value and every gradient: 1e-12 in float64, else at most twice the plain loss's own error."""
+    return lambda adapter: _compared(Inputs(adapter, options=_options(adapter, dtype)))
+
+
+def any_chunks(adapter: Adapter) -> Finding:
+    """The same with chunks of 8, 96 and all rows, in float32 and bfloat16."""
+    findings = []
+    for kind in (torch.float32, torch.bfloat16):
+        if str(kind).removeprefix("torch.") in adapter.offers:
+            for rows in (8, 96, 512):
+                x = Inputs(adapter, options=replace(_options(adapter, kind), chunk_rows=rows))
+                found, where = parts(x), f"{rows} rows, {str(kind).removeprefix('torch.')}: "
+                findings.append((found[0].share, where, _compared(x, found)))
+    _, where, finding = max(findings, key=lambda f: f[0])
+    return replace(finding, figure=where + finding.figure)
+
+
+def upstream(adapter: Adapter) -> Finding:
+    """An eighth of the loss has an eighth of every gradient."""
+    x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter))
+    once, eighth = answer(x), answer(x, FACTOR)
+    off = {n: error(eighth[n], g * FACTOR) for n, g in once.items() if n != "loss" and g is not None}
+    name = max(off, key=lambda n: off[n], default="")
+    if not name:
+        return Finding("fail", "no gradients at all", _shown(x, "print(loss.requires_grad)"))
+    if off[name] <= ROUNDING:
+        return Finding("pass")
+    return Finding("fail", f"{name} gradient off by {off[name]:.2g}", _shown_part(x, _worst_of(x, name), FACTOR))
+
+
+def _worst_of(x: Inputs, name: str) -> Part:
+    return next(part for part in parts(x) if part.name == name)
+
+
+def frozen_trunk(adapter: Adapter) -> Finding:
+    """hidden needs no gradient, weight does: training the head alone."""
+    return _compared(Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter), frozen=("hidden",)))
+
+
+def frozen_head(adapter: Adapter) -> Finding:
+    """weight and bias need no gradient, hidden does: training what is below."""
+    frozen = ("weight", "bias") if "bias" in adapter.offers else ("weight",)
+    return _compared(Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter), frozen=frozen))
+
+
+def second_backward(adapter: Adapter) -> Finding:
+    """`backward(retain_graph=True)`, then `backward()`: an error, or twice the gradient, and nothing else."""
+    x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter))
+    tensors = x.made()
+    loss = x.loss(tensors)
+    try:
+        (loss * FACTOR).backward(retain_graph=True)
+        first = {name: t.grad.clone() for name, t in leaves(tensors).items() if t.grad is not None}
+        (loss * FACTOR).backward()
+    except RuntimeError as raised:
+        return Finding("pass", f"raises {type(raised).__name__}")
+    off = {name: error(tensors[name].grad, 2 * g) for name, g in first.items()}
+    name = max(off, key=lambda n: off[n])
+    if off[name] <= ROUNDING:
+        return Finding("pass", "right")
+    twice = f"(loss * {FACTOR}).backward(retain_graph=True); first = {name}.grad.clone(); (loss * {FACTOR}).backward()"
+    shown = _shown(x, twice, f"print(float({name}.grad.norm() / first.norm()))  # 2 is right; no error is raised")
+    return Finding("fail", f"{name} gradient off by {off[name]:.2g}, in silence", shown)
+
+
+def accumulation(adapter: Adapter) -> Finding:
+    """Two losses, then both backwards into one `.grad`: the sum of both gradients."""
+    x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter))
+
+    def both(x: Inputs) -> Answer:
+        tensors = x.made()
+        other = tensors | {"target": tensors["target"].flip(0)}
+        losses = [x.loss(tensors), x.loss(other)]
+        for loss in losses:
+            loss.backward()
+        found = {name: None if t.grad is None else t.grad.double() for name, t in leaves(tensors).items()}
+        return {"loss": sum(losses).detach().double(), **found}  # type: ignore[union-attr]
+
+    def right(x: Inputs) -> Answer:
+        one, two = truth(x), truth(replace(x, change="target = target.flip(0)"))
+        return {name: one[name] + two[name] for name in one}  # type: ignore[operator]
+
+    finding = _compared(x, parts(x, both, right))
+    other = f"other = {x.call.replace('target', 'target.flip(0)')}; loss.backward(); other.backward()"
+    plain = "F.cross_entropy(F.linear(hidden, weight, bias), torch.cat([target, target.flip(0)]))"
+    plain = f"torch.autograd.grad({plain.replace('hidden, weight', 'torch.cat([hidden, hidden]), weight')}"
+    scale = 192 if adapter.reduction == "sum" else 2
+    seen = f"print(weight.grad.norm(), {plain} * {scale}, weight)[0].norm())  # the same"
+    return replace(finding, reproduction=_shown(x, other, seen) if finding.reproduction else "")
+
+
+def ignored(adapter: Adapter) -> Finding:
+    """A third of the targets ignored, by -100 and by a class of its own; nothing of them reaches a gradient."""
+    worst = []
+    for index in (-100, 3):
+        options = replace(_options(adapter), ignore_index=index)
+        x = Inputs(adapter, rows=96, vocab_size=128, options=options, change=f"target[::3] = {index}")
+        found = parts(x)
+        worst.append((found[0].share, x, found))
+    return _compared(*max(worst, key=lambda w: w[0])[1:])
+
+
+def mean(adapter: Adapter) -> Finding:
+    """The mean is over the targets that are not ignored, wherever they stand."""
+    options = replace(_options(adapter), reduction="mean")
+    return _compared(Inputs(adapter, rows=96, vocab_size=128, options=options, change="target[:50] = -100"))
+
+
+def all_ignored(adapter: Adapter) -> Finding:
+    """The sum over no target is 0, with gradients of 0; the mean is what torch's is: not a number."""
+    x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter), change="target[:] = -100")
+    found = answer(x)
+    value = found.pop("loss")
+    assert value is not None
+    if adapter.reduction == "mean":
+        return Finding("pass", f"mean: {float(value):g} (torch: nan)")
+    stray = [name for name, gradient in found.items() if gradient is not None and gradient.any()]
+    if float(value) == 0 and not stray:
+        return Finding("pass", _mean_of_none(x))
+    what = f"{stray[0]} gradient is not 0" if stray else f"the sum is {float(value):g}"
+    return Finding("fail", what, _shown(x, "loss.backward(); print(loss, hidden.grad.abs().max())  # 0, and 0"))
+
+
+def _mean_of_none(x: Inputs) -> str:
+    if "mean" not in x.adapter.offers:
+        return "0"
+    value = answer(replace(x, options=replace(x.options, reduction="mean")))["loss"]
+    return f"0; mean: {float('nan') if value is None else float(value):g} (torch: nan)"
+
+
+def out_of_range(adapter: Adapter) -> Finding:
+    """A target of V, V + 7 or -1 is an error, not a number. In a process of its own, which may not survive it."""
+    said = []
+    for bad in ("128", "135", "-1"):
+        x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter), change=f"target[5] = {bad}")
+        outcome = _in_a_process(x)
+        if outcome.startswith("gave"):
+            shown = _shown(x, "loss.backward(); print(loss)  # a number, though target[5] is no class")
+            return Finding("fail", f"target {bad} of 128 classes {outcome}, in silence", shown)
+        said.append(outcome)
+    return Finding("pass", said[0])
+
+
+def _in_a_process(x: Inputs) -> str:
+    """What became of one forward and backward: "raises ...", "gave ..." or how the process ended."""
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_try, args=(theirs, x), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        return str(ours.recv()) if ours.poll(SILENCE) else f"gave no answer in {SILENCE} s"
+    except EOFError:
+        process.join()
+        return f"ends the process ({process.exitcode})"
+    finally:
+        process.kill()
+
+
+def _try(pipe: Connection, x: Inputs) -> None:
+    torch.set_num_threads(1)  # the parent's thread pool did not survive the fork
+    try:
+        pipe.send(f"gave {float(answer(x)['loss'] or 0):.6g}")
+    except Exception as raised:
+        pipe.send(f"raises {type(raised.__cause__ or raised).__name__}")
+
+
+def smoothing(adapter: Adapter) -> Finding:
+    """Label smoothing of 0.1, as `torch.nn.CrossEntropyLoss` defines it."""
+    return _compared(Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter, smoothing=0.1)))
+
+
+def padding_cost(adapter: Adapter) -> Finding:
+    """With half of the rows ignored, half of the matrix products' work is left. Counted, not timed."""
+    x, half_of = Inputs(adapter, options=_options(adapter)), "target[::step] = -100"
+    work = [products(replace(x, change=change)) for change in ("", half_of.replace("step", "2"))]
+    share = work[1] / work[0] if work[0] else 1.0
+    if share <= HALF:
+        return Finding("pass", f"{share:.0%} of the products for 50% of the rows")
+    code = f"    with torch.profiler.profile(with_flops=True, record_shapes=True) as p: {half_of}; {x.call}.backward()"
+    count = "    print(sum(e.flops for e in p.key_averages()), 'operations, every', step, 'th row ignored')"
+    lines = [x.imports, x.code, "for step in (512, 2):", code, count]
+    return Finding("fail", f"{share:.0%} of the products for 50% of the rows", "\n".join(lines))
+
+
+def products(x: Inputs) -> int:
+    """Multiplications in the matrix products of one forward and backward, as torch's profiler sees them."""
+    answer(x)  # what compiles has compiled
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
+        answer(x)
+    total = 0
+    for event in record.events() or []:
+        if event.name in PRODUCTS:
+            first = 1 if "add" in event.name else 0  # an operand to add to comes before; `out` would come after
+            left, right = event.input_shapes[first : first + 2]
+            total += math.prod(left) * right[-1]
+    return total
+
+
+def memory_growth(adapter: Adapter) -> Finding:
+    """The peak of a fresh process at 1,024 and at four times as many rows; the logits of all rows never exist."""
+    found = growth(adapter)
+    if isinstance(found, str):
+        return Finding("not measured", found)
+    grows = f"{found.small / 2**20:,.0f} to {found.large / 2**20:,.0f} MiB for 4 x the rows"
+    if found.share <= found.ALLOWED:
+        return Finding("pass", grows)
+    x = Inputs(adapter, found.ROWS, found.WIDTH, found.VOCAB, _options(adapter))
+    peak = "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) // 1024"
+    forget = "open('/proc/self/clear_refs', 'w').write('5'); before = peak()"
+    tensors = x.code.replace(str(found.ROWS), "rows")
+    lines = [
+        f"{x.imports}; {peak}",
+        f"for rows in ({found.ROWS}, {found.ROWS}, {4 * found.ROWS}):  # the first warms up",
+    ]
+    lines += [f"    {tensors}; {forget}", f"    {x.call}.backward()", "    print(rows, peak() - before, 'MiB')"]
+    return Finding("fail", grows, "\n".join(lines))
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("float64", in_dtype(torch.float64), frozenset({"float64"})),
+    Check("float32", in_dtype(torch.float32), frozenset({"float32"})),
+    Check("bfloat16", in_dtype(torch.bfloat16), frozenset({"bfloat16"})),
+    Check("float16", in_dtype(torch.float16), frozenset({"float16"})),
+    Check("any number of chunks", any_chunks, frozenset({"chunks"})),
+    Check("upstream factor", upstream),
+    Check("frozen trunk", frozen_trunk),
+    Check("frozen head", frozen_head),
+    Check("second backward", second_backward),
+    Check("accumulation", accumulation),
+    Check("ignored targets", ignored),
+    Check("mean of kept targets", mean, frozenset({"mean"})),
+    Check("all ignored", all_ignored),
+    Check("target out of range", out_of_range),
+    Check("label smoothing", smoothing, frozenset({"smoothing"})),
+    Check("padding is not projected", padding_cost, is_cost=True),
+    Check("memory by rows", memory_growth, frozenset({"CPU memory"}), is_cost=True),
+)
+"""All of them, in the order of the table."""
+
+
+def run(adapter: Adapter, checks: tuple[Check, ...] = CHECKS) -> dict[str, Finding]:
+    """Every check's finding, by name; all "not measured" where the adapter cannot run here."""
+    why = adapter.why_not()
+    return {check.name: Finding("not measured", why) if why else check(adapter) for check in checks}

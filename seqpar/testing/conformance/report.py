@@ -1,0 +1,72 @@
+"""The findings as a Markdown table, and five lines for each failure."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import date
+
+import torch
+
+from seqpar.testing.conformance.adapter import Adapter
+from seqpar.testing.conformance.checks import CHECKS, Finding
+
+Findings = Mapping[str, Mapping[str, Finding]]
+"""By adapter, then by check."""
+
+
+def table(findings: Findings) -> str:
+    """A row for each check, a column for each adapter."""
+    lines = [f"| | {' | '.join(findings)} |", "|---" * (len(findings) + 1) + "|"]
+    for check in CHECKS:
+        cells = [_cell(of[check.name]) for of in findings.values() if check.name in of]
+        lines += [f"| {check.name} | {' | '.join(cells)} |"] if cells else []
+    return "\n".join(lines)
+
+
+def _cell(finding: Finding) -> str:
+    text = str(finding).replace("|", "/")
+    return f"**{text}**" if finding.verdict == "fail" else text
+
+
+def notes(adapters: list[Adapter]) -> str:
+    """A line for each adapter that has something to say."""
+    return "\n".join(f"- **{adapter.name}**: {adapter.note}" for adapter in adapters if adapter.note)
+
+
+def reproductions(findings: Findings) -> str:
+    """A heading, the code and what it printed just now, for each failure."""
+    failed = [(n, c, f) for n, of in findings.items() for c, f in of.items() if f.verdict == "fail"]
+    blocks = [
+        f"### {name}: {check}\n\n{f.figure}\n\n```python\n{f.reproduction}\n```\n\n```\n{printed(f.reproduction)}\n```"
+        for name, check, f in failed
+    ]
+    return "\n\n".join(blocks) if blocks else "No check failed."
+
+
+def printed(code: str) -> str:
+    """What the code prints in a process of its own, or the last line of its traceback."""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    errors = done.stderr.strip().splitlines()
+    return done.stdout.strip() or (errors[-1] if errors else f"the process ended with {done.returncode}")
+
+
+def heading(adapters: list[Adapter]) -> str:
+    """The date, the command and the versions."""
+    packages = dict.fromkeys(adapter.package for adapter in adapters if adapter.package)
+    versions = [f"{package} {_version(package)}" for package in packages]
+    names = " ".join(adapter.name for adapter in adapters)
+    device = "CUDA" if torch.cuda.is_available() else "CPU"
+    what = ", ".join([f"Python {platform.python_version()}", f"torch {torch.__version__}", *versions])
+    return f"```\npython -m seqpar.testing.conformance {names}\n```\n\n{date.today()}, {device}. {what}."
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
