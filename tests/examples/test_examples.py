@@ -31,7 +31,15 @@ def test_an_example_runs_as_it_says_and_its_loss_falls(example: Path) -> None:
 
 
 def test_there_is_an_example_for_each_way_to_use_it() -> None:
-    wanted = {
-        "own_loop", "ddp", "fsdp2", "vocabulary_split", "distillation", "copy_generator", "language_model",
-    }  # fmt: skip
-    assert wanted <= {path.stem for path in EXAMPLES}
+    assert {path.stem for path in EXAMPLES} == {
+        "annotated_2018",
+        "copy_generator",
+        "ddp",
+        "distillation",
+        "fsdp2",
+        "hf_trainer",
+        "language_model",
+        "lightning_module",
+        "own_loop",
+        "vocabulary_split",
+    }
