@@ -2,6 +2,7 @@
 
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +18,7 @@ from seqpar.testing import assert_same_gradients
 from seqpar.testing.ranks import ranks
 from seqpar.testing.strategies import vocabulary_splits
 from tests.distributed.test_vocab_parallel import assert_answers, losses
+from tests.distributed.vocab_cases import PLAIN
 from tests.seqpar.linear_loss import linear_cases, plain_logits, plain_loss
 from tests.seqpar.test_linear_cross_entropy import LEAVES, LOW, both_errors
 
@@ -75,6 +77,33 @@ def test_counts_are_those_of_the_plain_predictions(case, grad, block):
     assert loss.tokens == kept.sum()
     assert loss.correct == ((logits.argmax(-1) == target) & kept).sum()
     torch.testing.assert_close(loss.nll, nll, rtol=1e-12, atol=1e-13)
+
+
+EACH = [
+    replace(
+        PLAIN, convention=convention, weighted=weighted, padding=2 if convention == "harvard" else -100, z_loss=0.01,
+        padding_share=0.3, softcap=2.0 if capped else None, temperature=0.5 if capped else 1.0, token_weighted=capped,
+    )
+    for convention in ("torch", "fairseq", "harvard") for weighted in (False, True) for capped in (False, True)
+]  # fmt: skip
+"""Every term of the kernels' formulas, where random cases may pass one by."""
+
+
+@pytest.mark.parametrize("case", EACH, ids=lambda case: f"{case.convention}-{case.weighted}-{case.softcap}")
+def test_each_convention_with_and_without_class_weights(case):
+    tensors = moved(case.tensors())
+    with kernels(), patch.object(row_kernel, "LARGEST_BLOCK", 4):
+        assert_same_gradients(
+            lambda: seqpar.linear_cross_entropy(**tensors, **case.options).total,
+            lambda: plain_loss(**tensors, **case.options),
+            {name: tensors[name] for name in LEAVES if name in tensors},
+        )
+
+
+def test_each_convention_with_and_without_class_weights_in_a_shard():
+    per_rank = ranks(2, losses_by_kernel, [(case, [4, 7], [0, 1], False) for case in EACH], 4)
+    for i, case in enumerate(EACH):
+        assert_answers(case, [4, 7], [0, 1], [answers[i] for answers, _ in per_rank])
 
 
 def losses_by_kernel(rank, world, drawn, block):
