@@ -23,7 +23,7 @@ from seqpar.token_loss import wide
 LARGEST_BLOCK = 2048
 """Classes of a row that one program has in its registers at once; a power of 2."""
 CLASSES_A_THREAD = 8
-"""One load of 16 bytes in bfloat16. The compiler then takes 48 to 75 registers (sm_90, Triton 3.7 and 3.9), so that 24 to 40
+"""One load of 16 bytes in bfloat16. The compiler then takes 48 to 75 registers (sm_90, Triton 3.9), so that 24 to 40
 warps share a multiprocessor; with 16 classes it takes 96 to 134, and what is not aligned spills."""
 ALIGNED = 16
 """Rows begin at multiples of so many numbers: without, an odd vocabulary (50,257) is read number by number."""

@@ -16,7 +16,10 @@ import torch.nn.functional as F
 from benchmarks.loss import ours, peers, plain_ways
 from benchmarks.loss.checks import what_is_wrong
 from benchmarks.loss.implementations import ENGINE, LINEAR, PLAIN, TORCH_DEFAULT, Implementation
+from benchmarks.loss.memory import device_peak
 from benchmarks.loss.problems import Inputs, Problem
+from benchmarks.loss.results import floor_seconds
+from benchmarks.loss.targets import shape_title
 from benchmarks.loss.timing import Progress, floors, forward_and_backward, interleaved, seconds
 from seqpar.chunks import rows_per_chunk
 from seqpar.token_loss import wide
@@ -72,12 +75,7 @@ def least_bytes(problem: Problem) -> int:
 def peak_bytes(x: Inputs, step: Any) -> int:
     """Of one step, above the inputs."""
     x.clear()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return device_peak(step)
 
 
 def measure(problem: Problem, device: str, repeats: int | None, progress: Progress) -> dict[str, Any]:
@@ -123,9 +121,8 @@ def table(entries: list[dict[str, Any]]) -> list[str]:
     ]
     for entry in entries:
         problem = entry["problem"]
-        title = f"{problem['rows']:,} x {problem['width']:,} x {problem['vocab_size']:,}"
-        title += f", smoothing {problem['smoothing']:g}" if problem["smoothing"] else ""
-        floor = min(statistics.median(times) for times in entry["floor seconds"].values())
+        title = shape_title(entry) + (f", smoothing {problem['smoothing']:g}" if problem["smoothing"] else "")
+        floor = floor_seconds(entry)
         rate = 6 * problem["rows"] * problem["width"] * problem["vocab_size"] / floor / 1e12
         least = entry["least bytes"]
         lines.append(

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import math
 import multiprocessing
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -60,17 +61,23 @@ def own_peak(implementation: Implementation, problem: Problem, device: str) -> i
         x.clear()
     gc.collect()
     if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return device_peak(run)
     with suppress(OSError, AttributeError):  # only glibc has it: freed memory goes back, so that it is counted again
         ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, as Linux has it
     before = _resident("VmHWM")
     run()
     return _resident("VmHWM") - before
+
+
+def device_peak(run: Callable[[], object]) -> int:
+    """Of one run, as the device's allocator counts it, above what was there."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _resident(field: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import itertools
-import logging
 import platform
 import warnings
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.loss.plain_ways import Step
 from benchmarks.loss.problems import Inputs
+from seqpar.testing.conformance import adapter
 
 TUNE_CHUNKS = 8
 PEERS = {
@@ -122,10 +122,4 @@ def why_missing(module: str) -> str:
 
 def quietly(module: str) -> Any:
     """The module, without what it says at import (torchao names each of its GPU libraries that it cannot load)."""
-    try:
-        logging.disable(logging.WARNING)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module(module)
-    finally:
-        logging.disable(logging.NOTSET)
+    return adapter.quietly(lambda: importlib.import_module(module))
