@@ -49,6 +49,17 @@ def check_mask(name: str, mask: Tensor | None) -> None:
         )
 
 
+def added_scores(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """What a boolean mask adds to attention scores: 0 where True, else the lowest number (of bfloat16, for autocast).
+
+    A stack of layers makes it once, in the dtype of `like`; what has been made, or is not there, is left as it is.
+    """
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    lowest = max(torch.finfo(like.dtype).min, torch.finfo(torch.bfloat16).min)
+    return like.new_zeros(mask.shape).masked_fill_(~mask, lowest)
+
+
 @dataclass(frozen=True)
 class KeyValues:
     """What attention looks up: keys and values, each (B, H, S, K)."""
@@ -74,21 +85,19 @@ queries, the beams of a search, look at up to 90 keys. More keys would make the 
 def attend(query_BHQK: Tensor, lookup: KeyValues, mask: Tensor | None, causal: bool) -> Tensor:
     """softmax(Q K^T / sqrt(d_k)) V (equation 1): query (B, H, Q, K) -> (B, H, Q, K).
 
-    `F.scaled_dot_product_attention`, but where its kernel is slow the same by matrix products. A query that may
-    attend to nothing has no meaning in either.
+    `F.scaled_dot_product_attention`, with a mask as it takes them, but where its kernel is slow the same by matrix
+    products. A query that may attend to nothing has no meaning in either.
     """
     (batch, heads, queries, width), keys = query_BHQK.shape, lookup.keys.size(2)
     if query_BHQK.device.type != "cpu" or keys > SHORT or not batch:
         return F.scaled_dot_product_attention(query_BHQK, lookup.keys, lookup.values, attn_mask=mask, is_causal=causal)
-    if causal:
-        mask = subsequent_mask(keys)
-    hidden_AQS = query_BHQK.new_zeros(1, 1, 1)
-    if mask is not None:
-        hidden = hidden_AQS.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(hidden_AQS.dtype).min)
-        alike = mask.size(0) == mask.size(1) == 1
-        hidden_AQS = (hidden if alike else hidden.expand(batch, heads, -1, -1)).flatten(0, 1)
     query_AQK, keys_ASK, values_ASK = (x.flatten(0, 1) for x in (query_BHQK, lookup.keys, lookup.values))
-    scores_AQS = torch.baddbmm(hidden_AQS, query_AQK, keys_ASK.mT, alpha=width**-0.5)
+    nothing = query_AQK.new_zeros(1, 1, 1)
+    scores_AQS = torch.baddbmm(nothing, query_AQK, keys_ASK.mT, beta=0, alpha=width**-0.5)
+    added = added_scores(subsequent_mask(keys) if causal else mask, scores_AQS)
+    if added is not None:
+        scores_BHQS = scores_AQS.view(batch, heads, queries, keys) + added.to(scores_AQS.dtype)
+        scores_AQS = scores_BHQS.flatten(0, 1)
     return torch.bmm(scores_AQS.softmax(-1), values_ASK).view(batch, heads, queries, width)
 
 
@@ -163,12 +172,16 @@ class LayerCache:
         self.slots = slots.size(1)
 
 
+FIRST_ROOM = 96
+"""Slots that a cache has room for at first: new memory comes page by page, and should not be thrown away soon."""
+
+
 def with_room(held: KeyValues | None, like: KeyValues, slots: int) -> KeyValues:
-    """The same with room for so many slots at least; twice as much as before where there was too little."""
+    """The same with room for so many slots at least; twice as many where there was too little."""
     if held is not None and held.keys.size(2) >= slots:
         return held
     batch, heads, _, width = like.keys.shape
-    more = KeyValues(*(like.keys.new_empty(batch, heads, 2 * slots, width) for _ in range(2)))
+    more = KeyValues(*(like.keys.new_empty(batch, heads, max(FIRST_ROOM, 2 * slots), width) for _ in range(2)))
     if held is not None:
         for roomy, old in ((more.keys, held.keys), (more.values, held.values)):
             roomy[:, :, : old.size(2)] = old

@@ -193,8 +193,25 @@ def encode_source(model: EncoderDecoder, src: Tensor, max_length: int | None) ->
     check_tokens("src", src)
     lengths = (src != model.pad).sum(1).tolist()
     limits = [2 * length + 10 if max_length is None else max_length for length in lengths]
-    mask = padding_mask(src, model.pad)
-    return Source(model.encode(src, mask), mask, list(range(src.size(0))), limits)
+    return Source(encode(model, src), padding_mask(src, model.pad), list(range(src.size(0))), limits)
+
+
+TOGETHER = 24
+"""Sentences that are encoded at once, those of like length together, so that little padding is."""
+
+
+def encode(model: EncoderDecoder, src: Tensor) -> Tensor:
+    """`model.encode(src)`, but that on the CPU the memory of padding may be 0: (B, S, D)."""
+    if src.device.type != "cpu" or len(src) <= TOGETHER:
+        return model.encode(src)
+    place_S = torch.arange(1, src.size(1) + 1)
+    length_B = (place_S * (src != model.pad)).amax(1).clamp(min=1)
+    rows = length_B.argsort().split(TOGETHER)
+    found = [model.encode(src[some, : int(length_B[some].max())]) for some in rows]
+    memory_BSD = found[0].new_zeros(*src.shape, found[0].size(2))
+    for some, part in zip(rows, found, strict=True):
+        memory_BSD[some, : part.size(1)] = part
+    return memory_BSD
 
 
 def next_hidden(model: EncoderDecoder, source: Source, tokens_R: Tensor, cache: DecoderCache) -> Tensor:
@@ -231,42 +248,51 @@ def extend(model: EncoderDecoder, scores_BK: Tensor, hidden_RD: Tensor, forbidde
 
 def candidates_of(scores_BK: Tensor, logits_RV: Tensor, forbidden: list[int], count: int) -> Candidates:
     """They are picked by their logits, so log-probabilities exist for those few alone."""
-    total_BK = log_totals(logits_RV).view_as(scores_BK)
+    forbidden_RF = logits_RV[:, forbidden]
     logits_RV[:, forbidden] = -math.inf
-    scores_BC, index_BC = best_tokens(scores_BK, total_BK, logits_RV, count)
+    maxima_RW, total_R = maxima_and_totals(logits_RV)
+    total_BK = total_R.logaddexp(forbidden_RF.logsumexp(-1)).view_as(scores_BK)
+    scores_BC, index_BC = best_tokens(scores_BK, total_BK, logits_RV, maxima_RW, count)
     vocab = logits_RV.size(1)
     return Candidates(scores_BC, index_BC // vocab, index_BC % vocab)
-
-
-def log_totals(logits_RV: Tensor) -> Tensor:
-    """`logits_RV.logsumexp(-1)`, (R,): the largest logit minus the logarithm of its probability, at least 1 / V.
-
-    torch's softmax takes a third of the time of its logsumexp, and a few rows of it fit into a cache.
-    """
-    return torch.cat([rows.amax(-1) - rows.softmax(-1).amax(-1).log() for rows in logits_RV.split(64)])
 
 
 BLOCK = 64
 """Tokens whose best logit stands for them at first."""
 
 
-def best_tokens(scores_BK: Tensor, total_BK: Tensor, logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def maxima_and_totals(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """The best logit of each whole block of the vocabulary, (R, W), and `logits_RV.logsumexp(-1)`, (R,).
+
+    That is the largest logit minus the logarithm of its probability, which is at least 1 / V: torch's softmax takes a
+    third of the time of its logsumexp. A few rows at a time fit into a cache, and theirs into memory that is there.
+    """
+    whole, held_RV, found = logits_RV.size(1) // BLOCK * BLOCK, torch.empty_like(logits_RV[:64]), []
+    for rows_RV in logits_RV.split(64):
+        maxima_RW = rows_RV[:, :whole].reshape(len(rows_RV), -1, BLOCK).amax(-1)
+        largest_R = torch.cat((maxima_RW, rows_RV[:, whole:]), 1).amax(-1)
+        probabilities_RV = torch.softmax(rows_RV, -1, out=held_RV[: len(rows_RV)])
+        found.append((maxima_RW, largest_R - probabilities_RV.amax(-1).log()))
+    maxima, totals = zip(*found, strict=True)
+    return torch.cat(maxima), torch.cat(totals)
+
+
+def best_tokens(
+    scores_BK: Tensor, total_BK: Tensor, logits_RV: Tensor, maxima_RW: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
     """`(scores_BK[..., None] + (logits_BKV - total_BK[..., None])).flatten(1).topk(count)`: values and indices, (B, C).
 
     The best are in the `count` blocks of the vocabulary with the best maxima, or in the rest that fills no block, so
-    that the logits are read once and only a few hundred a sentence are sorted.
+    that only a few hundred logits a sentence are sorted.
     """
-    (batch, live), (rows, vocab) = scores_BK.shape, logits_RV.shape
-    whole, device = vocab // BLOCK * BLOCK, logits_RV.device
-    maxima_RW = logits_RV[:, :whole].reshape(rows, -1, BLOCK).amax(-1)
-    maxima_RW = scores_BK.reshape(-1, 1) + (maxima_RW - total_BK.reshape(-1, 1))
-    maxima_BW = maxima_RW.reshape(batch, -1)
+    (batch, live), vocab, device = scores_BK.shape, logits_RV.size(1), logits_RV.device
+    blocks = maxima_RW.size(1)
+    maxima_BW = (scores_BK.reshape(-1, 1) + (maxima_RW - total_BK.reshape(-1, 1))).reshape(batch, -1)
     picked_BC = maxima_BW.topk(min(count, maxima_BW.size(1)), sorted=False).indices
-    blocks = max(1, whole // BLOCK)
-    start_BC = picked_BC // blocks * vocab + picked_BC % blocks * BLOCK
+    start_BC = picked_BC // max(1, blocks) * vocab + picked_BC % max(1, blocks) * BLOCK
     inside_BM = (start_BC[:, :, None] + torch.arange(BLOCK, device=device)).flatten(1)
     row_K1 = torch.arange(live, device=device)[:, None]
-    rest_M = (row_K1 * vocab + torch.arange(whole, vocab, device=device)).flatten()
+    rest_M = (row_K1 * vocab + torch.arange(blocks * BLOCK, vocab, device=device)).flatten()
     index_BM = torch.cat((inside_BM, rest_M.expand(batch, -1)), 1)
     logits_BM, row_BM = logits_RV.reshape(batch, -1).gather(1, index_BM), index_BM // vocab
     scores_BM = scores_BK.gather(1, row_BM) + (logits_BM - total_BK.gather(1, row_BM))

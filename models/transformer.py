@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from models.attention import Attention, DecoderCache, LayerCache, check_mask, padding_mask
+from models.attention import Attention, DecoderCache, LayerCache, added_scores, check_mask, padding_mask
 from models.dropout import Dropout
 from models.presets import TransformerConfig
 
@@ -60,7 +60,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        y: Tensor = self.outer(self.inner(x).relu())
+        inner: Tensor = self.inner(x)
+        y: Tensor = self.outer(inner.relu() if inner.requires_grad else inner.relu_())
         return y
 
 
@@ -164,6 +165,7 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor, src_mask: Tensor | None) -> Tensor:
         """(B, S, D) -> (B, S, D)."""
+        src_mask = added_scores(src_mask, x)
         for layer in self.layers:
             x = layer(x, src_mask)
         x = self.norm(x)
@@ -191,6 +193,7 @@ class Decoder(nn.Module):
         cache: DecoderCache | None = None,
     ) -> Tensor:
         """x (R, T, D), memory (B, S, D) -> (R, T, D)."""
+        src_mask, tgt_mask = added_scores(src_mask, x), added_scores(tgt_mask, x)
         for index, layer in enumerate(self.layers):
             x = layer(x, memory, src_mask, tgt_mask, None if cache is None else cache.layers[index])
         x = self.norm(x)

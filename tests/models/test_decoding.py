@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import EncoderDecoder, Hypothesis, beam_search, greedy, length_normaliser, padding_mask
-from models.decoding import best_tokens, log_totals
+from models.decoding import best_tokens, maxima_and_totals
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, sentence, small_transformer
 
 MODELS = [small_transformer(seed, norm=norm, spread=2.0) for seed in range(2) for norm in ("pre", "post")]
@@ -298,14 +298,15 @@ def test_the_best_tokens_and_totals_are_those_of_a_sort(vocab: int, live: int) -
     logits = torch.randn(43 * live, vocab, dtype=torch.float64) * 5
     logits[1, :-2] = -math.inf
     logits[2] += 1e4
-    scores, total = torch.randn(43, live, dtype=torch.float64), log_totals(logits).view(43, live)
+    maxima, totals = maxima_and_totals(logits)
+    scores, total = torch.randn(43, live, dtype=torch.float64), totals.view(43, live)
     scores[4, 1:] = -math.inf
     everything = (scores[:, :, None] + (logits.view(43, live, vocab) - total[:, :, None])).flatten(1)
-    values, index = best_tokens(scores, total, logits, 4)
+    values, index = best_tokens(scores, total, logits, maxima, 4)
     assert torch.equal(values, everything.topk(min(4, live * vocab)).values)
     assert torch.equal(values, everything.gather(1, index))
     assert all(len(set(row)) == len(row) for row in index.tolist())
-    torch.testing.assert_close(log_totals(logits), logits.logsumexp(-1), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(totals, logits.logsumexp(-1), rtol=1e-14, atol=1e-14)
 
 
 def test_scores_are_divided_by_the_gnmt_length_penalty() -> None:
