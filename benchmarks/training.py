@@ -11,7 +11,8 @@ target tokens (padding not counted) a second over batches, a ratio the median of
 - training: whole steps of about 4,000 target tokens: forward, loss with label smoothing 0.1, backward, clip, Adam.
 - factors: our own step with one thing at a time put back to what torch has: the plain loss of all logits, `nn.Dropout`,
   torch's attention kernel, Adam that is not fused; and with all of them.
-- decoding: beam 5 for 64 sentences, 20 tokens each. Random weights end sentences at random, so nothing may end.
+- decoding: beam 5 for 64 sentences, 20 tokens each, batch after batch. Random weights end sentences at random, so
+  nothing may end.
 - loading: subwords and batches of an epoch on one thread; time from start to the first step of `train`. On Multi30k
   where SEQPAR_DATA is the folder that holds it, else on the built-in corpus.
 """
@@ -49,7 +50,7 @@ from benchmarks.seq2seq_peers import (
     check_loss,
     marian,
 )
-from models import attention, beam_search, make_transformer
+from models import attention, beam_search, evaluating, make_transformer
 from models.dropout import Dropout
 from recipes.translation.batches import Batch, TokenBatches
 from recipes.translation.config import RunConfig, load_config
@@ -189,7 +190,8 @@ def decoding(size: str, repeats: int) -> Row:
         return found
 
     say(f"{size}, beam {BEAM}")
-    seconds = in_turn({"seqpar": ours, "Marian": theirs}, sources, 1)
+    with evaluating(model):  # as the recipe translates, batch after batch
+        seconds = in_turn({"seqpar": ours, "Marian": theirs}, sources, 1)
     return {"part": "decoding", "name": size, "precision": "float32", **rates([SENTENCES] * repeats, seconds)}
 
 

@@ -175,7 +175,10 @@ def check_search(beam: int, n_best: int, length_penalty: float) -> None:
 
 @contextmanager
 def evaluating(model: EncoderDecoder) -> Iterator[None]:
-    """Eval mode without gradients, for many steps; afterwards every submodule has the mode it had."""
+    """Eval mode, no gradients, weights laid out for decoding; afterwards every submodule is as it was.
+
+    `greedy` and `beam_search` do this themselves; around many calls it is done once. Weights must not change meanwhile.
+    """
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from models import beam_search, greedy
+from models import beam_search, evaluating, greedy
 from recipes.translation.checkpoint import Translator
 from recipes.translation.config import DecodingConfig
 from recipes.translation.ranks import ALONE, Ranks
@@ -27,9 +27,10 @@ def translate(
     longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
     mine = longest_first[ranks.rank :: ranks.world]
     found: dict[int, list[int]] = {}
-    for start in range(0, len(mine), decoding.batch_sentences):
-        rows = mine[start : start + decoding.batch_sentences]
-        found.update(zip(rows, search(translator, [ids[row] for row in rows], decoding), strict=True))
+    with evaluating(translator.model):
+        for start in range(0, len(mine), decoding.batch_sentences):
+            rows = mine[start : start + decoding.batch_sentences]
+            found.update(zip(rows, search(translator, [ids[row] for row in rows], decoding), strict=True))
     everyone = ChainMap(*gather_objects(found, ranks.group))
     return translator.target.decode([everyone.get(row, []) for row in range(len(ids))])
 

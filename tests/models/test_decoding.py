@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import EncoderDecoder, Hypothesis, beam_search, greedy, length_normaliser, padding_mask
+from models import EncoderDecoder, Hypothesis, beam_search, evaluating, greedy, length_normaliser, padding_mask
 from models.decoding import best_tokens, maxima_and_totals
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, sentence, small_transformer
 
@@ -149,6 +149,20 @@ def test_in_float32_with_packed_weights_it_finds_what_the_plain_search_finds(
         assert [[h.tokens for h in row] for row in found] == [[h.tokens for h in row] for row in expected]
         for got, want in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
             assert got.score == pytest.approx(want.score, rel=1e-5)
+
+
+def test_around_many_searches_weights_are_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.packed.SMALLEST", 1)
+    model, src = copy.deepcopy(ENDING[0]).float().train(), pad_to([[3, 4, 5, 6], [5]], 5)
+    alone = beam_search(model, src, bos=BOS, eos=EOS)
+    with evaluating(model):
+        laid_out = model.generator.forward
+        for _ in range(2):
+            assert beam_search(model, src, bos=BOS, eos=EOS) == alone
+            assert model.generator.forward is laid_out
+            assert not model.training
+    assert model.training
+    assert "forward" not in vars(model.generator)
 
 
 def test_beams_that_died_leave_the_cache_and_change_nothing() -> None:
