@@ -96,7 +96,8 @@ def attend(query_BHQK: Tensor, lookup: KeyValues, mask: Tensor | None, causal: b
     scores_AQS = torch.baddbmm(nothing, query_AQK, keys_ASK.mT, beta=0, alpha=width**-0.5)
     added = added_scores(subsequent_mask(keys) if causal else mask, scores_AQS)
     if added is not None:
-        scores_BHQS = scores_AQS.view(batch, heads, queries, keys) + added.to(scores_AQS.dtype)
+        scores_BHQS, added = scores_AQS.view(batch, heads, queries, keys), added.to(scores_AQS.dtype)
+        scores_BHQS = scores_BHQS + added if scores_BHQS.requires_grad else scores_BHQS.add_(added)
         scores_AQS = scores_BHQS.flatten(0, 1)
     return torch.bmm(scores_AQS.softmax(-1), values_ASK).view(batch, heads, queries, width)
 
