@@ -213,7 +213,7 @@ class DecoderCache:
 
         None where that is every slot there will be.
         """
-        steps_TT = torch.ones(time, time, dtype=torch.bool, device=device).tril()
+        steps_TT = subsequent_mask(time, device)[0, 0]
         itself_KK = torch.eye(beams, dtype=torch.bool, device=device)
         own_QQ = (itself_KK[:, None, :, None] & steps_TT[None, :, None, :]).reshape(beams * time, beams * time)
         mask_BQS = own_QQ.expand(sentences, -1, -1)
