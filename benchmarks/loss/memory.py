@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.loss.implementations import Implementation, known
 from benchmarks.loss.problems import Inputs, Problem
-from benchmarks.loss.timing import forward_and_backward
+from benchmarks.loss.timing import CHUNKED, floors, forward_and_backward
 from seqpar.chunks import rows_per_chunk
 
 LIMIT = 600
@@ -25,7 +25,7 @@ CHUNKS_ALLOWED = 1.3
 
 
 def peak_bytes(name: str, problem: Problem, device: str, options: dict[str, Any]) -> int | str:
-    """Of that implementation, or what became of its process."""
+    """Of that implementation, or of the bare products (`CHUNKED`), or what became of its process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.loss.memory"])
     ours, theirs = context.Pipe(duplex=False)
@@ -44,7 +44,7 @@ def peak_bytes(name: str, problem: Problem, device: str, options: dict[str, Any]
 
 def _answer(pipe: Connection, name: str, problem: Problem, device: str, options: dict[str, Any], threads: int) -> None:
     torch.set_num_threads(threads)
-    pipe.send(own_peak(known(options)[name], problem, device))
+    pipe.send(workspace(problem, device) if name == CHUNKED else own_peak(known(options)[name], problem, device))
 
 
 def own_peak(implementation: Implementation, problem: Problem, device: str) -> int:
@@ -59,6 +59,19 @@ def own_peak(implementation: Implementation, problem: Problem, device: str) -> i
     if implementation.compiles:
         run()
         x.clear()
+    return peak_of(run, device)
+
+
+def workspace(problem: Problem, device: str) -> int:
+    """What the libraries take for the three products alone, in chunks, of memory that is there and has been used."""
+    tiny = problem._replace(rows=64, width=8, vocab_size=16)
+    small, real = (floors(Inputs(each, device))[CHUNKED] for each in (tiny, problem))
+    small()
+    return peak_of(real, device)
+
+
+def peak_of(run: Callable[[], object], device: str) -> int:
+    """Of one run, above what is there."""
     gc.collect()
     if device != "cpu":
         return device_peak(run)

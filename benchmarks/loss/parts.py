@@ -126,11 +126,11 @@ def measure(run: Run, part: str, problems: list[Problem], progress: Progress, na
     for name, way in chosen.items():
         check(run, name, way, first)
     weighed = [] if first.products > LARGE and first.smoothing else list(chosen)
-    times = timed(run, problems, chosen, lambda share, what: progress.add(share * work, what), len(weighed))
+    times = timed(run, problems, chosen, lambda share, what: progress.add(share * work, what), len(weighed) + bool(weighed))
     share = work / times.steps
     for problem in problems:
         memory = {}
-        for name in weighed:
+        for name in [*weighed, *([CHUNKED] if weighed else [])]:
             memory[name] = peak_bytes(name, problem, run.device, options)
             progress.add(share, f"{problem}: memory of {name}")
         mine = {name: taken for (whose, name), taken in times.seconds.items() if whose == problem}

@@ -11,6 +11,7 @@ from benchmarks.loss import gpu, plots, targets
 from benchmarks.loss.implementations import ENGINE, PLAIN, known
 from benchmarks.loss.results import Results, fastest_to_floor, floor_seconds, median, stem
 from benchmarks.loss.targets import Entry, shape_title, title
+from benchmarks.loss.timing import CHUNKED
 
 MIB = 2**20
 INTRODUCTION = """
@@ -21,7 +22,8 @@ rows at once or 512 at a time, whichever is faster here. All ways take turns in 
 a figure is the median of the rounds; where a table says two steps in a row, only the second is timed, for the first
 one's memory was another's. What compiles has compiled before. Memory is the peak above the inputs, in a fresh
 process, as the system reports it. "Allowed" is the hidden gradient, the weight gradient and 1.3 of the engine's
-chunks of logits in float32 or wider.
+chunks of logits in float32 or wider; "three products' libraries", in MiB, is what MKL and oneDNN take beside it for
+the bare products.
 
 - **plain**: `F.cross_entropy` of `F.linear`; **torch.compile**: the same, compiled; **checkpointed chunks**:
   `torch.utils.checkpoint` around 512 rows at a time.
@@ -127,6 +129,7 @@ def _shapes(results: Results, entries: list[Entry]) -> list[str]:
                 for e0 in here[:1]
                 for name in order
             ]
+            rows += [["three products' libraries", *(_mib(e["peak bytes"].get(CHUNKED)) for e in here)]]
             rows += [["allowed memory", *(f"{e['allowed bytes'] / MIB:,.0f} MiB" for e in here)]]
             rows += [["rounds", *(str(len(e["seconds"][PLAIN])) for e in here)]]
             rows += [["steps in a row", *(str(e.get("steps in a row", 1)) for e in here)]]

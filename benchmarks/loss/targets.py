@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from benchmarks.loss.implementations import ENGINE, OURS, OWN, OWN_SMALL, PLAIN, TORCH_DEFAULT
 from benchmarks.loss.problems import SHAPES
 from benchmarks.loss.results import Results, fastest_to_floor, floor_seconds, median
+from benchmarks.loss.timing import CHUNKED
 
 Entry = dict[str, Any]
 Ratio = Callable[[Entry], float | None]
@@ -49,6 +50,8 @@ def _of_shapes(results: Results) -> Iterator[Target]:
     yield from _least(f"bfloat16: fastest peer's time / {engine}'s", half, _fastest_peer, 1.0)
     everything = list(results["parts"].get("shapes", {}).values())
     yield from most(f"{engine}: peak memory / what is allowed", everything, _to_allowance, 1.0)
+    claim = f"{engine}: the same, less what the bare products' libraries take"
+    yield from most(claim, everything, _own_to_allowance, 1.0)
     both = single + half
     yield from most("own generator: time / plain's", both, lambda entry: _over(_speed(PLAIN, OWN)(entry)), 1.25)
     small = list(results["parts"].get("small", {}).values())
@@ -169,6 +172,12 @@ def _fastest_peer(entry: Entry) -> float | None:
 def _to_allowance(entry: Entry) -> float | None:
     peak = entry["peak bytes"].get(ENGINE)
     return peak / entry["allowed bytes"] if isinstance(peak, int) else None
+
+
+def _own_to_allowance(entry: Entry) -> float | None:
+    peak, libraries = (entry["peak bytes"].get(name) for name in (ENGINE, CHUNKED))
+    measured = isinstance(peak, int) and isinstance(libraries, int)
+    return (peak - libraries) / entry["allowed bytes"] if measured else None
 
 
 def _memory_to_plain(entry: Entry) -> float | None:

@@ -57,8 +57,8 @@ def floor(x: Inputs, rows: int | None) -> Callable[[], None]:
     kept_KD = x.hidden.detach()[x.target != IGNORED]
     weight_VD = x.weight.detach()
     count = len(kept_KD) if rows is None else min(rows, len(kept_KD))
-    logits_KV = torch.empty(count, len(weight_VD), dtype=weight_VD.dtype, device=x.device)
-    hidden_grad_KD, weight_grad_VD = torch.empty_like(kept_KD), torch.empty_like(weight_VD)
+    logits_KV = torch.ones(count, len(weight_VD), dtype=weight_VD.dtype, device=x.device)
+    hidden_grad_KD, weight_grad_VD = torch.ones_like(kept_KD), torch.ones_like(weight_VD)
 
     def step() -> None:
         for start in range(0, len(kept_KD), count):
