@@ -176,7 +176,7 @@ def _whole_rows(
     loss = gold_share * nll
     mass = gold_share
     if weight_ptr is None:
-        mass = mass * 0.0 + 1.0
+        mass = tl.full((), 1.0, dtype)
         if each != 0.0:
             loss += each * (classes * lse - sum_)
         loss += (kl_gold - kl_each) + kl_each * classes
@@ -197,7 +197,7 @@ def _whole_rows(
     tl.store(out_ptr + out_stride, tl.where(kept, nll, 0.0))
     tl.store(out_ptr + 2 * out_stride, (kept & (argbest == target)).to(dtype))
     if GRADIENT:
-        factor = lse * 0.0 + 1.0
+        factor = tl.full((), 1.0, dtype)
         if factor_ptr is not None:
             factor = tl.load(factor_ptr + row * factor_stride).to(dtype)
         _row_gradient(
@@ -226,7 +226,7 @@ def _part_sums(
     """A row's sums over the classes here: the largest logit, its class, log-sum-exp, the target's logit, the sum."""
     dtype: constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    best, argbest, lse, gold, sum_, inside = _row_sums(
+    best, argbest, lse, gold, sum_, _ = _row_sums(
         x_ptr + row * x_stride, V, WIDTH, tl.load(target_ptr + row), bias_ptr, weight_ptr, softcap, temperature, each,
         excluded, dtype, BLOCK,
     )  # fmt: skip
@@ -234,7 +234,7 @@ def _part_sums(
     tl.store(out_ptr, best)
     tl.store(out_ptr + out_stride, argbest.to(dtype))
     tl.store(out_ptr + 2 * out_stride, lse)
-    tl.store(out_ptr + 3 * out_stride, tl.where(inside, gold, 0.0))
+    tl.store(out_ptr + 3 * out_stride, gold)  # 0 where the target is another rank's
     tl.store(out_ptr + 4 * out_stride, sum_)
 
 
@@ -264,7 +264,7 @@ def _part_gradient(
     row = tl.program_id(0).to(tl.int64)
     target, lse = tl.load(target_ptr + row), tl.load(lse_ptr + row)
     inside = (target >= 0) & (target < V)
-    factor = lse * 0.0 + 1.0
+    factor = tl.full((), 1.0, dtype)
     if factor_ptr is not None:
         factor = tl.load(factor_ptr + row * factor_stride).to(dtype)
     _row_gradient(

@@ -125,12 +125,12 @@ def measure(run: Run, part: str, problems: list[Problem], progress: Progress, na
     chosen = {n: way for n, way in ways.items() if isinstance(way, Implementation) and not not_run[n]}
     for name, way in chosen.items():
         check(run, name, way, first)
-    weighed = [] if first.products > LARGE and first.smoothing else list(chosen)
-    times = timed(run, problems, chosen, lambda share, what: progress.add(share * work, what), len(weighed) + bool(weighed))
+    weighed = [] if first.products > LARGE and first.smoothing else [*chosen, CHUNKED]
+    times = timed(run, problems, chosen, lambda share, what: progress.add(share * work, what), len(weighed))
     share = work / times.steps
     for problem in problems:
         memory = {}
-        for name in [*weighed, *([CHUNKED] if weighed else [])]:
+        for name in weighed:
             memory[name] = peak_bytes(name, problem, run.device, options)
             progress.add(share, f"{problem}: memory of {name}")
         mine = {name: taken for (whose, name), taken in times.seconds.items() if whose == problem}

@@ -20,10 +20,11 @@ not padding, and goes back to all three gradients. "Three products" are the matr
 (logits, hidden gradient, weight gradient) of the rows that are not padding, into memory that is there already: all
 rows at once or 512 at a time, whichever is faster here. All ways take turns in one process, round after round, and
 a figure is the median of the rounds; where a table says two steps in a row, only the second is timed, for the first
-one's memory was another's. What compiles has compiled before. Memory is the peak above the inputs, in a fresh
-process, as the system reports it. "Allowed" is the hidden gradient, the weight gradient and 1.3 of the engine's
-chunks of logits in float32 or wider; "three products' libraries", in MiB, is what MKL and oneDNN take beside it for
-the bare products.
+one's memory was another's. What compiles has compiled before. The machine is shared: of a problem that was measured
+more than once, the run is kept that scattered least (median over fastest run, mean of all ways). Memory is the peak
+above the inputs, in a fresh process, as the system reports it. "Allowed" is the hidden gradient, the weight gradient
+and 1.3 of the engine's chunks of logits in float32 or wider; "three products' libraries", in MiB, is what MKL and
+oneDNN take beside it for the bare products.
 
 - **plain**: `F.cross_entropy` of `F.linear`; **torch.compile**: the same, compiled; **checkpointed chunks**:
   `torch.utils.checkpoint` around 512 rows at a time.

@@ -143,16 +143,18 @@ def test_fifty_steps_from_pinned_memory_have_the_same_bits(devices, side_stream)
     assert len(seen) == 1
 
 
+class Own(nn.Linear):
+    """A projection that the engine does not know."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
 def test_no_host_synchronisation_inside_the_walk():
     hidden = torch.randn(2_000, 64, device="cuda", requires_grad=True)
     target = torch.randint(500, (2_000,), device="cuda")
     target[::3] = -100
     known = nn.Linear(64, 500).cuda()
-
-    class Own(nn.Linear):
-        def forward(self, x):
-            return nn.functional.linear(x, self.weight, self.bias)
-
     weights = torch.rand(2_000, device="cuda", requires_grad=True)
     scale = torch.tensor(8.0, device="cuda")
     losses = {
@@ -243,11 +245,6 @@ class Training:
 
     def __init__(self, known):
         torch.manual_seed(0)
-
-        class Own(nn.Linear):
-            def forward(self, x):
-                return nn.functional.linear(x, self.weight, self.bias)
-
         self.trunk = nn.Linear(16, 32).double().cuda()
         generator = (nn.Linear if known else Own)(32, 400).double().cuda()
         self.parameters = [*self.trunk.parameters(), *generator.parameters()]

@@ -1,7 +1,7 @@
 """The Triton kernels have the value and every gradient of the plain loss: on a GPU, else in Triton's interpreter."""
 
 import os
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -203,13 +203,10 @@ def test_where_there_is_no_kernel_the_reason_is_known():
 def whole_batches():
     """As while a CUDA graph is recorded: no row is looked at. The real thing is in the tests of a GPU."""
     names = ["chunks", "criteria", "linear_inputs", "loss_compute"]
-    with patch.dict(os.environ):
-        patches = [patch(f"seqpar.{name}.recording", lambda _: True) for name in names]
-        for each in patches:
-            each.start()
+    with ExitStack() as patches:
+        for name in names:
+            patches.enter_context(patch(f"seqpar.{name}.recording", lambda _: True))
         yield
-        for each in patches:
-            each.stop()
 
 
 class Own(nn.Module):
