@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,12 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import EncoderDecoder, Hypothesis, beam_search, evaluating, greedy, length_normaliser, padding_mask
-from models.decoding import best_tokens, maxima_and_totals
+from models.decoding import best_tokens, encode, maxima_and_totals
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, sentence, small_transformer
 
 MODELS = [small_transformer(seed, norm=norm, spread=2.0) for seed in range(2) for norm in ("pre", "post")]
 ENDING = [small_transformer(seed + 10, vocab=7, spread=1.2, norm=norm) for seed in range(2) for norm in ("pre", "post")]
 model_index = st.integers(0, len(MODELS) - 1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_pieces() -> Iterator[None]:
+    """What is done piece by piece for speed has several pieces here: caches grow, two sentences go together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("models.attention.FIRST_ROOM", 1)
+        patch.setattr("models.decoding.TOGETHER", 2)
+        patch.setattr("models.decoding.LOGITS_BYTES", 600)
+        yield
 
 
 def same(actual: list[list[Hypothesis]], expected: list[list[Hypothesis]]) -> None:
@@ -43,6 +54,14 @@ def test_beams_share_their_sentences_memory_as_if_it_were_repeated() -> None:
     mask, memory = padding_mask(src, PAD), model.encode(src)
     repeated = model.decode(memory.repeat_interleave(3, 0), mask.repeat_interleave(3, 0), tgt)
     torch.testing.assert_close(model.decode(memory, mask, tgt), repeated, rtol=1e-12, atol=1e-12)
+
+
+def test_sentences_encoded_a_few_at_a_time_have_the_memory_they_have_together() -> None:
+    model, src = MODELS[0], pad_to([[3, 4, 5, 6, 7, 8], [5], [], [6, 3, 3], [4, 4]], 7)
+    together, memory, real = model.encode(src), encode(model, src), padding_mask(src, PAD)[:, 0, 0]
+    assert memory.shape == together.shape
+    torch.testing.assert_close(memory[real], together[real], rtol=1e-12, atol=1e-12)
+    assert not torch.equal(memory, together)  # of padding nothing was computed
 
 
 def uncached_greedy(model: EncoderDecoder, src: list[int], limit: int) -> list[int]:

@@ -21,7 +21,7 @@ from models import (
     sinusoidal_positions,
     subsequent_mask,
 )
-from models.attention import KeyValues, attend
+from models.attention import KeyValues, added_scores, attend
 from tests.models.examples import PAD, TINY, batch, pad_to, random_batch, small_transformer
 
 NORMS = pytest.mark.parametrize("norm", ["pre", "post"])
@@ -134,6 +134,31 @@ def test_short_and_long_attention_are_torchs_kernel(kind: str, width: int) -> No
     close(actual, expected)
     for got, want in zip(*(torch.autograd.grad(out.sin().sum(), inputs) for out in (actual, expected)), strict=True):
         close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_what_a_mask_adds_hides_and_is_a_number_under_autocast_too(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[True, False]])
+    added = added_scores(mask, torch.zeros(1, dtype=dtype))
+    assert added is not None
+    assert added.dtype == dtype
+    assert added_scores(added, torch.zeros(1)) is added
+    assert added[0, 0] == 0
+    under_autocast = added if dtype == torch.float16 else added.to(torch.bfloat16)
+    assert under_autocast.isfinite().all()
+    assert (added + torch.tensor([0.0, 1e4], dtype=dtype)).softmax(-1)[0].tolist() == [1, 0]
+
+
+def test_a_model_is_the_same_by_products_and_by_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, src, tgt, found = MODELS["pre"], random_batch(3, width=150), random_batch(4, width=150), []
+    for short in (0, 1_000):
+        monkeypatch.setattr("models.attention.SHORT", short)
+        hidden = model(src, tgt)
+        found.append((hidden, *torch.autograd.grad(hidden.sin().sum(), inner(model))))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(src, tgt).isfinite().all()
+    for by_kernel, by_products in zip(*found, strict=True):
+        close(by_kernel, by_products)
 
 
 def test_positions_are_the_papers_formula_at_any_offset() -> None:
