@@ -26,7 +26,7 @@ help:  ## say what the targets do
 	@$(PIP) -e '.[recipes,test,dev]'
 	@touch $@
 
-demo: .venv/recipes  ## train, evaluate and use a translation model on the built-in corpus (3 to 4 minutes on 2 cores)
+demo: .venv/recipes  ## train, evaluate and use a translation model on the built-in corpus (3 to 5 minutes on 2 cores)
 	@$(BIN)/python -m recipes.translation demo
 
 test: check  ## run the checks and every test (under 12 minutes on 2 cores)

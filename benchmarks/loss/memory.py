@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from benchmarks.loss.implementations import Implementation, known
+from benchmarks.loss.plain_ways import CHUNK_ROWS
 from benchmarks.loss.problems import Inputs, Problem
-from benchmarks.loss.timing import CHUNKED, floors, forward_and_backward
+from benchmarks.loss.timing import CHUNKED, floor, forward_and_backward
 from seqpar.chunks import rows_per_chunk
 
 LIMIT = 600
@@ -65,7 +66,7 @@ def own_peak(implementation: Implementation, problem: Problem, device: str) -> i
 def workspace(problem: Problem, device: str) -> int:
     """What the libraries take for the three products alone, in chunks, of memory that is there and has been used."""
     tiny = problem._replace(rows=64, width=8, vocab_size=16)
-    small, real = (floors(Inputs(each, device))[CHUNKED] for each in (tiny, problem))
+    small, real = (floor(Inputs(each, device), CHUNK_ROWS) for each in (tiny, problem))
     small()
     return peak_of(real, device)
 
