@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 import seqpar
 from models import Generator
 from seqpar import loss_compute
-from seqpar.loss_compute import Shard, _one_for_each_device
+from seqpar.shards import Shard, one_for_each_device
 from seqpar.testing import assert_same_results
 
 
@@ -135,7 +135,7 @@ def test_rows_of_one_device_are_put_side_by_side_and_no_device_is_left_out():
     shards = [
         Shard(torch.ones(2, i + 1, 3, device=d), torch.ones(2, i + 1, device=d), {}) for i, d in enumerate(devices)
     ]
-    together = _one_for_each_device(shards)
+    together = one_for_each_device(shards)
     assert [(s.hidden.device.type, s.hidden.shape, s.target.numel()) for s in together] == [
         ("cpu", (2 + 6, 3), 2 + 6),
         ("meta", (2, 2, 3), 4),
