@@ -114,7 +114,7 @@ def test_the_formula_path_calls_no_generator(monkeypatch):
 
 def test_a_dtype_that_torch_refuses_is_refused():
     engine = seqpar.LossCompute(nn.Linear(4, 7), seqpar.CrossEntropy())
-    with pytest.raises(RuntimeError, match="dtype"):
+    with pytest.raises(TypeError, match=r"hidden has dtype torch.float64 and the generator's parameters torch.float32"):
         engine(torch.randn(5, 4, dtype=torch.float64), torch.zeros(5).long())
 
 
