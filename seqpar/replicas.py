@@ -18,8 +18,9 @@ from torch.nn.parallel._functions import Broadcast, Gather, Scatter
 from torch.nn.parameter import is_lazy
 
 from seqpar.devices import Device, accelerator, check_devices
-from seqpar.sharded import is_dtensor, structural_copy
+from seqpar.sharded import structural_copy
 from seqpar.structures import describe, leaves, rebuild
+from seqpar.tensor_checks import is_dtensor
 
 Module = TypeVar("Module", bound=nn.Module)
 Result = TypeVar("Result")

@@ -15,25 +15,18 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from seqpar.tensor_checks import is_dtensor as is_dtensor
+
 WRAP_BOTH = (
     "wrap both in one module, seqpar.ModelWithLoss(model, loss), and give that to DistributedDataParallel or "
     "fully_shard"
 )
 
 
-def is_dtensor(value: object) -> bool:
-    """Whether it is a DTensor; where nobody has imported those (they take longer than the library), it is none."""
-    return _is_a(value, "torch.distributed.tensor", "DTensor")
-
-
 def is_fsdp_unit(module: nn.Module) -> bool:
     """Whether `fully_shard` was called on it."""
-    return _is_a(module, "torch.distributed.fsdp", "FSDPModule")
-
-
-def _is_a(value: object, module: str, name: str) -> bool:
-    kind = getattr(sys.modules.get(module), name, None)
-    return kind is not None and isinstance(value, kind)
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
 
 
 def refuse_data_parallel(module: nn.Module, what: str) -> None:

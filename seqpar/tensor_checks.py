@@ -1,0 +1,106 @@
+"""What arguments are, checked where they enter: dense tensors, floating dtypes, class indices, numbers in a range.
+
+None of these checks looks at a tensor's data, so none of them waits for a device.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CLASS_INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""What torch's own cross-entropy takes (int64, uint8), and the narrower signed dtypes. A narrow target must be widened
+to int64 before it is compared with `ignore_index`, which torch would otherwise wrap round: -100 is 156 in uint8."""
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether it is a DTensor; where nobody has imported those (they take longer than the library), it is none."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def check_dense(value: object, name: str, *, dtensor: bool = False) -> None:
+    """Raise TypeError unless `value` is a tensor with numbers in strides; a DTensor passes where `dtensor` says so."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is {_kind_of(value)}; it must be a tensor")
+    if is_dtensor(value):
+        if dtensor:
+            return
+        raise TypeError(f"{name} is a DTensor; pass this rank's own tensor ({name}.to_local() or full_tensor())")
+    remedy = _why_not_dense(value, name)
+    if remedy:
+        raise TypeError(f"{name} is {remedy}")
+
+
+def _kind_of(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, str):
+        return f"the text {value[:40]!r}"
+    inside = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+    return f"a {type(value).__name__}{inside}"
+
+
+def _why_not_dense(tensor: Tensor, name: str) -> str:
+    if tensor.is_nested:
+        return f"a nested tensor; pad it ({name}.to_padded_tensor(0.0)) and mark the padding as ignored targets"
+    if tensor.is_quantized:
+        return f"quantised ({tensor.dtype}); use {name}.dequantize()"
+    if tensor.layout is not torch.strided:
+        return f"sparse ({tensor.layout}); use {name}.to_dense()"
+    if tensor.is_meta:
+        return "on the meta device and has no numbers; make it on the device that computes"
+    return ""
+
+
+def check_floating(value: object, name: str, *, dtensor: bool = False) -> None:
+    """Raise TypeError unless `value` is a dense tensor of float16, bfloat16, float32 or float64."""
+    check_dense(value, name, dtensor=dtensor)
+    assert isinstance(value, Tensor)
+    if value.dtype not in FLOATING:
+        raise TypeError(
+            f"{name} has dtype {value.dtype}; it must be a floating dtype: float16, bfloat16, float32 or float64"
+        )
+
+
+def check_integer_target(value: object, name: str = "target", *, dtensor: bool = False) -> None:
+    """Raise TypeError unless `value` is a dense tensor of class indices; see `CLASS_INDICES`."""
+    check_dense(value, name, dtensor=dtensor)
+    assert isinstance(value, Tensor)
+    if value.dtype not in CLASS_INDICES:
+        raise TypeError(f"{name} has dtype {value.dtype}; it must hold class indices, int64: use {name}.long()")
+
+
+def check_number(
+    value: object,
+    name: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Raise TypeError unless `value` is a real number (no bool), ValueError unless it is finite and in the range."""
+    bounds = (("at least", at_least), ("above", above), ("at most", at_most), ("below", below))
+    given = " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)
+    wanted = f"a finite number {given}".rstrip()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {_kind_of(value)}; it must be {wanted}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    inside = (
+        math.isfinite(number)
+        and (at_least is None or number >= at_least)
+        and (above is None or number > above)
+        and (at_most is None or number <= at_most)
+        and (below is None or number < below)
+    )
+    if not inside:
+        raise ValueError(f"{name} is {value!r}; it must be {wanted}")
