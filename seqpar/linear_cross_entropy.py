@@ -89,7 +89,7 @@ def linear_cross_entropy(
     if torch.compiler.is_compiling() and vocab is None:
         return compiled_cross_entropy(inputs, settings, loss_scale)
     inputs, vocab = local_parts(inputs, vocab)
-    shard, q = checked(inputs, settings, vocab)
+    shard, q = checked(inputs, settings, vocab, loss_scale)
     hidden_ND, chunks, formula = plan(inputs, settings, shard, q)
     weight_N = None if inputs.token_weight is None else inputs.token_weight.flatten()
     return walk_by_formula(hidden_ND, inputs.weight, inputs.bias, chunks, formula, weight_N, loss_scale)

@@ -23,7 +23,7 @@ from seqpar.testing.gradients import (
     assert_same_results,
     check_tolerance,
     plain_loss,
-    refuse_no_gradient,
+    refuse_no_gradients,
     value_and_gradients,
 )
 from seqpar.token_loss import TokenLoss
@@ -76,8 +76,8 @@ def assert_same_loss(
     Raises:
         AssertionError: on every rank, naming what is off and by how much, the likely cause told from the numbers, and
             the smallest part of these inputs that is off as well.
-        ValueError: `loss` and what only seqpar's engine takes, together; a number out of its range; a plain loss
-            without a gradient.
+        ValueError: `loss` and what only seqpar's engine takes, together; a number out of its range; no gradient on
+            either side (`torch.no_grad`).
         TypeError: an argument of another kind.
     """
     engine_only = {"devices": devices, "chunk_tokens": chunk_tokens, "chunk_size": chunk_size}
@@ -130,9 +130,8 @@ class _Trial:
             losses = [plain_loss(*head, h, t, **keywords) for h, t, keywords in parts]
             return torch.stack(losses).sum() / self.tokens
 
-        expected = value_and_gradients(plain, tensors)
-        refuse_no_gradient(expected, tensors, "the plain loss")
-        got = self._reduced(candidate, tensors)
+        expected, got = value_and_gradients(plain, tensors), self._reduced(candidate, tensors)
+        refuse_no_gradients(got, expected, tensors)
         eighth = self._reduced(lambda: candidate() * FACTOR, tensors)
         try:
             assert_same_results(got, expected, self.rtol)

@@ -64,14 +64,13 @@ DIFFERENT = {
     "a gradient where there is none": ((0.0, [1e-9]), (0.0, [0.0])),
     "a loss where there is none": ((1e-9, [0.0]), (0.0, [0.0])),
     "nothing for something": ((1.0, []), (1.0, [1.0])),
-    "twice what is too small to be told from rounding": ((2e-20, [2e-20]), (1e-20, [1e-20])),
 }
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_no_reference_lets_everything_pass(case):
     got, expected = DIFFERENT[case]
-    with pytest.raises(AssertionError, match=r"the loss|the gradient of w|the reference"):
+    with pytest.raises(AssertionError, match=r"the loss|the gradient of w"):
         assert_same_results(held(*got), held(*expected))
 
 
@@ -107,9 +106,9 @@ def test_nothing_to_compare_is_refused():
     middle = w * 2
     with pytest.raises(ValueError, match=r"tensors\['middle'\] is not a leaf"):
         assert_same_gradients(lambda: (middle * 3).sum(), lambda: middle.sum() * 3, {"middle": middle})
-    with torch.no_grad(), pytest.raises(ValueError, match="reference has no gradient"):
+    with torch.no_grad(), pytest.raises(ValueError, match="neither loss has a gradient"):
         assert_same_gradients(lambda: w.sum(), lambda: w.sum(), {"w": w})
-    with torch.no_grad(), pytest.raises(ValueError, match="the plain loss has no gradient"):
+    with torch.no_grad(), pytest.raises(ValueError, match="neither loss has a gradient"):
         assert_same_loss(nn.Linear(2, 3), nn.CrossEntropyLoss(reduction="sum"), torch.ones(1, 2), torch.tensor([1]))
 
 
