@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.chunks import Chunk
+from seqpar.chunks import Chunk, check_chunks
+from seqpar.tensor_checks import check_dense, check_number
 from seqpar.token_loss import TokenLoss, wide
 
 PerChunk = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Chunk], TokenLoss]
@@ -38,6 +39,8 @@ class Gradients:
         self.rows = [torch.zeros_like(t) if w else None for t, w in zip(per_token, rows_wanted, strict=True)]
         self.params: list[Tensor | None] = [None] * len(params)
         self.chunks, self.scale = chunks, scale
+        self.differentiated = False
+        """Whether autograd has found a loss that needs a gradient; a formula always has one."""
 
     def write(self, index: int, chunk: Chunk, grad: Tensor | None) -> None:
         """The gradient of a chunk's rows of per-token tensor `index`."""
@@ -133,28 +136,75 @@ def chunked_gradient(
     Args:
         per_chunk: must compute from what it is given alone: a pure function of `params` and the rows. Autograd
             differentiates it, unless it is `ByFormula`.
-        chunks: which rows belong together; a row in no chunk has no loss and the gradient 0.
+        chunks: which rows belong together, slices or int64 indices; a row in no chunk has no loss and the gradient 0,
+            and no row may be in two.
         per_token: tensors whose first dimension is the rows, hidden first.
         params: what else gradients flow into. Their gradients are summed in float32 or wider.
         empty: the loss of no tokens, what the sum starts from.
         loss_scale: gradients are kept this many times as large, and backward divides by it: what `total` will be
-            multiplied by, where small gradients would vanish in float16. A number, or a tensor of one.
+            multiplied by, where small gradients would vanish in float16. A number other than 0, or a tensor of one.
 
     Returns:
         the sums; `total` is differentiable, once. Without chunks all gradients are 0, whatever the factor (never
         nan from 0/0). Without gradients (`torch.no_grad`, or nothing requires any) only sums are kept.
 
     Raises:
-        RuntimeError: in backward, the second time (the gradients were handed over) or with `create_graph=True`.
+        TypeError: what should be a tensor, a chunk, a `TokenLoss` or a number is none.
+        ValueError: chunks that overlap; per-token tensors of different numbers of rows; a `loss_scale` of 0 or nan.
+        RuntimeError: in backward, the second time (the gradients were handed over) or with `create_graph=True`; where
+            no chunk's loss needed a gradient (torch's own backward says so too).
         RuntimeError: `per_chunk` reached a tensor that needs a gradient and was not given to it, whose gradient
             would be lost.
     """
+    _check_arguments(per_chunk, per_token, params, empty)
+    check_loss_scale(loss_scale)
+    check_chunks(chunks, len(per_token[0]), per_token[0].device)
     tensors = (*per_token, *params)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         walk = (per_chunk, chunks, len(per_token), empty, loss_scale)
         return TokenLoss(*_ChunkedGradient.apply(*walk, *tensors))
     with torch.no_grad():
         return walk_chunks(per_chunk, chunks, per_token, params, empty, None)
+
+
+def check_loss_scale(loss_scale: object) -> None:
+    """Raises unless it is a number other than 0, or a floating tensor of one; on an accelerator that is not read."""
+    if not isinstance(loss_scale, Tensor):
+        check_number(loss_scale, "loss_scale")
+        zero = loss_scale == 0
+    else:
+        check_dense(loss_scale, "loss_scale")
+        if loss_scale.numel() != 1 or loss_scale.is_complex() or loss_scale.dtype == torch.bool:
+            about = f"shape {tuple(loss_scale.shape)} and dtype {loss_scale.dtype}"
+            raise TypeError(f"loss_scale has {about}; it must be a number, or a tensor of one")
+        if loss_scale.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        check_number(loss_scale.item(), "loss_scale")
+        zero = not loss_scale.item()
+    if zero:
+        raise ValueError(
+            "loss_scale is 0; gradients are kept so many times as large and divided by it: pass 1 for none"
+        )
+
+
+def _check_arguments(per_chunk: object, per_token: Sequence[Tensor], params: Sequence[Tensor], empty: object) -> None:
+    if not callable(per_chunk) and not isinstance(per_chunk, ByFormula):
+        raise TypeError(f"per_chunk is a {type(per_chunk).__name__}; it must be a function that returns a TokenLoss")
+    if not isinstance(empty, TokenLoss):
+        raise TypeError(f"empty is a {type(empty).__name__}; it must be a TokenLoss, such as TokenLoss.zero(...)")
+    for name, tensors in (("per_token", per_token), ("params", params)):
+        if not isinstance(tensors, (list, tuple)):
+            raise TypeError(f"{name} is a {type(tensors).__name__}; it must be a list or tuple of tensors")
+        for i, tensor in enumerate(tensors):
+            check_dense(tensor, f"{name}[{i}]")
+    if not per_token:
+        raise ValueError("per_token is empty; its first tensor is hidden, one row per token")
+    for i, tensor in enumerate(per_token):
+        if not tensor.dim() or len(tensor) != len(per_token[0]):
+            raise ValueError(
+                f"per_token[{i}] has shape {tuple(tensor.shape)} and per_token[0] {tuple(per_token[0].shape)}; "
+                "each needs one row per token"
+            )
 
 
 def walk_chunks(
@@ -196,6 +246,8 @@ class _ChunkedGradient(torch.autograd.Function):
             params = tuple(p.detach().requires_grad_(p.requires_grad) for p in params)
         loss = walk_chunks(per_chunk, chunks, per_token, params, empty, gradients)
         ctx.stored = (gradients.rows, gradients.params, bool(chunks))
+        no_graph = bool(chunks) and not gradients.differentiated and not isinstance(per_chunk, ByFormula)
+        ctx.detached = no_graph and bool(loss.total != 0)  # a criterion may say 0 where it has nothing to add up
         ctx.scale = loss_scale
         ctx.shared = len(chunks) == 1 and not isinstance(per_chunk, ByFormula)
         ctx.inputs = [(t.dtype, t.shape, t.device) if t.requires_grad else None for t in tensors]
@@ -214,6 +266,11 @@ class _ChunkedGradient(torch.autograd.Function):
             raise RuntimeError(
                 "backward went through the chunked loss a second time, and its gradients were handed over the first "
                 "time; call the loss again, or add the losses up and call backward once"
+            )
+        if ctx.detached and upstream is not None:
+            raise RuntimeError(
+                "the loss does not require grad, though hidden or a parameter does: the criterion returned a detached "
+                "number (.detach(), torch.tensor(...)), or the generator ran under torch.no_grad()"
             )
         row_grads, sums, any_chunks = ctx.stored
         ctx.stored = None
@@ -269,6 +326,7 @@ def _by_autograd(
         part = _checked(per_chunk(tuple(leaves), rows, chunk))
     if first:
         _refuse_strangers(part.total, {id(t) for t in (*rows, *leaves)})
+    gradients.differentiated |= part.total.requires_grad
     grads = _gradients(part.total, (*rows, *leaves), gradients.scale)
     for i, grad in enumerate(grads[: len(rows)]):
         gradients.write(i, chunk, grad)
@@ -278,6 +336,8 @@ def _by_autograd(
 
 
 def _checked(loss: TokenLoss) -> TokenLoss:
+    if not isinstance(loss, TokenLoss):
+        raise TypeError(f"per_chunk returned a {type(loss).__name__}; it must return a TokenLoss of sums")
     total = loss.total
     if total.numel() != 1:
         raise ValueError(f"the criterion returned shape {tuple(total.shape)}; it must return one number, the sum")

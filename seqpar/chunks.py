@@ -5,6 +5,7 @@ Shape suffixes: B batch, T time, N = B*T rows, K kept rows (their target is not 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -25,6 +26,49 @@ time: 10 % of it with 2,048 rows, 41 % with 512."""
 
 Chunk = slice | Tensor
 """Which rows: a slice where they lie side by side (a view, no copy), else their int64 indices."""
+
+
+class Disjoint(list[Chunk]):
+    """Chunks that were cut so that no row is in two of them."""
+
+
+def check_chunks(chunks: Sequence[Chunk], rows: int, device: torch.device) -> None:
+    """Raises ValueError where a row is in two chunks, or twice in one: its gradients would overwrite each other.
+
+    Slices are compared as they are and indices on the CPU counted; on an accelerator a device-side assertion looks,
+    so that nothing waits, and while a CUDA graph is recorded nothing does.
+    """
+    if isinstance(chunks, Disjoint):
+        return
+    if not isinstance(chunks, (list, tuple)):
+        raise TypeError(f"chunks is a {type(chunks).__name__}; it must be a list of slices or of index tensors")
+    for i, chunk in enumerate(chunks):
+        _check_chunk(chunk, f"chunks[{i}]", rows)
+    if recording(device):
+        return
+    uses_N = torch.zeros(rows, dtype=torch.int32, device=device)
+    for chunk in chunks:
+        if isinstance(chunk, slice):
+            uses_N[chunk] += 1
+        else:
+            uses_N.index_put_((chunk,), torch.ones_like(chunk, dtype=torch.int32), accumulate=True)
+    if device.type != "cpu":
+        torch._assert_async((uses_N <= 1).all(), "chunks overlap: each row may be in one of them, once")
+    elif (uses_N > 1).any():
+        row = int(uses_N.argmax())
+        raise ValueError(
+            f"chunks overlap: row {row} is in them {int(uses_N[row])} times; each row may be in one chunk, once"
+        )
+
+
+def _check_chunk(chunk: object, name: str, rows: int) -> None:
+    if isinstance(chunk, slice):
+        return
+    if not isinstance(chunk, Tensor) or chunk.dtype != torch.int64 or chunk.dim() != 1:
+        shape = f" of shape {tuple(chunk.shape)} and {chunk.dtype}" if isinstance(chunk, Tensor) else ""
+        raise TypeError(f"{name} is a {type(chunk).__name__}{shape}; it must be a slice or a vector of int64 indices")
+    if chunk.device.type == "cpu" and len(chunk) and not -rows <= int(chunk.min()) <= int(chunk.max()) < rows:
+        raise IndexError(f"{name} has rows from {int(chunk.min())} to {int(chunk.max())}, and there are {rows}")
 
 
 def recording(device: torch.device) -> bool:
@@ -57,17 +101,19 @@ def cut_rows(kept_N: Tensor, rows: int) -> list[Chunk]:
     parts = -(-count // rows)
     bounds = [i * count // parts for i in range(parts + 1)] if parts else []
     slices = [slice(a, b) for a, b in pairwise(bounds)]
-    return list(slices) if indices_K is None or count == len(kept_N) else [indices_K[s] for s in slices]
+    if indices_K is None or count == len(kept_N):
+        return Disjoint(slices)
+    return Disjoint(indices_K[s] for s in slices)
 
 
 def cut_time(kept_BT: Tensor, steps: int) -> list[Chunk]:
     """The same rows (numbered as in `kept_BT.flatten()`), `steps` time steps of the whole batch at a time."""
     batch, time = kept_BT.shape
     if recording(kept_BT.device):
-        return list(
+        return Disjoint(
             torch.arange(batch * time, device=kept_BT.device).view(batch, time).t().reshape(-1).split(steps * batch)
         )
     by_time_K = kept_BT.t().reshape(-1).nonzero().squeeze(1)
     step_K, row_K = by_time_K.div(max(1, batch), rounding_mode="floor"), by_time_K % max(1, batch)
     sizes = torch.bincount(step_K // steps).tolist()
-    return [chunk for chunk in (row_K * time + step_K).split(sizes) if len(chunk)]
+    return Disjoint(chunk for chunk in (row_K * time + step_K).split(sizes) if len(chunk))

@@ -20,7 +20,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from seqpar.chunks import recording
+from seqpar.target_checks import check_class, checked_target
+from seqpar.target_checks import check_range as check_range
+from seqpar.target_checks import check_target as check_target
+from seqpar.tensor_checks import check_number
 from seqpar.token_loss import TokenLoss, wide
 
 Convention = Literal["torch", "fairseq", "harvard"]
@@ -33,33 +36,6 @@ def ignored_target(criterion: nn.Module) -> int | None:
         if isinstance(value, int):
             return value
     return None
-
-
-def check_target(hidden: Tensor, target: Tensor) -> None:
-    """Raises TypeError for targets that are no class indices, ValueError unless they have hidden's leading shape."""
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise TypeError(f"target has dtype {target.dtype}; it must hold class indices, int64")
-    if hidden.dim() < 2 or hidden.shape[:-1] != target.shape:
-        raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)} and target {tuple(target.shape)}; target must have hidden's "
-            "leading shape: (N, D) with (N,), or (batch, time, D) with (batch, time)"
-        )
-
-
-def check_range(target: Tensor, kept: Tensor, vocab_size: int, above: int = 0) -> None:
-    """Raises IndexError for a kept target outside [0, vocab_size); positions are counted from `above` rows on.
-
-    While a CUDA graph is recorded nothing can be looked at, and nothing is checked.
-    """
-    if recording(target.device):
-        return
-    bad = kept & ((target < 0) | (target >= vocab_size))
-    if bad.any():
-        first, *rest = bad.nonzero()[0].tolist()
-        raise IndexError(
-            f"target {target[(first, *rest)].item()} at position {(above + first, *rest)} is outside the vocabulary "
-            f"[0, {vocab_size}) and is not the ignored one; check the vocabulary's size and ignore_index"
-        )
 
 
 class SoftTarget(NamedTuple):
@@ -85,8 +61,7 @@ class SoftTarget(NamedTuple):
 
 def check_smoothing(smoothing: float, convention: str, names: tuple[str, str] = ("smoothing", "convention")) -> None:
     """Raises ValueError, by the caller's names, for a share outside [0, 1) or an unknown convention."""
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"{names[0]} is {smoothing}; it must be at least 0 and below 1")
+    check_number(smoothing, names[0], at_least=0, below=1)
     if convention not in ("torch", "fairseq", "harvard"):
         raise ValueError(f"{names[1]} is {convention!r}; it must be 'torch', 'fairseq' or 'harvard'")
 
@@ -183,15 +158,32 @@ def softmax_and_sums(
 
 
 def with_weights(rows: RowSums, q: SoftTarget, index_N: Tensor, owned_N: Tensor | None) -> RowSums:
-    """The same sums with those of the class weights, where there are any."""
+    """The same sums with those of the class weights, where there are any.
+
+    The weight of a class that no row has and that shares nothing is never multiplied, not even by 0.
+    """
     if q.weight_V is None:
         return rows
-    gold_weight_N, weight = torch.zeros_like(rows.lse_N), q.weight_V.sum()
+    gold_weight_N, weight = torch.zeros_like(rows.lse_N), torch.zeros_like(q.weight_V.sum())
     if len(q.weight_V):
-        gold_weight_N = q.weight_V[index_N] if owned_N is None else q.weight_V[index_N] * owned_N
-    if q.excluded is not None:
-        weight = weight - q.weight_V[q.excluded]
+        gold_weight_N = _owned(q.weight_V[index_N], owned_N)
+    if q.each:
+        weight = _shared_weight(q.weight_V, q).sum()
     return rows._replace(gold_weight_N=gold_weight_N, weight_N=weight.expand_as(gold_weight_N))
+
+
+def _shared_weight(weight_V: Tensor, q: SoftTarget) -> Tensor:
+    """The weights of the classes that share `each`: 0 for the excluded one, whose own weight may be inf or nan."""
+    if q.excluded is None:
+        return weight_V
+    weight_V = weight_V.clone()
+    weight_V[q.excluded] = 0
+    return weight_V
+
+
+def _owned(values_N: Tensor, owned_N: Tensor | None) -> Tensor:
+    """0 where the target's class is elsewhere; a product with 0 would make nan of a class weight that is inf."""
+    return values_N if owned_N is None else values_N.where(owned_N, torch.zeros_like(values_N))
 
 
 def row_losses(rows: RowSums, q: SoftTarget) -> Tensor:
@@ -223,17 +215,17 @@ def logits_gradient_(
     if isinstance(factor_N, Tensor):
         p_NV *= factor_N.unsqueeze(1)
     if q.each:
-        each_V = q.each if q.weight_V is None else q.each * q.weight_V
-        p_NV -= each_V
-        if q.excluded is not None:
-            p_NV[:, q.excluded] += each_V if isinstance(each_V, float) else each_V[q.excluded]
+        if q.weight_V is not None:
+            p_NV -= q.each * _shared_weight(q.weight_V, q)
+        else:
+            p_NV -= q.each
+            if q.excluded is not None:
+                p_NV[:, q.excluded] += q.each
     index_N, owned_N = (target_N, None) if part is None else part.place(target_N, p_NV.size(1))
     gold_N = p_NV.new_full(index_N.shape, -q.gold)
     if q.weight_V is not None:
         gold_N = gold_N * q.weight_V[index_N]
-    if owned_N is not None:
-        gold_N = gold_N * owned_N
-    return p_NV.scatter_add_(1, index_N.unsqueeze(1), gold_N.unsqueeze(1))
+    return p_NV.scatter_add_(1, index_N.unsqueeze(1), _owned(gold_N, owned_N).unsqueeze(1))
 
 
 def _best(logits_NV: Tensor, index_N: Tensor, gold_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,8 +254,7 @@ def _weighted_sum(logits_NV: Tensor, q: SoftTarget, dtype: torch.dtype) -> Tenso
     if q.weight_V is None:
         sum_N = logits_NV.sum(-1, dtype=dtype)
         return sum_N if q.excluded is None else sum_N - logits_NV[:, q.excluded]
-    sum_N = logits_NV.to(dtype) @ q.weight_V
-    return sum_N if q.excluded is None else sum_N - logits_NV[:, q.excluded] * q.weight_V[q.excluded]
+    return logits_NV.to(dtype) @ _shared_weight(q.weight_V, q)
 
 
 def _weights(rows: RowSums, q: SoftTarget) -> tuple[Tensor | float, Tensor | float]:
@@ -277,7 +268,9 @@ def softmax_factor(rows: RowSums, q: SoftTarget) -> Tensor | float:
     """What p is multiplied by in the gradient: sum_k w_k q_k, 1 without class weights, and 2 z_loss lse."""
     mass_N: Tensor | float = 1.0
     if rows.gold_weight_N is not None and rows.weight_N is not None:
-        mass_N = q.gold * rows.gold_weight_N + q.each * rows.weight_N
+        mass_N = q.gold * rows.gold_weight_N
+        if q.each:
+            mass_N = mass_N + q.each * rows.weight_N
     return mass_N + 2 * q.z_loss * rows.lse_N if q.z_loss else mass_N
 
 
@@ -341,13 +334,16 @@ class LabelSmoothing(nn.Module):
     float32 or wider.
 
     Raises:
+        TypeError: logits of no floating dtype; targets that are no class indices; an `ignore_index` that is no int.
         ValueError: smoothing outside [0, 1); an unknown convention; too few classes to share eps out;
-            a "harvard" padding class that is not a class.
+            a "harvard" padding class that is not a class; logits and targets of other shapes than the above.
+        IndexError: on the CPU, a target outside [0, V) that is not ignored, with value and position.
     """
 
     def __init__(self, smoothing: float, convention: Convention, *, ignore_index: int = -100) -> None:
         super().__init__()
         check_smoothing(smoothing, convention)
+        check_class(ignore_index, "ignore_index")
         self.smoothing = float(smoothing)
         self.convention: Convention = convention
         self.ignore_index = ignore_index
@@ -358,6 +354,7 @@ class LabelSmoothing(nn.Module):
 
     def token_loss(self, logits: Tensor, target: Tensor) -> TokenLoss:
         """The summed loss with its counts, from the same pass."""
+        target = checked_target(logits, target, self.ignore_index)
         q = soft_target(self.smoothing, self.convention, self.ignore_index, logits.size(-1))
         kept = target != self.ignore_index
         return TokenLoss(*_SmoothedCrossEntropy.apply(logits, target.where(kept, 0), kept, q))

@@ -45,6 +45,16 @@ def settings_of(criterion: Any) -> tuple[int, float, Convention]:
     return criterion.ignore_index, criterion.label_smoothing, "torch"
 
 
+def check_class_weight(criterion: nn.Module, vocab_size: int) -> None:
+    """Raises ValueError where the weights of `nn.CrossEntropyLoss` are not those of so many classes."""
+    weight = criterion.weight if isinstance(criterion, nn.CrossEntropyLoss) else None
+    if weight is not None and weight.shape != (vocab_size,):
+        raise ValueError(
+            f"the criterion's weight has shape {tuple(weight.shape)} and the generator makes {vocab_size} scores; it "
+            f"must be ({vocab_size},), one for each class"
+        )
+
+
 def soft_target_of(criterion: Any, vocab_size: int) -> SoftTarget:
     """What such a criterion holds the logits against."""
     ignored, share, convention = settings_of(criterion)

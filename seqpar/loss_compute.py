@@ -5,27 +5,36 @@ Shape suffixes: B batch, T time, N rows (B*T, or the rows of a 2-D hidden), K ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from seqpar.chunked_gradient import chunked_gradient
 from seqpar.chunks import Chunk, check_size, cut_rows, cut_time, recording, rows_per_chunk
-from seqpar.criteria import check_range, check_target, ignored_target
+from seqpar.contract import check_additive, criterion_loss, probe_index, project, refuse_mixing
+from seqpar.criteria import ignored_target
 from seqpar.devices import Device, check_devices
-from seqpar.known_pairs import linear_of, settings_of, soft_target_of, why_no_formula
+from seqpar.known_pairs import check_class_weight, linear_of, settings_of, soft_target_of, why_no_formula
 from seqpar.linear_formula import LinearFormula, Projection, product_dtype, walk_by_formula
 from seqpar.linear_inputs import Inputs, Settings
 from seqpar.linear_op import compiled_cross_entropy
 from seqpar.replicas import bind, check_replicable, parallel_apply, replicate, scatter
 from seqpar.row_kernel import why_no_kernel
 from seqpar.sharded import inside_unit, refuse_data_parallel, refuse_sharded
+from seqpar.target_checks import check_range, check_target
 from seqpar.token_loss import TokenLoss, wide
 
-PROBE_ROWS = 4
-"""Rows projected once, on the first call, to learn the vocabulary's size and whether the criterion sums."""
+
+class Facts(NamedTuple):
+    """What the first call found out."""
+
+    vocab_size: int
+    dtype: torch.dtype
+    """Of the logits."""
+    settled: bool
+    """Whether the criterion is known to sum."""
 
 
 class Shard(NamedTuple):
@@ -82,8 +91,7 @@ class LossCompute(nn.Module):
         self.devices = None if devices is None else check_devices(devices)
         self.chunk_tokens = chunk_tokens
         self.chunk_size = chunk_size
-        self._vocab_size: tuple[object, int] | None = None
-        self._sums = False
+        self._facts: dict[object, Facts] = {}
 
     def forward(
         self,
@@ -127,20 +135,22 @@ class LossCompute(nn.Module):
         check_replicable(self.head)
         shards = self._scatter(hidden, target, {k: v for k, v in per_token.items() if v is not None})
         kept = [self._kept(shard.target) for shard in shards]
-        walk, vocab_size = self._walk, None
+        walk, facts = self._walk, None
         if not self._no_formula_for(shards[0]):
-            walk, vocab_size = self._walk_by_formula, linear_of(self.head["generator"]).weight.size(0)
+            vocab_size = linear_of(self.head["generator"]).weight.size(0)
+            walk, facts = self._walk_by_formula, Facts(vocab_size, product_dtype(shards[0].hidden), True)
             _check_range(shards, kept, vocab_size)
+            check_class_weight(self.head["criterion"], vocab_size)
             if self.chunk_size is None:
                 shards = _one_for_each_device(shards)
                 kept = [self._kept(shard.target) for shard in shards]
         devices = [shard.hidden.device for shard in shards]
         at_home = len(shards) == 1 and all(p.device == devices[0] for p in self.head.parameters())
         heads = [self.head] if at_home else replicate(self.head, devices)
-        if vocab_size is None:
-            vocab_size = self._inspect(heads, shards, kept)
+        if facts is None:
+            facts = self._inspect(heads, shards, kept)
         walks = zip(heads, shards, kept, strict=True)
-        inputs = [(h, s, self._chunks(s, k, vocab_size), loss_scale) for h, s, k in walks]
+        inputs = [(h, s, self._chunks(s, k, facts), loss_scale) for h, s, k in walks]
         losses = parallel_apply([walk] * len(shards), inputs, devices=devices)
         return sum((_moved(loss, devices[0]) for loss in losses[1:]), start=losses[0])
 
@@ -180,30 +190,58 @@ class LossCompute(nn.Module):
         ignored = ignored_target(self.head["criterion"])
         return torch.ones_like(target, dtype=torch.bool) if ignored is None else target != ignored
 
-    def _inspect(self, heads: list[nn.ModuleDict], shards: list[Shard], kept: list[Tensor]) -> int:
-        """The vocabulary's size, with every target checked against it and, once, that the criterion sums."""
-        about = [tuple(p.shape) for p in self.head.parameters()]
-        known = self._vocab_size[1] if self._vocab_size and self._vocab_size[0] == about else None
-        if known is not None and self._sums:
-            _check_range(shards, kept, known)
+    def _inspect(self, heads: list[nn.ModuleDict], shards: list[Shard], kept: list[Tensor]) -> Facts:
+        """The logits' size and dtype, with every target checked against it and, once, what is asked of both modules.
+
+        Once for each mode and dtype: batch normalisation mixes rows in training alone.
+        """
+        hidden = shards[0].hidden
+        modes = tuple(part.training for part in self.head.modules())
+        about = (
+            tuple(p.shape for p in self.head.parameters()),
+            modes,
+            product_dtype(hidden),
+            self._wants_gradients(shards[0]),
+        )
+        known = self._facts.get(about)
+        if known is not None and known.settled:
+            _check_range(shards, kept, known.vocab_size)
             return known
-        if recording(shards[0].hidden.device):
+        if recording(hidden.device):
             raise RuntimeError(
                 "the first call of the engine is being recorded in a CUDA graph, and it looks at the logits; call it "
                 "once before (torch.cuda.graph asks for a warm-up in any case)"
             )
         for head, shard, keep in zip(heads, shards, kept, strict=True):
-            rows = keep.flatten().nonzero().squeeze(1)[:PROBE_ROWS]
-            if len(rows):
-                index = [] if shard.hidden.device.type == "cpu" else [shard.hidden.device]
-                with torch.no_grad(), torch.random.fork_rng(index, device_type=shard.hidden.device.type):
-                    probe = bind(head, {id(b): b.clone() for b in head.buffers()})
-                    logits = _project(probe["generator"], shard, [t[rows] for t in _rows(shard)])
-                    self._vocab_size = (about, logits.size(-1))
-                    _check_range(shards, kept, logits.size(-1))
-                    self._sums = _check_sum(probe["criterion"], logits, shard.target.flatten()[rows])
-                return logits.size(-1)
-        return 1  # every target is ignored: there is nothing to project
+            index_K = probe_index(keep.flatten())
+            if len(index_K):
+                fork = [] if shard.hidden.device.type == "cpu" else [shard.hidden.device]
+                with torch.random.fork_rng(fork, device_type=shard.hidden.device.type):
+                    facts = self._probe(head, shard, index_K, lambda size: _check_range(shards, kept, size))
+                self._facts[about] = facts
+                return facts
+        return Facts(1, hidden.dtype, False)  # every target is ignored: there is nothing to project
+
+    def _probe(self, head: nn.ModuleDict, shard: Shard, index_K: Tensor, check_targets: Callable[[int], None]) -> Facts:
+        """What a few rows say, on a copy of the head."""
+        copies = {id(p): p.detach() for p in head.parameters()} | {id(b): b.clone() for b in head.buffers()}
+        copy, lead = bind(head, copies), shard.target.dim()
+        rows = [t.detach()[index_K] for t in _rows(shard)]
+
+        def scores(shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:
+            return project(copy["generator"], tuple(shard.per_token), shape, rows)
+
+        with torch.no_grad():
+            logits_KV = scores((*(1,) * (lead - 1), len(index_K)), rows)
+            check_targets(logits_KV.size(-1))
+            check_class_weight(head["criterion"], logits_KV.size(-1))
+            sums = check_additive(copy["criterion"], logits_KV, shard.target.flatten()[index_K])
+        refuse_mixing(copy["generator"], scores, rows, lead, self._wants_gradients(shard))
+        return Facts(logits_KV.size(-1), logits_KV.dtype, sums)
+
+    def _wants_gradients(self, shard: Shard) -> bool:
+        tensors = (shard.hidden, *shard.per_token.values(), *self.head.parameters())
+        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
     def _no_formula_for(self, shard: Shard) -> str:
         """`why_no_formula`, for these inputs."""
@@ -229,21 +267,22 @@ class LossCompute(nn.Module):
         if self.chunk_size is not None:
             return f"{how}; {self.chunk_size} time steps of the batch at a time"
         weight: Tensor | None = next(generator.parameters(), None)
-        vocab_size = None if self._vocab_size is None else self._vocab_size[1]
-        vocab_size = vocab_size if why else linear_of(generator).out_features
-        if vocab_size is None or weight is None:
+        facts = next(reversed(self._facts.values()), None)
+        if not why:
+            facts = Facts(linear_of(generator).out_features, product_dtype(linear_of(generator).weight), True)
+        if facts is None or weight is None:
             return f"{how}; how large a chunk is will be known after the first call"
-        rows = min(tokens, self.chunk_tokens or rows_per_chunk(vocab_size, weight.dtype, weight.device.type))
-        size = rows * vocab_size * wide(weight.dtype).itemsize
+        rows = min(tokens, self.chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, weight.device.type))
+        size = rows * facts.vocab_size * wide(facts.dtype).itemsize
         return (
             f"{how}; {tokens:,} tokens in {-(-tokens // rows):,} chunks of at most {rows:,}, whose logits "
-            f"({vocab_size:,} each) take {size / 2**20:,.1f} MiB"
+            f"({facts.vocab_size:,} each) take {size / 2**20:,.1f} MiB"
         )
 
-    def _chunks(self, shard: Shard, kept: Tensor, vocab_size: int) -> list[Chunk]:
+    def _chunks(self, shard: Shard, kept: Tensor, facts: Facts) -> list[Chunk]:
         if self.chunk_size is not None:
             return cut_time(kept, self.chunk_size)
-        most = self.chunk_tokens or rows_per_chunk(vocab_size, shard.hidden.dtype, shard.hidden.device.type)
+        most = self.chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, shard.hidden.device.type)
         return cut_rows(kept.flatten(), most)
 
     def _walk_by_formula(
@@ -259,12 +298,13 @@ class LossCompute(nn.Module):
 
     def _walk(self, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor) -> TokenLoss:
         """One device's loss, chunk by chunk."""
-        params, target_N = tuple(head.parameters()), shard.target.flatten()
+        params, names, target_N = tuple(head.parameters()), tuple(shard.per_token), shard.target.flatten()
 
         def per_chunk(leaves: tuple[Tensor, ...], rows: tuple[Tensor, ...], chunk: Chunk) -> TokenLoss:
             bound = bind(head, {id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
-            logits_KV = _project(bound["generator"], shard, rows)
-            return _criterion_loss(bound["criterion"], logits_KV, target_N[chunk])
+            shape = (*(1,) * (shard.target.dim() - 1), len(rows[0]))
+            logits_KV = project(bound["generator"], names, shape, rows)
+            return criterion_loss(bound["criterion"], logits_KV, target_N[chunk])
 
         empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, hasattr(head["criterion"], "token_loss"))
         return chunked_gradient(per_chunk, chunks, _rows(shard), params, empty, loss_scale)
@@ -275,90 +315,10 @@ class LossCompute(nn.Module):
         return f"devices={devices}, chunk_tokens={self.chunk_tokens}, chunk_size={self.chunk_size}"
 
 
-class Stepper(Protocol):
-    """A torch optimizer, or a wrapper round one (2018's NoamOpt) that has `.step()` and `.optimizer`."""
-
-    def step(self) -> Any:
-        """Take one optimizer step."""
-
-
-class MultiGPULossCompute:
-    """The 2018 spelling: loss, the one backward, and the optimizer's step in one call.
-
-    Plain equivalent of `compute(out, targets, normalize)`:
-
-        total = criterion(generator(out).flatten(0, 1), targets.flatten())
-        (total / normalize).backward(); opt.step(); opt.zero_grad(); return float(total)
-
-    Source: `MultiGPULossCompute` of The Annotated Transformer (Harvard NLP, 2018), whose arguments it keeps.
-
-    Args:
-        generator, criterion, devices: as `LossCompute`.
-        opt: a torch optimizer, or a Noam-style wrapper with `.step()` and `.optimizer`; None only evaluates.
-        chunk_size: time steps whose logits exist at once.
-    """
-
-    def __init__(
-        self,
-        generator: nn.Module,
-        criterion: nn.Module,
-        devices: Sequence[Device],
-        opt: Stepper | None = None,
-        chunk_size: int = 5,
-    ) -> None:
-        self.engine = LossCompute(generator, criterion, devices, chunk_size=chunk_size)
-        self.opt = opt
-
-    def __call__(
-        self,
-        out: Tensor | Sequence[Tensor],
-        targets: Tensor | Sequence[Tensor],
-        normalize: float | Tensor,
-        **per_token: Any,
-    ) -> float:
-        """The summed loss as a float; with `opt`, a step has been taken on the gradient of sum / normalize.
-
-        Raises:
-            ValueError: `normalize` is not above 0 though there are tokens. Everything `LossCompute` raises.
-        """
-        with torch.set_grad_enabled(self.opt is not None):
-            loss = self.engine(out, targets, **per_token)
-        if self.opt is not None:
-            if float(normalize) <= 0 and int(loss.tokens):
-                raise ValueError(f"normalize is {float(normalize)} for {int(loss.tokens)} tokens; it must be above 0")
-            (loss.total / normalize).backward()
-            self.opt.step()
-            optimizer: Any = getattr(self.opt, "optimizer", self.opt)
-            optimizer.zero_grad()
-        return float(loss.total.detach())
-
-
 def _rows(shard: Shard) -> tuple[Tensor, ...]:
     """Hidden and the per-token tensors with one row per token."""
     lead = shard.target.dim()
     return tuple(t.flatten(0, lead - 1) for t in (shard.hidden, *shard.per_token.values()))
-
-
-def _project(generator: nn.Module, shard: Shard, rows: Sequence[Tensor]) -> Tensor:
-    """The generator on some rows, in blocks with as many dimensions as the whole has; logits (K, V)."""
-    lead = (1,) * (shard.target.dim() - 1)
-    hidden, *extra = (t.reshape(*lead, *t.shape) for t in rows)
-    logits = generator(hidden, **dict(zip(shard.per_token, extra, strict=True)))
-    if not isinstance(logits, Tensor) or logits.shape[:-1] != hidden.shape[:-1]:
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"the generator made {got} of hidden {tuple(hidden.shape)}; it must return (..., V) scores")
-    return logits.flatten(0, -2)
-
-
-def _criterion_loss(criterion: Any, logits: Tensor, target: Tensor) -> TokenLoss:
-    if hasattr(criterion, "token_loss"):
-        return criterion.token_loss(logits, target)  # type: ignore[no-any-return]
-    total = criterion(logits, target)
-    if not isinstance(total, Tensor):
-        raise TypeError(f"the criterion returned a {type(total).__name__}; it must return a tensor, the summed loss")
-    ignored = ignored_target(criterion) if recording(target.device) else None
-    count = torch.full((), len(target), device=target.device) if ignored is None else (target != ignored).sum()
-    return TokenLoss(total, count)
 
 
 def _moved(loss: TokenLoss, device: torch.device) -> TokenLoss:
@@ -395,17 +355,3 @@ def _check_range(shards: list[Shard], kept: list[Tensor], vocab_size: int) -> No
     for shard, keep in zip(shards, kept, strict=True):
         check_range(shard.target, keep, vocab_size, above)
         above += len(shard.target)
-
-
-def _check_sum(criterion: nn.Module, logits: Tensor, target: Tensor) -> bool:
-    """Whether twice the rows give twice the loss; undecided (False) where the loss is 0 or not finite."""
-    once = float(_criterion_loss(criterion, logits, target).total.sum())
-    twice = float(_criterion_loss(criterion, logits.repeat(2, 1), target.repeat(2)).total.sum())
-    if once == 0 or once != once or abs(once) == float("inf"):
-        return False
-    if abs(twice - once) <= 0.01 * abs(once):
-        raise ValueError(
-            f"the criterion gives {once:.6g} for {len(target)} rows and {twice:.6g} for the same rows twice, so it "
-            "takes a mean; the criterion must sum (reduction='sum'), the one division is by the step's tokens"
-        )
-    return True

@@ -7,8 +7,9 @@ from seqpar.criteria import CrossEntropy, LabelSmoothing
 from seqpar.data_parallel import DataParallel, data_parallel
 from seqpar.distillation import linear_distillation
 from seqpar.linear_cross_entropy import linear_cross_entropy
-from seqpar.loss_compute import LossCompute, MultiGPULossCompute
+from seqpar.loss_compute import LossCompute
 from seqpar.model_with_loss import ModelWithLoss
+from seqpar.multi_gpu import MultiGPULossCompute
 from seqpar.placement import place
 from seqpar.replicas import gather, parallel_apply, replicate, scatter
 from seqpar.sampled import sampled_cross_entropy
