@@ -16,7 +16,7 @@ from seqpar.testing import assert_same_results
 from tests.seqpar.linear_loss import linear_cases
 from tests.seqpar.test_distillation import teachers
 
-ASKING = ("chunks", "criteria", "linear_inputs", "distillation", "sampled")
+ASKING = ("chunks", "target_checks", "linear_inputs", "distillation", "sampled")
 
 
 @contextmanager
