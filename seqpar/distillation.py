@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from seqpar.chunked_gradient import ByFormula, Gradients, chunked_gradient
-from seqpar.chunks import Chunk, cut_rows, rows_per_chunk
+from seqpar.chunks import Chunk, cut_rows, recording, rows_per_chunk
 from seqpar.linear_formula import Projection, product_dtype
 from seqpar.linear_inputs import Inputs, Settings, checked
+from seqpar.tensor_checks import check_floating
 from seqpar.token_loss import TokenLoss
 
 Direction = Literal["forward", "reverse"]
@@ -67,41 +68,49 @@ def linear_distillation(
         raise ValueError(f"direction is {direction!r}; it must be 'forward' or 'reverse'")
     settings = Settings(ignore_index=ignore_index, temperature=temperature, chunk_tokens=chunk_tokens)
     checked(Inputs(hidden, weight, target, bias), settings, None)
-    try:
-        checked(Inputs(teacher_hidden, teacher_weight, target, teacher_bias), settings, None)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"of the teacher's tensors: {error}") from error
+    check_floating(teacher_weight, "teacher_weight")
     if len(weight) != len(teacher_weight) or weight.device != teacher_weight.device:
         raise ValueError(
             f"weight has {len(weight)} classes on {weight.device} and teacher_weight {len(teacher_weight)} on "
             f"{teacher_weight.device}; both must speak of the same vocabulary on one device"
         )
-    dtype = product_dtype(hidden)
-    student = Projection(weight, bias, dtype, temperature=temperature)
-    teacher = Projection(teacher_weight, teacher_bias, product_dtype(teacher_hidden), temperature=temperature)
-    formula = _Divergence(student, teacher, teacher_hidden.detach().flatten(0, -2), target.flatten().long(), direction)
+    checked(Inputs(teacher_hidden, teacher_weight, target, teacher_bias), settings, None, of="teacher_")
+    dtype, target_N = product_dtype(hidden), target.flatten().long()
+    student = Projection(weight, bias, dtype, temperature=float(temperature))
+    teacher = Projection(teacher_weight, teacher_bias, product_dtype(teacher_hidden), temperature=float(temperature))
+    ignored = ignore_index if recording(hidden.device) else None
+    formula = _Divergence(student, teacher, teacher_hidden.detach().flatten(0, -2), target_N, direction, ignored)
     most = chunk_tokens or rows_per_chunk(len(weight), dtype, hidden.device.type)
-    chunks = cut_rows(target.flatten() != ignore_index, most)
+    chunks = cut_rows(target_N != ignore_index, most)
     params = [weight] if bias is None else [weight, bias]
     empty = TokenLoss.zero(dtype, hidden.device, tells=True)
     return chunked_gradient(ByFormula(formula), chunks, [hidden.flatten(0, -2)], params, empty)
 
 
 class _Divergence:
-    """One chunk: its divergence, and the gradients of the student's hidden states, weight and bias."""
+    """One chunk: its divergence, and the gradients of the student's hidden states, weight and bias.
+
+    `ignored` is the target of rows that count for nothing though a chunk has them; None where they were left out.
+    """
 
     def __init__(
-        self, student: Projection, teacher: Projection, teacher_ND: Tensor, target_N: Tensor, direction: Direction
+        self,
+        student: Projection,
+        teacher: Projection,
+        teacher_ND: Tensor,
+        target_N: Tensor,
+        direction: Direction,
+        ignored: int | None,
     ) -> None:
         self.student, self.teacher, self.teacher_ND = student, teacher, teacher_ND
-        self.target_N, self.reverse = target_N, direction == "reverse"
+        self.target_N, self.reverse, self.ignored = target_N, direction == "reverse", ignored
 
     def __call__(self, rows: tuple[Tensor, ...], chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
         student, teacher, target_K = self.student, self.teacher, self.target_N[chunk]
         with torch.autocast(target_K.device.type, enabled=False):  # what it would cast has been
-            hidden_KD = rows[0].to(student.weight_VD.dtype)
+            hidden_KD = self._kept(rows[0], target_K).to(student.weight_VD.dtype)
             product_KV = student.product(hidden_KD)
-            teachers_KV = teacher.product(self.teacher_ND[chunk].to(teacher.weight_VD.dtype))
+            teachers_KV = teacher.product(self._kept(self.teacher_ND[chunk], target_K).to(teacher.weight_VD.dtype))
             size = min(student.rows_at_once(len(target_K)), teacher.rows_at_once(len(target_K)))
             blocks = zip(product_KV.split(size), teachers_KV.split(size), target_K.split(size), strict=True)
             losses, biases = zip(*(self._block(*block, gradients) for block in blocks), strict=True)
@@ -109,14 +118,20 @@ class _Divergence:
                 student.back(product_KV, hidden_KD, chunk, biases, gradients)
         return TokenLoss(*(torch.stack(column).sum() for column in zip(*losses, strict=True)))
 
+    def _kept(self, hidden_KD: Tensor, target_K: Tensor) -> Tensor:
+        """Zeros in the rows that count for nothing: whatever is there, a gradient of 0 times it must be 0."""
+        return hidden_KD if self.ignored is None else hidden_KD.masked_fill((target_K == self.ignored).unsqueeze(1), 0)
+
     def _block(
         self, product_KV: Tensor, teachers_KV: Tensor, target_K: Tensor, gradients: Gradients | None
     ) -> tuple[TokenLoss, Tensor | None]:
+        kept_K = torch.ones_like(target_K, dtype=torch.bool) if self.ignored is None else target_K != self.ignored
+        target_K = target_K.where(kept_K, 0)
         logits_KV, _ = self.student.logits(product_KV)
-        at_K1, argbest_K = target_K.unsqueeze(1), logits_KV.max(-1).indices
+        at_K1, correct_K = target_K.unsqueeze(1), logits_KV.max(-1).indices == target_K
         student_KV = logits_KV.log_softmax(-1)
         teacher_KV = self.teacher.logits(teachers_KV)[0].to(student_KV.dtype).log_softmax(-1)
-        nll = -student_KV.gather(1, at_K1).sum()
+        nll_K = -student_KV.gather(1, at_K1).squeeze(1)
         p_KV = student_KV.exp()
         if self.reverse:
             apart_KV = student_KV.sub_(teacher_KV)
@@ -126,9 +141,11 @@ class _Divergence:
             q_KV = teacher_KV.exp()
             loss_K1 = (q_KV * teacher_KV.sub_(student_KV)).sum(-1, keepdim=True)
             grad_KV = p_KV.sub_(q_KV)
-        count = torch.full((), len(target_K), device=target_K.device)
-        loss = TokenLoss(loss_K1.sum(), count, nll, (argbest_K == target_K).sum())
+        total, nll = (t_K.where(kept_K, torch.zeros_like(t_K)).sum() for t_K in (loss_K1.squeeze(1), nll_K))
+        loss = TokenLoss(total, kept_K.sum(), nll, (correct_K & kept_K).sum())
         if gradients is None:
             return loss, None
+        if self.ignored is not None:
+            grad_KV.masked_fill_(~kept_K.unsqueeze(1), 0)
         grad_KV = self.student.to_product_(grad_KV, None, gradients.scale, product_KV)
         return loss, self.student.bias_gradient(grad_KV, gradients)

@@ -61,14 +61,14 @@ def linear_cross_entropy(
             differentiated.
         token_weight: target's shape, a: each token's loss times its weight (an advantage, the weight of its sequence),
             of either sign. `tokens`, `nll` and `correct` count every token once. Differentiated where it needs it.
-        loss_scale: what `total` will be multiplied by before `backward`, a number or a tensor of one. For float16,
+        loss_scale: what `total` will be multiplied by before `backward`, above 0, a number or a tensor of one. For float16,
             where the gradients kept would be too small: `scaler.get_scale() / tokens` with a GradScaler. They are
             kept so many times as large, and divided again; any factor gives the right gradient.
         chunk_tokens: the most rows whose logits exist at once; None chooses by bytes.
         vocab: which classes `weight` holds, where the vocabulary is split over ranks. Then hidden and target are the
-            same on every rank of the group; weight and bias are this rank's rows, and class_weight is this rank's
-            part, or all of it. Per chunk two all-reduces, per call one small all-gather, per backward one all-reduce
-            of the hidden gradient.
+            same on every rank of the group, or every rank raises (hidden states are compared by sums of them, up to
+            rounding); weight and bias are this rank's rows, and class_weight is this rank's part, or all of it. Per
+            chunk two all-reduces, per call one small all-gather, per backward one all-reduce of the hidden gradient.
 
     Returns:
         `TokenLoss`, the same on every rank of the group: `total` in float32 or wider; `nll` without smoothing, weights
@@ -79,17 +79,19 @@ def linear_cross_entropy(
     of the graph (`fullgraph=True` holds) with the same numbers, unless the vocabulary is split.
 
     Raises:
-        TypeError: a float target; tensors of different dtypes; a DTensor of another layout.
+        TypeError: what is no dense tensor or no number; a float target; tensors of different dtypes; a DTensor of
+            another layout.
         ValueError: shapes or devices that disagree; a number out of its range; a shard beyond the vocabulary.
         IndexError: a target outside [0, vocab_size) that is not ignored (with value and position), on every rank.
-        RuntimeError: ranks that disagree on sizes, settings, targets or the validity of their inputs, on every rank.
+        RuntimeError: ranks that disagree on sizes, settings, hidden, targets or the validity of their inputs, on every
+            rank.
     """
     settings = Settings(ignore_index, label_smoothing, smoothing, z_loss, softcap, temperature, chunk_tokens)
     inputs = Inputs(hidden, weight, target, bias, class_weight, token_weight)
     if torch.compiler.is_compiling() and vocab is None:
         return compiled_cross_entropy(inputs, settings, loss_scale)
     inputs, vocab = local_parts(inputs, vocab)
-    shard, q = checked(inputs, settings, vocab)
+    shard, q = checked(inputs, settings, vocab, loss_scale)
     hidden_ND, chunks, formula = plan(inputs, settings, shard, q)
     weight_N = None if inputs.token_weight is None else inputs.token_weight.flatten()
     return walk_by_formula(hidden_ND, inputs.weight, inputs.bias, chunks, formula, weight_N, loss_scale)

@@ -195,8 +195,11 @@ class LinearFormula:
         return TokenLoss(*(torch.stack(column).sum() for column in zip(*losses, strict=True)))
 
     def scores(self, hidden_KD: Tensor, chunk: Chunk) -> Tensor:
-        """log p of the chunk's targets."""
+        """log p of the chunk's targets; 0 where the target is `ignored`."""
         projection, target_K, found = self.projection, self.target_N[chunk], []
+        kept_K = None if self.ignored is None else target_K != self.ignored
+        if kept_K is not None:
+            hidden_KD, target_K = hidden_KD.masked_fill(~kept_K.unsqueeze(1), 0), target_K.where(kept_K, 0)
         with torch.autocast(target_K.device.type, enabled=False):
             product_KV = projection.product(hidden_KD.to(projection.weight_VD.dtype))
             size = self._rows_at_once(len(target_K))
@@ -204,7 +207,8 @@ class LinearFormula:
                 logits_KV, _ = projection.logits(block_KV)
                 _, sums = softmax_and_sums(logits_KV, block_K, self.q, self.part, self._out(logits_KV))
                 found.append(sums.gold_N - sums.lse_N)
-        return torch.cat(found)
+        scores_K = torch.cat(found)
+        return scores_K if kept_K is None else scores_K.where(kept_K, torch.zeros_like(scores_K))
 
     def _block(
         self, product_KV: Tensor, target_K: Tensor, weight_K: Tensor | None, gradients: Gradients | None

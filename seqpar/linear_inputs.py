@@ -6,7 +6,7 @@ one.
 
 from __future__ import annotations
 
-import math
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from seqpar.chunks import Chunk, check_size, cut_rows, recording, rows_per_chunk
 from seqpar.collectives import copy_to_group, world_size
-from seqpar.criteria import Convention, SoftTarget, check_range, check_smoothing, check_target, soft_target
+from seqpar.criteria import Convention, SoftTarget, check_range, check_smoothing, soft_target
 from seqpar.linear_formula import LinearFormula, Projection, product_dtype
-from seqpar.sharded import is_dtensor
+from seqpar.tensor_checks import check_dense, check_floating, check_integer_target, check_number, is_dtensor
 from seqpar.vocab_parallel import VocabShard, local_copy, local_rows
 
 
@@ -62,7 +62,8 @@ def plan(
 ) -> tuple[Tensor, list[Chunk], LinearFormula]:
     """The rows, how they are cut, and what is computed of each chunk."""
     hidden, target_N, dtype = inputs.hidden, inputs.target.flatten().long(), product_dtype(inputs.hidden)
-    projection = Projection(inputs.weight, inputs.bias, dtype, settings.softcap, settings.temperature)
+    softcap = None if settings.softcap is None else float(settings.softcap)
+    projection = Projection(inputs.weight, inputs.bias, dtype, softcap, float(settings.temperature))
     # Alone, the softmax here is the whole one; in a group, `shard` makes it so
     part = shard if world_size(shard.group) > 1 else None
     most = settings.chunk_tokens or rows_per_chunk(shard.largest_even_part, dtype, hidden.device.type)
@@ -72,40 +73,73 @@ def plan(
     return copy_to_group(hidden, shard.group).flatten(0, -2), chunks, formula
 
 
-def checked(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> tuple[VocabShard, SoftTarget]:
-    """The shard, and the soft target as this rank's classes see it; or what is wrong, on every rank of the group."""
+def checked(
+    inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor = 1.0, of: str = ""
+) -> tuple[VocabShard, SoftTarget]:
+    """The shard, and the soft target as this rank's classes see it; or what is wrong, on every rank of the group.
+
+    `of` is what the names of hidden, weight and bias begin with in the caller's arguments.
+    """
+    if vocab is not None and not isinstance(vocab, VocabShard):
+        raise TypeError(f"vocab is a {type(vocab).__name__}; it must be a seqpar.VocabShard, or None")
     wrong: Exception | None = None
     try:
-        _check_settings(settings)
-        _check_tensors(inputs)
-        rows = inputs.weight.size(0)
-        shard = vocab or VocabShard(None, 0, rows)
-        if shard.start + rows > shard.vocab_size:
-            raise ValueError(
-                f"weight has {rows} rows from class {shard.start} on, beyond the vocabulary [0, {shard.vocab_size})"
-            )
-        weight_V = _own_part(inputs.class_weight, rows, shard)
-        q = soft_target(settings.label_smoothing, settings.smoothing, settings.ignore_index, shard.vocab_size)
-        check_range(inputs.target, inputs.target != settings.ignore_index, shard.vocab_size)
+        found = _valid(inputs, settings, vocab, loss_scale, of)
     except (TypeError, ValueError, IndexError) as error:
         wrong = error
-    if vocab is not None:
-        try:
-            vocab.check(len(inputs.weight), _facts(inputs, settings, vocab, wrong))
-        except RuntimeError as disagreement:
-            raise (wrong if world_size(vocab.group) == 1 and wrong else disagreement) from wrong
     if wrong is not None:
+        if vocab is not None:
+            _tell(wrong, vocab)
         raise wrong
+    if vocab is not None:
+        vocab.check(len(inputs.weight), _facts(inputs, settings, vocab), inputs.hidden)
+    return found
+
+
+def _valid(
+    inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor, of: str
+) -> tuple[VocabShard, SoftTarget]:
+    _check_settings(settings)
+    _check_kinds(inputs, of)
+    _check_sizes(inputs, of)
+    _check_places(inputs, of)
+    rows = inputs.weight.size(0)
+    if vocab is None and not rows:
+        raise ValueError(f"{of}weight has shape {tuple(inputs.weight.shape)}; it must have at least one class")
+    shard = vocab or VocabShard(None, 0, rows)
+    if shard.start + rows > shard.vocab_size:
+        raise ValueError(
+            f"weight has {rows} rows from class {shard.start} on, beyond the vocabulary [0, {shard.vocab_size})"
+        )
+    weight_V = _own_part(inputs.class_weight, rows, shard)
+    q = soft_target(float(settings.label_smoothing), settings.smoothing, settings.ignore_index, shard.vocab_size)
+    target = inputs.target.long()  # -100 is 156 to bytes
+    kept = target != settings.ignore_index
+    check_range(target, kept, shard.vocab_size)
+    _check_scale(loss_scale, kept)
     excluded = None if q.excluded is None else q.excluded - shard.start
     if excluded is not None and not 0 <= excluded < rows:
         excluded = None
     return shard, q._replace(excluded=excluded, weight_V=weight_V, z_loss=float(settings.z_loss))
 
 
-def _facts(inputs: Inputs, settings: Settings, vocab: VocabShard, wrong: Exception | None) -> dict[str, object]:
+NOTHING_WRONG = {"what is wrong": "nothing"}
+
+
+def _tell(wrong: Exception, vocab: VocabShard) -> None:
+    """Raises RuntimeError unless the other ranks have the same fault; they would wait for this one."""
+    try:
+        vocab.meet({"what is wrong": f"{type(wrong).__name__}: {wrong}"})
+    except RuntimeError as disagreement:
+        raise disagreement from wrong
+
+
+def _facts(inputs: Inputs, settings: Settings, vocab: VocabShard) -> dict[str, object]:
     """What the ranks of a group must have alike: otherwise they would wait for each other, or add up nonsense."""
     hidden, weight, target = inputs.hidden, inputs.weight, inputs.target
-    facts: dict[str, object] = {
+    flat_N = target.flatten().long()
+    return {
+        **NOTHING_WRONG,
         "the vocabulary's size": vocab.vocab_size,
         "the width of hidden and weight": (hidden.shape[-1:], weight.shape[1:]),
         "the dtype": (hidden.dtype, weight.dtype),
@@ -115,55 +149,95 @@ def _facts(inputs: Inputs, settings: Settings, vocab: VocabShard, wrong: Excepti
         "token_weight": "none" if inputs.token_weight is None else "given",
         "whether hidden needs a gradient": hidden.requires_grad and torch.is_grad_enabled(),
         **settings._asdict(),
-        "what is wrong": "nothing" if wrong is None else f"{type(wrong).__name__}: {wrong}",
-    }
-    if not target.is_floating_point() and not target.is_complex():
         # Other targets would be other chunks; a checksum finds it for the price of one number
-        flat_N = target.flatten().long()
-        facts["the targets"] = int((flat_N * torch.arange(1, len(flat_N) + 1, device=flat_N.device)).sum())
-    return facts
+        "the targets": int((flat_N * torch.arange(1, len(flat_N) + 1, device=flat_N.device)).sum()),
+    }
+
+
+def check_ignore_index(value: object) -> None:
+    """Raise TypeError unless it is a whole number, ValueError if int64 has no room for it."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"ignore_index is {value!r}; it must be a whole number, such as -100")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"ignore_index is {value}; it must be an int64, such as -100")
 
 
 def _check_settings(settings: Settings) -> None:
-    z_loss, softcap, temperature = settings.z_loss, settings.softcap, settings.temperature
+    check_ignore_index(settings.ignore_index)
     check_size(settings.chunk_tokens, "chunk_tokens")
+    check_number(settings.label_smoothing, "label_smoothing", at_least=0, below=1)
     check_smoothing(settings.label_smoothing, settings.smoothing, ("label_smoothing", "smoothing"))
-    if not (z_loss >= 0 and math.isfinite(z_loss)):
-        raise ValueError(f"z_loss is {z_loss}; it must be a finite number of at least 0")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-        raise ValueError(f"softcap is {softcap}; it must be a finite number above 0, or None to leave logits alone")
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature is {temperature}; it must be a finite number above 0")
+    check_number(settings.z_loss, "z_loss", at_least=0)
+    if settings.softcap is not None:
+        check_number(settings.softcap, "softcap", above=0)
+    check_number(settings.temperature, "temperature", above=0)
 
 
-def _check_tensors(inputs: Inputs) -> None:
-    hidden, weight, target, bias, class_weight, token_weight = inputs
-    check_target(hidden, target)
+def _check_scale(loss_scale: float | Tensor, kept: Tensor) -> None:
+    """Raise TypeError unless it is a number, ValueError unless it is above 0, where there is a gradient to divide."""
+    value = loss_scale
+    if isinstance(loss_scale, Tensor):
+        check_dense(loss_scale, "loss_scale")
+        if loss_scale.numel() != 1:
+            raise ValueError(f"loss_scale has shape {tuple(loss_scale.shape)}; it must be a number or a tensor of one")
+        if recording(loss_scale.device):
+            return
+        value = loss_scale.item()
+    try:
+        check_number(value, "loss_scale", above=0)
+    except ValueError:  # scale / tokens is infinite where every token is padding, and then nothing is divided
+        if kept.any():
+            raise
+
+
+def _check_kinds(inputs: Inputs, of: str) -> None:
+    check_floating(inputs.hidden, f"{of}hidden")
+    check_floating(inputs.weight, f"{of}weight")
+    check_integer_target(inputs.target)
+    optional = {f"{of}bias": inputs.bias, "class_weight": inputs.class_weight, "token_weight": inputs.token_weight}
+    for name, tensor in optional.items():
+        if tensor is not None:
+            check_floating(tensor, name)
+
+
+def _check_sizes(inputs: Inputs, of: str) -> None:
+    hidden, weight, target, bias, _, token_weight = inputs
+    if hidden.dim() < 2 or hidden.shape[:-1] != target.shape:
+        raise ValueError(
+            f"{of}hidden has shape {tuple(hidden.shape)} and target {tuple(target.shape)}; target must have hidden's "
+            "leading shape: (N, D) with (N,), or (batch, time, D) with (batch, time)"
+        )
     if weight.dim() != 2 or weight.size(1) != hidden.size(-1):
         raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; weight must be (V, D) with "
-            "hidden's last size D, the layout of nn.Linear.weight"
+            f"{of}hidden has shape {tuple(hidden.shape)} and {of}weight {tuple(weight.shape)}; {of}weight must be "
+            f"(V, D) with {of}hidden's last size D, the layout of nn.Linear.weight"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)} and weight {tuple(weight.shape)}; bias must be (V,)")
+        raise ValueError(
+            f"{of}bias has shape {tuple(bias.shape)} and {of}weight {tuple(weight.shape)}; {of}bias must be (V,)"
+        )
     if token_weight is not None and token_weight.shape != target.shape:
         raise ValueError(
             f"token_weight has shape {tuple(token_weight.shape)} and target {tuple(target.shape)}; it needs one number "
             "for each token"
         )
-    if token_weight is not None and not token_weight.is_floating_point():
-        raise TypeError(f"token_weight has dtype {token_weight.dtype}; it must be a floating dtype")
-    if not hidden.is_floating_point():
-        raise TypeError(f"hidden has dtype {hidden.dtype}; it must be a floating dtype")
-    autocast = torch.is_autocast_enabled(hidden.device.type)
-    others = {"target": target, "weight": weight, "bias": bias}
-    for name, tensor in {**others, "class_weight": class_weight, "token_weight": token_weight}.items():
+
+
+def _check_places(inputs: Inputs, of: str) -> None:
+    """Raise ValueError for another device than hidden's, TypeError for another dtype, but for autocast."""
+    hidden, autocast = inputs.hidden, torch.is_autocast_enabled(inputs.hidden.device.type)
+    for name, tensor in inputs._asdict().items():
         if tensor is None:
             continue
+        shown = f"{of}{name}" if name in ("weight", "bias") else name
         if tensor.device != hidden.device:
-            raise ValueError(f"hidden is on {hidden.device} and {name} on {tensor.device}; move them to one device")
+            raise ValueError(
+                f"{of}hidden is on {hidden.device} and {shown} on {tensor.device}; move them to one device"
+            )
         if name in ("weight", "bias") and tensor.dtype != hidden.dtype and not autocast:
-            raise TypeError(f"hidden has dtype {hidden.dtype} and {name} {tensor.dtype}; cast one, or use autocast")
+            raise TypeError(
+                f"{of}hidden has dtype {hidden.dtype} and {shown} {tensor.dtype}; cast one, or use autocast"
+            )
 
 
 def _own_part(class_weight: Tensor | None, rows: int, shard: VocabShard) -> Tensor | None:

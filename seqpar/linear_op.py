@@ -54,7 +54,7 @@ def _operator(
     inputs = Inputs(hidden, weight, target, bias, class_weight, token_weight)
     settings = Settings(ignore_index, label_smoothing, convention, z_loss, softcap, temperature, chunk_tokens)
     with torch.autocast(hidden.device.type, dtype, enabled=autocast):
-        shard, q = checked(inputs, settings, None)
+        shard, q = checked(inputs, settings, None, loss_scale)
         hidden_ND, chunks, formula = plan(inputs, settings, shard, q)
     per_token = [hidden_ND] if token_weight is None else [hidden_ND, token_weight.flatten()]
     params = [weight] if bias is None else [weight, bias]

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from seqpar.chunked_gradient import PRODUCT_ROWS
-from seqpar.chunks import check_size, cut_rows, rows_per_chunk
+from seqpar.chunks import check_size, rows_per_chunk
 from seqpar.token_loss import wide
 
 Layout = Literal["ddp", "fsdp", "vocab"]
@@ -147,8 +147,8 @@ def memory_plan(
     dtype = _dtype(dtype)
     tokens_here, vocab_here = (tokens, -(-vocab // devices)) if layout == "vocab" else (-(-tokens // devices), vocab)
     most = chunk_tokens or rows_per_chunk(vocab_here, dtype, device)
-    chunks = cut_rows(torch.ones(tokens_here, dtype=torch.bool), most)
-    rows = max(c.stop - c.start for c in chunks if isinstance(c, slice))
+    chunks = -(-tokens_here // most)
+    rows = -(-tokens_here // chunks)  # even chunks, as `chunks.cut_rows` cuts them
 
     def sizes(rows: int, chunks: int) -> _Sizes:
         narrow, wider = dtype.itemsize, wide(dtype).itemsize
@@ -166,7 +166,7 @@ def memory_plan(
             split=layout == "vocab" and devices > 1,
         )
 
-    whole, part = sizes(tokens_here, 1), sizes(rows, len(chunks))
+    whole, part = sizes(tokens_here, 1), sizes(rows, chunks)
     losses = [_in_layout("plain", whole, tokens_here, layout, devices)]
     if layout != "vocab":
         losses.append(_in_layout("LossCompute", part, rows, layout, devices))

@@ -66,8 +66,10 @@ class RowKernel:
         self.q, self.bias_V, self.ignored = q, bias_V, ignored
         self.weight_sum: Tensor | None = None
         if q.weight_V is not None:
-            excluded = 0 if q.excluded is None else q.weight_V[q.excluded]
-            self.weight_sum = (q.weight_V.sum() - excluded).reshape(1)
+            shared_V = q.weight_V.clone()
+            if q.excluded is not None:
+                shared_V[q.excluded] = 0
+            self.weight_sum = shared_V.sum().reshape(1)
         self.shared = {"each": q.each, "excluded": q.excluded, "softcap": softcap, "temperature": float(temperature)}
 
     def whole_(

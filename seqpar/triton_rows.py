@@ -185,7 +185,8 @@ def _whole_rows(
         if each != 0.0:
             loss += each * (weights * lse - sum_)
             mass += each * weights
-        loss += (kl_gold - kl_each) * _gold_weight(weight_ptr, target, inside, dtype) + kl_each * weights
+        if kl_gold != 0.0:  # else the weight of a class that nobody has would be multiplied by 0, and may be inf
+            loss += (kl_gold - kl_each) * _gold_weight(weight_ptr, target, inside, dtype) + kl_each * weights
     if z_loss != 0.0:
         loss += z_loss * lse * lse
         mass += 2.0 * z_loss * lse

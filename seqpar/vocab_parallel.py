@@ -11,6 +11,7 @@ Shape suffixes: N rows, V this rank's part of the vocabulary, D hidden. `vocab_s
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,12 +64,23 @@ class VocabShard:
         """The rows of an even split, rounded up: what ranks with different parts plan their chunks by."""
         return -(-self.vocab_size // world_size(self.group))
 
-    def check(self, rows: int, facts: Mapping[str, object]) -> None:
-        """Raises RuntimeError, on every rank, unless the ranks agree on `facts` and their rows make up the vocabulary.
+    def meet(self, facts: Mapping[str, object], rows: int = 0, hidden: Tensor | None = None) -> list[list[int]]:
+        """Every rank's first class, the class after its last, and the sums that `hidden` is told by; one collective.
+
+        Raises RuntimeError, on every rank, unless the ranks agree on `facts`.
+        """
+        sums = [0.0] * (2 * DIRECTIONS)
+        if hidden is not None and world_size(self.group) > 1:
+            sums = _sums(hidden.detach().flatten(0, -2))
+        return check_agreement(facts, self.group, (self.start, self.start + rows, *map(_as_whole, sums)))
+
+    def check(self, rows: int, facts: Mapping[str, object], hidden: Tensor) -> None:
+        """Raises RuntimeError, on every rank, unless the ranks agree on `facts` and hidden, and make up the vocabulary.
 
         One small collective; none where the group is one rank.
         """
-        spans = check_agreement(facts, self.group, (self.start, self.start + rows))
+        everyone = self.meet(facts, rows, hidden)
+        spans = [(start, end) for start, end, *_ in everyone]
         reached = 0
         for start, end in sorted((start, end) for start, end in spans if start < end):
             reached = end if start == reached else -1
@@ -77,6 +89,13 @@ class VocabShard:
             raise RuntimeError(
                 f"the weight's rows are the classes {said}; together they must be [0, {self.vocab_size}), each class "
                 "once; VocabShard.of(weight_rows, group) works the starts out"
+            )
+        sums = [[*map(_as_number, row[2:])] for row in everyone]
+        others = [rank for rank, theirs in enumerate(sums) if _differ(theirs, sums[0], torch.finfo(hidden.dtype).eps)]
+        if others:
+            raise RuntimeError(
+                f"ranks disagree on hidden: ranks {others} have other hidden states than rank 0, and the ranks that "
+                "share a vocabulary must have the same; give them one batch and one seed of dropout"
             )
 
     def place(self, target_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -111,6 +130,41 @@ class VocabShard:
             weight_N=weight_N,
             share_N=(here_N - lse_N).exp(),
         )
+
+
+DIRECTIONS = 4
+"""In how many directions the hidden states of two ranks are compared."""
+ROUNDINGS = 16
+"""Hidden states that are computed on two ranks may differ by so many roundings of their dtype, in all."""
+
+
+def _sums(hidden_ND: Tensor) -> list[float]:
+    """Sums of the hidden states in a few directions, then how large the numbers are that were added up."""
+    rows, width = hidden_ND.shape
+    along = torch.arange(1, DIRECTIONS + 1, dtype=torch.float64, device=hidden_ND.device)
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        columns_DK = torch.outer(torch.arange(width, device=along.device) + 0.5, along).cos()
+        rows_NK = (hidden_ND @ columns_DK.to(hidden_ND.dtype)).double()
+        signs_NK = torch.outer(torch.arange(rows, device=along.device) + 0.5, along + 0.3).cos()
+        return torch.cat([(rows_NK * signs_NK).sum(0), rows_NK.norm(dim=0)]).tolist()  # type: ignore[no-any-return]
+
+
+def _differ(theirs: list[float], first: list[float], eps: float) -> bool:
+    """Whether two ranks' `_sums` are further apart than rounding; nan is the same as nan."""
+    allowed = [ROUNDINGS * eps * size for size in first[DIRECTIONS:]]
+    pairs = zip(theirs[:DIRECTIONS], first[:DIRECTIONS], allowed, strict=True)
+    return any(not (abs(a - b) <= most or a == b or (a != a and b != b)) for a, b, most in pairs)
+
+
+def _as_whole(number: float) -> int:
+    """Its 64 bits, for a collective of whole numbers."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", number))
+    return int(bits)
+
+
+def _as_number(bits: int) -> float:
+    (number,) = struct.unpack("<d", struct.pack("<q", bits))
+    return float(number)
 
 
 def local_rows(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, VocabShard]:

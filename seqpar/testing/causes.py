@@ -68,6 +68,11 @@ def ratio(got: Tensor, plain: Tensor) -> float | None:
     return times if (got.to(plain) - times * plain).norm() <= SAME * abs(times) * plain.norm() else None
 
 
+def dense(gradient: Tensor) -> Tensor:
+    """The same numbers in strides: an embedding may leave a sparse gradient."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
 def likely_cause(evidence: Evidence) -> str:
     """One sentence on what the numbers look like, and the mistake beside its remedy."""
     for cause in CAUSES:
@@ -199,9 +204,10 @@ def _accumulated(e: Evidence) -> str | None:
 
 def _rounding(e: Evidence) -> str | None:
     pairs = [(e.got[0], e.expected[0]), *((got, plain) for _, got, plain in e.pairs())]
-    worst = max(float((got.to(plain) - plain).norm() / plain.norm().clamp(min=1e-300)) for got, plain in pairs)
-    if worst > FLOAT32:
+    apart = [float((got.to(plain) - plain).norm() / plain.norm().clamp(min=1e-300)) for got, plain in pairs]
+    if not all(one <= FLOAT32 for one in apart):  # nor where one is nan
         return None
+    worst = max(apart)
     return f"float32 on the way: nothing is off by more than {worst:.1g} of its size, and float64 keeps 1e-16"
 
 
@@ -297,5 +303,5 @@ def gradients_by_use(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) 
     found: dict[str, list[tuple[str, Tensor]]] = {}
     for (name, use, _), gradient in zip(named, gradients, strict=True):
         if gradient is not None:
-            found.setdefault(name, []).append((use, gradient))
+            found.setdefault(name, []).append((use, dense(gradient)))
     return found

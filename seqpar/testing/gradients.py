@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.testing.causes import FACTOR, Evidence, Result, gradients_by_use, likely_cause
+from seqpar.tensor_checks import check_number
+from seqpar.testing.causes import FACTOR, Evidence, Result, dense, gradients_by_use, likely_cause
 
 ROUNDING = 1e-14
 """What float64 sums may differ by where the reference is 0 or nearly so, as a share of the largest number in play:
@@ -40,14 +41,20 @@ def assert_same_gradients(
         candidate: calls the loss under test; once, and if it is wrong once more, to find out why.
         reference: calls the plain loss; once, and if the candidate is wrong once more.
         tensors: leaves by name; every one that requires a gradient is compared.
-        rtol: the largest difference allowed, as a share of the reference's largest entry.
+        rtol: the largest difference allowed, as a share of the reference's largest entry. Up to 1e-14 of the largest
+            number of all, or of 1, is taken for rounding: multiply a loss that is nowhere larger by a factor.
         tokens: how many targets are not ignored; it only helps to name the cause.
 
     Raises:
         AssertionError: naming the tensor, the difference, the reference's size and the likely cause; also on nan.
+        ValueError: nothing to compare: no tensors, a tensor that is not a leaf, no gradient on either side.
+        TypeError: a loss that is not a function, or does not return a tensor.
     """
-    expected = value_and_gradients(reference, tensors)
-    got = value_and_gradients(candidate, tensors)
+    check_tolerance(rtol)
+    _check_leaves(tensors)
+    expected = value_and_gradients(reference, tensors, "reference")
+    got = value_and_gradients(candidate, tensors, "candidate")
+    refuse_no_gradients(got, expected, tensors)
     for name, tensor in tensors.items():
         assert tensor.requires_grad or got[1][name] is None, f"{name} is frozen and got a gradient"
     try:
@@ -68,13 +75,16 @@ def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> N
         expected: the plain ones, under the same names. A gradient of None counts as 0.
         rtol: as `assert_same_gradients`.
 
+    An infinite number agrees with the same infinity in the same place alone; nan agrees with nothing.
+
     Raises:
         AssertionError: naming the tensor, the difference and the reference's size; also on nan.
     """
-    (value, gradients), (plain, plain_gradients) = got, expected
+    check_tolerance(rtol)
+    (value, gradients), (plain, plain_gradients) = _dense(got), _dense(expected)
     assert gradients.keys() == plain_gradients.keys(), f"{sorted(gradients)} is not {sorted(plain_gradients)}"
-    sizes = (g.abs().max().item() for g in (plain, *plain_gradients.values()) if g is not None and g.numel())
-    floor = ROUNDING * max(1.0, *sizes)
+    largest = max(_size(t) for t in (plain, *plain_gradients.values()) if t is not None)
+    floor = ROUNDING * max(1.0, largest)
     _assert_close("the loss", value, plain, rtol, floor)
     for name, plain_gradient in plain_gradients.items():
         pair = gradients[name], plain_gradient
@@ -84,17 +94,38 @@ def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> N
             _assert_close(f"the gradient of {name}", found, reference, rtol, floor)
 
 
-def value_and_gradients(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> Result:
+def check_tolerance(rtol: float) -> None:
+    """Raises ValueError for a tolerance that would let everything pass, or nothing."""
+    check_number(rtol, "rtol", at_least=0)
+
+
+def refuse_no_gradients(got: Result, expected: Result, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ValueError if neither loss reached a tensor that needs a gradient: there would be nothing to compare."""
+    wanted = [name for name, tensor in tensors.items() if tensor.requires_grad]
+    if wanted and all(of[1][name] is None for of in (got, expected) for name in wanted):
+        raise ValueError(
+            f"neither loss has a gradient with respect to any of {wanted}, so there is none to compare; call both "
+            "outside torch.no_grad(), with these tensors themselves"
+        )
+
+
+def value_and_gradients(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor], what: str = "loss") -> Result:
     """The loss, and what one `backward()` leaves in each tensor's `.grad`, which is None before and after."""
     for tensor in tensors.values():
         tensor.grad = None
+    if not callable(loss):
+        raise TypeError(f"{what} is a {type(loss).__name__}; it must be a function that returns the loss")
     value = loss()
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{what} returned a {type(value).__name__}; it must return one tensor (the `total` of a TokenLoss)"
+        )
     if value.requires_grad:
         value.backward()
     gradients = {name: tensor.grad for name, tensor in tensors.items()}
     for tensor in tensors.values():
         tensor.grad = None
-    return value.detach(), gradients
+    return _dense((value.detach(), gradients))
 
 
 def an_eighth(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> Result | None:
@@ -105,10 +136,42 @@ def an_eighth(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> Resu
         return None
 
 
+def _check_leaves(tensors: Mapping[str, Tensor]) -> None:
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors is a {type(tensors).__name__}; it must be a dict of names and tensors")
+    if not tensors:
+        raise ValueError("tensors is empty; name at least one tensor whose gradient is to be compared")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"tensors[{name!r}] is a {type(tensor).__name__}; it must be a tensor")
+        if not tensor.is_leaf:
+            raise ValueError(
+                f"tensors[{name!r}] is not a leaf, and backward leaves a gradient in leaves alone; give the parameter "
+                "or the input that it was computed from"
+            )
+
+
+def _dense(result: Result) -> Result:
+    """The same numbers without sparse layouts."""
+    value, gradients = result
+    return value, {name: None if g is None else dense(g) for name, g in gradients.items()}
+
+
+def _size(tensor: Tensor) -> float:
+    """The largest finite entry's size; 0 of none."""
+    finite = tensor[tensor.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
 def _assert_close(what: str, got: Tensor, expected: Tensor, rtol: float, floor: float) -> None:
     assert got.shape == expected.shape, f"{what} has shape {tuple(got.shape)}, not {tuple(expected.shape)}"
-    if not expected.numel():
-        return
-    size = expected.abs().max().item()
-    apart = (got.to(expected) - expected).abs().max().item()
-    assert apart <= rtol * size + floor, f"{what} is off by {apart:.3g} where the reference is {size:.3g} large"
+    assert not expected.isnan().any(), f"{what} is off: the reference is nan there, which nothing can be held against"
+    wider = torch.promote_types(got.dtype, expected.dtype)
+    got, expected = got.to(expected.device, wider), expected.to(wider)
+    infinite = expected.isinf()
+    assert torch.equal(got[infinite], expected[infinite]), f"{what} is off where the reference is infinite"
+    size = _size(expected)
+    apart = (got - expected)[~infinite].abs()
+    assert (apart <= rtol * size + floor).all(), (
+        f"{what} is off by {apart.max().item():.3g} where the reference is {size:.3g} large"
+    )

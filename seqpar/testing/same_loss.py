@@ -17,8 +17,15 @@ from seqpar.collectives import gather_objects, group_sum, rank_in, world_size
 from seqpar.criteria import ignored_target
 from seqpar.devices import Device
 from seqpar.loss_compute import LossCompute
+from seqpar.tensor_checks import check_dense, check_floating, check_integer_target, check_number
 from seqpar.testing.causes import FACTOR, Evidence, Result, gradients_by_use, likely_cause
-from seqpar.testing.gradients import assert_same_results, plain_loss, value_and_gradients
+from seqpar.testing.gradients import (
+    assert_same_results,
+    check_tolerance,
+    plain_loss,
+    refuse_no_gradients,
+    value_and_gradients,
+)
 from seqpar.token_loss import TokenLoss
 
 Loss = Callable[..., Tensor | TokenLoss]
@@ -69,12 +76,16 @@ def assert_same_loss(
     Raises:
         AssertionError: on every rank, naming what is off and by how much, the likely cause told from the numbers, and
             the smallest part of these inputs that is off as well.
-        ValueError: `loss` and what only seqpar's engine takes, together.
+        ValueError: `loss` and what only seqpar's engine takes, together; a number out of its range; no gradient on
+            either side (`torch.no_grad`).
+        TypeError: an argument of another kind.
     """
     engine_only = {"devices": devices, "chunk_tokens": chunk_tokens, "chunk_size": chunk_size}
     given = [name for name, value in engine_only.items() if value is not None]
     if loss is not None and given:
         raise ValueError(f"loss= computes the loss by itself, and {', '.join(given)} are for seqpar's engine; pass one")
+    _check_arguments(generator, criterion, hidden, target, tokens, per_token)
+    check_tolerance(rtol)
     head = _in_float64(generator, criterion)
     if loss is None:
         engine = LossCompute(head["generator"], head["criterion"], devices, chunk_tokens, chunk_size)
@@ -120,6 +131,7 @@ class _Trial:
             return torch.stack(losses).sum() / self.tokens
 
         expected, got = value_and_gradients(plain, tensors), self._reduced(candidate, tensors)
+        refuse_no_gradients(got, expected, tensors)
         eighth = self._reduced(lambda: candidate() * FACTOR, tensors)
         try:
             assert_same_results(got, expected, self.rtol)
@@ -170,6 +182,19 @@ class _Trial:
             at = tuple(slice(n) for n in corner)
             extra = {name: t[at] for name, t in self.per_token.items()}
             yield replace(self, hidden=self.hidden[at], target=self.target[at], per_token=extra)
+
+
+def _check_arguments(
+    generator: object, criterion: object, hidden: object, target: object, tokens: object, per_token: dict[str, Any]
+) -> None:
+    for name, module in (("generator", generator), ("criterion", criterion)):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{name} is a {type(module).__name__}; it must be a torch.nn.Module")
+    check_floating(hidden, "hidden")
+    check_integer_target(target)
+    for name, value in per_token.items():
+        check_dense(value, name)
+    check_number(tokens, "tokens", above=0)
 
 
 def _in_float64(generator: nn.Module, criterion: nn.Module) -> nn.ModuleDict:

@@ -102,7 +102,30 @@ def one_weight_too_few(x):
     return {"class_weight": torch.ones(len(x["weight"]) - 1).double()}
 
 
+def other_hidden(x):
+    """One more number dropped."""
+    hidden = x["hidden"].detach().clone()
+    hidden[1, 3, 2] = 0
+    return {"hidden": hidden.requires_grad_()}
+
+
+def no_number(x):
+    return {"hidden": x["hidden"].detach().clone().fill_(torch.nan).requires_grad_()}
+
+
+def no_hidden(_):
+    return {"hidden": None}
+
+
+def scale_of_nothing(_):
+    return {"loss_scale": 0.0}
+
+
 DISAGREE = {
+    "hidden": (other_hidden, "hidden: ranks [1] have other hidden states than rank 0"),
+    "hidden without a number": (no_number, "hidden: ranks [1] have other hidden states than rank 0"),
+    "no hidden": (no_hidden, "what is wrong: 'nothing' on ranks [0]; 'TypeError: hidden is None; it must be a tensor'"),
+    "a loss scale of 0": (scale_of_nothing, "what is wrong: 'nothing' on ranks [0]; 'ValueError: loss_scale is 0.0"),
     "width": (wide, "the width of hidden and weight"),
     "dtype": (low, "the dtype"),
     "chunk_tokens": (other_chunks, "chunk_tokens: 3 on ranks [0]; 4 on ranks [1]"),
@@ -124,6 +147,40 @@ def test_ranks_that_disagree_are_named_on_every_rank_and_nothing_hangs(case):
         assert error == "RuntimeError"
         assert f"ranks disagree on {expected}" in text
         assert again == pytest.approx(good, rel=1e-12)
+
+
+def rounded(rank, world, dtype):
+    """Hidden states that two machines would round in other places, and nan on both."""
+    vocab, x = seqpar.VocabShard(dist.group.WORLD, 4 * rank, 8), torch.Generator().manual_seed(0)
+    hidden = torch.randn(20, 32, generator=x).to(dtype)
+    weight, target = torch.randn(4, 32, generator=x).to(dtype), torch.zeros(20).long()
+    noise = 1 + torch.finfo(dtype).eps * torch.randint(-1, 2, hidden.shape).to(dtype) * rank
+    found = [message(seqpar.linear_cross_entropy, h, weight, target, vocab=vocab) for h in (hidden, hidden * noise)]
+    return [*found, message(seqpar.linear_cross_entropy, hidden * torch.nan, weight, target, vocab=vocab)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_hidden_states_that_differ_by_rounding_are_the_same(dtype):
+    assert ranks(2, rounded, dtype) == [[None] * 3] * 2
+
+
+def plain_weight_beside_dtensors(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    found = {}
+    for name, tensor in {**PLAIN.tensors(), "token_weight": torch.rand(2, 5).double()}.items():
+        sharded = distribute_tensor(tensor.detach(), mesh, [Shard(0)])
+        given = {k: t.detach() for k, t in PLAIN.tensors().items()} | {name: sharded}
+        if name != "weight":
+            found[name] = message(seqpar.linear_cross_entropy, **given)
+    return found
+
+
+def test_a_dtensor_beside_a_plain_weight_is_named():
+    for found in ranks(2, plain_weight_beside_dtensors):
+        assert {"hidden", "target", "bias", "token_weight"} == found.keys()
+        for name, said in found.items():
+            assert said[0] == "TypeError"
+            assert said[1].startswith(f"{name} is a DTensor; pass this rank's own tensor")
 
 
 def gap(x):

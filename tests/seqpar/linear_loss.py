@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from tests.seqpar.published import smoothed_targets
 
@@ -137,3 +138,9 @@ def plain_loss(
     rows = terms.sum(-1) + z_loss * torch.logsumexp(logits, -1).square()
     rows = rows if token_weight is None else rows * token_weight.flatten()
     return (rows * (target != ignore_index)).sum()
+
+
+def on_another_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor that says it is on a GPU, and has no numbers; it needs none."""
+    with FakeTensorMode():
+        return torch.empty(shape, dtype=dtype, device="cuda")

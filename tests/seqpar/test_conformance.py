@@ -9,6 +9,7 @@ import pytest
 
 from seqpar.testing.conformance import CHECKS, EVERYTHING, KNOWN, Adapter, adapter_of, report, run
 from seqpar.testing.conformance.__main__ import main
+from seqpar.testing.conformance.inputs import plain_loss
 from seqpar.testing.conformance.memory import Growth, growth
 from tests.seqpar.planted import MISTAKES
 
@@ -54,6 +55,29 @@ def test_the_number_a_reproduction_prints_is_beyond_what_is_right(name, about, c
     exec(finding.reproduction, {})
     allowed = float(finding.reproduction.split("at most ")[1].split()[0])
     assert float(capsys.readouterr().out) > allowed
+
+
+NO_LOSS = {
+    "detached": lambda *given: plain_loss(*given).detach(),
+    "a float": lambda *given: float(plain_loss(*given)),
+    "nothing": lambda *given: None,
+    "a tuple": lambda *given: (plain_loss(*given),),
+    "a row each": lambda *given: plain_loss(*given).expand(3),
+    "inf": lambda *given: plain_loss(*given) * float("inf"),
+    "nan": lambda *given: plain_loss(*given) * float("nan"),
+    "zero": lambda *given: plain_loss(*given) * 0,
+}
+
+
+@pytest.mark.parametrize("kind", NO_LOSS)
+def test_what_is_no_loss_fails_every_check_of_its_gradients(kind):
+    names = ["float64", "upstream factor", "second backward", "accumulation", "all ignored"]
+    if kind == "zero":
+        names.remove("all ignored")  # there it is right
+        names.remove("second backward")  # twice 0 is 0
+    found = {name: BY_NAME[name](Adapter(kind, NO_LOSS[kind])) for name in names}
+    assert {name: finding.verdict for name, finding in found.items()} == dict.fromkeys(names, "fail")
+    assert all(len(finding.reproduction.splitlines()) <= 5 for finding in found.values())
 
 
 def test_what_is_not_offered_is_not_held_against_it():

@@ -102,8 +102,8 @@ def test_at_most_twice_plain_torchs_own_error_in_the_root_mean_square_of_ten(dir
     [
         ({"direction": "both"}, ValueError, "direction is 'both'; it must be 'forward' or 'reverse'"),
         ({"teacher_weight": torch.randn(8, 5)}, ValueError, "weight has 9 classes on cpu and teacher_weight 8 on cpu"),
-        ({"teacher_hidden": torch.randn(6, 4)}, ValueError, r"of the teacher's tensors: hidden has shape \(6, 4\)"),
-        ({"teacher_hidden": torch.randn(5, 5)}, ValueError, r"of the teacher's tensors: .* target \(6,\)"),
+        ({"teacher_hidden": torch.randn(6, 4)}, ValueError, r"teacher_hidden has shape \(6, 4\) and teacher_weight"),
+        ({"teacher_hidden": torch.randn(5, 5)}, ValueError, r"teacher_hidden has shape .* target \(6,\)"),
         ({"temperature": -1.0}, ValueError, "temperature is -1.0"),
         ({"target": torch.full((6,), 9)}, IndexError, "target 9 at position"),
     ],

@@ -11,7 +11,7 @@ from torch import nn
 
 import seqpar
 from seqpar.testing import assert_same_gradients
-from tests.seqpar.linear_loss import linear_cases, plain_logits, plain_loss
+from tests.seqpar.linear_loss import linear_cases, on_another_device, plain_logits, plain_loss
 
 LEAVES = ("hidden", "weight", "bias", "token_weight")
 
@@ -335,7 +335,7 @@ BAD = {
     "integer hidden": ({"hidden": torch.zeros(6, 4, dtype=torch.int64)}, TypeError, "hidden has dtype torch.int64"),
     "weight's dtype": ({"weight": torch.zeros(9, 4).bfloat16()}, TypeError, "float32 and weight torch.bfloat16"),
     "bias's dtype": ({"bias": torch.zeros(9).double()}, TypeError, "float32 and bias torch.float64"),
-    "weight's device": ({"weight": torch.zeros(9, 4, device="meta")}, ValueError, "on cpu and weight on meta"),
+    "weight's device": ({"weight": on_another_device(9, 4)}, ValueError, "hidden is on cpu and weight on cuda:0"),
     "class weights": ({"class_weight": torch.ones(8)}, ValueError, r"class_weight has shape \(8,\); it must be \(9,\)"),
     "smoothing of 1": ({"label_smoothing": 1.0}, ValueError, r"label_smoothing is 1\.0"),
     "negative smoothing": ({"label_smoothing": -0.1}, ValueError, r"label_smoothing is -0\.1"),

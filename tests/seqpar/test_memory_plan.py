@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import seqpar
-from seqpar.memory_plan import LossBytes, MemoryPlan, advice, main, memory_plan, table
+from seqpar.chunks import cut_rows
+from seqpar.memory_plan import Layout, LossBytes, MemoryPlan, advice, main, memory_plan, table
 
 CASES = [
     ("ddp", 1, "plain", "float32", 2048, 256, 16_000, 0),
@@ -184,6 +188,47 @@ def test_layouts_split_what_they_say() -> None:
     assert memory_plan(layout="ddp", **(sizes | {"devices": 1})).of("plain").exchange == 0
     with pytest.raises(ValueError, match="and not 'LossCompute'"):
         vocab.of("LossCompute")
+
+
+class Made(TorchFunctionMode):
+    """How many numbers are in the tensors that torch makes meanwhile."""
+
+    numbers = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.numbers += found.numel() if isinstance(found, Tensor) else 0
+        return found
+
+
+def test_a_plan_needs_no_memory_however_many_tokens_there_are() -> None:
+    with Made() as made:
+        plan = memory_plan(tokens=10**8, d=4096, vocab=256_000, devices=8, layout="vocab")
+    assert plan.tokens_here == 10**8
+    assert made.numbers == 0
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 5000), st.integers(1, 600), st.integers(1, 40))
+def test_the_chunks_are_those_that_rows_are_cut_into(tokens: int, chunk_tokens: int, devices: int) -> None:
+    plan = memory_plan(tokens=tokens, d=3, vocab=7, devices=devices, chunk_tokens=chunk_tokens)
+    chunks = cut_rows(torch.ones(plan.tokens_here, dtype=torch.bool), chunk_tokens)
+    assert plan.of("LossCompute").chunk_rows == max(c.stop - c.start for c in chunks if isinstance(c, slice))
+    assert (plan.of("LossCompute").accumulator > 0) == (len(chunks) > 1)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_the_device_with_the_most_tokens_is_the_one_that_is_planned(layout: Layout) -> None:
+    for tokens, devices, most in ((3, 8, 1), (9, 8, 2), (16, 8, 2), (1, 1, 1)):
+        plan = memory_plan(tokens=tokens, d=4, vocab=7, devices=devices, layout=layout)
+        assert plan.tokens_here == most
+        assert plan.of("plain").hidden == most * 4 * 2
+        assert plan.of("plain").logits == most * 7 * 2
+
+
+def test_the_device_with_the_most_classes_is_the_one_that_is_planned() -> None:
+    plan = memory_plan(tokens=5, d=4, vocab=3, devices=8, layout="vocab")
+    assert (plan.vocab_here, plan.of("plain").logits) == (1, 5 * 2)
 
 
 def test_weight_gradients_of_several_narrow_chunks_are_added_up_in_float32() -> None:

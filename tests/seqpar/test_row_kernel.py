@@ -14,7 +14,7 @@ from torch import nn
 import seqpar
 from seqpar import row_kernel
 from seqpar.row_kernel import RowKernel, why_no_kernel
-from seqpar.testing import assert_same_gradients
+from seqpar.testing import assert_same_gradients, assert_same_results
 from seqpar.testing.ranks import ranks
 from seqpar.testing.strategies import vocabulary_splits
 from tests.distributed.test_vocab_parallel import assert_answers, losses
@@ -202,7 +202,7 @@ def test_where_there_is_no_kernel_the_reason_is_known():
 @pytest.fixture
 def whole_batches():
     """As while a CUDA graph is recorded: no row is looked at. The real thing is in the tests of a GPU."""
-    names = ["chunks", "criteria", "linear_inputs", "loss_compute"]
+    names = ["chunks", "contract", "target_checks", "linear_inputs", "loss_compute"]
     with ExitStack() as patches:
         for name in names:
             patches.enter_context(patch(f"seqpar.{name}.recording", lambda _: True))
@@ -286,3 +286,52 @@ def test_a_gradient_that_is_written_over_its_own_sum_is_the_rounded_sum():
     assert narrowed(sums, torch.bfloat16).data_ptr() == sums.data_ptr()
     across = torch.randn(8, 64).t()
     assert torch.equal(narrowed(across.clone(memory_format=torch.preserve_format), torch.bfloat16), across.bfloat16())
+
+
+NEVER = (7, 8)
+"""Classes that no row has."""
+
+
+def with_odd_weights(convention, of_nobody):
+    """A case whose class weights are no numbers where no row has the class."""
+    torch.manual_seed(0)
+    made = {"hidden": torch.randn(5, 4), "weight": torch.randn(9, 4), "class_weight": torch.rand(9) + 0.5}
+    made = {name: t.double() for name, t in made.items()}
+    made["class_weight"][[*NEVER]] = of_nobody
+    target = torch.randint(1, NEVER[0], (5,))
+    target[3] = 0
+    return made | {"target": target}, {"smoothing": convention, "ignore_index": 0, "label_smoothing": 0.0}
+
+
+def in_shards(rank, world, tensors, options, by_kernel):
+    start, rows = [(0, 5), (5, 4)][rank]
+    tensors = tensors | {name: tensors[name][start : start + rows] for name in ("weight", "class_weight")}
+    leaves = [tensors[name].requires_grad_() for name in ("hidden", "weight")]
+    with kernels() if by_kernel else patch("seqpar.linear_formula.why_no_kernel", lambda _: "not asked for"):
+        vocab = seqpar.VocabShard(torch.distributed.group.WORLD, start, 9)
+        loss = seqpar.linear_cross_entropy(**tensors, **options, vocab=vocab)
+        return float(loss.total.detach()), [g.numpy() for g in torch.autograd.grad(loss.total, leaves)]
+
+
+@pytest.mark.parametrize(("convention", "of_nobody"), [("torch", float("inf")), ("harvard", float("nan"))])
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_the_weight_of_a_class_that_no_row_has_is_never_multiplied(convention, by_kernel, of_nobody):
+    """Not even by 0, which makes nan of inf."""
+    tensors, options = with_odd_weights(convention, of_nobody)
+    plain = {"ignore_index": 0, "reduction": "sum"}
+    shards = ranks(2, in_shards, tensors, options, by_kernel)
+    tensors = moved({name: t.requires_grad_(name in LEAVES) for name, t in tensors.items()})
+    hidden, weight = tensors["hidden"], tensors["weight"]
+    loss = nn.functional.cross_entropy(hidden @ weight.t(), tensors["target"], tensors["class_weight"], **plain)
+    expected = loss.detach(), dict(zip(LEAVES, torch.autograd.grad(loss, (hidden, weight)), strict=False))
+    assert all(g.isfinite().all() for g in expected[1].values())
+    with kernels() if by_kernel else patch("seqpar.linear_formula.why_no_kernel", lambda _: "not asked for"):
+        got = seqpar.linear_cross_entropy(**tensors, **options).total
+        grads = torch.autograd.grad(got, (hidden, weight))
+    assert_same_results((got.detach(), dict(zip(LEAVES, grads, strict=False))), expected)
+    joined = torch.cat([torch.from_numpy(g[1]) for _, g in shards])
+    from_shards = {"hidden": torch.from_numpy(shards[0][1][0]), "weight": joined}
+    assert_same_results(
+        (torch.tensor(shards[0][0], dtype=torch.float64), from_shards),
+        (expected[0].cpu(), {n: g.cpu() for n, g in expected[1].items()}),
+    )

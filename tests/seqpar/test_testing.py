@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from seqpar.testing import assert_same_gradients, plain_loss
+from seqpar.testing import assert_same_gradients, assert_same_loss, assert_same_results, plain_loss
 
 WRONG = {
     "value": lambda loss: loss + 1e-9,
@@ -43,3 +43,90 @@ def test_it_leaves_no_gradients_behind_and_accepts_the_same_loss():
         dict(generator.named_parameters()),
     )
     assert generator.weight.grad is None
+
+
+def held(value, gradient):
+    """A loss and its gradient, as `assert_same_results` takes them."""
+    return torch.tensor(value, dtype=torch.float64), {"w": torch.tensor(gradient, dtype=torch.float64)}
+
+
+INF, NAN = float("inf"), float("nan")
+DIFFERENT = {
+    "an infinite reference, a finite loss": ((3.0, [1.0]), (INF, [1.0])),
+    "the other infinity": ((-INF, [1.0]), (INF, [1.0])),
+    "nan for inf": ((NAN, [1.0]), (INF, [1.0])),
+    "inf for a number": ((INF, [1.0]), (3.0, [1.0])),
+    "inf for nan": ((INF, [1.0]), (NAN, [1.0])),
+    "nan on both sides": ((NAN, [1.0]), (NAN, [1.0])),
+    "a wrong gradient beside an infinite loss": ((INF, [2.0]), (INF, [1.0])),
+    "a wrong entry beside an infinite one": ((1.0, [INF, 2.0]), (1.0, [INF, 1.0])),
+    "inf in another place": ((1.0, [INF, 1.0]), (1.0, [1.0, INF])),
+    "a gradient where there is none": ((0.0, [1e-9]), (0.0, [0.0])),
+    "a loss where there is none": ((1e-9, [0.0]), (0.0, [0.0])),
+    "nothing for something": ((1.0, []), (1.0, [1.0])),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_no_reference_lets_everything_pass(case):
+    got, expected = DIFFERENT[case]
+    with pytest.raises(AssertionError, match=r"the loss|the gradient of w"):
+        assert_same_results(held(*got), held(*expected))
+
+
+@pytest.mark.parametrize("same", [(INF, [1.0]), (1.0, [-INF, 2.0]), (0.0, [0.0]), (1.0, []), (-INF, [INF])])
+def test_the_same_infinities_zeros_and_empty_gradients_agree(same):
+    assert_same_results(held(*same), held(*same))
+
+
+def test_a_wide_number_is_not_rounded_to_the_reference_s_infinity():
+    expected = torch.tensor(INF), {}
+    with pytest.raises(AssertionError, match="the loss"):
+        assert_same_results((torch.tensor(1e300, dtype=torch.float64), {}), expected)
+
+
+@pytest.mark.parametrize("reference", [INF, NAN])
+def test_a_reference_that_is_no_number_is_not_called_float32(reference):
+    w = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(AssertionError, match=r"the (loss|reference)") as error:
+        assert_same_gradients(lambda: w.sum() * 2, lambda: w.sum() * reference, {"w": w})
+    assert "float32 on the way" not in str(error.value)
+
+
+@pytest.mark.parametrize("rtol", [INF, NAN, -1.0, None, "1e-12"])
+def test_a_tolerance_that_lets_everything_or_nothing_pass_is_refused(rtol):
+    with pytest.raises((TypeError, ValueError), match="rtol is "):
+        assert_same_results(held(1.0, [1.0]), held(2.0, [1.0]), rtol)
+
+
+def test_nothing_to_compare_is_refused():
+    w = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match="tensors is empty"):
+        assert_same_gradients(lambda: w.sum(), lambda: w.sum(), {})
+    middle = w * 2
+    with pytest.raises(ValueError, match=r"tensors\['middle'\] is not a leaf"):
+        assert_same_gradients(lambda: (middle * 3).sum(), lambda: middle.sum() * 3, {"middle": middle})
+    with torch.no_grad(), pytest.raises(ValueError, match="neither loss has a gradient"):
+        assert_same_gradients(lambda: w.sum(), lambda: w.sum(), {"w": w})
+    with torch.no_grad(), pytest.raises(ValueError, match="neither loss has a gradient"):
+        assert_same_loss(nn.Linear(2, 3), nn.CrossEntropyLoss(reduction="sum"), torch.ones(1, 2), torch.tensor([1]))
+
+
+@pytest.mark.parametrize("tokens", [0, -1, INF, NAN, None, "3"])
+def test_a_step_is_divided_by_a_number_of_tokens(tokens):
+    with pytest.raises((TypeError, ValueError), match="tokens is "):
+        assert_same_loss(
+            nn.Linear(2, 3), nn.CrossEntropyLoss(reduction="sum"), torch.ones(1, 2), torch.tensor([1]), tokens=tokens
+        )
+
+
+def test_sparse_gradients_are_compared():
+    table = nn.Embedding(5, 2, sparse=True, dtype=torch.float64)
+    rows = torch.tensor([1, 1, 3])
+    assert_same_gradients(lambda: table(rows).sum(), lambda: table.weight[rows].sum(), {"table": table.weight})
+    with pytest.raises(AssertionError, match="the gradient of table"):
+        assert_same_gradients(
+            lambda: table(rows).sum() * 1.0,
+            lambda: table.weight[rows[:2]].sum() + table.weight[3].sum().detach(),
+            {"table": table.weight},
+        )

@@ -130,13 +130,17 @@ def upstream(adapter: Adapter) -> Finding:
     """An eighth of the loss has an eighth of every gradient."""
     x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter))
     once, eighth = answer(x), answer(x, FACTOR)
-    off = {n: error(eighth[n], g * FACTOR) for n, g in once.items() if n != "loss" and g is not None}
+    off = {n: error(eighth[n], g * FACTOR) for n, g in once.items() if n != "loss" and g is not None and g.any()}
     name = max(off, key=lambda n: off[n], default="")
     if not name:
-        return Finding("fail", "no gradients at all", _shown(x, "print(loss.requires_grad)"))
+        return _no_gradients(x)
     if off[name] <= ROUNDING:
         return Finding("pass")
     return Finding("fail", f"{name} gradient off by {off[name]:.2g}", _shown_part(x, _worst_of(x, name), FACTOR))
+
+
+def _no_gradients(x: Inputs) -> Finding:
+    return Finding("fail", "no gradients at all", _shown(x, "loss.backward(); print(weight.grad)"))
 
 
 def _worst_of(x: Inputs, name: str) -> Part:
@@ -159,9 +163,9 @@ def second_backward(adapter: Adapter) -> Finding:
     x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter))
     tensors = x.made()
     loss = x.loss(tensors)
+    x.backward(loss * FACTOR, retain_graph=True)
+    first = {name: t.grad.clone() for name, t in leaves(tensors).items() if t.grad is not None}
     try:
-        (loss * FACTOR).backward(retain_graph=True)
-        first = {name: t.grad.clone() for name, t in leaves(tensors).items() if t.grad is not None}
         (loss * FACTOR).backward()
     except RuntimeError as raised:
         return Finding("pass", f"raises {type(raised).__name__}")
@@ -183,7 +187,7 @@ def accumulation(adapter: Adapter) -> Finding:
         other = tensors | {"target": tensors["target"].flip(0)}
         losses = [x.loss(tensors), x.loss(other)]
         for loss in losses:
-            loss.backward()
+            x.backward(loss)
         found = {name: None if t.grad is None else t.grad.double() for name, t in leaves(tensors).items()}
         return {"loss": sum(losses).detach().double(), **found}  # type: ignore[union-attr]
 
@@ -225,6 +229,8 @@ def all_ignored(adapter: Adapter) -> Finding:
     assert value is not None
     if adapter.reduction == "mean":
         return Finding("pass", f"mean: {float(value):g} (torch: nan)")
+    if all(gradient is None for gradient in found.values()):
+        return _no_gradients(x)
     stray = [name for name, gradient in found.items() if gradient is not None and gradient.any()]
     if float(value) == 0 and not stray:
         return Finding("pass", _mean_of_none(x))

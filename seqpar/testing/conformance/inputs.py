@@ -83,7 +83,14 @@ class Inputs:
         """The implementation's, of these tensors."""
         arguments = tensors["hidden"], tensors["weight"], tensors["target"], tensors.get("bias")
         try:
-            return self.adapter.loss(*arguments, self.options)
+            return _one_number(self.adapter.loss(*arguments, self.options))
+        except Exception as error:
+            raise RaisedError(self) from error
+
+    def backward(self, loss: Tensor, **keywords: bool) -> None:
+        """`loss.backward(**keywords)`."""
+        try:
+            loss.backward(**keywords)
         except Exception as error:
             raise RaisedError(self) from error
 
@@ -107,6 +114,14 @@ def plain_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | No
     return F.cross_entropy(logits_NV, target, reduction=options.reduction, **settings)  # type: ignore[arg-type]
 
 
+def _one_number(loss: object) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the loss is a {type(loss).__name__}; it must be a tensor of one number")
+    if loss.numel() != 1:
+        raise ValueError(f"the loss has shape {tuple(loss.shape)}; it must be one number")
+    return loss
+
+
 def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Those that are differentiated, or might be."""
     return {name: tensors[name] for name in NAMES if name in tensors}
@@ -117,10 +132,7 @@ def answer(x: Inputs, factor: float = 1.0) -> Answer:
     tensors = x.made()
     loss = x.loss(tensors)
     if loss.requires_grad:
-        try:
-            (loss * factor).backward()
-        except Exception as error:
-            raise RaisedError(x) from error
+        x.backward(loss * factor)
     found = {"loss": loss, **{name: t.grad for name, t in leaves(tensors).items()}}
     return {name: None if t is None else t.detach().double() for name, t in found.items()}
 

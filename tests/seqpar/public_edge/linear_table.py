@@ -1,0 +1,221 @@
+"""Odd arguments of the losses and scores over hidden x weight, each with the one line that names the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import seqpar
+from tests.seqpar.linear_loss import on_another_device
+from tests.seqpar.odd_tensors import NO_TENSOR, SPECIAL
+from tests.seqpar.public_edge.case import Case, Raises
+
+NAN, INF = float("nan"), float("inf")
+N, D, V = 6, 4, 9
+"""Rows, width and classes of a good call."""
+
+
+def tensors(*names: str) -> dict[str, Tensor]:
+    """Good ones, by the names of the arguments."""
+    random = torch.Generator().manual_seed(0)
+    made = {
+        "hidden": torch.randn(N, D, generator=random),
+        "weight": torch.randn(V, D, generator=random),
+        "target": torch.tensor([0, 8, 3, -100, 3, 1]),
+        "bias": torch.randn(V, generator=random),
+        "class_weight": torch.rand(V, generator=random) + 0.5,
+        "token_weight": torch.rand(N, generator=random),
+        "teacher_hidden": torch.randn(N, 5, generator=random),
+        "teacher_weight": torch.randn(V, 5, generator=random),
+        "teacher_bias": torch.randn(V, generator=random),
+        "classes": torch.tensor([2, 5, 2, 8]),
+        "proposal": torch.rand(V, generator=random) + 0.1,
+    }
+    return {name: made[name] for name in names}
+
+
+COMMON = ("hidden", "weight", "target", "bias")
+FUNCTIONS: dict[str, tuple[Callable[..., object], tuple[str, ...], dict[str, Any]]] = {
+    "linear_cross_entropy": (seqpar.linear_cross_entropy, (*COMMON, "class_weight", "token_weight"), {}),
+    "token_scores": (seqpar.token_scores, COMMON, {}),
+    "linear_distillation": (
+        seqpar.linear_distillation,
+        (*COMMON, "teacher_hidden", "teacher_weight", "teacher_bias"),
+        {"direction": "forward"},
+    ),
+    "sampled_cross_entropy": (seqpar.sampled_cross_entropy, (*COMMON, "classes", "proposal"), {}),
+}
+"""Each with the tensors it takes, and what else it needs."""
+OPTIONAL = ("bias", "class_weight", "token_weight", "teacher_bias", "proposal")
+
+
+def called(name: str, **odd: Any) -> object:
+    """The function on good arguments but for the odd ones; an odd argument may be a function that makes it."""
+    function, names, options = FUNCTIONS[name]
+    given = {**tensors(*names), **options}
+    for key, value in odd.items():
+        given[key] = value(given) if callable(value) else value
+    return function(**given)
+
+
+def raises(name: str, about: str, error: type[Exception], words: tuple[str, ...], **odd: Any) -> Case:
+    """A call of that function that must raise."""
+    return Case(f"{name}, {about}", partial(called, name, **odd), Raises(error, words))
+
+
+def _not_dense() -> Iterator[Case]:
+    """Whatever is no plain tensor, in every place where a tensor is taken."""
+    for name, (_, names, _) in FUNCTIONS.items():
+        for argument in names:
+            for kind, (make, message) in (SPECIAL | NO_TENSOR).items():
+                if kind != "none" or argument not in OPTIONAL:
+                    words = (f"{argument} is {message}",)
+                    yield raises(name, f"{argument} {kind}", TypeError, words, **{argument: lambda _, m=make: m()})
+
+
+def _dtypes() -> Iterator[Case]:
+    """Numbers of another kind."""
+    floating = (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
+    whole = (torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float32, torch.float64, torch.complex64)
+    for name, (_, names, _) in FUNCTIONS.items():
+        for argument in names:
+            for dtype in whole if argument in ("target", "classes") else floating:
+                if argument == "proposal" and dtype == torch.int64:
+                    continue  # how often each class was seen is a proposal, too
+                odd = {argument: lambda given, a=argument, d=dtype: given[a].abs().to(d)}
+                yield raises(name, f"{argument} {dtype}", TypeError, (f"{argument} has dtype {dtype}",), **odd)
+        for argument in ("weight", "bias"):
+            odd = {argument: lambda given, a=argument: given[a].double()}
+            words = (f"hidden has dtype torch.float32 and {argument} torch.float64",)
+            yield raises(name, f"{argument} of another dtype", TypeError, words, **odd)
+
+
+def _shapes() -> Iterator[Case]:
+    """Sizes that disagree."""
+    for name, (_, names, _) in FUNCTIONS.items():
+        odd_shapes: dict[str, list[tuple[tuple[int, ...], str]]] = {
+            "hidden": [((N, D + 1), "hidden has shape (6, 5)"), ((N + 1, D), "hidden has shape (7, 4)")],
+            "weight": [((V, D + 1), "weight (9, 5)"), ((V,), "weight (9,)"), ((V, D, 1), "weight (9, 4, 1)")],
+            "target": [((N + 1,), "target (7,)"), ((N, 1), "target (6, 1)"), ((), "target ()")],
+            "bias": [((V + 1,), "bias has shape (10,)"), ((1,), "bias has shape (1,)"), ((V, 1), "bias has shape (9,")],
+            "class_weight": [((V - 1,), "class_weight has shape (8,)"), ((V, 1), "class_weight has shape (9, 1)")],
+            "token_weight": [((N - 1,), "token_weight has shape (5,)"), ((), "token_weight has shape ()")],
+            "teacher_hidden": [((N, 6), "teacher_hidden has shape (6, 6)"), ((5, 5), "teacher_hidden has shape (5,")],
+            "teacher_weight": [((V - 1, 5), "teacher_weight 8"), ((V, 6), "teacher_weight (9, 6)")],
+            "teacher_bias": [((V - 1,), "teacher_bias has shape (8,)")],
+            "classes": [((2, 2), "classes has shape (2, 2)"), ((0,), "classes has shape (0,)"), ((), "shape ()")],
+            "proposal": [((V - 1,), "proposal has shape (8,)"), ((V, 1), "proposal has shape (9, 1)")],
+        }  # fmt: skip
+        for argument in names:
+            for shape, words in odd_shapes[argument]:
+                odd = {argument: lambda given, a=argument, s=shape: given[a].new_zeros(s)}
+                yield raises(name, f"{argument} {shape}", ValueError, (words,), **odd)
+        odd = {"hidden": torch.zeros(D), "target": torch.tensor(1)}
+        yield raises(name, "one row without its dimension", ValueError, ("hidden has shape (4,)",), **odd)
+        none = {"weight": torch.zeros(0, D), "bias": None}
+        yield raises(name, "no classes", ValueError, ("weight has shape (0, 4)",), **none)
+
+
+def _targets() -> Iterator[Case]:
+    """Classes that there are not."""
+    for name in FUNCTIONS:
+        for value in (V, -1, 10**9):
+            words = (f"target {value} at position (2,)",)
+            odd = {"target": torch.tensor([0, 1, value, 0, 0, 0])}
+            yield raises(name, f"target {value}", IndexError, words, **odd)
+        words = ("target 156 at position (1,)",)
+        bytes_ = {"target": torch.tensor([0, 156, 1, 1, 1, 1], dtype=torch.uint8)}
+        yield raises(name, "target 156 of bytes, which is no -100", IndexError, words, **bytes_)
+
+
+NO_NUMBER = {"text": "0.1", "a list": [0.1], "a bool": True, "complex": 1j, "a tensor": torch.ones(())}
+ABOVE_0 = {"0": 0, "negative": -1.0, "nan": NAN, "inf": INF, "-inf": -INF, "too large": 10**400}
+NUMBERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "label_smoothing": (NO_NUMBER | {"none": None}, {k: v for k, v in ABOVE_0.items() if k != "0"} | {"1": 1.0}),
+    "z_loss": (NO_NUMBER | {"none": None}, {k: v for k, v in ABOVE_0.items() if k != "0"}),
+    "softcap": (NO_NUMBER, ABOVE_0),
+    "temperature": (NO_NUMBER | {"none": None}, ABOVE_0),
+    "loss_scale": ({k: v for k, v in NO_NUMBER.items() if k != "a tensor"} | {"none": None}, ABOVE_0),
+    "chunk_tokens": ({}, {"0": 0, "negative": -3, "a float": 2.0, "text": "5", "a bool": True, "nan": NAN}),
+    "ignore_index": (
+        {"a float": -100.0, "none": None, "text": "pad", "a bool": True, "a tensor": torch.tensor(-100)},
+        {"too large": 2**70, "too small": -(2**70)},
+    ),
+}
+TAKEN = {
+    "linear_cross_entropy": tuple(NUMBERS),
+    "token_scores": ("softcap", "temperature", "chunk_tokens", "ignore_index"),
+    "linear_distillation": ("temperature", "chunk_tokens", "ignore_index"),
+    "sampled_cross_entropy": ("chunk_tokens", "ignore_index"),
+}
+
+
+def _numbers() -> Iterator[Case]:
+    """What is no number, and numbers out of their range."""
+    for name, taken in TAKEN.items():
+        for argument in taken:
+            for error, values in zip((TypeError, ValueError), NUMBERS[argument], strict=True):
+                for kind, value in values.items():
+                    yield raises(name, f"{argument} {kind}", error, (f"{argument} is ",), **{argument: value})
+    for kind, value in {"0": 0.0, "nan": NAN, "inf": INF, "negative": -2.0}.items():
+        odd = {"loss_scale": torch.tensor(value)}
+        yield raises("linear_cross_entropy", f"loss_scale a tensor of {kind}", ValueError, ("loss_scale is ",), **odd)
+    odd = {"loss_scale": torch.ones(2)}
+    yield raises("linear_cross_entropy", "loss_scale of two", ValueError, ("loss_scale has shape (2,)",), **odd)
+
+
+def _choices() -> Iterator[Case]:
+    """Names that mean nothing, and what is no shard."""
+    for value in ("Torch", "", None, 3, ["torch"]):
+        odd = {"smoothing": value, "label_smoothing": 0.1}
+        yield raises("linear_cross_entropy", f"smoothing {value!r}", ValueError, (f"smoothing is {value!r}",), **odd)
+    for value in ("Forward", "", None, 1, ["reverse"]):
+        words = (f"direction is {value!r}",)
+        yield raises("linear_distillation", f"direction {value!r}", ValueError, words, direction=value)
+    for name in ("linear_cross_entropy", "token_scores"):
+        for value in ("all", 3, (None, 0, V)):
+            yield raises(name, f"vocab {value!r}", TypeError, ("vocab is ",), vocab=value)
+        beyond = seqpar.VocabShard(None, 1, V)
+        yield raises(
+            name, "a shard beyond the vocabulary", ValueError, ("weight has 9 rows from class 1",), vocab=beyond
+        )
+        part = seqpar.VocabShard(None, 0, V + 1)
+        yield raises(
+            name, "a shard of one process with a gap", RuntimeError, ("together they must be [0, 10)",), vocab=part
+        )
+    words = ("harvard", "ignore_index is -100")
+    yield raises("linear_cross_entropy", "harvard without a padding class", ValueError, words, smoothing="harvard")
+
+
+PROPOSALS = {
+    "negative": [-1.0] + [1.0] * 8, "nan": [NAN] + [1.0] * 8, "inf": [INF] + [1.0] * 8, "-inf": [-INF] + [1.0] * 8,
+    "all 0": [0.0] * 9, "0 for a class drawn": [1.0, 1.0, 0.0] + [1.0] * 6, "negative alike": [-1.0] * 9,
+}  # fmt: skip
+
+
+def _samples() -> Iterator[Case]:
+    """Draws that could not have been."""
+    for kind, values in PROPOSALS.items():
+        odd = {"proposal": torch.tensor(values)}
+        yield raises("sampled_cross_entropy", f"proposal {kind}", ValueError, ("proposal ",), **odd)
+    for value in (V, -1):
+        odd = {"classes": torch.tensor([0, value])}
+        yield raises("sampled_cross_entropy", f"classes with {value}", IndexError, ("classes lie in [",), **odd)
+    bytes_ = {"classes": torch.tensor([255], dtype=torch.uint8)}
+    yield raises("sampled_cross_entropy", "classes of bytes", IndexError, ("classes lie in [255, 255]",), **bytes_)
+
+
+def _devices() -> Iterator[Case]:
+    """A tensor that is somewhere else."""
+    for name, (_, names, _) in FUNCTIONS.items():
+        for argument in names[1:]:
+            odd = {argument: lambda given, a=argument: on_another_device(*given[a].shape, dtype=given[a].dtype)}
+            words = (argument, "cuda:0", "cpu")
+            yield raises(name, f"{argument} on another device", ValueError, words, **odd)
+
+
+CASES = [*_not_dense(), *_dtypes(), *_shapes(), *_targets(), *_numbers(), *_choices(), *_samples(), *_devices()]
