@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from recipes.translation.config import ConfigError, LayoutConfig, RunConfig, load_config
 from recipes.translation.data import DataError
 from recipes.translation.durable import CheckpointError, whole_folder
+from recipes.translation.lines import lines_of, read_lines
 from recipes.translation.options import OneLineParser, add_config_options, fail, overrides, unknown
 from recipes.translation.stop import OtherRankError, TrainingError
 
@@ -182,7 +183,7 @@ def translate(argv: Sequence[str]) -> int:
 
 
 def _sentences(file: str | None) -> list[str]:
-    return read_lines(Path(file)) if file else [line.rstrip("\n") for line in sys.stdin]
+    return read_lines(Path(file)) if file else lines_of(sys.stdin.buffer.read(), "the standard input")
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -224,14 +225,6 @@ def typed(prompt: str) -> Iterator[str]:
         if not sentence:
             return
         yield sentence
-
-
-def read_lines(path: Path) -> list[str]:
-    """The lines of a text file; only a newline ends one."""
-    try:
-        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
 def _parser(run: Callable[[Sequence[str]], int], example: str) -> OneLineParser:

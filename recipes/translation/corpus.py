@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from recipes.translation.batches import TokenBatches
 from recipes.translation.config import RunConfig
-from recipes.translation.data import DataError, Pair, load_pairs
+from recipes.translation.data import DataError, Pair, check_held_out, load_pairs
 from recipes.translation.prepare import prepare
 from recipes.translation.ranks import ALONE, Ranks
 from recipes.translation.subwords import Subwords
@@ -29,8 +29,14 @@ class Corpus:
 
 def load_corpus(config: RunConfig, ranks: Ranks = ALONE) -> Corpus:
     """Read the pairs, make or read the subwords (rank 0 does, for all), and cut the batches."""
-    source, target = ranks.from_first(lambda: prepare(config))
+    source, target = ranks.from_first(lambda: _prepared(config))
     return ranks.together(lambda: _read(config, source, target))
+
+
+def _prepared(config: RunConfig) -> tuple[Subwords, Subwords]:
+    """The subwords, once it is known that there is something to hold the model against."""
+    check_held_out(config.data)
+    return prepare(config)
 
 
 def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
