@@ -123,8 +123,8 @@ def evaluate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--tokenize",
         metavar="NAME",
-        default="13a",
-        help="sacreBLEU's tokeniser: 13a, intl, char, zh, ...; none for text that is already tokenised (default: 13a)",
+        help="sacreBLEU's tokeniser: 13a, intl, char, zh, ...; none for text that is already tokenised (default: the "
+        "setting data.tokenize, which follows the target language; for files, by their script)",
     )
     parser.add_argument("--hypotheses", metavar="FILE", help="translations, one a line, to score without a model")
     parser.add_argument("--references", metavar="FILE", help="what they should be, one a line")
@@ -132,15 +132,17 @@ def evaluate(argv: Sequence[str]) -> int:
     if bool(options.hypotheses) != bool(options.references):
         parser.error("--hypotheses and --references go together")
 
-    from recipes.translation.evaluate import check_tokenizer, score
+    from recipes.translation.bleu_tokenizers import check_tokenizer
     from recipes.translation.evaluate import evaluate as evaluate_model
+    from recipes.translation.evaluate import score
     from recipes.translation.ranks import joined
 
-    check_tokenizer(options.tokenize)
+    if options.tokenize:
+        check_tokenizer(options.tokenize)
     with joined(LayoutConfig().timeout) as ranks:
         if options.hypotheses:
             hypotheses, references = (read_lines(Path(path)) for path in (options.hypotheses, options.references))
-            print(score(hypotheses, references, tokenize=options.tokenize))
+            print(score(hypotheses, references, tokenize=options.tokenize or "auto"))
             return 0
         translator = _load(options, ranks)
         evaluation = evaluate_model(translator, options.split, translator.config.decoding, options.tokenize, ranks)

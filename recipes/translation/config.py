@@ -53,6 +53,9 @@ class DataConfig:
     """Source language: its column or key in tsv, jsonl, parquet and hub data, and its side of the built-in corpus."""
     target: str = "de"
     """Target language, likewise."""
+    tokenize: str = "auto"
+    """sacreBLEU's tokeniser for BLEU: 13a | intl | zh | ja-mecab | ko-mecab | char | none | spm | flores101 | flores200 |
+    spBLEU-1K, or auto: by the target language, and where that says nothing, by the script of the references."""
     builtin_pairs: int = 40_000
     """Training pairs drawn from the built-in corpus (format: builtin only)."""
 
@@ -189,6 +192,10 @@ class RunConfig:
 
 CHOICES = {
     "data.format": ("builtin", "text", "tsv", "jsonl", "parquet", "hub"),
+    "data.tokenize": (
+        *("auto", "13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none"),
+        *("spm", "flores101", "flores200", "spBLEU-1K"),
+    ),
     "subwords.kind": ("unigram", "bpe"),
     "model.norm": ("pre", "post"),
     "model.tie": ("none", "target", "all"),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recipes.translation.batches import TokenBatches
+from recipes.translation.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.config import RunConfig
 from recipes.translation.data import DataError, Pair, check_held_out, load_pairs
 from recipes.translation.prepare import prepare
@@ -23,6 +24,8 @@ class Corpus:
     train: TokenBatches
     valid: TokenBatches
     valid_pairs: Sequence[Pair]
+    tokenize: str
+    """sacreBLEU's tokeniser that validation scores with."""
     fingerprint: str
     """SHA-256 of every id: what a resumed run compares."""
 
@@ -34,9 +37,17 @@ def load_corpus(config: RunConfig, ranks: Ranks = ALONE) -> Corpus:
 
 
 def _prepared(config: RunConfig) -> tuple[Subwords, Subwords]:
-    """The subwords, once it is known that there is something to hold the model against."""
-    check_held_out(config.data)
+    """The subwords, once it is known that there is something to hold the model against, and a way to."""
+    tokenize = _tokenizer(config, check_held_out(config.data))
+    if config.training.validate_bleu:
+        check_tokenizer(tokenize)
+    if tokenize != "13a":
+        print(f"[data] BLEU by sacreBLEU's tokeniser {tokenize} (data.tokenize {config.data.tokenize})", flush=True)
     return prepare(config)
+
+
+def _tokenizer(config: RunConfig, valid: Sequence[Pair]) -> str:
+    return tokenizer_for(config.data.tokenize, config.data.target, [pair.target for pair in valid])
 
 
 def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
@@ -54,4 +65,5 @@ def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
         )
         if not len(batches[split]):
             raise DataError(f"no {split} pair is within training.max_length {settings.max_length}")
-    return Corpus(source, target, batches["train"], batches["valid"], pairs, digest.hexdigest())
+    tokenize = _tokenizer(config, pairs)
+    return Corpus(source, target, batches["train"], batches["valid"], pairs, tokenize, digest.hexdigest())

@@ -57,18 +57,20 @@ def load_pairs(data: DataConfig, split: Split, lowercase: bool = False) -> Pairs
     return kept
 
 
-def check_held_out(data: DataConfig) -> None:
-    """Read validation and test data, unless they are built in, so that a mistake in them is known before the training.
+def check_held_out(data: DataConfig) -> Pairs:
+    """Read validation and test data so that a mistake in them is known before the training; the validation pairs.
 
-    Raises DataError as `load_pairs` does; training and validation data must be there, test data need not.
+    Those of the built-in corpus need no look: none are drawn. Raises DataError as `load_pairs` does; training and
+    validation data must be there, test data need not.
     """
     _check_format(data)
     if data.format == "builtin":
-        return
+        return Pairs()
     _given(data, "train")
-    load_pairs(data, "valid")
+    valid = load_pairs(data, "valid")
     if data.test:
         load_pairs(data, "test")
+    return valid
 
 
 def fingerprint(data: DataConfig, split: Split) -> str:
