@@ -53,7 +53,9 @@ def check_tokenizer(name: str) -> None:
         file = tokenizer_spm.SPM_MODELS[name]["url"].rpartition("/")[2]
         path = Path(tokenizer_spm.SACREBLEU_DIR, "models", file)
         if not path.is_file():
-            raise ConfigError(f"sacreBLEU's tokeniser {name} needs {path}, which is not downloaded: put it there, or {other}")
+            raise ConfigError(
+                f"sacreBLEU's tokeniser {name} needs {path}, which is not downloaded: put it there, or {other}"
+            )
         return
     try:
         BLEU(tokenize=name)

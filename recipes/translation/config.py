@@ -218,7 +218,8 @@ RANGES = {
     **dict.fromkeys(("training.validate_bleu", "training.patience", "training.threads"), AT_LEAST_0),
     "training.seed": Range(0, 2**63),
     "layout.data": AT_LEAST_0,
-    **dict.fromkeys(("layout.shard", "layout.vocab", "layout.sequence", "layout.timeout"), AT_LEAST_1),
+    **dict.fromkeys(("layout.shard", "layout.vocab", "layout.sequence"), AT_LEAST_1),
+    "layout.timeout": Range(1, 1e9),  # in milliseconds it must be a number that torch can take
     **dict.fromkeys(("decoding.beam", "decoding.batch_sentences", "decoding.max_length"), AT_LEAST_1),
     "decoding.length_penalty": AT_LEAST_0,
 }

@@ -157,7 +157,7 @@ def _record(line: str, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict):
-        raise DataError(f"{where} is a {type(record).__name__}, not an object such as {{\"en\": ..., \"de\": ...}}")
+        raise DataError(f'{where} is a {type(record).__name__}, not an object such as {{"en": ..., "de": ...}}')
     return record
 
 

@@ -34,7 +34,9 @@ def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordC
     model = io.BytesIO()
     sentences = list(sentences)
     if long := sum(len(sentence.encode()) > MAX_BYTES for sentence in sentences):
-        print(f"[prepare] sentences above {MAX_BYTES:,} bytes, left out of the subwords' text: {long:,}", file=sys.stderr)
+        print(
+            f"[prepare] sentences above {MAX_BYTES:,} bytes, left out of the subwords' text: {long:,}", file=sys.stderr
+        )
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),

@@ -135,7 +135,9 @@ def chinese(folder: Path, **changes: Any) -> RunConfig:
     return tiny(folder / "run", {**given, "training.validate_bleu": 10, **changes})
 
 
-def validated(config: RunConfig, corpus: Corpus, translations: list[str], monkeypatch: pytest.MonkeyPatch) -> Validation:
+def validated(
+    config: RunConfig, corpus: Corpus, translations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Validation:
     """A validation whose model says `translations`."""
     model = build_model(model_sizes(config.model), corpus.source, corpus.target)
     said = iter([translations])
@@ -204,7 +206,9 @@ def test_evaluation_uses_the_tokeniser_of_the_settings_unless_another_is_asked_f
 def test_evaluation_scores_what_the_model_says_against_the_references(
     lowercase: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "t.tsv").write_text("en\tde\nThe train.\tDer rote Zug nach Wien.\nA dog.\tEin kleiner Hund bellt laut.\n")
+    (tmp_path / "t.tsv").write_text(
+        "en\tde\nThe train.\tDer rote Zug nach Wien.\nA dog.\tEin kleiner Hund bellt laut.\n"
+    )
     config = tiny(tmp_path / "run", {"subwords.lowercase": lowercase})
     config = replace(config, data=replace(config.data, format="tsv", path=str(tmp_path), test=("t.tsv",)))
     said = ["Der rote Zug nach Prag und dann weiter.", "ein kleiner Hund bellt laut."]

@@ -48,7 +48,10 @@ def test_a_format_that_is_given_wins(format: str) -> None:
         ({"data.train": ["train"], "data.path": "wmt/wmt14:de-en"}, ["data.train (train)", "hub"]),
         ({"data.train": ["a", "b", "c"]}, ["data.train (a, b, c)", "set data.format"]),
         ({"data.train": ["a.tsv", "a.jsonl"]}, ["data.train (a.tsv, a.jsonl)", "set data.format"]),
-        ({"data.train": ["a.en", "a.de"], "data.valid": "v.tsv"}, ["data.train looks like text", "data.valid like tsv"]),
+        (
+            {"data.train": ["a.en", "a.de"], "data.valid": "v.tsv"},
+            ["data.train looks like text", "data.valid like tsv"],
+        ),
         ({"data.path": "corpora"}, ["data.path is corpora", "data.train"]),
     ],
 )

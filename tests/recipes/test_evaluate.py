@@ -59,7 +59,9 @@ def test_a_perfect_translation_is_always_an_exact_match(sentences: list[str]) ->
     assert score(sentences, sentences).exact_match == 100
 
 
-@pytest.mark.parametrize("almost", ["Ein  Hund", "EinHund", "Ein Hund ", " Ein Hund", "ein Hund", "Ein Hund.", "Ein\u00a0Hund"])
+@pytest.mark.parametrize(
+    "almost", ["Ein  Hund", "EinHund", "Ein Hund ", " Ein Hund", "ein Hund", "Ein Hund.", "Ein\u00a0Hund"]
+)
 def test_an_exact_match_is_one_character_for_character(almost: str) -> None:
     assert score([almost, "Ein Hund"], ["Ein Hund", "Ein Hund"]).exact_match == 50
 
