@@ -6,18 +6,23 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from sacrebleu import utils
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.tokenizers import tokenizer_spm
 
 from recipes.translation.config import ConfigError
 
-BY_LANGUAGE = {
-    **dict.fromkeys("zh zho chi cmn yue wuu nan hak lzh chinese mandarin cantonese".split(), "zh"),
-    **dict.fromkeys("ja jpn japanese".split(), "ja-mecab"),
-    **dict.fromkeys("ko kor korean".split(), "ko-mecab"),
-    **dict.fromkeys("th tha thai lo lao km khm khmer my mya bur burmese bo bod tib tibetan dz dzo".split(), "char"),
+LANGUAGES = {
+    "zh": ("zh", "zho", "chi", "cmn", "yue", "wuu", "nan", "hak", "lzh", "chinese", "mandarin", "cantonese"),
+    "ja-mecab": ("ja", "jpn", "japanese"),
+    "ko-mecab": ("ko", "kor", "korean"),
+    "char": (
+        *("th", "tha", "thai", "lo", "lao", "km", "khm", "khmer"),
+        *("my", "mya", "bur", "burmese", "bo", "bod", "tib", "tibetan", "dz", "dzo"),
+    ),
 }
-"""By ISO 639 code or English name, without region and script; every other language is 13a, as in most papers."""
+"""ISO 639 codes and English names, without region and script; every other language is 13a, as in most papers."""
+BY_LANGUAGE = {language: name for name, languages in LANGUAGES.items() for language in languages}
 
 HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
 KANA = re.compile("[\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f]")
@@ -51,7 +56,7 @@ def check_tokenizer(name: str) -> None:
         raise ConfigError(f"sacreBLEU has no tokeniser {name!r}; it has {', '.join(BLEU.TOKENIZERS)}")
     if name in tokenizer_spm.SPM_MODELS:
         file = tokenizer_spm.SPM_MODELS[name]["url"].rpartition("/")[2]
-        path = Path(tokenizer_spm.SACREBLEU_DIR, "models", file)
+        path = Path(utils.SACREBLEU_DIR, "models", file)
         if not path.is_file():
             raise ConfigError(
                 f"sacreBLEU's tokeniser {name} needs {path}, which is not downloaded: put it there, or {other}"

@@ -54,8 +54,8 @@ class DataConfig:
     target: str = "de"
     """Target language, likewise."""
     tokenize: str = "auto"
-    """sacreBLEU's tokeniser for BLEU: 13a | intl | zh | ja-mecab | ko-mecab | char | none | spm | flores101 | flores200 |
-    spBLEU-1K, or auto: by the target language, and where that says nothing, by the script of the references."""
+    """sacreBLEU's tokeniser for BLEU: auto (by the target language, and where that says nothing, by the script of the
+    references) | 13a | intl | zh | ja-mecab | ko-mecab | char | none | spm | flores101 | flores200 | spBLEU-1K."""
     builtin_pairs: int = 40_000
     """Training pairs drawn from the built-in corpus (format: builtin only)."""
 

@@ -99,8 +99,8 @@ def _check_format(data: DataConfig) -> None:
         names = (value,) if isinstance(value, str) else value
         if data.format == "builtin" and any(names):
             raise DataError(
-                f"data.format is builtin, the built-in corpus, but data.{setting} is {' '.join(names)}: set data.format "
-                f"(text for two files, tsv, jsonl, parquet or hub), or leave data.{setting} out"
+                f"data.format is builtin, the built-in corpus, but data.{setting} is {' '.join(names)}: "
+                f"set data.format (text for two files, tsv, jsonl, parquet or hub), or leave data.{setting} out"
             )
         for name in names if setting != "path" and data.format != "hub" else ():
             if named_format(name) not in (None, data.format):
@@ -248,7 +248,7 @@ def _pairs(columns: Mapping[str, list[Any]], data: DataConfig, where: str) -> li
             if not isinstance(text, str):
                 raise DataError(f"{where}, row {number:,}: {language!r} is not text but {type(text).__name__}")
             if not text.isascii() and SURROGATE.search(text):
-                raise DataError(f"{where}, row {number:,}: {language!r} is not Unicode text: {ascii(text)}")
+                raise DataError(f"{where}, row {number:,}: {language!r} is not Unicode text: {text!a}")
     return [Pair(*pair) for pair in zip(columns[data.source], columns[data.target], strict=True)]
 
 

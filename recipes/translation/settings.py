@@ -33,7 +33,7 @@ class ConfigError(ValueError):
     """A setting that does not exist or cannot have this value; the message is one line."""
 
 
-class _Unfit(ValueError):
+class _UnfitError(ValueError):
     """A value of the right kind that is none after all; the message says why."""
 
 
@@ -89,8 +89,8 @@ class Schema:
                 raise ConfigError(f"{key} ({COMMAND_LINE}) is a section; name one of its settings, such as {example}")
             try:
                 node = _as_node(value, _alternatives(self.types[key]))
-            except (yaml.YAMLError, _Unfit) as error:
-                reason = f": {error}" if isinstance(error, _Unfit) else ""
+            except (yaml.YAMLError, _UnfitError) as error:
+                reason = f": {error}" if isinstance(error, _UnfitError) else ""
                 raise ConfigError(self._refusal(key, COMMAND_LINE, _shortened(repr(value))) + reason) from None
             given[key] = Setting(self._value(key, node, COMMAND_LINE), COMMAND_LINE)
         return given
@@ -139,7 +139,7 @@ class Schema:
                 value = _converted(node, kind)
                 if value is None or self._allows(key, value):
                     return value
-            except _Unfit as error:
+            except _UnfitError as error:
                 reason = f": {error}"
             except ValueError:
                 continue
@@ -151,7 +151,7 @@ class Schema:
         low, below = self.ranges.get(key, (-math.inf, math.inf))
         values = value if isinstance(value, tuple) else (value,)
         if isinstance(value, int) and value > LARGEST and below == math.inf:
-            raise _Unfit(f"it is above {LARGEST:,}")
+            raise _UnfitError(f"it is above {LARGEST:,}")
         return key not in self.ranges or all(low <= each < below for each in values)
 
     def _refusal(self, key: str, place: str, got: str) -> str:
@@ -168,7 +168,7 @@ class Schema:
 def _compose(path: Path) -> yaml.Node | None:
     try:
         return _composed(path.read_text(encoding="utf-8"))
-    except _Unfit as error:
+    except _UnfitError as error:
         raise ConfigError(f"{path} is {error}: it has sections, and settings in them") from None
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}") from None
@@ -187,21 +187,22 @@ def _composed(text: str) -> yaml.Node | None:
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:
-            raise _Unfit("nested too deeply")
+            raise _UnfitError("nested too deeply")
     node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
     return node
 
 
 def _as_node(value: Any, alternatives: Sequence[Any]) -> yaml.Node:
-    """An override as the YAML node that would stand for it in a file."""
-    if isinstance(value, str) and str in alternatives:
-        nothing = types.NoneType in alternatives and value in ("null", "~")
-        if not nothing and not (any(map(_is_list, alternatives)) and value.startswith("[")):
-            return yaml.ScalarNode(f"{YAML_TAG}str", value)
-    text = (
-        _text(value) if isinstance(value, str) else yaml.safe_dump(list(value) if isinstance(value, tuple) else value)
-    )
-    return _composed(text) or yaml.ScalarNode(f"{YAML_TAG}null", "")
+    """An override as the YAML node that would stand for it in a file; text that may be text stands for itself."""
+    if not isinstance(value, str):
+        text = yaml.safe_dump(list(value) if isinstance(value, tuple) else value)
+        return _composed(text) or yaml.ScalarNode(f"{YAML_TAG}null", "")
+    lists = [kind for kind in alternatives if _is_list(kind)]
+    nothing = types.NoneType in alternatives and value in ("null", "~")
+    is_text = str in alternatives or any(get_args(kind)[0] is str for kind in lists)
+    if is_text and not nothing and not (lists and value.startswith("[")):
+        return yaml.ScalarNode(f"{YAML_TAG}str", value)
+    return _composed(_text(value)) or yaml.ScalarNode(f"{YAML_TAG}null", "")
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
@@ -238,11 +239,11 @@ def _converted(node: yaml.Node, kind: Any) -> Any:
 def _text(value: str) -> str:
     """The value, if a file can be called by it and UTF-8 can hold it."""
     if "\0" in value:
-        raise _Unfit("it holds a NUL")
+        raise _UnfitError("it holds a NUL")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _Unfit("it is not Unicode") from None
+        raise _UnfitError("it is not Unicode") from None
     return value
 
 

@@ -48,10 +48,11 @@ def source_ids(translator: Translator, sentences: Sequence[str], longest: int) -
     ids = translator.source.encode([sentence.lower() if lowercase else sentence for sentence in sentences])
     cut = [number for number, row in enumerate(ids, start=1) if len(row) > longest]
     if cut:
+        first = cut[0]
         print(
-            f"[translate] {len(cut):,} {'sentence is' if len(cut) == 1 else 'sentences are'} cut to {longest:,} subwords, "
-            f"the larger of training.max_length and decoding.max_length: sentence {cut[0]:,} has "
-            f"{len(ids[cut[0] - 1]):,}; split what is longer into sentences",
+            f"[translate] {len(cut):,} {'sentence is' if len(cut) == 1 else 'sentences are'} cut to {longest:,} "
+            f"subwords, the larger of training.max_length and decoding.max_length: sentence {first:,} has "
+            f"{len(ids[first - 1]):,}; split what is longer into sentences",
             file=sys.stderr,
         )
     return [row[:longest] for row in ids]
@@ -83,7 +84,7 @@ def _check_unicode(number: int, sentence: str) -> None:
         sentence.encode()
     except UnicodeEncodeError as error:
         near = sentence[max(0, error.start - 20) : error.end + 20]
-        raise DataError(f"sentence {number:,} is not UTF-8 text: {ascii(near)}; convert it to UTF-8") from None
+        raise DataError(f"sentence {number:,} is not UTF-8 text: {near!a}; convert it to UTF-8") from None
 
 
 def _one_line(text: str) -> str:

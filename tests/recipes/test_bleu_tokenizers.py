@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (Chinese punctuation is meant)
 """BLEU's tokeniser follows the target language, so that writing without spaces is not one word a sentence."""
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def test_a_tokeniser_without_its_package_is_refused_in_one_line(
 
 @pytest.mark.parametrize("name", ["spm", "flores101", "flores200", "spBLEU-1K"])
 def test_a_tokeniser_is_never_downloaded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_spm, "SACREBLEU_DIR", str(tmp_path))
+    for module in (tokenizer_spm, sacrebleu.utils):
+        monkeypatch.setattr(module, "SACREBLEU_DIR", str(tmp_path))
     monkeypatch.setattr(tokenizer_spm, "download_file", None)
     with pytest.raises(ConfigError) as caught:
         check_tokenizer(name)
@@ -115,7 +117,8 @@ def test_a_tokeniser_that_is_on_disk_is_taken(tmp_path: Path, monkeypatch: pytes
     corpus = load_corpus(tiny(tmp_path / "run"))
     (tmp_path / "models").mkdir()
     corpus.target.save(tmp_path / "models" / "flores200sacrebleuspm")
-    monkeypatch.setattr(tokenizer_spm, "SACREBLEU_DIR", str(tmp_path))
+    for module in (tokenizer_spm, sacrebleu.utils):
+        monkeypatch.setattr(module, "SACREBLEU_DIR", str(tmp_path))
     monkeypatch.setattr(tokenizer_spm, "download_file", None)
     check_tokenizer("flores200")
     assert "|tok:flores200|" in score(GERMAN, GERMAN, tokenize="flores200").bleu_signature

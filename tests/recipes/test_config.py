@@ -274,6 +274,12 @@ def test_text_that_no_file_can_be_called_is_refused(
         assert answer.endswith(f": {reason}")
 
 
+def test_one_file_on_the_command_line_is_called_what_it_is_called() -> None:
+    for name in ("a #b.tsv", "a: b.tsv", "'a'.tsv", "*.tsv", "1.tsv"):
+        assert load_config(None, {"data.train": name}).data.train == (name,)
+    assert load_config(None, {"data.train": "[a.en, a.de]"}).data.train == ("a.en", "a.de")
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / "none.yaml") in refusal(tmp_path / "none.yaml")
 

@@ -48,7 +48,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line() -> None:
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_bytes_that_are_not_utf_8_are_answered_with_line_and_remedy(mark: bytes) -> None:
     with pytest.raises(DataError) as caught:
-        lines_of(mark + "one\ntwo\nthree caf".encode() + b"\xe9 au lait\nfour", "x.txt")
+        lines_of(mark + b"one\ntwo\nthree caf" + b"\xe9 au lait\nfour", "x.txt")
     answer = str(caught.value)
     assert "x.txt cannot be read: line 3 is not UTF-8 text" in answer
     assert "byte 0xe9 at place 10 of the line" in answer
