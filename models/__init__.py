@@ -1,7 +1,7 @@
 """Sequence models in plain torch, to be read, edited and trained; no part of the installed library."""
 
 from models.attention import Attention, DecoderCache, padding_mask, subsequent_mask
-from models.decoding import Hypothesis, beam_search, evaluating, greedy, length_normaliser
+from models.decoding import Hypothesis, beam_search, default_limit, evaluating, greedy, length_normaliser
 from models.presets import PRESETS, TransformerConfig
 from models.transformer import (
     EncoderDecoder,
@@ -19,6 +19,7 @@ __all__ = [
     "Hypothesis",
     "TransformerConfig",
     "beam_search",
+    "default_limit",
     "evaluating",
     "greedy",
     "length_normaliser",

@@ -11,7 +11,7 @@ D model width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -81,12 +81,20 @@ def length_normaliser(length: int, alpha: float) -> float:
     return float(((5 + length) / 6) ** alpha)
 
 
-def greedy(model: EncoderDecoder, src: Tensor, *, bos: int, eos: int, max_length: int | None = None) -> list[list[int]]:
+def default_limit(length: int) -> int:
+    """Most decoding steps for a source of `length` tokens, its end included: rarely reached, and never by much."""
+    return 2 * length + 10
+
+
+def greedy(
+    model: EncoderDecoder, src: Tensor, *, bos: int, eos: int, max_length: int | Sequence[int] | None = None
+) -> list[list[int]]:
     """The most probable next token, again and again: src (B, S) ids -> a list of ids for each sentence.
 
-    Decoding ends at `eos` or after `max_length` steps (default: twice the sentence's length plus 10), and
-    never outputs padding or `bos`. Start and end symbol are not returned. The model is run in eval mode,
-    without gradients, and left as it was. Raises ValueError for a `max_length` below 1.
+    Decoding ends at `eos` or after `max_length` steps, one number for all sentences or one for each (default:
+    `default_limit` of each), and never outputs padding or `bos`. Start and end symbol are not returned. The model
+    is run in eval mode, without gradients, and left as it was. Raises ValueError for a `max_length` below 1 or
+    with another number of entries than `src` has sentences.
     """
     translations: list[list[int]] = [[] for _ in range(src.size(0))]
     with evaluating(model):
@@ -118,20 +126,21 @@ def beam_search(
     beam: int = 4,
     length_penalty: float = 0.6,
     n_best: int = 1,
-    max_length: int | None = None,
+    max_length: int | Sequence[int] | None = None,
 ) -> list[list[Hypothesis]]:
     """The best translations a search of width `beam` finds: src (B, S) ids -> up to `n_best` a sentence.
 
     At each step, of all extensions by one token, those that end and are among the `beam` best are finished;
     the `beam` best that do not end live on. A sentence is done when `beam` hypotheses are finished, when no
-    live one can enter the `n_best` any more, or after `max_length` steps (default: twice its length plus 10).
+    live one can enter the `n_best` any more, or after `max_length` steps, as for `greedy`.
     Scores are log-probabilities over `length_normaliser(length, length_penalty)`; the best come first.
 
     Where the limit leaves fewer than `n_best` finished, unfinished hypotheses follow the finished ones.
     Fewer than `n_best` are returned only where the limit allows no more. Padding and `bos` are never output;
     `beam=1` is `greedy`. The model is run in eval mode, without gradients, and left as it was.
 
-    Raises ValueError for a beam, n_best or max_length below 1, n_best above beam, a negative length_penalty.
+    Raises ValueError for a beam, n_best or max_length below 1, n_best above beam, a negative length_penalty, and
+    for a number of max_lengths that is not that of the sentences.
     """
     check_search(beam, n_best, length_penalty)
     finished: list[list[Hypothesis]] = [[] for _ in range(src.size(0))]
@@ -189,14 +198,27 @@ def evaluating(model: EncoderDecoder) -> Iterator[None]:
             module.training = mode
 
 
-def encode_source(model: EncoderDecoder, src: Tensor, max_length: int | None) -> Source:
+def encode_source(model: EncoderDecoder, src: Tensor, max_length: int | Sequence[int] | None) -> Source:
     """Encode the batch and fix each sentence's limit, from its own length so that company changes nothing."""
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length is {max_length}, below 1: allow at least one step")
     check_tokens("src", src)
-    lengths = (src != model.pad).sum(1).tolist()
-    limits = [2 * length + 10 if max_length is None else max_length for length in lengths]
+    limits = limits_of(model, src, max_length)
     return Source(encode(model, src), padding_mask(src, model.pad), list(range(src.size(0))), limits)
+
+
+def limits_of(model: EncoderDecoder, src: Tensor, max_length: int | Sequence[int] | None) -> list[int]:
+    """Most decoding steps of each sentence."""
+    if max_length is None:
+        return [default_limit(length) for length in (src != model.pad).sum(1).tolist()]
+    if not isinstance(max_length, Sequence):
+        if max_length < 1:
+            raise ValueError(f"max_length is {max_length}, below 1: allow at least one step")
+        return [max_length] * src.size(0)
+    if len(max_length) != src.size(0):
+        raise ValueError(f"max_length has {len(max_length)} entries for {src.size(0)} sentences: give one for each")
+    for sentence, limit in enumerate(max_length):
+        if limit < 1:
+            raise ValueError(f"max_length[{sentence}] is {limit}, below 1: allow at least one step")
+    return list(max_length)
 
 
 TOGETHER = 24

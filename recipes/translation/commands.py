@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from recipes.translation.config import ConfigError, LayoutConfig, RunConfig, load_config
 from recipes.translation.data import DataError
 from recipes.translation.durable import CheckpointError, whole_folder
+from recipes.translation.lines import lines_of, read_lines
 from recipes.translation.options import OneLineParser, add_config_options, fail, overrides, unknown
 from recipes.translation.stop import OtherRankError, TrainingError
 
@@ -122,8 +123,8 @@ def evaluate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--tokenize",
         metavar="NAME",
-        default="13a",
-        help="sacreBLEU's tokeniser: 13a, intl, char, zh, ...; none for text that is already tokenised (default: 13a)",
+        help="sacreBLEU's tokeniser: 13a, intl, char, zh, ...; none for text that is already tokenised (default: the "
+        "setting data.tokenize, which follows the target language; for files, by their script)",
     )
     parser.add_argument("--hypotheses", metavar="FILE", help="translations, one a line, to score without a model")
     parser.add_argument("--references", metavar="FILE", help="what they should be, one a line")
@@ -131,15 +132,17 @@ def evaluate(argv: Sequence[str]) -> int:
     if bool(options.hypotheses) != bool(options.references):
         parser.error("--hypotheses and --references go together")
 
-    from recipes.translation.evaluate import check_tokenizer, score
+    from recipes.translation.bleu_tokenizers import check_tokenizer
     from recipes.translation.evaluate import evaluate as evaluate_model
+    from recipes.translation.evaluate import score
     from recipes.translation.ranks import joined
 
-    check_tokenizer(options.tokenize)
+    if options.tokenize:
+        check_tokenizer(options.tokenize)
     with joined(LayoutConfig().timeout) as ranks:
         if options.hypotheses:
             hypotheses, references = (read_lines(Path(path)) for path in (options.hypotheses, options.references))
-            print(score(hypotheses, references, tokenize=options.tokenize))
+            print(score(hypotheses, references, tokenize=options.tokenize or "auto"))
             return 0
         translator = _load(options, ranks)
         evaluation = evaluate_model(translator, options.split, translator.config.decoding, options.tokenize, ranks)
@@ -182,7 +185,7 @@ def translate(argv: Sequence[str]) -> int:
 
 
 def _sentences(file: str | None) -> list[str]:
-    return read_lines(Path(file)) if file else [line.rstrip("\n") for line in sys.stdin]
+    return read_lines(Path(file)) if file else lines_of(sys.stdin.buffer.read(), "the standard input")
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -224,14 +227,6 @@ def typed(prompt: str) -> Iterator[str]:
         if not sentence:
             return
         yield sentence
-
-
-def read_lines(path: Path) -> list[str]:
-    """The lines of a text file; only a newline ends one."""
-    try:
-        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
 def _parser(run: Callable[[Sequence[str]], int], example: str) -> OneLineParser:

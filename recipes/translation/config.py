@@ -38,7 +38,8 @@ class DataConfig:
 
     format: str = "builtin"
     """builtin | text (two line-aligned files, plain or .gz) | tsv (a header line names the columns; no quoting) |
-    jsonl | parquet | hub (a Hugging Face data set)."""
+    jsonl | parquet | hub (a Hugging Face data set). Where it is not given, the files tell it: two are text, one is what
+    its name ends in, none is builtin."""
     path: str = ""
     """Folder that relative file names below start from; ${NAME} is read from the environment. For hub: the data
     set's name, with its subset after a colon if it has some (wmt/wmt14:de-en)."""
@@ -52,6 +53,9 @@ class DataConfig:
     """Source language: its column or key in tsv, jsonl, parquet and hub data, and its side of the built-in corpus."""
     target: str = "de"
     """Target language, likewise."""
+    tokenize: str = "auto"
+    """sacreBLEU's tokeniser for BLEU: auto (by the target language, and where that says nothing, by the script of the
+    references) | 13a | intl | zh | ja-mecab | ko-mecab | char | none | spm | flores101 | flores200 | spBLEU-1K."""
     builtin_pairs: int = 40_000
     """Training pairs drawn from the built-in corpus (format: builtin only)."""
 
@@ -188,6 +192,10 @@ class RunConfig:
 
 CHOICES = {
     "data.format": ("builtin", "text", "tsv", "jsonl", "parquet", "hub"),
+    "data.tokenize": (
+        *("auto", "13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none"),
+        *("spm", "flores101", "flores200", "spBLEU-1K"),
+    ),
     "subwords.kind": ("unigram", "bpe"),
     "model.norm": ("pre", "post"),
     "model.tie": ("none", "target", "all"),
@@ -210,7 +218,8 @@ RANGES = {
     **dict.fromkeys(("training.validate_bleu", "training.patience", "training.threads"), AT_LEAST_0),
     "training.seed": Range(0, 2**63),
     "layout.data": AT_LEAST_0,
-    **dict.fromkeys(("layout.shard", "layout.vocab", "layout.sequence", "layout.timeout"), AT_LEAST_1),
+    **dict.fromkeys(("layout.shard", "layout.vocab", "layout.sequence"), AT_LEAST_1),
+    "layout.timeout": Range(1, 1e9),  # in milliseconds it must be a number that torch can take
     **dict.fromkeys(("decoding.beam", "decoding.batch_sentences", "decoding.max_length"), AT_LEAST_1),
     "decoding.length_penalty": AT_LEAST_0,
 }
@@ -237,9 +246,52 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = N
     for key, setting in given.items():
         section, _, name = key.rpartition(".")
         sections.setdefault(section, {})[name] = setting.value
+    if "data.format" not in given:
+        sections.setdefault("data", {})["format"] = format_of(DataConfig(**sections.get("data", {})))
     config = RunConfig(**sections.pop("", {}))
     changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
     return dataclasses.replace(config, **changed)
+
+
+FORMATS = {".tsv": "tsv", ".jsonl": "jsonl", ".parquet": "parquet"}
+"""What the end of a file's name says of its format."""
+
+
+def named_format(name: str) -> str | None:
+    """The format that a file's name tells; None where it tells none."""
+    return FORMATS.get(Path(name.lower().removesuffix(".gz")).suffix)
+
+
+def format_of(data: DataConfig) -> str:
+    """The format of the files that are named; builtin where none is. ConfigError where they do not tell it."""
+    splits = {split: getattr(data, split) for split in ("train", "valid", "test") if getattr(data, split)}
+    if data.path and not splits:
+        raise ConfigError(
+            f"data.path is {data.path}, but no file is named: set data.train and data.valid, or leave data.path out "
+            "to train on the built-in corpus"
+        )
+    found = {split: _format_of(split, names) for split, names in splits.items()}
+    for split, format in found.items():
+        first = next(iter(found))
+        if format != found[first]:
+            raise ConfigError(
+                f"data.{first} looks like {found[first]}, data.{split} like {format}: all data has one format; "
+                "convert one of them, or set data.format"
+            )
+    return next(iter(found.values()), "builtin")
+
+
+def _format_of(split: str, names: tuple[str, ...]) -> str:
+    formats = {named_format(name) for name in names}
+    if formats == {None} and len(names) == 2:
+        return "text"
+    (format, *others) = formats
+    if format is None or others:
+        raise ConfigError(
+            f"data.{split} ({', '.join(names)}) does not tell its format: set data.format (text takes two files; tsv, "
+            "jsonl and parquet take one; hub takes a split name), or end the name in .tsv, .jsonl or .parquet"
+        )
+    return format
 
 
 def save_config(config: RunConfig, path: str | Path) -> None:

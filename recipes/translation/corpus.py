@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recipes.translation.batches import TokenBatches
+from recipes.translation.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.config import RunConfig
-from recipes.translation.data import DataError, Pair, load_pairs
+from recipes.translation.data import DataError, Pair, check_held_out, load_pairs
 from recipes.translation.prepare import prepare
 from recipes.translation.ranks import ALONE, Ranks
 from recipes.translation.subwords import Subwords
@@ -23,14 +24,30 @@ class Corpus:
     train: TokenBatches
     valid: TokenBatches
     valid_pairs: Sequence[Pair]
+    tokenize: str
+    """sacreBLEU's tokeniser that validation scores with."""
     fingerprint: str
     """SHA-256 of every id: what a resumed run compares."""
 
 
 def load_corpus(config: RunConfig, ranks: Ranks = ALONE) -> Corpus:
     """Read the pairs, make or read the subwords (rank 0 does, for all), and cut the batches."""
-    source, target = ranks.from_first(lambda: prepare(config))
+    source, target = ranks.from_first(lambda: _prepared(config))
     return ranks.together(lambda: _read(config, source, target))
+
+
+def _prepared(config: RunConfig) -> tuple[Subwords, Subwords]:
+    """The subwords, once it is known that there is something to hold the model against, and a way to."""
+    tokenize = _tokenizer(config, check_held_out(config.data))
+    if config.training.validate_bleu:
+        check_tokenizer(tokenize)
+    if tokenize != "13a":
+        print(f"[data] BLEU by sacreBLEU's tokeniser {tokenize} (data.tokenize {config.data.tokenize})", flush=True)
+    return prepare(config)
+
+
+def _tokenizer(config: RunConfig, valid: Sequence[Pair]) -> str:
+    return tokenizer_for(config.data.tokenize, config.data.target, [pair.target for pair in valid])
 
 
 def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
@@ -48,4 +65,5 @@ def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
         )
         if not len(batches[split]):
             raise DataError(f"no {split} pair is within training.max_length {settings.max_length}")
-    return Corpus(source, target, batches["train"], batches["valid"], pairs, digest.hexdigest())
+    tokenize = _tokenizer(config, pairs)
+    return Corpus(source, target, batches["train"], batches["valid"], pairs, tokenize, digest.hexdigest())

@@ -10,9 +10,10 @@ from pathlib import Path
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
+from recipes.translation.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.builtin_corpus import Split
 from recipes.translation.checkpoint import Translator
-from recipes.translation.config import ConfigError, DecodingConfig
+from recipes.translation.config import DecodingConfig
 from recipes.translation.data import DataError, Pair, load_pairs
 from recipes.translation.ranks import ALONE, Ranks
 from recipes.translation.translate import translate
@@ -47,15 +48,21 @@ class Scores:
 
 
 def score(
-    hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool = False, tokenize: str = "13a"
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    *,
+    lowercase: bool = False,
+    tokenize: str = "auto",
+    language: str = "",
 ) -> Scores:
     """Compare translations with one reference each.
 
     `tokenize` is sacreBLEU's name of a tokeniser (13a, intl, char, zh, ja-mecab, ...); "none" is for text that is
-    already tokenised. `lowercase` also makes the main BLEU and chrF case-insensitive.
+    already tokenised, "auto" for the one that fits the `language` or the references' script. `lowercase` also makes
+    the main BLEU and chrF case-insensitive.
 
     Raises DataError where the two differ in length (sacreBLEU itself would cut the longer one in silence)
-    or are empty.
+    or are empty, ConfigError for a tokeniser that is not there.
     """
     if len(hypotheses) != len(references):
         raise DataError(
@@ -63,6 +70,7 @@ def score(
         )
     if not references:
         raise DataError("there is nothing to evaluate: no sentences")
+    tokenize = tokenizer_for(tokenize, language, references)
     check_tokenizer(tokenize)
     # force: tokenised text is what "none" is for; sacreBLEU would warn about it
     bleu = BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
@@ -79,12 +87,6 @@ def score(
         bleu_lowercase_signature=str(bleu_lowercase.get_signature()),
         exact_match=100 * sum(map(str.__eq__, hypotheses, references)) / len(references),
     )
-
-
-def check_tokenizer(name: str) -> None:
-    """Raise ConfigError unless sacreBLEU has a tokeniser of this name."""
-    if name not in BLEU.TOKENIZERS:
-        raise ConfigError(f"sacreBLEU has no tokeniser {name!r}; it has {', '.join(BLEU.TOKENIZERS)}")
 
 
 @dataclass(frozen=True)
@@ -108,12 +110,17 @@ class Evaluation:
 
 
 def evaluate(
-    translator: Translator, split: Split, decoding: DecodingConfig, tokenize: str = "13a", ranks: Ranks = ALONE
+    translator: Translator, split: Split, decoding: DecodingConfig, tokenize: str | None = None, ranks: Ranks = ALONE
 ) -> Evaluation:
-    """Translate a split of the data the model was trained for, shared out over the ranks, and score all of it."""
+    """Translate a split of the data the model was trained for, shared out over the ranks, and score all of it.
+
+    `tokenize` takes the place of the setting `data.tokenize`.
+    """
     config = translator.config
     pairs = ranks.from_first(lambda: load_pairs(config.data, split, config.subwords.lowercase))
-    translations = translate(translator, [pair.source for pair in pairs], decoding, ranks)
     references = [pair.target for pair in pairs]
+    tokenize = tokenizer_for(tokenize or config.data.tokenize, config.data.target, references)
+    check_tokenizer(tokenize)  # before the work of translating
+    translations = translate(translator, [pair.source for pair in pairs], decoding, ranks)
     scores = score(translations, references, lowercase=config.subwords.lowercase, tokenize=tokenize)
     return Evaluation(split, pairs, translations, scores)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.translation.config import RunConfig
-from recipes.translation.data import load_pairs
+from recipes.translation.data import fingerprint, load_pairs
 from recipes.translation.durable import CheckpointError, replaced_folder, verified_folder
 from recipes.translation.subwords import Subwords, train_subwords
 
@@ -20,13 +20,13 @@ def prepare(config: RunConfig) -> tuple[Subwords, Subwords]:
     """Subword models for source and target, trained into `<run>/subwords/` or read from there.
 
     With `subwords.joint` both are one model, `joint.model`; otherwise `source.model` and `target.model`. They
-    are reused only if they were made with the same settings and no byte of them has changed since. The folder
-    is replaced as a whole: a process killed here leaves the old models or the new ones.
+    are reused only if they were made from the same text with the same settings and no byte of them has changed since.
+    The folder is replaced as a whole: a process killed here leaves the old models or the new ones.
     """
-    folder = Path(config.run) / "subwords"
-    ready = _reusable(folder, _settings(config))
+    folder, settings = Path(config.run) / "subwords", _settings(config)
+    ready = _reusable(folder, settings)
     if ready is None:
-        _train(config, folder)
+        _train(config, folder, settings)
         ready = verified_folder(folder)
     else:
         print(f"[prepare] subword models of {folder} reused", flush=True)
@@ -36,12 +36,13 @@ def prepare(config: RunConfig) -> tuple[Subwords, Subwords]:
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """What decides how the models come out: the training text, and the subword settings."""
-    data = dataclasses.asdict(config.data)
-    del data["valid"], data["test"]
-    # through JSON, so that it compares equal to what is read back
-    settings: dict[str, Any] = json.loads(json.dumps({"data": data, "subwords": dataclasses.asdict(config.subwords)}))
-    return settings
+    """What decides how the models come out: the training text, and the subword settings.
+
+    Files are told by what they hold: their names, sizes and times say nothing of a file that was written again.
+    """
+    data = {name: getattr(config.data, name) for name in ("format", "source", "target", "builtin_pairs")}
+    data["text"] = fingerprint(config.data, "train")
+    return {"data": data, "subwords": dataclasses.asdict(config.subwords)}
 
 
 def _reusable(folder: Path, settings: dict[str, Any]) -> Path | None:
@@ -53,7 +54,7 @@ def _reusable(folder: Path, settings: dict[str, Any]) -> Path | None:
         return None
 
 
-def _train(config: RunConfig, folder: Path) -> None:
+def _train(config: RunConfig, folder: Path, settings: dict[str, Any]) -> None:
     start = time.monotonic()
     pairs = load_pairs(config.data, "train", lowercase=config.subwords.lowercase)
     sources, targets = [pair.source for pair in pairs], [pair.target for pair in pairs]
@@ -63,5 +64,5 @@ def _train(config: RunConfig, folder: Path) -> None:
     with replaced_folder(folder) as new:
         for name, sentences in texts.items():
             train_subwords(sentences, new / name, config.subwords)
-        (new / SETTINGS).write_text(json.dumps(_settings(config), indent=2) + "\n", encoding="utf-8")
+        (new / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     print(f"[prepare] written to {folder} in {time.monotonic() - start:.1f} s", flush=True)

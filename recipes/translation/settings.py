@@ -23,8 +23,18 @@ SCALARS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
 """What YAML may take a word for that stands without a tag of its own; each is text where text is expected."""
 
 
+LARGEST = 2**31 - 1
+"""Of whole numbers without a range of their own: what counts, sizes and thread numbers elsewhere can hold."""
+DEEPEST = 20
+"""Levels of lists and sections in a file: no setting has more than three, and Python follows some hundreds."""
+
+
 class ConfigError(ValueError):
     """A setting that does not exist or cannot have this value; the message is one line."""
+
+
+class _UnfitError(ValueError):
+    """A value of the right kind that is none after all; the message says why."""
 
 
 class Range(NamedTuple):
@@ -79,8 +89,9 @@ class Schema:
                 raise ConfigError(f"{key} ({COMMAND_LINE}) is a section; name one of its settings, such as {example}")
             try:
                 node = _as_node(value, _alternatives(self.types[key]))
-            except yaml.YAMLError:
-                raise ConfigError(self._refusal(key, COMMAND_LINE, repr(value))) from None
+            except (yaml.YAMLError, _UnfitError) as error:
+                reason = f": {error}" if isinstance(error, _UnfitError) else ""
+                raise ConfigError(self._refusal(key, COMMAND_LINE, _shortened(repr(value))) + reason) from None
             given[key] = Setting(self._value(key, node, COMMAND_LINE), COMMAND_LINE)
         return given
 
@@ -122,20 +133,25 @@ class Schema:
         alternatives = _alternatives(self.types[key])
         if len(alternatives) == 1 and _is_list(alternatives[0]) and isinstance(node, yaml.ScalarNode):
             node = yaml.SequenceNode(f"{YAML_TAG}seq", [node])  # one file needs no brackets
+        reason = ""
         for kind in alternatives:
             try:
                 value = _converted(node, kind)
+                if value is None or self._allows(key, value):
+                    return value
+            except _UnfitError as error:
+                reason = f": {error}"
             except ValueError:
                 continue
-            if value is None or self._allows(key, value):
-                return value
-        raise ConfigError(self._refusal(key, place, _shown(node)))
+        raise ConfigError(self._refusal(key, place, _shown(node)) + reason)
 
     def _allows(self, key: str, value: Any) -> bool:
         if key in self.choices:
             return value in self.choices[key]
         low, below = self.ranges.get(key, (-math.inf, math.inf))
         values = value if isinstance(value, tuple) else (value,)
+        if isinstance(value, int) and value > LARGEST and below == math.inf:
+            raise _UnfitError(f"it is above {LARGEST:,}")
         return key not in self.ranges or all(low <= each < below for each in values)
 
     def _refusal(self, key: str, place: str, got: str) -> str:
@@ -151,7 +167,9 @@ class Schema:
 
 def _compose(path: Path) -> yaml.Node | None:
     try:
-        return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        return _composed(path.read_text(encoding="utf-8"))
+    except _UnfitError as error:
+        raise ConfigError(f"{path} is {error}: it has sections, and settings in them") from None
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -163,15 +181,28 @@ def _compose(path: Path) -> yaml.Node | None:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
 
 
-def _as_node(value: Any, alternatives: Sequence[Any]) -> yaml.Node:
-    """An override as the YAML node that would stand for it in a file."""
-    if isinstance(value, str) and str in alternatives:
-        nothing = types.NoneType in alternatives and value in ("null", "~")
-        if not nothing and not (any(map(_is_list, alternatives)) and value.startswith("[")):
-            return yaml.ScalarNode(f"{YAML_TAG}str", value)
-    text = value if isinstance(value, str) else yaml.safe_dump(list(value) if isinstance(value, tuple) else value)
+def _composed(text: str) -> yaml.Node | None:
+    """The nodes of a document, whose levels are counted before anything recurses into them."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise _UnfitError("nested too deeply")
     node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
-    return node or yaml.ScalarNode(f"{YAML_TAG}null", "")
+    return node
+
+
+def _as_node(value: Any, alternatives: Sequence[Any]) -> yaml.Node:
+    """An override as the YAML node that would stand for it in a file; text that may be text stands for itself."""
+    if not isinstance(value, str):
+        text = yaml.safe_dump(list(value) if isinstance(value, tuple) else value)
+        return _composed(text) or yaml.ScalarNode(f"{YAML_TAG}null", "")
+    lists = [kind for kind in alternatives if _is_list(kind)]
+    nothing = types.NoneType in alternatives and value in ("null", "~")
+    is_text = str in alternatives or any(get_args(kind)[0] is str for kind in lists)
+    if is_text and not nothing and not (lists and value.startswith("[")):
+        return yaml.ScalarNode(f"{YAML_TAG}str", value)
+    return _composed(_text(value)) or yaml.ScalarNode(f"{YAML_TAG}null", "")
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
@@ -195,7 +226,7 @@ def _converted(node: yaml.Node, kind: Any) -> Any:
     if kind is types.NoneType and null:
         return None
     if kind is str and not null:
-        return node.value
+        return _text(node.value)
     if kind is bool and node.tag == f"{YAML_TAG}bool":
         return node.value.lower() in ("true", "yes", "on")
     if kind is int and plain and re.fullmatch(r"[-+]?[0-9][0-9_]*", node.value):
@@ -205,11 +236,26 @@ def _converted(node: yaml.Node, kind: Any) -> Any:
     raise ValueError
 
 
+def _text(value: str) -> str:
+    """The value, if a file can be called by it and UTF-8 can hold it."""
+    if "\0" in value:
+        raise _UnfitError("it holds a NUL")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _UnfitError("it is not Unicode") from None
+    return value
+
+
 def _shown(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
-        return "nothing" if node.tag == f"{YAML_TAG}null" else repr(node.value)
+        return "nothing" if node.tag == f"{YAML_TAG}null" else _shortened(repr(node.value))
     what = "list" if isinstance(node, yaml.SequenceNode) else "section"
     return f"a {what} of {len(node.value)}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:40]}... ({len(text):,} characters)"
 
 
 def _words(kind: Any, limits: str) -> str:

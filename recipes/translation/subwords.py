@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,24 @@ PAD, UNK, BOS, EOS = 0, 1, 2, 3
 """Ids of padding, the unknown subword, start and end: the same in every model trained here."""
 
 
+MAX_BYTES = 1 << 16
+"""The longest sentence that subwords are made from: sentencepiece takes quadratic time, and leaves out longer ones than
+this without a word."""
+
+
 def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordConfig) -> None:
     """Train a model on `sentences` and write it to `<path_prefix>.model`, whole or not at all.
 
     The same sentences and settings give the same bytes. Characters outside the vocabulary are spelled in UTF-8
-    bytes (256 of the subwords), so that no text is ever unknown. A vocabulary that does not fit the text
-    raises ConfigError with the size that would.
+    bytes (256 of the subwords), so that no text is ever unknown. Sentences above MAX_BYTES are left out, and it is
+    said on stderr. A vocabulary that does not fit the text raises ConfigError with the size that would.
     """
     model = io.BytesIO()
+    sentences = list(sentences)
+    if long := sum(len(sentence.encode()) > MAX_BYTES for sentence in sentences):
+        print(
+            f"[prepare] sentences above {MAX_BYTES:,} bytes, left out of the subwords' text: {long:,}", file=sys.stderr
+        )
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),
@@ -38,7 +49,7 @@ def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordC
             eos_id=EOS,
             byte_fallback=True,
             character_coverage=0.9999,  # of a large corpus; the characters of a small one are all kept
-            max_sentence_length=1 << 16,  # in bytes; sentencepiece leaves out longer ones without a word
+            max_sentence_length=MAX_BYTES,
             num_threads=4,  # a part of the result: sums over threads are rounded
             minloglevel=2,
         )

@@ -47,6 +47,7 @@ MAY_CHANGE = frozenset(
         "run",
         "data.path",  # the data itself is compared by its fingerprint
         "data.test",
+        "data.tokenize",
         *(f"training.{name}" for name in ("devices", "chunk_tokens", "precision", "threads")),  # rounding at most
         *(f"layout.{name}" for name in ("data", "shard", "vocab", "sequence", "timeout")),
         *(f"training.{name}" for name in ("steps", "validate_every", "validate_bleu", "patience")),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections import ChainMap
 from collections.abc import Sequence
 
 import torch
 
-from models import beam_search, evaluating, greedy
+from models import beam_search, default_limit, evaluating, greedy
 from recipes.translation.checkpoint import Translator
 from recipes.translation.config import DecodingConfig
+from recipes.translation.data import DataError
 from recipes.translation.ranks import ALONE, Ranks
 from recipes.translation.subwords import BOS, EOS, PAD
 from seqpar.collectives import gather_objects
@@ -18,12 +20,14 @@ from seqpar.collectives import gather_objects
 def translate(
     translator: Translator, sentences: Sequence[str], decoding: DecodingConfig, ranks: Ranks = ALONE
 ) -> list[str]:
-    """The translation of each sentence, in the same order; an empty line stays empty.
+    """The translation of each sentence, in the same order and of one line each; an empty line stays empty.
 
-    Ranks share the sentences out, those of every length alike, and each has all translations.
+    A sentence of more subwords than both `training.max_length` and `decoding.max_length` is cut there, which is said
+    on stderr. Ranks share the sentences out, those of every length alike, and each has all translations.
+
+    Raises DataError for text that is not Unicode: what Python makes of an argument in another encoding.
     """
-    lowercase = translator.config.subwords.lowercase
-    ids = translator.source.encode([sentence.lower() if lowercase else sentence for sentence in sentences])
+    ids = source_ids(translator, sentences, max(translator.config.training.max_length, decoding.max_length))
     longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
     mine = longest_first[ranks.rank :: ranks.world]
     found: dict[int, list[int]] = {}
@@ -32,7 +36,26 @@ def translate(
             rows = mine[start : start + decoding.batch_sentences]
             found.update(zip(rows, search(translator, [ids[row] for row in rows], decoding), strict=True))
     everyone = ChainMap(*gather_objects(found, ranks.group))
-    return translator.target.decode([everyone.get(row, []) for row in range(len(ids))])
+    texts = translator.target.decode([everyone.get(row, []) for row in range(len(ids))])
+    return [_one_line(text) for text in texts]
+
+
+def source_ids(translator: Translator, sentences: Sequence[str], longest: int) -> list[list[int]]:
+    """The subwords of each sentence, as the model was trained on them and at most `longest`."""
+    for number, sentence in enumerate(sentences, start=1):
+        _check_unicode(number, sentence)
+    lowercase = translator.config.subwords.lowercase
+    ids = translator.source.encode([sentence.lower() if lowercase else sentence for sentence in sentences])
+    cut = [number for number, row in enumerate(ids, start=1) if len(row) > longest]
+    if cut:
+        first = cut[0]
+        print(
+            f"[translate] {len(cut):,} {'sentence is' if len(cut) == 1 else 'sentences are'} cut to {longest:,} "
+            f"subwords, the larger of training.max_length and decoding.max_length: sentence {first:,} has "
+            f"{len(ids[first - 1]):,}; split what is longer into sentences",
+            file=sys.stderr,
+        )
+    return [row[:longest] for row in ids]
 
 
 def search(translator: Translator, sources: list[list[int]], decoding: DecodingConfig) -> list[list[int]]:
@@ -41,10 +64,9 @@ def search(translator: Translator, sources: list[list[int]], decoding: DecodingC
     width = len(sources[0]) + 1
     rows = [[*ids, EOS, *[PAD] * (width - len(ids) - 1)] for ids in sources]
     src = torch.tensor(rows, device=model.generator.weight.device)
-    # Without a limit the search has its own, twice each source plus 10: rarely reached, and never by much
-    limit = None if 2 * width + 10 <= decoding.max_length else decoding.max_length
+    limits = [min(default_limit(len(ids) + 1), decoding.max_length) for ids in sources]
     if decoding.beam == 1:
-        return greedy(model, src, bos=BOS, eos=EOS, max_length=limit)
+        return greedy(model, src, bos=BOS, eos=EOS, max_length=limits)
     found = beam_search(
         model,
         src,
@@ -52,6 +74,19 @@ def search(translator: Translator, sources: list[list[int]], decoding: DecodingC
         eos=EOS,
         beam=decoding.beam,
         length_penalty=decoding.length_penalty,
-        max_length=limit,
+        max_length=limits,
     )
     return [hypotheses[0].tokens for hypotheses in found]
+
+
+def _check_unicode(number: int, sentence: str) -> None:
+    try:
+        sentence.encode()
+    except UnicodeEncodeError as error:
+        near = sentence[max(0, error.start - 20) : error.end + 20]
+        raise DataError(f"sentence {number:,} is not UTF-8 text: {near!a}; convert it to UTF-8") from None
+
+
+def _one_line(text: str) -> str:
+    """The text without line breaks: a model that spells its output in bytes can say every one that there is."""
+    return " ".join(text.splitlines())

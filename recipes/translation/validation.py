@@ -75,7 +75,12 @@ def validate(
     if pairs:
         greedy = replace(config.decoding, beam=1)
         translations = translate(translator, [pair.source for pair in pairs], greedy, ranks)
-        bleu = score(translations, [pair.target for pair in pairs], lowercase=config.subwords.lowercase).bleu
+        bleu = score(
+            translations,
+            [pair.target for pair in pairs],
+            lowercase=config.subwords.lowercase,
+            tokenize=corpus.tokenize,
+        ).bleu
     return Validation(
         step=step,
         loss=float(loss.total) / tokens,

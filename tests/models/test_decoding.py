@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import EncoderDecoder, Hypothesis, beam_search, evaluating, greedy, length_normaliser, padding_mask
-from models.decoding import best_tokens, encode, maxima_and_totals
+from models.decoding import best_tokens, default_limit, encode, maxima_and_totals
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, sentence, small_transformer
 
 MODELS = [small_transformer(seed, norm=norm, spread=2.0) for seed in range(2) for norm in ("pre", "post")]
@@ -274,6 +274,19 @@ def test_unfinished_hypotheses_are_returned_at_the_limit() -> None:
         assert all(row == sorted(row, key=lambda h: -h.score) for row in found)
 
 
+def test_each_sentence_may_have_a_limit_of_its_own() -> None:
+    src = pad_to([[3, 4, 5], [6], [4, 4]], 4)
+    assert [len(row) for row in greedy(never_ending(), src, bos=BOS, eos=EOS, max_length=[2, 7, 1])] == [2, 7, 1]
+    found = beam_search(never_ending(), src, bos=BOS, eos=EOS, n_best=2, max_length=[2, 7, 1])
+    assert [[len(h.tokens) for h in row] for row in found] == [[2, 2], [7, 7], [1, 1]]
+
+
+def test_the_limit_without_max_length_is_the_one_that_default_limit_tells() -> None:
+    src = [[3, 4, 5], [6]]
+    found = greedy(never_ending(), pad_to(src, 5), bos=BOS, eos=EOS)
+    assert [len(row) for row in found] == [default_limit(len(one)) for one in src] == [16, 12]
+
+
 def test_a_finished_hypothesis_goes_before_an_unfinished_one() -> None:
     model = small_transformer(3)
     with torch.no_grad():
@@ -355,8 +368,10 @@ def test_scores_are_divided_by_the_gnmt_length_penalty() -> None:
         ({"beam": 2, "n_best": 3}, r"n_best is 3, outside \[1, beam 2\]"),
         ({"length_penalty": -1.0}, r"length_penalty is -1.0, below 0"),
         ({"max_length": 0}, "max_length is 0, below 1"),
+        ({"max_length": [3, 1, 4, 0, 5]}, r"max_length\[3\] is 0, below 1"),
+        ({"max_length": [3, 1]}, "max_length has 2 entries for 5 sentences"),
     ],
 )
-def test_a_search_that_cannot_work_is_an_error(settings: dict[str, float], message: str) -> None:
+def test_a_search_that_cannot_work_is_an_error(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         beam_search(MODELS[0], random_batch(1), bos=BOS, eos=EOS, **settings)  # type: ignore[arg-type]

@@ -121,6 +121,24 @@ def test_ordinary_sentences_are_padded_little() -> None:
     assert TokenBatches(*ordinary(20_000), batch_tokens=2_048).padding_share(0) < 0.08
 
 
+def test_a_long_pair_does_not_make_the_batches_after_it_small() -> None:
+    sizes = [(400, 60), *[(9, 10)] * 2_000]  # the long source comes first, for its target is the longest
+    batches = TokenBatches(*corpus(sizes), batch_tokens=4_096)
+    cells = sorted(len(batch) * 11 for batch in batches.epoch(0) if 0 not in batch)
+    assert cells[1] >= 0.99 * 4_092  # all but the last are full
+    assert len(batches) <= 8
+
+
+def test_batches_are_filled_before_the_next_one_is_begun() -> None:
+    batches = TokenBatches(*ordinary(3_000), batch_tokens=512)
+    longest = [
+        max(max(len(batches.sources[index]), len(batches.targets[index])) + 1 for index in batch)
+        for batch in batches.epoch(0)
+    ]
+    full = [(len(batch) + 2) * width > 512 for batch, width in zip(batches.epoch(0), longest, strict=True)]
+    assert sum(full) > 0.9 * len(full)
+
+
 def test_nothing_gives_no_batches() -> None:
     batches = TokenBatches([], [], batch_tokens=10)
     assert (len(batches), batches.epoch(0), batches.padding_share(0), batches.dropped) == (0, [], 0.0, 0)

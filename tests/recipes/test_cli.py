@@ -183,7 +183,7 @@ def test_sentences_come_from_words_a_file_a_pipe_or_a_person(
         (tmp_path / "in.txt").write_text("\n".join(sentences) + "\n")
         words = ["--file", str(tmp_path / "in.txt")]
     elif way == "pipe":
-        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(sentences) + "\n"))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(("\n".join(sentences) + "\n").encode())))
     else:
         typed = iter([*sentences, ""])
         monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)

@@ -25,7 +25,7 @@ from recipes.translation.config import (
     save_config,
 )
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 files = st.lists(texts, max_size=3).map(tuple)
 counts = st.integers(1, 10**9)
 shares = st.floats(0, 1, exclude_max=True)
@@ -222,6 +222,62 @@ def test_a_mistake_in_a_file_is_answered_with_key_place_and_remedy(
 def test_a_mistake_on_the_command_line_is_answered_likewise(key: str, value: object, parts: list[str]) -> None:
     answer = refusal(None, {key: value})
     assert [part for part in parts if part not in answer] == [], answer
+
+
+@pytest.mark.parametrize("depth", [400, 500, 5_000])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ("{a: ", "}"), ("? ", ""), ("- ", "")])
+def test_nesting_that_python_cannot_follow_is_answered(
+    opening: str, closing: str, depth: int, written: Callable[[str], Path]
+) -> None:
+    text = opening * depth + "1" + closing * depth
+    assert "run.yaml is nested too deeply" in refusal(written(text))
+    assert refusal(None, {"training.devices": "[" + text}).startswith("training.devices (command line) expects text")
+
+
+@pytest.mark.parametrize("key", ["training.steps", "training.seed", "model.d_model", "training.clip", "decoding.beam"])
+@pytest.mark.parametrize("digits", [25, 400, 5_000])
+def test_a_number_too_large_for_anything_is_refused(key: str, digits: int, written: Callable[[str], Path]) -> None:
+    section, _, name = key.partition(".")
+    if (key, digits) == ("training.clip", 25):
+        return  # a large clip only clips nothing
+    for answer in (refusal(written(f"{section}: {{{name}: {'9' * digits}}}")), refusal(None, {key: "9" * digits})):
+        assert answer.startswith(f"{key} (")
+        assert "number" in answer
+        assert len(answer) < 300
+
+
+def test_the_largest_whole_number_is_told() -> None:
+    assert load_config(None, {"training.steps": 2**31 - 1}).training.steps == 2**31 - 1
+    assert "a whole number from 1 up; got '2147483648': it is above 2,147,483,647" in refusal(
+        None, {"training.steps": 2**31}
+    )
+    assert load_config(None, {"training.seed": 2**63 - 1}).training.seed == 2**63 - 1
+
+
+def test_a_timeout_is_one_that_processes_can_wait() -> None:
+    assert "layout.timeout" in refusal(None, {"layout.timeout": "1e300"})
+
+
+@pytest.mark.parametrize("key", ["run", "data.path", "data.train", "data.source", "model.preset", "training.devices"])
+@pytest.mark.parametrize(
+    ("text", "spelled", "reason"),
+    [("a\0b", r"a\0b", "it holds a NUL"), ("caf\udce9", r"caf\udce9", "it is not Unicode")],
+)
+def test_text_that_no_file_can_be_called_is_refused(
+    key: str, text: str, spelled: str, reason: str, written: Callable[[str], Path]
+) -> None:
+    section, _, name = key.rpartition(".")
+    yaml = f'"{spelled}"'.replace("\\udce9", "\\uDCE9")
+    path = written(f"{section}: {{{name}: {yaml}}}" if section else f"{name}: {yaml}")
+    for answer in (refusal(path), refusal(None, {key: text})):
+        assert answer.startswith(f"{key} (")
+        assert answer.endswith(f": {reason}")
+
+
+def test_one_file_on_the_command_line_is_called_what_it_is_called() -> None:
+    for name in ("a #b.tsv", "a: b.tsv", "'a'.tsv", "*.tsv", "1.tsv"):
+        assert load_config(None, {"data.train": name}).data.train == (name,)
+    assert load_config(None, {"data.train": "[a.en, a.de]"}).data.train == ("a.en", "a.de")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

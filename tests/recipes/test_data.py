@@ -183,6 +183,25 @@ def test_a_row_without_text_is_named(tmp_path: Path) -> None:
     assert "row 2: 'de' is not text" in refusal(DataConfig(format="jsonl", path=str(tmp_path), train=("a.jsonl",)))
 
 
+def test_a_row_with_a_cell_too_many_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("en\tde\na\tb\nc\td\te\n")
+    answer = refusal(DataConfig(format="tsv", path=str(tmp_path), train=("a.tsv",)))
+    assert "a.tsv:3 has 3 columns, the header 2" in answer
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "corpora").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_pairs(replace(write_text(tmp_path / "corpora"), path="~/corpora"), "train") == PAIRS
+    assert load_pairs(DataConfig(format="text", train=("~/corpora/a.en", "~/corpora/a.de")), "train") == PAIRS
+
+
+def test_the_environment_is_read_in_the_names_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path)
+    monkeypatch.setenv("CORPORA", str(tmp_path))
+    assert load_pairs(DataConfig(format="text", train=("${CORPORA}/a.en", "${CORPORA}/a.de")), "train") == PAIRS
+
+
 @pytest.mark.parametrize("format", ["tsv", "jsonl", "parquet"])
 def test_a_damaged_file_is_named(format: str, tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(b"en\tde\n\xff\xfe\t{\n\x00\n" * 3)
@@ -192,6 +211,12 @@ def test_a_damaged_file_is_named(format: str, tmp_path: Path) -> None:
 
 def test_an_empty_file_is_named(tmp_path: Path) -> None:
     assert "a.en is empty" in refusal(text_files(tmp_path, "", ""))
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "mark").write_bytes(b"\xef\xbb\xbf")
+    for name in ("a.gz", "mark"):
+        for format, files in (("text", (name, name)), ("tsv", (name,)), ("jsonl", (name,))):
+            answer = refusal(DataConfig(format=format, path=str(tmp_path), train=files))
+            assert f"{name} is empty; data.train needs sentences" in answer
 
 
 def test_training_text_with_nothing_in_it_is_refused(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from models import greedy
 from recipes.translation.batches import TokenBatches
+from recipes.translation.bleu_tokenizers import check_tokenizer
 from recipes.translation.checkpoint import Translator, load_translator
 from recipes.translation.config import ConfigError
 from recipes.translation.data import DataError, load_pairs
-from recipes.translation.evaluate import check_tokenizer, evaluate, score
+from recipes.translation.evaluate import evaluate, score
 from recipes.translation.subwords import BOS, EOS
 from recipes.translation.train import train
 from recipes.translation.translate import translate
@@ -56,6 +57,13 @@ def test_lower_case_models_are_scored_without_case() -> None:
 @given(st.lists(st.text(alphabet="ab ä.\u2028", min_size=1, max_size=8), min_size=1, max_size=6))
 def test_a_perfect_translation_is_always_an_exact_match(sentences: list[str]) -> None:
     assert score(sentences, sentences).exact_match == 100
+
+
+@pytest.mark.parametrize(
+    "almost", ["Ein  Hund", "EinHund", "Ein Hund ", " Ein Hund", "ein Hund", "Ein Hund.", "Ein\u00a0Hund"]
+)
+def test_an_exact_match_is_one_character_for_character(almost: str) -> None:
+    assert score([almost, "Ein Hund"], ["Ein Hund", "Ein Hund"]).exact_match == 50
 
 
 @pytest.mark.parametrize(("hypotheses", "references"), [(3, 2), (2, 3), (0, 1), (1, 0)])

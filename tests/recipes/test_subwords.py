@@ -1,8 +1,10 @@
 """Subword models: exact round trips, the same bytes every time, clear errors; `prepare` trains them once."""
 
 import dataclasses
+import os
 from pathlib import Path
 
+import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,7 +124,7 @@ def test_prepare_reuses_what_the_same_settings_made(
     first, _ = prepare(config)
     monkeypatch.setattr(prepare_module, "train_subwords", None)
     monkeypatch.setattr(prepare_module, "load_pairs", None)
-    again, _ = prepare(dataclasses.replace(config, data=dataclasses.replace(config.data, test=("other.en",))))
+    again, _ = prepare(config)
     assert again.encode(SENTENCES[:50]) == first.encode(SENTENCES[:50])
     assert "reused" in capsys.readouterr().out
 
@@ -140,6 +142,97 @@ def test_prepare_trains_anew_for_other_settings_and_for_damaged_files(tmp_path: 
     (tmp_path / "subwords" / "settings.json").write_text("{")
     prepare(run_config(tmp_path))
     assert model.read_bytes() == made
+
+
+def text_config(run: Path, *names: str) -> RunConfig:
+    """A run on text files beside it."""
+    data = DataConfig(format="text", path=str(run.parent), train=names, valid=names)
+    return RunConfig(run=str(run), data=data, subwords=SubwordConfig(vocab_size=330))
+
+
+def write_sides(folder: Path, *names: str, start: int = 0) -> None:
+    for name in names:
+        (folder / name).write_text("".join(f"{line}\n" for line in SENTENCES[start : start + 200]))
+
+
+def test_a_training_file_rewritten_in_place_makes_new_subwords(tmp_path: Path) -> None:
+    config = text_config(tmp_path / "run", "a.en", "a.de")
+    write_sides(tmp_path, "a.en", "a.de")
+    times = [(tmp_path / name).stat() for name in ("a.en", "a.de")]
+    prepare(config)
+    model = tmp_path / "run" / "subwords" / "joint.model"
+    before = model.read_bytes()
+    for name, old in zip(("a.en", "a.de"), times, strict=True):  # of the same size and age, as some tools leave it
+        path = tmp_path / name
+        path.write_text(path.read_text().swapcase())
+        os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
+        assert path.stat().st_size == old.st_size
+    prepare(config)
+    assert model.read_bytes() != before
+
+
+@pytest.mark.parametrize("names", [("b.en", "b.de"), ("a.en", "b.de"), ("b.en", "a.de")])
+def test_other_training_files_make_new_subwords(names: tuple[str, str], tmp_path: Path) -> None:
+    write_sides(tmp_path, "a.en", "a.de")
+    write_sides(tmp_path, "b.en", "b.de", start=700)
+    prepare(text_config(tmp_path / "run", "a.en", "a.de"))
+    model = tmp_path / "run" / "subwords" / "joint.model"
+    before = model.read_bytes()
+    prepare(text_config(tmp_path / "run", *names))
+    assert model.read_bytes() != before
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_sides_that_change_places_make_new_subwords_for_either(joint: bool, tmp_path: Path) -> None:
+    write_sides(tmp_path, "a.en")
+    write_sides(tmp_path, "a.de", start=700)
+    config = text_config(tmp_path / "run", "a.en", "a.de")
+    config = dataclasses.replace(config, subwords=dataclasses.replace(config.subwords, joint=joint))
+    turned = dataclasses.replace(config, data=dataclasses.replace(config.data, train=("a.de", "a.en")))
+    first, second = prepare(config), prepare(turned)
+    assert (first[0].encode(SENTENCES[:200]) == second[0].encode(SENTENCES[:200])) == joint
+
+
+def test_the_same_files_in_another_place_are_the_same_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_sides(tmp_path, "a.en", "a.de")
+    prepare(text_config(tmp_path / "run", "a.en", "a.de"))
+    (tmp_path / "b").mkdir()
+    for name in ("a.en", "a.de", "run"):
+        (tmp_path / name).rename(tmp_path / "b" / name)
+    monkeypatch.setattr(prepare_module, "train_subwords", None)
+    prepare(text_config(tmp_path / "b" / "run", "a.en", "a.de"))
+    assert "reused" in capsys.readouterr().out
+
+
+def test_data_on_the_hub_is_known_by_its_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"en": SENTENCES[:200], "de": SENTENCES[:200]}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_dict(rows))
+    data = DataConfig(format="hub", path="a/b", train=("train",))
+    config = RunConfig(run=str(tmp_path), data=data, subwords=SubwordConfig(vocab_size=330))
+    prepare(config)
+    before = (tmp_path / "subwords" / "joint.model").read_bytes()
+    rows |= {"en": SENTENCES[700:900], "de": SENTENCES[700:900]}
+    prepare(config)
+    assert (tmp_path / "subwords" / "joint.model").read_bytes() != before
+
+
+LONG = " ".join(["Ein langer Satz über Qualität."] * 400)
+
+
+def test_long_sentences_are_learned_from_too(tmp_path: Path) -> None:
+    long = LONG[:4_000] + "ጸሐይ" * 40 + LONG[:4_000]  # sentencepiece itself leaves out what is above 4,192 bytes
+    train_subwords([*SENTENCES[:200], long], tmp_path / "a", SubwordConfig(vocab_size=420))
+    (ids,) = Subwords.load(tmp_path / "a.model").encode(["ጸሐይ"])
+    assert len(ids) <= 4, "spelled in bytes: three for each character"
+
+
+def test_a_sentence_that_is_left_out_of_the_subwords_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_subwords([*SENTENCES[:200], "a " * 40_000], tmp_path / "a", SubwordConfig(vocab_size=330))
+    assert "above 65,536 bytes, left out of the subwords' text: 1" in capsys.readouterr().err
 
 
 def test_a_failed_preparation_leaves_the_old_models(tmp_path: Path) -> None:
