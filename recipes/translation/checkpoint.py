@@ -198,7 +198,7 @@ def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str
 
 def check_moments(model: nn.Module, saved: SavedTraining, folder: Path) -> None:
     """CheckpointError unless there are Adam's moments for every parameter of the whole model."""
-    shapes = {}
+    shapes: dict[str, torch.Size] = {}
     for name, parameter in model.named_parameters():
         own = {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size([])}
         shapes |= {f"optimizer/{name}/{what}": shape for what, shape in own.items()}
@@ -223,7 +223,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -130,7 +130,7 @@ def _keep(path: Path, after_step: int) -> None:
     *lines, cut_off = before.split(b"\n")
     if _record(cut_off) is not None:
         lines.append(cut_off)
-    records = [(line, _record(line)) for line in lines]
+    records = [(line, _record(line)) for line in lines if line.strip()]
     kept = b"".join(line + b"\n" for line, record in records if record is not None and record["step"] <= after_step)
     odd = [line + b"\n" for line, record in records if record is None]
     if odd:

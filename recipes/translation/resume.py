@@ -59,13 +59,13 @@ def check_nothing_to_lose(config: RunConfig) -> None:
         raise CheckpointError(f"{run / 'last'} is empty: restore it from a copy, or start over with --fresh")
     if whole_folder(run / "best") is None:
         return
-    check_same_settings(config, run / "best")
     step = load_facts(run / "best").get("step")
     if step != min(config.training.validate_every, config.training.steps):
         raise CheckpointError(
-            f"{run / 'best'} is the model of step {step}, but there is no {run / 'last'} to go on from: restore it from "
-            "a copy, choose another --run, or start over with --fresh, which removes the model"
+            f"{run / 'best'} is the model of step {step}, but there is no {run / 'last'} to go on from: restore it "
+            "from a copy, choose another --run, or start over with --fresh, which removes the model"
         )
+    check_same_settings(config, run / "best")
 
 
 def check_same_settings(config: RunConfig, folder: Path) -> None:

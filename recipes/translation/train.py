@@ -42,6 +42,7 @@ from recipes.translation.stop import StopSignals, TrainingError
 from recipes.translation.summary import Summary, summarize
 from recipes.translation.validation import Validation, validate
 
+
 def train(config: RunConfig, *, fresh: bool = False) -> Summary:
     """Train until `steps`, `patience`, Ctrl-C or SIGTERM; a run that has a `last` checkpoint goes on from there.
 

@@ -49,7 +49,7 @@ def counted(function):
     return call
 
 os.fsync, shutil.rmtree, os.rename = map(counted, (os.fsync, shutil.rmtree, os.rename))
-for each in ("mkdir", "rename", "write_text", "write_bytes"):
+for each in ("mkdir", "rename", "write_text", "write_bytes", "unlink", "rmdir", "chmod"):
     setattr(Path, each, counted(getattr(Path, each)))
 for number in itertools.count():
     if deadly and number == 2:
