@@ -124,8 +124,8 @@ def test_the_loss_is_smoothed_by_the_convention_that_is_asked_for(convention: st
     model = build_model(model_sizes(config.model), corpus.source, corpus.target).double()
     batch = corpus.train.batch(corpus.train.epoch(0)[0])
     logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
-    total = Smoothing(0.3, convention, PAD)(logits, batch.tgt_out.flatten())
-    assert records(tmp_path / "run", "loss") == pytest.approx([float(total) / batch.tokens], rel=1e-10)
+    total = Smoothing(0.3, convention, PAD)(logits.detach(), batch.tgt_out.flatten())
+    assert records(tmp_path / "run", "loss") == pytest.approx([total.item() / batch.tokens], rel=1e-10)
 
 
 def test_a_batch_of_fewer_sentences_than_ranks_leaves_none_waiting(tmp_path: Path) -> None:
