@@ -19,12 +19,13 @@ from recipes.translation.config import ConfigError, LayoutConfig, RunConfig, loa
 from recipes.translation.data import DataError
 from recipes.translation.durable import CheckpointError, whole_folder
 from recipes.translation.lines import lines_of, read_lines
-from recipes.translation.options import OneLineParser, add_config_options, fail, overrides, unknown
+from recipes.translation.options import ALSO, OneLineParser, add_config_options, fail, overrides, unknown
 from recipes.translation.stop import OtherRankError, TrainingError
 
 if TYPE_CHECKING:
     from recipes.translation.checkpoint import Translator
     from recipes.translation.ranks import Ranks
+    from recipes.translation.subwords import Subwords
 
 PROGRAM = "python -m recipes.translation"
 DEMO_CONFIG = Path(__file__).parent / "configs" / "demo.yaml"
@@ -70,11 +71,16 @@ def prepare(argv: Sequence[str]) -> int:
     add_config_options(parser)
     config = _run_config(parser.parse(argv))
 
+    from recipes.translation.lock import sole_writer
     from recipes.translation.prepare import prepare as make_subwords
     from recipes.translation.ranks import joined
 
+    def make() -> tuple[Subwords, Subwords]:
+        with sole_writer(Path(config.run)):
+            return make_subwords(config)
+
     with joined(config.layout.timeout) as ranks:
-        source, target = ranks.from_first(lambda: make_subwords(config))
+        source, target = ranks.from_first(make)
         print(
             f"[prepare] {len(source):,} source and {len(target):,} target subwords in {Path(config.run) / 'subwords'}"
         )
@@ -84,8 +90,8 @@ def prepare(argv: Sequence[str]) -> int:
 def train(argv: Sequence[str]) -> int:
     """Train a model, or go on with a run that was stopped.
 
-    A run is a folder (--run). If it holds an unfinished run, training goes on where it stopped, with the settings
-    it was begun with. Ctrl-C finishes the step at hand, saves, and says how to go on.
+    A run is a folder (--run; under torchrun --folder). If it holds an unfinished run, training goes on where it
+    stopped, with the settings it was begun with. Ctrl-C finishes the step at hand, saves, and says how to go on.
     """
     parser = _parser(
         train,
@@ -126,8 +132,10 @@ def evaluate(argv: Sequence[str]) -> int:
         help="sacreBLEU's tokeniser: 13a, intl, char, zh, ...; none for text that is already tokenised (default: the "
         "setting data.tokenize, which follows the target language; for files, by their script)",
     )
-    parser.add_argument("--hypotheses", metavar="FILE", help="translations, one a line, to score without a model")
-    parser.add_argument("--references", metavar="FILE", help="what they should be, one a line")
+    parser.add_argument(
+        "--hypotheses", metavar="FILE", type=_path, help="translations, one a line, to score without a model"
+    )
+    parser.add_argument("--references", metavar="FILE", type=_path, help="what they should be, one a line")
     options = parser.parse(argv)
     if bool(options.hypotheses) != bool(options.references):
         parser.error("--hypotheses and --references go together")
@@ -161,7 +169,7 @@ def translate(argv: Sequence[str]) -> int:
         f"{PROGRAM} translate --run runs/demo",
     )
     parser.add_argument("sentences", nargs="*", metavar="SENTENCE", help="a sentence, in quotes; any number of them")
-    parser.add_argument("--file", metavar="FILE", help="a text file, one sentence a line")
+    parser.add_argument("--file", metavar="FILE", type=_path, help="a text file, one sentence a line")
     _add_model_options(parser)
     options = parser.parse(argv)
     if options.sentences and options.file:
@@ -195,7 +203,7 @@ def demo(argv: Sequence[str]) -> int:
     """
     parser = _parser(demo, f"{PROGRAM} demo\n{PROGRAM} demo --run runs/short --training.steps 100")
     add_config_options(parser)
-    config = load_config(DEMO_CONFIG, overrides(parser.parse(argv)))
+    config = _with_folder(load_config(DEMO_CONFIG, overrides(parser.parse(argv))))
 
     from recipes.translation.demo import demo as run_demo
 
@@ -229,6 +237,12 @@ def typed(prompt: str) -> Iterator[str]:
         yield sentence
 
 
+def _path(word: str) -> str:
+    if "\0" in word:
+        raise argparse.ArgumentTypeError(f"{word!r} is no path: it has a NUL in it")
+    return word
+
+
 def _parser(run: Callable[[Sequence[str]], int], example: str) -> OneLineParser:
     return OneLineParser(f"{PROGRAM} {run.__name__}", (run.__doc__ or "").replace("\n    ", "\n"), example)
 
@@ -237,12 +251,15 @@ def _add_config_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
+        type=_path,
         help="YAML file with settings; options given here win (default: the settings of --run, if it was begun)",
     )
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run", metavar="FOLDER", default="runs/demo", help="the trained run (default: runs/demo)")
+    parser.add_argument(
+        "--run", ALSO["run"], metavar="FOLDER", type=_path, default="runs/demo", help="the run (default: runs/demo)"
+    )
     parser.add_argument(
         "--checkpoint",
         choices=("best", "last"),
@@ -263,7 +280,13 @@ def _run_config(options: argparse.Namespace) -> RunConfig:
         run = str(given.get("run", RunConfig().run))
         if begun := whole_folder(Path(run) / "last"):
             path, given["run"] = begun / "config.yaml", run  # the folder may have been moved
-    return load_config(path, given)
+    return _with_folder(load_config(path, given))
+
+
+def _with_folder(config: RunConfig) -> RunConfig:
+    if "\0" in config.run:
+        raise ConfigError(f"run is {config.run!r}, which is no path: it has a NUL in it")
+    return config
 
 
 def _load(options: argparse.Namespace, ranks: Ranks) -> Translator:
@@ -277,7 +300,7 @@ def _load(options: argparse.Namespace, ranks: Ranks) -> Translator:
     def read() -> Translator:
         run = Path(options.run)
         folder = run if whole_folder(run) else run / options.checkpoint
-        if whole_folder(folder) is None:
+        if whole_folder(folder) is None and not folder.exists():
             raise CheckpointError(
                 f"there is no trained model in {folder}; train one, or name another folder with --run"
             )

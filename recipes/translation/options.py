@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 
 from recipes.translation.config import RunConfig
 
+ALSO = {"run": "--folder"}
+"""Other spellings: torchrun takes --run for an abbreviation of its own --run-path, and says that it is ambiguous."""
 METAVARS = {"int": "N", "float": "X", "bool": "true|false"}
 
 
@@ -109,7 +111,7 @@ def _add(group: argparse._ArgumentGroup, name: str, field: Field[Any], default: 
     kind = str(field.type)
     several = "tuple" in kind
     group.add_argument(
-        f"--{name}",
+        *filter(None, (f"--{name}", ALSO.get(name))),
         nargs="+" if several else None,
         dest=name,
         metavar="VALUE" if several else METAVARS.get(kind.partition(" ")[0], "TEXT"),

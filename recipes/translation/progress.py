@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -88,34 +90,70 @@ class Progress:
 class Metrics:
     """`metrics.jsonl`: one JSON object a line, each with the step it belongs to."""
 
-    def __init__(self, path: Path, *, after_step: int) -> None:
-        """Append to `path`; lines past `after_step`, from a process that died before saving, are dropped."""
-        kept = []
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    if json.loads(line)["step"] <= after_step:
-                        kept.append(line + "\n")
-                except ValueError:  # cut off by a kill
-                    break
-        path.write_text("".join(kept), encoding="utf-8")
-        self.file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path | None, *, after_step: int) -> None:
+        """Append to `path`, or write nothing. Records past `after_step`, of a process that died before saving, go.
+
+        Lines that are no record are moved to `metrics.odd.txt` beside it; what a kill has cut off is dropped.
+        """
+        self.path = path
+        if path is not None and path.exists():
+            _keep(path, after_step)
+        self.file = path.open("a", encoding="utf-8") if path is not None else None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.file.close()
+        if self.file is not None:
+            with suppress(OSError):  # a full disk has been reported, and what is left cannot be written
+                self.file.close()
 
     def write(self, **values: object) -> None:
         """Append one record."""
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
+        if self.file is None:
+            return
+        try:
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise OSError(error.errno, f"cannot be written: {error.strerror}", str(self.path)) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Every record of a `metrics.jsonl`."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [record for record in map(_record, path.read_bytes().splitlines()) if record is not None]
+
+
+def _keep(path: Path, after_step: int) -> None:
+    """Leave the records up to a step in `path`, which is replaced as a whole."""
+    before = path.read_bytes()
+    *lines, cut_off = before.split(b"\n")
+    if _record(cut_off) is not None:
+        lines.append(cut_off)
+    records = [(line, _record(line)) for line in lines if line.strip()]
+    kept = b"".join(line + b"\n" for line, record in records if record is not None and record["step"] <= after_step)
+    odd = [line + b"\n" for line, record in records if record is None]
+    if odd:
+        aside = path.with_name("metrics.odd.txt")
+        with aside.open("ab") as file:
+            file.writelines(odd)
+        print(f"[train] {path}: {len(odd):,} lines that are no records of steps moved to {aside}", flush=True)
+    if kept != before:
+        new = path.with_name(f".{path.name}.new")
+        with new.open("wb") as file:
+            file.write(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None where it is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
 
 
 def duration(seconds: float) -> str:

@@ -9,8 +9,7 @@ gradient is that of all its sentences on one device.
 from __future__ import annotations
 
 import math
-import os
-from dataclasses import asdict
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import numpy
@@ -20,41 +19,28 @@ from torch import Tensor
 import seqpar
 from recipes.translation.batches import Steps
 from recipes.translation.checkpoint import (
-    SavedTraining,
+    WEIGHTS,
     TrainingState,
     Translator,
     build_model,
+    check_moments,
     fill_model,
-    load_training,
     model_sizes,
     save_model,
     save_training,
-    saved_config,
 )
-from recipes.translation.config import ConfigError, RunConfig, TrainingConfig
+from recipes.translation.config import RunConfig, TrainingConfig
 from recipes.translation.corpus import Corpus, load_corpus
-from recipes.translation.durable import remove_folder, whole_folder
-from recipes.translation.layout import Layout, axes_of, devices_of
+from recipes.translation.durable import whole_folder
+from recipes.translation.layout import Axes, Layout, axes_of, devices_of
+from recipes.translation.lock import sole_writer
 from recipes.translation.progress import Metrics, Progress
 from recipes.translation.ranks import Ranks, joined
+from recipes.translation.resume import begin, check_same_data, flat
 from recipes.translation.schedule import learning_rate
 from recipes.translation.stop import StopSignals, TrainingError
 from recipes.translation.summary import Summary, summarize
 from recipes.translation.validation import Validation, validate
-
-MAY_CHANGE = frozenset(
-    {
-        "run",
-        "data.path",  # the data itself is compared by its fingerprint
-        "data.test",
-        "data.tokenize",
-        *(f"training.{name}" for name in ("devices", "chunk_tokens", "precision", "threads")),  # rounding at most
-        *(f"layout.{name}" for name in ("data", "shard", "vocab", "sequence", "timeout")),
-        *(f"training.{name}" for name in ("steps", "validate_every", "validate_bleu", "patience")),
-        *(f"decoding.{name}" for name in ("beam", "length_penalty", "batch_sentences", "max_length")),
-    }
-)
-"""Settings that a run may be resumed with at another value; any other one would make it a different run."""
 
 
 def train(config: RunConfig, *, fresh: bool = False) -> Summary:
@@ -64,18 +50,20 @@ def train(config: RunConfig, *, fresh: bool = False) -> Summary:
     uninterrupted one bit for bit; in another one, within rounding. `fresh` first removes what an earlier run left in
     the folder.
 
-    Raises ConfigError, DataError or CheckpointError for what a user can mend, TrainingError where the loss or
-    the gradient is no longer finite; where another process failed, OtherRankError with its message.
+    Raises ConfigError, DataError or CheckpointError for what a user can mend, TrainingError where the loss, the
+    gradient or the weights are no longer finite; where another process failed, OtherRankError with its message.
     """
-    with joined(config.layout.timeout) as ranks:
-        return train_on(ranks, config, fresh)
+    with joined(config.layout.timeout) as ranks, ExitStack() as held:
+        ranks.agree(must_agree(config))
+        axes, devices = axes_of(config.layout, ranks.world), devices_of(config.training, ranks)
+        lock = sole_writer(Path(config.run)) if ranks.speaks else nullcontext()
+        ranks.together(lambda: held.enter_context(lock))
+        return train_on(ranks, config, axes, devices, fresh)
 
 
-def train_on(ranks: Ranks, config: RunConfig, fresh: bool) -> Summary:
-    """`train`, in the process that `ranks` describes."""
+def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.device], fresh: bool) -> Summary:
+    """`train`, in the process that `ranks` describes, in a folder that nobody else writes to."""
     run, settings, sizes = Path(config.run), config.training, model_sizes(config.model)
-    ranks.agree(must_agree(config))
-    axes, devices = axes_of(config.layout, ranks.world), devices_of(settings, ranks)
     saved = ranks.from_first(lambda: begin(config, fresh))
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -83,11 +71,12 @@ def train_on(ranks: Ranks, config: RunConfig, fresh: bool) -> Summary:
     corpus = load_corpus(config, ranks)
     ranks.agree({"the training and validation data": corpus.fingerprint})
     state = saved.state if saved else TrainingState(data=corpus.fingerprint)
-    check_same_data(corpus, state, run)
+    check_same_data(corpus, saved, run)
     torch.manual_seed(settings.seed)
     model = build_model(sizes, corpus.source, corpus.target).to(WEIGHTS[settings.precision])
     if saved:
         fill_model(model, saved.weights, run / "last")
+        check_moments(model, saved, run / "last")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layout = Layout(model, config, axes, devices, ranks)
     optimizer = torch.optim.Adam(model.parameters(), betas=settings.betas, eps=1e-9, fused=True)
@@ -97,7 +86,7 @@ def train_on(ranks: Ranks, config: RunConfig, fresh: bool) -> Summary:
 
     steps = Steps(corpus.train, settings.accumulate, layout.share, layout.shares, layout.device)
     batches = steps.after(state.epoch, state.batch)
-    metrics = Metrics(run / "metrics.jsonl" if ranks.speaks else Path(os.devnull), after_step=state.step)
+    metrics = Metrics(run / "metrics.jsonl" if ranks.speaks else None, after_step=state.step)
     stopped_by = None
     with StopSignals(ranks.world > 1) as stop, metrics, Progress(state, settings.steps) as progress:
         while state.step < settings.steps and not out_of_patience(state, settings):
@@ -125,30 +114,20 @@ def train_on(ranks: Ranks, config: RunConfig, fresh: bool) -> Summary:
             progress.step_done(state, loss=loss_mean, tokens=tokens)
             metrics.write(step=state.step, loss=loss_mean, learning_rate=rate, gradient_norm=norm, tokens=tokens)
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
-                translator = whole_translator(config, corpus, layout)
+                translator, moments = good_state(config, corpus, layout, optimizer, state)
                 loss_of = layout.whole_forward(translator.model)
                 found = validate(translator, corpus, loss_of, state.step, ranks.in_step())
+                if not math.isfinite(found.loss):
+                    raise spoiled(state.step, f"the validation loss is {found.loss}", run)
                 if note_validation(state, found) and ranks.speaks:
                     save_model(run / "best", translator, found.as_dict())
                 metrics.write(**found.as_dict())
-                save(translator, found.as_dict(), layout.moments(optimizer), state, ranks)
+                save(translator, found.as_dict(), moments, state, ranks)
                 progress.validated(state, found)
         if stopped_by:
-            translator = whole_translator(config, corpus, layout)
-            save(translator, {"step": state.step}, layout.moments(optimizer), state, ranks)
+            translator, moments = good_state(config, corpus, layout, optimizer, state)
+            save(translator, {"step": state.step}, moments, state, ranks)
     return ranks.from_first(lambda: summarize(run, state, settings.steps, stopped_by, corpus))
-
-
-WEIGHTS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
-"""The dtype of weights and moments, by `training.precision`."""
-
-
-def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
-    """What there is to go on from, in a folder that fits the settings."""
-    run = Path(config.run)
-    if fresh:
-        remove_run(run)
-    return load_training(run / "last") if check_resumable(config) else None
 
 
 def must_agree(config: RunConfig) -> dict[str, object]:
@@ -185,53 +164,29 @@ def whole_translator(config: RunConfig, corpus: Corpus, layout: Layout) -> Trans
     return Translator(config, model, corpus.source, corpus.target)
 
 
-def check_resumable(config: RunConfig) -> bool:
-    """Whether the run has something to go on from; ConfigError where `config` would make it another run."""
-    run = Path(config.run)
-    saved = saved_config(run / "last")
-    if saved is None:
-        return False
-    before, now = flat(saved), flat(config)
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key) and key not in MAY_CHANGE:
-            raise ConfigError(
-                f"{key} is {now.get(key)!r} but {run} was trained with {before.get(key)!r}: keep it, choose another "
-                "--run, or start over with --fresh"
-            )
-    return True
-
-
-def flat(config: RunConfig) -> dict[str, object]:
-    """Every setting by its dotted name."""
-    values: dict[str, object] = {}
-    for name, value in asdict(config).items():
-        values |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
-    return values
-
-
-def check_same_data(corpus: Corpus, state: TrainingState, run: Path) -> None:
-    """A position in the data means nothing in other data."""
-    if state.data != corpus.fingerprint:
-        raise ConfigError(
-            f"the training or validation data is not what {run} was trained on; restore it, choose another --run, "
-            "or start over with --fresh"
-        )
-
-
-def remove_run(run: Path) -> None:
-    """Remove what a run left in its folder, and nothing else that may lie there."""
-    for name in ("last", "best", "subwords"):
-        remove_folder(run / name)
-    (run / "metrics.jsonl").unlink(missing_ok=True)
+def good_state(
+    config: RunConfig, corpus: Corpus, layout: Layout, optimizer: torch.optim.Optimizer, state: TrainingState
+) -> tuple[Translator, dict[str, Tensor]]:
+    """Weights and moments, whole, on every rank; TrainingError where they are not worth saving."""
+    translator, moments = whole_translator(config, corpus, layout), layout.moments(optimizer)
+    for what, tensors in (("weights", translator.model.state_dict()), ("optimizer's moments", moments)):
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            raise spoiled(state.step, f"the {what} are no longer finite", Path(config.run))
+    return translator, moments
 
 
 def check_finite(step: int, loss: float, norm: float, run: Path) -> None:
     """Stop before a loss or gradient that is nan or infinite spoils the weights."""
-    if math.isfinite(loss) and math.isfinite(norm):
-        return
-    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the loss is {loss:.3f} but its gradient is {norm}"
+    if not math.isfinite(loss):
+        raise spoiled(step, f"the loss is {loss}", run)
+    if not math.isfinite(norm):
+        raise spoiled(step, f"the loss is {loss:.3f} but its gradient is {norm}", run)
+
+
+def spoiled(step: int, what: str, run: Path) -> TrainingError:
+    """The error for numbers that are nan or infinite, with what to try."""
     kept = f"; {run / 'last'} holds the last good state" if whole_folder(run / "last") else ""
-    raise TrainingError(
+    return TrainingError(
         f"step {step}: {what}: try a smaller training.learning_rate, a longer training.warmup, training.clip 1, "
         f"or training.precision float32{kept}"
     )
@@ -239,7 +194,8 @@ def check_finite(step: int, loss: float, norm: float, run: Path) -> None:
 
 def note_validation(state: TrainingState, found: Validation) -> bool:
     """Put a validation's loss into the state; whether it is the best so far."""
-    better = state.best_loss is None or found.loss < state.best_loss
+    best = math.inf if state.best_loss is None or math.isnan(state.best_loss) else state.best_loss
+    better = found.loss < best
     state.stale = 0 if better else state.stale + 1
     if better:
         state.best_loss, state.best_step = found.loss, found.step

@@ -11,12 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from recipes.translation.checkpoint import build_model, model_sizes
 from recipes.translation.config import RunConfig
+from recipes.translation.corpus import load_corpus
 from recipes.translation.progress import read_metrics
 from recipes.translation.stop import OtherRankError
+from recipes.translation.subwords import PAD
 from recipes.translation.train import train
 from seqpar.testing.ranks import ranks
 from tests.recipes.tiny import tiny
+from tests.seqpar.published import Smoothing
 
 EXACT: dict[str, Any] = {
     "training.precision": "float64",
@@ -100,6 +104,28 @@ def test_twenty_steps_over_the_devices_of_one_process_give_the_same_weights(
 ) -> None:
     train(tiny(tmp_path / "run", {**EXACT, "training.devices": f"[{', '.join(['cpu'] * devices)}]"}))
     assert_same_weights(tmp_path / "run", one_process, 1e-10)
+
+
+@pytest.mark.parametrize("layout", ["one", "data 2", "vocab 2"])
+@pytest.mark.parametrize("convention", ["torch", "fairseq", "harvard"])
+def test_the_loss_is_smoothed_by_the_convention_that_is_asked_for(convention: str, layout: str, tmp_path: Path) -> None:
+    """Against the published equation, on the weights that a run begins with."""
+    world, changes = (1, {"training.devices": "[cpu]"}) if layout == "one" else LAYOUTS[layout]
+    changes = {**EXACT, "training.label_smoothing": 0.3, "training.smoothing": convention, **changes}
+    config = tiny(
+        tmp_path / "run", {**changes, "training.steps": 1, "training.accumulate": 1, "training.validate_bleu": 0}
+    )
+    if world == 1:
+        train(config)
+    else:
+        ranks(world, trained, config)
+    corpus = load_corpus(config)
+    torch.manual_seed(config.training.seed)
+    model = build_model(model_sizes(config.model), corpus.source, corpus.target).double()
+    batch = corpus.train.batch(corpus.train.epoch(0)[0])
+    logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
+    total = Smoothing(0.3, convention, PAD)(logits.detach(), batch.tgt_out.flatten())
+    assert records(tmp_path / "run", "loss") == pytest.approx([total.item() / batch.tokens], rel=1e-10)
 
 
 def test_a_batch_of_fewer_sentences_than_ranks_leaves_none_waiting(tmp_path: Path) -> None:

@@ -25,10 +25,11 @@ QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def torchrun(command: str, *words: str, launcher: Sequence[str] = (), **keywords: Any) -> subprocess.Popen[str]:
-    """Two processes of the recipe. `--`: torchrun would take --run for an abbreviation of its own options."""
+    """Two processes of the recipe. torchrun would take --run for an abbreviation of one of its own options."""
     two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    named = ["--folder" if word == "--run" else word for word in words]
     return subprocess.Popen(
-        [*two, *launcher, "-m", "--", "recipes.translation", command, *words],
+        [*two, *launcher, "-m", "recipes.translation", command, *named],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -55,7 +55,7 @@ def on_machine(number: int, run: Path) -> subprocess.Popen[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500", "--rdzv-id", "demo"]
     here = ["--local-addr", ADDRESSES[number], "--rdzv-conf", f"is_host={number == 0},join_timeout=60"]
-    recipe = ["-m", "--", "recipes.translation", "train", "--run", str(run), *DEMO]
+    recipe = ["-m", "recipes.translation", "train", "--folder", str(run), *DEMO]
     return subprocess.Popen(
         ["ip", "netns", "exec", NAMES[number], *torchrun, *meeting, *here, *recipe],
         stdout=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 import subprocess
 import sys
@@ -125,6 +126,64 @@ def test_a_mistake_is_answered_with_one_line(
     argv: list[str], answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert answer in refusal(capsys, *(word.replace("{tmp}", str(tmp_path / "run")) for word in argv))
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_torchrun_passes_every_option_on_as_it_is(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from torch.distributed.run import parse_args
+
+    assert run_main(command, "--help") == 0
+    names = set(re.findall(r"(?:^ +|, )(--[\w.-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert {"--help", "--run", "--folder"} <= names
+    for name in names - {"--run"}:  # which is one of torchrun's own, abbreviated: --folder is for that
+        assert parse_args(["-m", "recipes.translation", command, name, "x"]).training_script_args == [
+            command,
+            name,
+            "x",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "answer"),
+    [
+        (["train", "--training.devices", "nowhere"], "training.devices"),
+        (["translate", "hello"], "no trained model in {tmp}/best"),
+        (["evaluate"], "no trained model in {tmp}/best"),
+        (["prepare", "--data.format", "text"], "data.train"),
+        (["demo", "--training.devices", "nowhere"], "training.devices"),
+    ],
+)
+def test_folder_is_another_spelling_of_run(
+    argv: list[str], answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *rest = argv
+    assert run_main(command, "--folder", str(tmp_path / "run"), *rest) == 2
+    assert answer.replace("{tmp}", str(tmp_path / "run")) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train", "--run", "a\0b"],
+        ["prepare", "--folder", "a\0b"],
+        ["demo", "--run", "a\0b"],
+        ["train", "--config", "a\0b"],
+        ["translate", "--run", "a\0b", "hello"],
+        ["translate", "--file", "a\0b"],
+        ["evaluate", "--run", "a\0b"],
+        ["evaluate", "--hypotheses", "a\0b", "--references", "a\0b"],
+    ],
+)
+def test_a_path_with_a_nul_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "NUL" in refusal(capsys, *argv)
+
+
+def test_a_model_without_its_manifest_is_said_to_be_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run" / "best").mkdir(parents=True)
+    (tmp_path / "run" / "best" / "model.safetensors").write_bytes(b"")
+    for words in (["translate", SENTENCE], ["evaluate"]):
+        said = refusal(capsys, *words, "--run", str(tmp_path / "run"))
+        assert "best has no manifest.json: it is damaged, or was not made here" in said
 
 
 def test_the_program_ends_with_status_2_and_no_traceback() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 
 import pytest
 import torch
@@ -87,10 +88,16 @@ def test_an_epoch_has_every_pair_once_over_all_processes_its_tail_included(
     assert seen == Counter(dict.fromkeys(range(pairs), epochs))
 
 
-def test_a_position_in_the_data_goes_on_where_it_was() -> None:
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_position_in_the_data_goes_on_where_it_was(accumulate: int) -> None:
+    """From every position of three epochs, for as long."""
     sentences = [[4] * (1 + index % 7) for index in range(50)]
     batches = TokenBatches(sentences, sentences, batch_tokens=30)
-    steps = Steps(batches, 3, 0, 1, torch.device("cpu"))
+    steps = Steps(batches, accumulate, 0, 1, torch.device("cpu"))
+    made = list(islice(steps._indices(0, 0), 6 * len(batches) // accumulate))
+    assert made[-1][0][0] >= 5
+    for done, ((epoch, batch), _) in enumerate(made[: len(made) // 2], start=1):
+        assert list(islice(steps._indices(epoch, batch), len(made) - done)) == made[done:]
     first = steps.after(0, 0)
     for _ in range(5):
         (epoch, done), _ = next(first)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
@@ -34,6 +35,7 @@ DROPOUT = {
     "model.dropout": 0.2,
     "training.devices": "[cpu, cpu]",
     "training.accumulate": 2,
+    "training.batch_tokens": 2000,  # seven batches an epoch, which ends in the middle of the fourth step
     "training.steps": 7,
     "training.validate_every": 3,
 }
@@ -87,10 +89,11 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     uninterrupted: Path, tmp_path: Path, signal_after: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    for step, number in ((2, signal.SIGTERM), (5, signal.SIGINT)):
+    for step, number, epoch in ((2, signal.SIGTERM, 0), (5, signal.SIGINT, 1)):
         signal_after(step, number)
         summary = train(tiny(run, DROPOUT))
         assert (summary.state.step, summary.stopped_by) == (step, number)
+        assert summary.state.epoch == epoch  # an epoch ends in what is resumed
         assert f"train --run {run}" in str(summary)
         assert json.loads((run / "last" / "training.json").read_text())["step"] == step
         torch.rand(1000)  # whatever the process does in between
@@ -305,6 +308,68 @@ def test_a_loss_that_is_not_finite_ends_training_with_advice(tmp_path: Path) -> 
         train(tiny(tmp_path / "run", {"training.learning_rate": 1e30}))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run" / "last").exists()
+
+
+def assert_good(run: Path, step: int) -> None:
+    """Every number of weights and moments in `last` is finite, and so is `best`."""
+    assert json.loads((run / "last" / "training.json").read_text())["step"] == step
+    for path in (*(run / "last").glob("*.safetensors"), run / "best" / "model.safetensors"):
+        assert all(bool(tensor.isfinite().all()) for tensor in load_file(path).values())
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_weights_that_are_not_finite_are_never_saved(
+    every: int, tmp_path: Path, signal_after: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps whose loss and gradient are finite, and whose update is not; with and without a validation after it."""
+    run, rate = tmp_path / "run", training.learning_rate
+    train(tiny(run, {"training.steps": 2, "training.validate_every": 1}))
+    monkeypatch.setattr(
+        training, "learning_rate", lambda settings, step, width: math.inf if step == 3 else rate(settings, step, width)
+    )
+    if every > 1:
+        signal_after(3, signal.SIGTERM)
+    with pytest.raises(TrainingError, match=r"^step 3: the weights are no longer finite: try .* the last good state$"):
+        train(tiny(run, {"training.steps": 5, "training.validate_every": every}))
+    assert_good(run, 2)
+
+
+def test_moments_that_are_not_finite_are_never_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, step = tmp_path / "run", torch.optim.Adam.step
+    train(tiny(run, {"training.steps": 2, "training.validate_every": 1}))
+
+    def spoiling(optimizer: torch.optim.Adam) -> None:
+        step(optimizer)
+        next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[0] = math.inf
+
+    monkeypatch.setattr(torch.optim.Adam, "step", spoiling)
+    with pytest.raises(TrainingError, match=r"^step 3: the optimizer's moments are no longer finite: try "):
+        train(tiny(run, {"training.steps": 3, "training.validate_every": 1}))
+    assert_good(run, 2)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_validation_loss_that_is_not_finite_is_never_the_best(
+    loss: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, validate = tmp_path / "run", training.validate
+    monkeypatch.setattr(training, "validate", lambda *given: replace(validate(*given), loss=loss))
+    with pytest.raises(TrainingError, match=rf"^step 1: the validation loss is {loss}: try "):
+        train(tiny(run, {"training.steps": 2, "training.validate_every": 1}))
+    assert not (run / "best").exists()
+    assert not (run / "last").exists()
+
+
+def test_both_betas_are_those_of_the_settings(tmp_path: Path) -> None:
+    """After one step Adam's moments are (1 - b1) g and (1 - b2) g**2."""
+    for betas in ((0.5, 0.75), (0.875, 0.9375)):
+        run = tmp_path / str(betas)
+        train(tiny(run, {"training.steps": 1, "training.betas": list(betas), "training.precision": "float64"}))
+        moments = load_file(run / "last" / "training.safetensors")
+        for name, first in moments.items():
+            if name.endswith("/exp_avg"):
+                gradient = first / (1 - betas[0])
+                torch.testing.assert_close(moments[f"{name}_sq"], (1 - betas[1]) * gradient**2, rtol=1e-12, atol=0.0)
 
 
 @pytest.mark.parametrize("devices", ["[cuda:99]", "[meta]", "[nonsense]", "cpu1"])
