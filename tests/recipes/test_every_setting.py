@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import hashlib
 import io
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from recipes.translation.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.checkpoint import load_translator
-from recipes.translation.config import ConfigError, RunConfig, load_config
+from recipes.translation.config import ConfigError, RunConfig
 from recipes.translation.data import DataError
 from recipes.translation.evaluate import evaluate
 from recipes.translation.progress import read_metrics
@@ -180,14 +179,14 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-class LargestLogits(TorchDispatchMode):
+class LargestLogits(TorchFunctionMode):
     """Note the most rows of vocabulary-wide numbers that ever exist in one tensor, other than the weights' own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.dim() == 2 and result.size(1) == BASE["subwords.vocab_size"]:
             self.rows = max(self.rows, result.size(0))
