@@ -173,13 +173,25 @@ class _TimeSteps:
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given = dict(zip(("src", "tgt", "src_mask", "tgt_mask"), args, strict=False)) | kwargs
         self.sizes = {side: part_sizes(given[side].size(1), world_size(self.group)) for side in ("src", "tgt")}
-        start, stop = self._own("tgt")
-        tgt = given["tgt"]
-        mask = given.get("tgt_mask")
+        tgt, mask = given["tgt"], given.get("tgt_mask")
         # This rank's queries look at all keys: which of them are later is no longer a matter of its shape
-        mask = subsequent_mask(tgt.size(1), tgt.device) if mask is None else mask
-        given["tgt_mask"] = mask if mask.size(2) == 1 else mask[:, :, start:stop]
+        given["tgt_mask"] = subsequent_mask(tgt.size(1), tgt.device) if mask is None else mask
+        for name, sides in (("src_mask", ("src", "tgt")), ("tgt_mask", ("tgt",))):
+            given[name] = self._own_queries(name, given.get(name), {side: given[side].size(1) for side in sides})
         return (), given
+
+    def _own_queries(self, name: str, mask: Tensor | None, times: dict[str, int]) -> Tensor | None:
+        """The rows of a mask that belong to this rank's time steps, where it has a row for each one of `times`."""
+        if mask is None or mask.dim() != 4 or mask.size(2) == 1:  # the model itself refuses what it would misread
+            return mask
+        if set(times.values()) != {mask.size(2)}:
+            steps = " and ".join(f"{side} has {time} time steps" for side, time in times.items())
+            raise ValueError(
+                f"{name} has {mask.size(2)} rows of queries, but {steps}: pass a row for each step that looks through "
+                "it, or one for all of them"
+            )
+        start, stop = self._own("tgt")
+        return mask[:, :, start:stop]
 
     def embed_own(self, side: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

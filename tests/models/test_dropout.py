@@ -46,3 +46,15 @@ def test_nothing_is_dropped_where_nothing_is_to_be(dtype: torch.dtype) -> None:
     assert Dropout(0.5)(x).dtype == dtype
     assert Dropout(0.5)(x[:0]).shape == (0, 3)
     assert Dropout(0.999999)(x).isfinite().all()
+
+
+@pytest.mark.parametrize("p", [0.1, 0.25, 2**-16, 0.9999999])
+def test_of_all_values_that_can_be_drawn_exactly_the_rounded_share_is_dropped(
+    p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_value = torch.arange(-(2**15), 2**15).to(torch.int16)
+    monkeypatch.setattr(torch.Tensor, "random_", lambda words, *_: words.copy_(every_value.view(torch.int64)))
+    output = Dropout(p)(torch.ones(2**16, dtype=torch.float64))
+    dropped = min(round(p * 2**16), 2**16 - 1)
+    assert int((output == 0).sum()) == dropped
+    assert float(output.mean()) == pytest.approx(1, rel=1e-12), "the expected output is the input"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,3 +67,54 @@ def test_what_is_too_small_to_gain_is_left_alone(monkeypatch: pytest.MonkeyPatch
     with packed([small, large]):
         assert "forward" not in vars(small)
         assert "forward" in vars(large)
+
+
+def test_where_onednn_is_switched_off_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    linear = nn.Linear(3, 4)
+    with packed([linear]):
+        assert "forward" not in vars(linear)
+
+
+def test_without_the_private_operators_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    linear = nn.Linear(3, 4)
+    with packed([linear]):
+        assert "forward" not in vars(linear)
+
+
+def test_a_forward_that_someone_replaced_is_used_and_stays() -> None:
+    linear = nn.Linear(3, 4)
+    linear.forward = lambda x: x + 1  # type: ignore[method-assign]
+    with packed([linear]):
+        assert torch.equal(linear(torch.ones(3)), torch.full((3,), 2.0))
+    assert torch.equal(linear(torch.ones(3)), torch.full((3,), 2.0))
+
+
+def test_weights_that_are_no_plain_tensors_or_on_another_device_are_left_alone() -> None:
+    class Marked(torch.Tensor):
+        """As DTensor and quantised weights are: a tensor with rules of its own."""
+
+    special, elsewhere = nn.Linear(3, 4), nn.Linear(3, 4, device="meta")
+    special.weight = nn.Parameter(torch.randn(4, 3).as_subclass(Marked))
+    assert type(special.weight) is not nn.Parameter
+    with packed([special, elsewhere]):
+        assert "forward" not in vars(special)
+        assert "forward" not in vars(elsewhere)
+
+
+def test_hooks_of_a_packed_layer_run() -> None:
+    linear, seen = nn.Linear(3, 4), []
+    linear.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    with torch.no_grad(), packed([linear]):
+        linear(torch.ones(2, 3))
+    assert seen == [(2, 4)]
+
+
+def test_a_layer_that_is_named_twice_is_packed_once_and_comes_back() -> None:
+    linear = nn.Linear(3, 4)
+    with packed([linear, nn.Sequential(linear), linear]):
+        with packed([linear]):
+            assert "forward" in vars(linear)
+        assert "forward" in vars(linear)
+    assert "forward" not in vars(linear)
