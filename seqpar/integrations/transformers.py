@@ -1,11 +1,12 @@
 """Hugging Face models: a training forward in which the logits of all tokens never exist at once.
 
-Three hooks of torch do it, and the model's code runs as it is. Before the model, labels are put by and replaced by
-those of a window of a few tokens. Before its output embeddings, the loss is taken from all hidden states, and those of
-the window go on. After the model, its loss is replaced by ours. What the model itself made of the window (scaled,
-capped or biased logits, shifted labels) is what ours is checked against, on the first call.
+Hooks of torch do it, and the model's code runs as it is. Before the model, labels are put by, and made-up labels of a
+window of a few tokens take their place. Before its output embeddings, the loss is taken from all hidden states; a window
+goes on. After the model, its loss is replaced by ours. On the first call, and whenever other arguments or settings are
+given, the model is first run once more for what it makes of such a window (`transformers_check`): scaled, capped or
+biased logits, shifted labels, losses that are added.
 
-Shape suffixes: B batch, T time, D hidden, V vocabulary.
+Shape suffixes: B batch, T time, D hidden, V vocabulary, W tokens of the window.
 """
 
 from __future__ import annotations
@@ -16,30 +17,38 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from seqpar.chunks import check_size
 from seqpar.criteria import LabelSmoothing, check_smoothing
+from seqpar.integrations.transformers_check import (
+    WITHOUT,
+    RefusedModelError,
+    examine,
+    made_up_labels,
+    made_up_logits,
+    refuse_added,
+    undisturbed,
+)
 from seqpar.integrations.transformers_model import (
     IGNORED,
-    Scores,
-    check_logits,
-    check_loss,
-    close,
+    Reading,
+    Settings,
     decoder_inputs,
+    final_bias,
     lacks_decoder_inputs,
-    mean_loss,
     next_labels,
+    plain_head,
+    readings,
+    settings_of,
     shifts_labels,
+    special_labels,
 )
 from seqpar.linear_cross_entropy import linear_cross_entropy
 from seqpar.sharded import refuse_sharded
 from seqpar.token_loss import TokenLoss
-
-WINDOW = 8
-"""Tokens of which the model makes its own logits and loss on calls that are checked."""
-
 
 def apply_seqpar_loss(
     model: PreTrainedModel, *, label_smoothing: float = 0.0, chunk_tokens: int | None = None
@@ -78,12 +87,9 @@ def apply_seqpar_loss(
     """
     check_smoothing(label_smoothing, "torch", ("label_smoothing", "smoothing"))
     check_size(chunk_tokens, "chunk_tokens")
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        raise TypeError(
-            f"the output embeddings of {type(model).__name__} are a {type(head).__name__}; the chunked loss needs a "
-            "torch.nn.Linear"
-        )
+    if hasattr(model, "get_base_model"):  # PEFT's: soft prompts are put before its labels on the way to the base
+        model = model.get_base_model()
+    plain_head(model)
     if any(isinstance(getattr(hook, "__self__", None), AppliedLoss) for hook in model._forward_hooks.values()):
         raise ValueError(f"this {type(model).__name__} has the loss already; remove() the first before another")
     return AppliedLoss(model, label_smoothing, chunk_tokens)
@@ -111,13 +117,17 @@ class Call:
     """One training forward, from before the model until after it."""
 
     model: PreTrainedModel
-    target_BT: Tensor | None
+    target_BT: Tensor | None = None
     """What each position is to predict; None where the labels come after the forward."""
-    window: tuple[slice, slice]
-    items: Tensor | int | None
+    reading: Reading | None = None
+    """What the model does to its logits; None while that is being found out."""
+    items: Tensor | int | None = None
+    as_tuple: bool = False
     hidden_BTD: Tensor | None = None
     loss: TokenLoss | None = None
-    window_logits: Tensor | None = None
+    window_1WD: Tensor | None = None
+    made_up: Tensor | None = None
+    """The logits in which it is found out."""
 
 
 class AppliedLoss:
@@ -128,12 +138,17 @@ class AppliedLoss:
         self.label_smoothing = label_smoothing
         self.chunk_tokens = chunk_tokens
         self.shifts = shifts_labels(model)
+        self.signature = inspect.signature(model.forward)
         self.withholds = False
-        self.checked = False
-        self.withheld = False
+        self.withheld: Reading | None = None
+        self.unlabelled: dict[str, Any] | None = None
+        self.checked: dict[Settings, Reading] = {}
+        head = model.get_output_embeddings()
+        self.window_1W = made_up_labels(special_labels(model, head.out_features), head.out_features)
         self.hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.get_output_embeddings().register_forward_pre_hook(self._at_head),
+            head.register_forward_pre_hook(self._at_head),
+            head.register_forward_hook(self._from_head, prepend=True),
             # First, so that hooks of fully_shard see our loss and not the one it replaces
             model.register_forward_hook(self._after, prepend=True, with_kwargs=True, always_call=True),
         ]
@@ -164,16 +179,24 @@ class AppliedLoss:
         """Puts the labels by and leaves the model those of a window."""
         head = model.get_output_embeddings()
         head.__dict__["seqpar_call"] = None
-        self.withheld = False
-        if not (model.training and torch.is_grad_enabled()):
-            return None
+        self.withheld = None
         if args:
-            kwargs = inspect.signature(model.forward).bind_partial(*args).arguments | kwargs
+            kwargs = self.signature.bind_partial(*args).arguments | kwargs
         if kwargs.get("labels") is None and not self.withholds:
             return None
+        if not (model.training and torch.is_grad_enabled()):
+            self.unlabelled = kwargs if kwargs.get("labels") is None and not self.checked else None
+            return None
+        if kwargs.get("fused_lm_head"):
+            raise TypeError(
+                f"TRL's trainer takes the loss of {type(model).__name__} in its own chunks and would ignore this one; "
+                "hand it compute_loss_func=compute_loss_func(applied), or use it without apply_seqpar_loss"
+            )
         self._check_head(head)
-        take = self._withhold if kwargs.get("labels") is None else self._put_by
-        head.__dict__["seqpar_call"], kwargs = take(model, kwargs)
+        call, kwargs = self._put_by(model, kwargs)
+        call.reading = self._reading(model, kwargs)
+        self.withheld = call.reading if call.target_BT is None else None
+        head.__dict__["seqpar_call"] = call
         return (), kwargs
 
     def _check_head(self, head: nn.Linear) -> None:
@@ -185,46 +208,109 @@ class AppliedLoss:
         refuse_sharded(head)
 
     def _put_by(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
-        """The labels, and what the model gets in their place."""
-        labels_BT = kwargs["labels"]
-        if labels_BT.dim() != 2:
-            raise ValueError(f"labels have shape {tuple(labels_BT.shape)}; they must be (batch, time)")
+        """What the call's loss is made of, and what the model gets."""
         kwargs = dict(kwargs)
         items = kwargs.pop("num_items_in_batch", None)
+        labels_BT = kwargs.get("labels")
+        if labels_BT is not None and labels_BT.dim() != 2:
+            raise ValueError(f"labels have shape {tuple(labels_BT.shape)}; they must be (batch, time)")
         if lacks_decoder_inputs(model, kwargs):
+            if labels_BT is None:
+                raise ValueError(
+                    "the batch has neither labels nor decoder_input_ids; a Trainer with a compute_loss_func takes the "
+                    "labels away: use DataCollatorForSeq2Seq(tokenizer, model=model), which makes decoder_input_ids"
+                )
             kwargs["decoder_input_ids"] = decoder_inputs(model, labels_BT)
-        window = _window(labels_BT, self.checked)
-        target_BT = self._target(labels_BT, kwargs.get("shift_labels"))
-        cut = {name: kwargs[name][window] for name in ("labels", "shift_labels") if kwargs.get(name) is not None}
-        return Call(model, target_BT, window, items), kwargs | cut
+        target_BT = None if labels_BT is None else self._target(labels_BT, kwargs.get("shift_labels"))
+        named = kwargs.get("return_dict")
+        as_tuple = not (getattr(model.config, "return_dict", True) if named is None else named)
+        return Call(model, target_BT, items=items, as_tuple=as_tuple), kwargs | self._window(model, kwargs)
 
-    def _withhold(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
-        """A forward whose loss comes later."""
-        if lacks_decoder_inputs(model, kwargs):
-            raise ValueError(
-                "the batch has neither labels nor decoder_input_ids; a Trainer with a compute_loss_func takes the "
-                "labels away: use DataCollatorForSeq2Seq(tokenizer, model=model), which makes decoder_input_ids of them"
-            )
-        self.withheld = True
-        kept = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
-        return Call(model, None, (slice(0, 1), slice(0, WINDOW)), None), kept
+    def _window(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The labels of the window, and what names the outputs."""
+        labels_1W = self.window_1W.to(model.get_output_embeddings().weight.device)
+        window: dict[str, Any] = {"labels": labels_1W}
+        if kwargs.get("shift_labels") is not None:
+            window["shift_labels"] = labels_1W.flip(1)
+        parameters = self.signature.parameters
+        if "return_dict" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            window["return_dict"] = True
+        return window
+
+    def _reading(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> Reading:
+        """What the model does to its logits, found out where these settings are new."""
+        settings = (model.training, *settings_of(model, kwargs))
+        if settings not in self.checked:
+            self.checked[settings] = self._found_out(model, kwargs)
+        return self.checked[settings]
+
+    def _found_out(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> Reading:
+        name, head = type(model).__name__, model.get_output_embeddings()
+        call = Call(model, made_up=made_up_logits(self.window_1W, head.weight[:, 0]))
+        head.__dict__["seqpar_call"] = call
+        try:
+            with undisturbed(model, head.weight.device), torch.enable_grad():
+                outputs = self._own_outputs(call, kwargs)
+        finally:
+            head.__dict__["seqpar_call"] = None
+        if call.hidden_BTD is None:
+            raise RefusedModelError(f"{name} did not call its output embeddings, {type(head).__name__}; {WITHOUT}")
+        assert call.made_up is not None
+        bias_V = final_bias(model, head.weight)
+        logits_1WV = call.made_up if bias_V is None else call.made_up + bias_V
+        target_1W = self._target(kwargs["labels"], kwargs.get("shift_labels"))
+        return examine(name, readings(model), logits_1WV, target_1W, outputs)
+
+    def _own_outputs(self, call: Call, kwargs: dict[str, Any]) -> Any:
+        """What the model makes of the window; its errors are the batch's own only if they come without labels, too."""
+        try:
+            return call.model.forward(**kwargs)
+        except (RefusedModelError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            call.hidden_BTD = None
+            call.model.forward(**{k: v for k, v in kwargs.items() if k not in ("labels", "shift_labels")})
+            raise RefusedModelError(
+                f"{type(call.model).__name__} fails with the labels of a few tokens in the place of all "
+                f"({type(error).__name__}: {' '.join(str(error).split())}): it does more with labels than take the "
+                f"loss of its logits; {WITHOUT}"
+            ) from error
 
     def _at_head(self, head: Any, args: tuple[Any, ...]) -> tuple[Tensor] | None:
-        """Takes the loss of all hidden states and lets those of the window go on."""
+        """Takes the loss of all hidden states and lets a window go on."""
         call: Call | None = head.__dict__.get("seqpar_call")
         if call is None:
             return None
+        name = type(call.model).__name__
         if call.hidden_BTD is not None:
-            raise RuntimeError(f"{type(call.model).__name__} called its output embeddings twice in one forward")
+            raise RefusedModelError(f"{name} called its output embeddings twice in one forward; {WITHOUT}")
         (hidden_BTD,) = args
+        if hidden_BTD.dim() != 3:
+            raise RefusedModelError(
+                f"{name} calls its output embeddings with hidden states of shape {tuple(hidden_BTD.shape)}; they must "
+                f"be (batch, time, hidden); {WITHOUT}"
+            )
         call.hidden_BTD = hidden_BTD
         if call.target_BT is not None:
-            call.loss = self._token_loss(call.model, head, hidden_BTD, call.target_BT)
-        window = hidden_BTD.detach()[call.window]
-        if not self.checked:
-            with torch.no_grad():
-                call.window_logits = Scores.of(call.model, head, window).logits(window, head.weight)
-        return (window,)
+            call.loss = self._token_loss(call.model, call.reading, hidden_BTD, call.target_BT)
+        rows_ND = hidden_BTD.detach().flatten(0, 1)
+        some_W = torch.arange(self.window_1W.numel(), device=rows_ND.device) % max(1, len(rows_ND))
+        call.window_1WD = rows_ND[some_W].unsqueeze(0)
+        return (call.window_1WD,)
+
+    def _from_head(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        """Logits that need no gradient: a loss that does is made of something else as well."""
+        call: Call | None = head.__dict__.get("seqpar_call")
+        if call is None:
+            return None
+        if call.made_up is None:
+            return output.detach()
+        if not torch.equal(output, F.linear(call.window_1WD, head.weight, head.bias)):
+            raise RefusedModelError(
+                f"the output embeddings of {type(call.model).__name__} do more than multiply and add a bias (a hook, a "
+                f"forward of their own); {WITHOUT}"
+            )
+        return call.made_up
 
     def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         """Puts our loss in the place of the window's."""
@@ -232,29 +318,33 @@ class AppliedLoss:
         call: Call | None = head.__dict__.pop("seqpar_call", None)
         if call is None or outputs is None:  # None: the forward raised
             return None
+        name = type(model).__name__
         if call.hidden_BTD is None:
-            raise RuntimeError(f"{type(model).__name__} did not call its output embeddings, {type(head).__name__}")
-        if isinstance(outputs, Mapping) and any(name.endswith(("aux_loss", "z_loss")) for name in outputs):
-            raise RuntimeError(
-                f"{type(model).__name__} adds an auxiliary loss to its own (output_router_logits), which the chunked "
-                "loss would drop; use the model without apply_seqpar_loss"
-            )
-        if not self.checked:
-            self.checked = self._agrees(call, kwargs, outputs)
+            raise RuntimeError(f"{name} did not call its output embeddings, {type(head).__name__}")
+        refuse_added(name, outputs)
+        fields: dict[str, Any] = {"loss": None, "logits": None}
         if call.loss is None:
-            return _replaced(outputs, logits=_Using.apply(call.hidden_BTD, *head.parameters()))
-        return _replaced(outputs, loss=_divided(call.loss, call.items), logits=None)
+            fields["logits"] = _Using.apply(call.hidden_BTD, *head.parameters())
+        else:
+            fields["loss"] = _divided(call.loss, call.items)
+        if not call.as_tuple:
+            return type(outputs)(**{**outputs, **fields})
+        return tuple((outputs | fields)[key] for key in outputs if key != "loss" or call.loss is not None)
 
     def loss_of_outputs(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """The loss a Trainer asks for after the forward, of hidden states in training and of logits elsewhere."""
         scores = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
         target_BT = self._target(labels, None)
-        if self.withheld:
-            loss = self._token_loss(self.model, self.model.get_output_embeddings(), scores, target_BT)
-        else:
-            criterion = LabelSmoothing(self.label_smoothing, "torch", ignore_index=IGNORED)
-            loss = criterion.token_loss(scores.flatten(0, -2), target_BT.flatten())
-        return _divided(loss, num_items_in_batch)
+        if self.withheld is not None:
+            loss = self._token_loss(self.model, self.withheld, scores, target_BT)
+            return _divided(loss, num_items_in_batch)
+        if self.unlabelled is not None:  # evaluated before it was trained: nothing is known of its shift
+            refuse_sharded(self.model.get_output_embeddings())
+            self._reading(self.model, self.unlabelled | self._window(self.model, self.unlabelled))
+            self.unlabelled = None
+        criterion = LabelSmoothing(self.label_smoothing, "torch", ignore_index=IGNORED)
+        self._check_shapes(scores, target_BT)
+        return _divided(criterion.token_loss(scores.flatten(0, -2), target_BT.flatten()), num_items_in_batch)
 
     def _target(self, labels_BT: Tensor, shifted_BT: Tensor | None) -> Tensor:
         """What each position is to predict."""
@@ -262,35 +352,33 @@ class AppliedLoss:
             return shifted_BT
         return next_labels(labels_BT) if self.shifts else labels_BT
 
-    def _token_loss(self, model: PreTrainedModel, head: nn.Linear, hidden_BTD: Tensor, target_BT: Tensor) -> TokenLoss:
-        scores = Scores.of(model, head, hidden_BTD)
+    def _check_shapes(self, scores: Tensor, target_BT: Tensor) -> None:
+        if scores.shape[:-1] != target_BT.shape:
+            raise ValueError(
+                f"{type(self.model).__name__} makes {tuple(scores.shape[:-1])} predictions for labels of shape "
+                f"{tuple(target_BT.shape)}; give a label to each, -100 where none is wanted (images, soft prompts)"
+            )
+
+    def _token_loss(
+        self, model: PreTrainedModel, reading: Reading | None, hidden_BTD: Tensor, target_BT: Tensor
+    ) -> TokenLoss:
+        assert reading is not None
+        self._check_shapes(hidden_BTD, target_BT)
+        head = model.get_output_embeddings()
+        bias_V: Tensor | None = final_bias(model, head.weight)
+        if head.bias is not None:
+            bias_V = head.bias if bias_V is None else head.bias + bias_V
         return linear_cross_entropy(
             hidden_BTD,
             head.weight,
             target_BT.to(hidden_BTD.device),
-            bias=scores.bias_V,
+            bias=bias_V,
             ignore_index=IGNORED,
             label_smoothing=self.label_smoothing,
-            softcap=scores.softcap,
-            temperature=scores.temperature,
+            softcap=reading.softcap,
+            temperature=reading.temperature,
             chunk_tokens=self.chunk_tokens,
         )
-
-    def _agrees(self, call: Call, kwargs: dict[str, Any], outputs: Any) -> bool:
-        """Whether the model's own logits and loss of the window are ours for certain; raises where they are not.
-
-        False where the window does not tell, because a loss without the shift, or with one, would be the same.
-        """
-        name, ours = type(call.model).__name__, call.window_logits
-        has_names = isinstance(outputs, Mapping)
-        logits = outputs["logits"] if has_names else outputs[0 if call.loss is None else 1]
-        check_logits(name, ours, logits)
-        if call.loss is None:
-            return True
-        labels = kwargs["labels"]
-        loss = (outputs["loss"] if has_names else outputs[0]).detach()
-        check_loss(name, mean_loss(logits, self._target(labels, kwargs.get("shift_labels"))), loss)
-        return not close(mean_loss(logits, labels if self.shifts else next_labels(labels)), loss)
 
 
 class _Using(torch.autograd.Function):
@@ -304,23 +392,6 @@ class _Using(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         return upstream, *[None] * ctx.parameters
-
-
-def _window(labels_BT: Tensor, checked: bool) -> tuple[slice, slice]:
-    """A row and some of its time steps; while unchecked, such as have labels, which has to wait for the device."""
-    if checked:
-        return slice(0, 1), slice(0, 2)
-    kept_BT = labels_BT != IGNORED
-    row = int(kept_BT.sum(1).argmax())
-    start = max(0, int(kept_BT[row].int().argmax()) - 1)
-    return slice(row, row + 1), slice(start, start + WINDOW)
-
-
-def _replaced(outputs: Any, **fields: Tensor | None) -> Any:
-    """The outputs with other fields; in a tuple they come first."""
-    if isinstance(outputs, tuple):
-        return *fields.values(), *outputs[len(fields) :]
-    return type(outputs)(**{**outputs, **fields})
 
 
 def _divided(loss: TokenLoss, items: Tensor | int | None) -> Tensor:

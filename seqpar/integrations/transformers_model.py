@@ -1,51 +1,89 @@
-"""What a Hugging Face model does with labels, hidden states and logits, and whether that is what it was taken for.
+"""What a Hugging Face model does with labels, hidden states and logits, by what it and its configuration say.
 
-Shape suffixes: B batch, T time, D hidden, V vocabulary.
+Nothing here is believed: `transformers_check` holds it against the model's own logits and loss.
+
+Shape suffixes: B batch, T time, V vocabulary.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-
-from seqpar.token_loss import wide
 
 IGNORED = -100
 """The label that Hugging Face models count for nothing."""
 
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+"""Names of factors of the logits. Some models multiply by them, some divide, and some ignore them."""
 
-class Scores(NamedTuple):
-    """What a model does to the products of hidden states and output embeddings before the softmax."""
+Settings = tuple[Any, ...]
 
-    bias_V: Tensor | None
+
+class Reading(NamedTuple):
+    """What a model does to its logits before the softmax."""
+
     softcap: float | None
     temperature: float
 
-    @staticmethod
-    def of(model: PreTrainedModel, head: nn.Linear, like: Tensor) -> Scores:
-        """By what the model and its configuration say; the check on the first call is there for what they do not."""
-        config = model.config.get_text_config()
-        bias_V: Tensor | None = head.bias
-        final: Tensor | None = getattr(model, "final_logits_bias", None)
-        if final is not None:
-            final = final.flatten().to(like.device, head.weight.dtype)
-            bias_V = final if bias_V is None else bias_V + final
-        temperature = float(getattr(config, "logits_scaling", None) or 1.0)
-        temperature /= float(getattr(config, "logit_scale", None) or 1.0)
-        return Scores(bias_V, getattr(config, "final_logit_softcapping", None), temperature)
-
-    def logits(self, hidden: Tensor, weight_VD: Tensor) -> Tensor:
-        """The model's logits, written plainly."""
-        logits = F.linear(hidden, weight_VD, self.bias_V)
+    def applied(self, logits: Tensor) -> Tensor:
+        """The same, written plainly."""
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits / self.temperature
+
+
+def configurations(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """The configuration and those of its parts."""
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PretrainedConfig):
+            yield from configurations(value)
+
+
+def readings(model: PreTrainedModel) -> list[Reading]:
+    """Every way in which the configuration's settings may be meant; the model's own logits decide between them."""
+    named: dict[str, set[float]] = {name: set() for name in SOFTCAPS + SCALES}
+    for config in configurations(model.config):
+        for name, values in named.items():
+            value = getattr(config, name, None)
+            if isinstance(value, int | float) and value > 0:
+                values.add(float(value))
+    softcaps = [None, *sorted(value for name in SOFTCAPS for value in named[name])]
+    scales = {value for name in SCALES for value in named[name]}
+    temperatures = sorted({1.0, *scales, *(1 / scale for scale in scales)})
+    return [Reading(softcap, temperature) for softcap in softcaps for temperature in temperatures]
+
+
+def final_bias(model: PreTrainedModel, like: Tensor) -> Tensor | None:
+    """(V,): what Marian and BART add to the logits outside of their output embeddings."""
+    bias: Tensor | None = getattr(model, "final_logits_bias", None)
+    return None if bias is None else bias.flatten().to(like.device, like.dtype)
+
+
+def special_labels(model: PreTrainedModel, vocab_size: int) -> set[int]:
+    """The token ids that a configuration names: what a model treats as no other label is among them."""
+    found: set[int] = set()
+    for config in configurations(model.config):
+        for name, value in vars(config).items():
+            if "token" in name:
+                found.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
+    return {v for v in found if 0 <= v < vocab_size}
+
+
+def settings_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Settings:
+    """What decides which way a forward goes: the arguments that are given, its flags, and the configuration."""
+    given = ((k, v if isinstance(v, bool | str) else type(v)) for k, v in sorted(kwargs.items()) if v is not None)
+    plain = (bool, int, float, str)
+    configured = (v for c in configurations(model.config) for v in vars(c).items() if isinstance(v[1], plain))
+    return *given, *configured
 
 
 def shifts_labels(model: PreTrainedModel) -> bool:
@@ -72,42 +110,23 @@ def decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
         return prepare(labels_BT)  # type: ignore[no-any-return]
     modules = (sys.modules.get(part.__module__) for part in type(model).__mro__)
     shift = next(filter(None, (getattr(module, "shift_tokens_right", None) for module in modules)), None)
-    if shift is None:
-        raise TypeError(f"{type(model).__name__} does not say how it shifts labels; pass decoder_input_ids")
     config = model.config
-    return shift(labels_BT, config.pad_token_id, config.decoder_start_token_id)  # type: ignore[no-any-return]
+    if getattr(config, "decoder_start_token_id", None) is None:
+        config = config.get_text_config(decoder=True)
+    pad, start = (getattr(config, name, None) for name in ("pad_token_id", "decoder_start_token_id"))
+    if shift is None or pad is None or start is None:
+        raise TypeError(f"{type(model).__name__} does not say how it shifts labels; pass decoder_input_ids")
+    return shift(labels_BT, pad, start)  # type: ignore[no-any-return]
 
 
-def mean_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """The plain loss, in float32 or wider; nan where no target is kept."""
-    wide_logits, target = logits.detach().to(wide(logits.dtype)), target.to(logits.device)
-    return F.cross_entropy(wide_logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
-
-
-def close(ours: Tensor, theirs: Tensor) -> bool:
-    """Up to what may differ where one is rounded more often; Hugging Face rounds float64 logits to float32."""
-    eps = max(torch.finfo(dtype).eps for dtype in (ours.dtype, theirs.dtype, torch.float32))
-    finite = ours[ours.isfinite()]
-    largest = float(finite.abs().max()) if len(finite) else 1.0
-    return torch.allclose(ours.double(), theirs.double(), rtol=0, atol=8 * eps * max(1.0, largest), equal_nan=True)
-
-
-def check_logits(name: str, ours: Tensor | None, theirs: Tensor) -> None:
-    """Raises RuntimeError unless the logits of a few tokens are the same."""
-    if ours is None or ours.shape != theirs.shape or not close(ours, theirs.detach()):
-        same_shape = ours is not None and ours.shape == theirs.shape
-        by = f"by up to {(ours - theirs).abs().max().item():.3g}" if same_shape else "in shape"  # type: ignore[operator]
-        raise RuntimeError(
-            f"{name}'s own logits of a few tokens differ {by} from hidden x output embeddings with the bias, "
-            "final_logit_softcapping, logit_scale and logits_scaling it names: it does something else to them as well; "
-            "use the model without apply_seqpar_loss"
-        )
-
-
-def check_loss(name: str, ours: Tensor, theirs: Tensor) -> None:
-    """Raises RuntimeError unless the mean loss of a few tokens is the same."""
-    if not close(ours, theirs):
-        raise RuntimeError(
-            f"{name}'s own loss of a few tokens is {theirs.item():.6g}, that of apply_seqpar_loss {ours.item():.6g}; "
-            "it shifts its labels in another way, or adds to the cross-entropy; use the model without apply_seqpar_loss"
-        )
+def plain_head(model: PreTrainedModel) -> nn.Linear:
+    """The output embeddings; raises TypeError unless they are a plain `nn.Linear`."""
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        return head
+    kind = f"{type(head).__module__}.{type(head).__qualname__}" if isinstance(head, nn.Module) else type(head).__name__
+    raise TypeError(
+        f"the output embeddings of {type(model).__name__} are a {kind}; the chunked loss needs a torch.nn.Linear "
+        "(without an adapter: leave them out of PEFT's target_modules and modules_to_save), else use the model without "
+        "apply_seqpar_loss"
+    )
