@@ -128,8 +128,9 @@ def refuse_mixing(generator: nn.Module, scores: Project, rows: Sequence[Tensor],
     mixed = mixed or _mixed_by_value(generator, scores, rows, lead)
     if not mixed:
         return
-    norms = {type(part).__name__ for part in generator.modules() if isinstance(part, _BatchNorm)}
-    why = f" ({', '.join(sorted(norms))} in training takes statistics over the batch)" if norms else ""
+    norms = [part for part in generator.modules() if isinstance(part, _BatchNorm)]
+    names = sorted({type(part).__name__ for part in norms if part.training or part.running_mean is None})
+    why = f" ({', '.join(names)} takes statistics over the batch)" if names else ""
     raise ValueError(
         f"the generator mixes rows: {mixed}{why}. It is called on a few tokens at a time, so each must stand alone; "
         "compute what mixes before the engine, and pass its result as hidden or as a per-token keyword"

@@ -117,10 +117,15 @@ class LossCompute(nn.Module):
             `TokenLoss` on the first device. `(loss.total / tokens_of_the_step).backward()` is the one backward.
 
         Raises:
-            TypeError, ValueError: a float target; shapes that disagree; a criterion that does not sum.
+            TypeError, ValueError: what is no dense tensor, or of another dtype or shape than it should be; class
+                weights of another number of classes; a `loss_scale` of 0 or nan.
+            ValueError: on the first call, a generator that mixes rows, or a criterion that does not add up
+                (`seqpar.contract` says what is found and what is not).
             IndexError: a target outside [0, V) that is not ignored (with value and position).
-            RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them.
+            RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them; in `backward`, a
+                criterion that returned a detached number or a generator that ran under `torch.no_grad`.
         """
+        check_loss_scale(loss_scale)
         if torch.compiler.is_compiling() and self.devices is None and self.chunk_size is None and not per_token:
             generator, criterion = linear_of(self.head["generator"]), self.head["criterion"]
             if isinstance(hidden, Tensor) and not why_no_formula(self.head["generator"], criterion):
@@ -128,7 +133,6 @@ class LossCompute(nn.Module):
                 inputs = Inputs(hidden, generator.weight, target, generator.bias, weights)  # type: ignore[arg-type]
                 settings = Settings(*settings_of(criterion), chunk_tokens=self.chunk_tokens)
                 return compiled_cross_entropy(inputs, settings, loss_scale)
-        check_loss_scale(loss_scale)
         arguments = hidden, target, loss_scale, per_token
         return inside_unit(self.head["generator"], self._loss, *arguments)  # type: ignore[no-any-return]
 
