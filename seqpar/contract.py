@@ -99,6 +99,10 @@ def criterion_loss(criterion: Any, logits: Tensor, target: Tensor) -> TokenLoss:
         loss = criterion.token_loss(logits, target)
         if not isinstance(loss, TokenLoss):
             raise TypeError(f"the criterion's token_loss returned a {type(loss).__name__}; it must return a TokenLoss")
+        for name, value in loss._asdict().items():
+            if not isinstance(value, Tensor) and (value is not None or name in ("total", "tokens")):
+                kind = type(value).__name__
+                raise TypeError(f"the criterion's token_loss returned a TokenLoss whose {name} is a {kind}, no tensor")
         return loss
     total = criterion(logits, target)
     if not isinstance(total, Tensor):

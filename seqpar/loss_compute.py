@@ -92,7 +92,7 @@ class LossCompute(nn.Module):
         self.devices = None if devices is None else check_devices(devices)
         self.chunk_tokens = chunk_tokens
         self.chunk_size = chunk_size
-        self._facts: dict[object, Facts] = {}
+        self._facts: dict[tuple[object, ...], Facts] = {}
 
     def forward(
         self,
@@ -172,22 +172,20 @@ class LossCompute(nn.Module):
         Once for each mode and dtype: batch normalisation mixes rows in training alone.
         """
         hidden = shards[0].hidden
+        shapes = tuple(p.shape for p in self.head.parameters())
         modes = tuple(part.training for part in self.head.modules())
-        about = (
-            tuple(p.shape for p in self.head.parameters()),
-            modes,
-            product_dtype(hidden),
-            self._wants_gradients(shards[0]),
-        )
+        about = (shapes, modes, product_dtype(hidden), self._wants_gradients(shards[0]))
         known = self._facts.get(about)
+        if recording(hidden.device):  # nothing can be looked at, so what another mode has found must do
+            known = next((facts for key, facts in self._facts.items() if key[0] == shapes and facts.settled), None)
+            if known is None:
+                raise RuntimeError(
+                    "the first call of the engine is being recorded in a CUDA graph, and it looks at the logits; call "
+                    "it once before (torch.cuda.graph asks for a warm-up in any case)"
+                )
         if known is not None and known.settled:
             check_targets(shards, kept, known.vocab_size)
             return known
-        if recording(hidden.device):
-            raise RuntimeError(
-                "the first call of the engine is being recorded in a CUDA graph, and it looks at the logits; call it "
-                "once before (torch.cuda.graph asks for a warm-up in any case)"
-            )
         for head, shard, keep in zip(heads, shards, kept, strict=True):
             index_K = probe_index(keep.flatten())
             if len(index_K):

@@ -294,6 +294,31 @@ def test_a_loss_that_is_a_float_is_named():
         seqpar.LossCompute(nn.Linear(4, V), Number())(torch.randn(6, 4), torch.randint(V, (6,)))
 
 
+class Counting(Number):
+    def __init__(self, **counts):
+        super().__init__()
+        self.counts = counts
+
+    def token_loss(self, logits, target):
+        total = F.cross_entropy(logits, target, reduction="sum")
+        return seqpar.TokenLoss(total, torch.tensor(len(target)))._replace(**self.counts) if self.counts else total
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({}, "token_loss returned a Tensor; it must return a TokenLoss"),
+        ({"total": 1.0}, "whose total is a float, no tensor"),
+        ({"tokens": 3}, "whose tokens is a int, no tensor"),
+        ({"tokens": None}, "whose tokens is a NoneType, no tensor"),
+        ({"nll": 1.0}, "whose nll is a float, no tensor"),
+    ],
+)
+def test_a_token_loss_of_anything_but_tensors_is_named(counts, message):
+    with pytest.raises(TypeError, match=message):
+        seqpar.LossCompute(nn.Linear(4, V), Counting(**counts))(torch.randn(6, 4), torch.randint(V, (6,)))
+
+
 def test_a_loss_of_nothing_has_the_gradient_0():
     hidden = torch.randn(6, 4, requires_grad=True)
     seqpar.LossCompute(nn.Linear(4, V), NoLoss())(hidden, torch.randint(V, (6,))).total.backward()
