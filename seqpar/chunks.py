@@ -63,6 +63,8 @@ def check_chunks(chunks: Sequence[Chunk], rows: int, device: torch.device) -> No
 
 def _check_chunk(chunk: object, name: str, rows: int) -> None:
     if isinstance(chunk, slice):
+        if chunk.step is not None and chunk.step < 1:
+            raise ValueError(f"{name} is {chunk}; a slice of rows goes forwards")
         return
     if not isinstance(chunk, Tensor) or chunk.dtype != torch.int64 or chunk.dim() != 1:
         shape = f" of shape {tuple(chunk.shape)} and {chunk.dtype}" if isinstance(chunk, Tensor) else ""

@@ -99,6 +99,10 @@ def criterion_loss(criterion: Any, logits: Tensor, target: Tensor) -> TokenLoss:
         loss = criterion.token_loss(logits, target)
         if not isinstance(loss, TokenLoss):
             raise TypeError(f"the criterion's token_loss returned a {type(loss).__name__}; it must return a TokenLoss")
+        for name, value in loss._asdict().items():
+            if not isinstance(value, Tensor) and (value is not None or name in ("total", "tokens")):
+                kind = type(value).__name__
+                raise TypeError(f"the criterion's token_loss returned a TokenLoss whose {name} is a {kind}, no tensor")
         return loss
     total = criterion(logits, target)
     if not isinstance(total, Tensor):
@@ -128,8 +132,9 @@ def refuse_mixing(generator: nn.Module, scores: Project, rows: Sequence[Tensor],
     mixed = mixed or _mixed_by_value(generator, scores, rows, lead)
     if not mixed:
         return
-    norms = {type(part).__name__ for part in generator.modules() if isinstance(part, _BatchNorm)}
-    why = f" ({', '.join(sorted(norms))} in training takes statistics over the batch)" if norms else ""
+    norms = [part for part in generator.modules() if isinstance(part, _BatchNorm)]
+    names = sorted({type(part).__name__ for part in norms if part.training or part.running_mean is None})
+    why = f" ({', '.join(names)} takes statistics over the batch)" if names else ""
     raise ValueError(
         f"the generator mixes rows: {mixed}{why}. It is called on a few tokens at a time, so each must stand alone; "
         "compute what mixes before the engine, and pass its result as hidden or as a per-token keyword"

@@ -3,7 +3,8 @@
 The contract, for any criterion given to the engine:
 
 - it is a module, called with `(logits, target)` of shapes `(rows, V)` and `(rows,)`;
-- it returns the SUM over rows, one number (a mean cannot be added up over chunks and devices);
+- it returns the SUM over rows, one number (a mean cannot be added up over chunks and devices, nor can anything else
+  in which rows meet);
 - a target it ignores stands in its attribute `ignore_index` or `padding_idx`, so that those rows need no logits;
 - if it has `token_loss(logits, target) -> TokenLoss`, `nll` and `correct` are taken from there.
 

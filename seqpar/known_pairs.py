@@ -47,7 +47,7 @@ def settings_of(criterion: Any) -> tuple[int, float, Convention]:
 
 def check_class_weight(criterion: nn.Module, vocab_size: int) -> None:
     """Raises ValueError where the weights of `nn.CrossEntropyLoss` are not those of so many classes."""
-    weight = criterion.weight if isinstance(criterion, nn.CrossEntropyLoss) else None
+    weight = criterion.weight if type(criterion) is nn.CrossEntropyLoss else None
     if weight is not None and weight.shape != (vocab_size,):
         raise ValueError(
             f"the criterion's weight has shape {tuple(weight.shape)} and the generator makes {vocab_size} scores; it "

@@ -92,7 +92,7 @@ class LossCompute(nn.Module):
         self.devices = None if devices is None else check_devices(devices)
         self.chunk_tokens = chunk_tokens
         self.chunk_size = chunk_size
-        self._facts: dict[object, Facts] = {}
+        self._facts: dict[tuple[object, ...], Facts] = {}
 
     def forward(
         self,
@@ -117,10 +117,15 @@ class LossCompute(nn.Module):
             `TokenLoss` on the first device. `(loss.total / tokens_of_the_step).backward()` is the one backward.
 
         Raises:
-            TypeError, ValueError: a float target; shapes that disagree; a criterion that does not sum.
+            TypeError, ValueError: what is no dense tensor, or of another dtype or shape than it should be; class
+                weights of another number of classes; a `loss_scale` of 0 or nan.
+            ValueError: on the first call, a generator that mixes rows, or a criterion that does not add up
+                (`seqpar.contract` says what is found and what is not).
             IndexError: a target outside [0, V) that is not ignored (with value and position).
-            RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them.
+            RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them; in `backward`, a
+                criterion that returned a detached number or a generator that ran under `torch.no_grad`.
         """
+        check_loss_scale(loss_scale)
         if torch.compiler.is_compiling() and self.devices is None and self.chunk_size is None and not per_token:
             generator, criterion = linear_of(self.head["generator"]), self.head["criterion"]
             if isinstance(hidden, Tensor) and not why_no_formula(self.head["generator"], criterion):
@@ -128,7 +133,6 @@ class LossCompute(nn.Module):
                 inputs = Inputs(hidden, generator.weight, target, generator.bias, weights)  # type: ignore[arg-type]
                 settings = Settings(*settings_of(criterion), chunk_tokens=self.chunk_tokens)
                 return compiled_cross_entropy(inputs, settings, loss_scale)
-        check_loss_scale(loss_scale)
         arguments = hidden, target, loss_scale, per_token
         return inside_unit(self.head["generator"], self._loss, *arguments)  # type: ignore[no-any-return]
 
@@ -168,22 +172,20 @@ class LossCompute(nn.Module):
         Once for each mode and dtype: batch normalisation mixes rows in training alone.
         """
         hidden = shards[0].hidden
+        shapes = tuple(p.shape for p in self.head.parameters())
         modes = tuple(part.training for part in self.head.modules())
-        about = (
-            tuple(p.shape for p in self.head.parameters()),
-            modes,
-            product_dtype(hidden),
-            self._wants_gradients(shards[0]),
-        )
+        about = (shapes, modes, product_dtype(hidden), self._wants_gradients(shards[0]))
         known = self._facts.get(about)
+        if recording(hidden.device):  # nothing can be looked at, so what another mode has found must do
+            known = next((facts for key, facts in self._facts.items() if key[0] == shapes and facts.settled), None)
+            if known is None:
+                raise RuntimeError(
+                    "the first call of the engine is being recorded in a CUDA graph, and it looks at the logits; call "
+                    "it once before (torch.cuda.graph asks for a warm-up in any case)"
+                )
         if known is not None and known.settled:
             check_targets(shards, kept, known.vocab_size)
             return known
-        if recording(hidden.device):
-            raise RuntimeError(
-                "the first call of the engine is being recorded in a CUDA graph, and it looks at the logits; call it "
-                "once before (torch.cuda.graph asks for a warm-up in any case)"
-            )
         for head, shard, keep in zip(heads, shards, kept, strict=True):
             index_K = probe_index(keep.flatten())
             if len(index_K):

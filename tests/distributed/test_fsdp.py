@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from seqpar.testing.ranks import ranks
@@ -187,3 +188,36 @@ def test_evaluation_between_steps(units):
     for value, _, after in ranks(2, evaluation, units):
         assert value == pytest.approx(total, rel=1e-12)
         assert after == pytest.approx(total, rel=1e-12)
+
+
+class Drifting(nn.Linear):
+    """A projection of the running sum over time, or of each state alone."""
+
+    def __init__(self, width, vocab_size, sums):
+        super().__init__(width, vocab_size)
+        self.sums = sums
+
+    def forward(self, hidden):
+        return super().forward(hidden.cumsum(-2) if self.sums else hidden.tanh())
+
+
+def probed(rank, world, wrapper, sums):
+    torch.manual_seed(0)
+    model = nn.Embedding(9, 4)
+    both = seqpar.ModelWithLoss(model, seqpar.LossCompute(Drifting(4, 9, sums), seqpar.CrossEntropy()))
+    with torch_may_warn():
+        wrapped = shard(both, "") if wrapper == "fsdp2" else DistributedDataParallel(both)
+        tokens = torch.arange(12).view(3, 4) % 9
+        try:
+            wrapped(tokens, target=tokens).total.backward()
+        except ValueError as error:
+            return str(error)
+    return [bool(p.grad.isfinite().all()) for p in both.parameters()]
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
+def test_the_probe_of_the_generator_leaves_the_wrappers_alone(wrapper):
+    for answer in ranks(2, probed, wrapper, True):
+        assert "the generator mixes rows" in answer
+        assert "other time steps" in answer
+    assert all(all(answer) for answer in ranks(2, probed, wrapper, False))

@@ -202,7 +202,7 @@ def test_where_there_is_no_kernel_the_reason_is_known():
 @pytest.fixture
 def whole_batches():
     """As while a CUDA graph is recorded: no row is looked at. The real thing is in the tests of a GPU."""
-    names = ["chunks", "contract", "target_checks", "linear_inputs", "loss_compute"]
+    names = ["chunks", "contract", "linear_inputs", "loss_compute", "target_checks"]
     with ExitStack() as patches:
         for name in names:
             patches.enter_context(patch(f"seqpar.{name}.recording", lambda _: True))
