@@ -158,7 +158,7 @@ def check_ignore_index(value: object) -> None:
     """Raise TypeError unless it is a whole number, ValueError if int64 has no room for it."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"ignore_index is {value!r}; it must be a whole number, such as -100")
-    if not -(2**63) <= value < 2**63:
+    if not -(2**63) <= int(value) < 2**63:
         raise ValueError(f"ignore_index is {value}; it must be an int64, such as -100")
 
 

@@ -20,9 +20,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from seqpar.collectives import check_agreement, gather_numbers, group_max, group_sum, rank_in, world_size
+from seqpar.collectives import check_agreement, check_group, gather_numbers, group_max, group_sum, rank_in, world_size
 from seqpar.criteria import RowSums
 from seqpar.sharded import is_dtensor
+
+
+def check_whole(value: object, name: str, least: int | None = None) -> None:
+    """Raise TypeError unless it is an int, ValueError if it is below `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r:.60}; it must be a whole number")
+    if least is not None and value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class VocabShard:
 
     Raises:
         ValueError: a start outside [0, vocab_size], or a vocabulary without classes.
+        TypeError: what is no whole number, or no group.
     """
 
     group: ProcessGroup | None
@@ -45,6 +54,9 @@ class VocabShard:
     vocab_size: int
 
     def __post_init__(self) -> None:
+        check_group(self.group)
+        check_whole(self.vocab_size, "vocab_size")
+        check_whole(self.start, "start")
         if self.vocab_size < 1:
             raise ValueError(f"vocab_size is {self.vocab_size}; the ranks together must have at least one class")
         if not 0 <= self.start <= self.vocab_size:
@@ -56,6 +68,7 @@ class VocabShard:
 
         Every rank of the group calls it, once, when the weight is made: it is one small collective.
         """
+        check_whole(weight_rows, "weight_rows", 0)
         rows = [count for (count,) in gather_numbers([weight_rows], group)]
         return cls(group, sum(rows[: rank_in(group)]), sum(rows))
 
@@ -146,7 +159,7 @@ def _sums(hidden_ND: Tensor) -> list[float]:
         columns_DK = torch.outer(torch.arange(width, device=along.device) + 0.5, along).cos()
         rows_NK = (hidden_ND @ columns_DK.to(hidden_ND.dtype)).double()
         signs_NK = torch.outer(torch.arange(rows, device=along.device) + 0.5, along + 0.3).cos()
-        return torch.cat([(rows_NK * signs_NK).sum(0), rows_NK.norm(dim=0)]).tolist()  # type: ignore[no-any-return]
+        return torch.cat([(rows_NK * signs_NK).sum(0), rows_NK.norm(dim=0)]).tolist()
 
 
 def _differ(theirs: list[float], first: list[float], eps: float) -> bool:
