@@ -150,3 +150,16 @@ def test_in_a_graph_the_products_are_of_the_autocast_dtype(dtype):
         found.append([loss.detach(), *torch.autograd.grad(loss, (hidden, weight))])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert found[0][0] != seqpar.linear_cross_entropy(hidden, weight, target).total
+
+
+def test_in_a_graph_float64_stays_float64_under_autocast():
+    hidden, weight = torch.randn(6, 4).double(), torch.randn(9, 4).double()
+    target = torch.randint(9, (6,))
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            return seqpar.linear_cross_entropy(hidden, weight, target).total
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")()
+    assert compiled.dtype == torch.float64
+    assert torch.equal(compiled, step())
