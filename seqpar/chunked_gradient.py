@@ -158,6 +158,7 @@ def chunked_gradient(
     """
     _check_arguments(per_chunk, per_token, params, empty)
     check_loss_scale(loss_scale)
+    loss_scale = loss_scale.reshape(()) if isinstance(loss_scale, Tensor) else loss_scale
     check_chunks(chunks, len(per_token[0]), per_token[0].device)
     tensors = (*per_token, *params)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):

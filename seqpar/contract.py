@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.loss import _Loss
 
 from seqpar.chunks import recording
-from seqpar.criteria import ignored_target
+from seqpar.criteria import LabelSmoothing, ignored_target
 from seqpar.token_loss import TokenLoss
 
 PROBE_ROWS = 4
@@ -56,6 +57,36 @@ def project(generator: nn.Module, names: Sequence[str], shape: tuple[int, ...], 
         got = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
         raise ValueError(f"the generator made {got} of hidden {tuple(hidden.shape)}; it must return (..., V) scores")
     return logits.flatten(0, -2)
+
+
+def check_roles(generator: nn.Module, criterion: nn.Module) -> None:
+    """Raises TypeError where the two are known to stand in each other's place."""
+    if isinstance(generator, (LabelSmoothing, _Loss)):
+        raise TypeError(f"generator is a {type(generator).__name__}, a criterion; the order is (generator, criterion)")
+    if isinstance(criterion, (nn.Linear, nn.Sequential, nn.Embedding)):
+        raise TypeError(f"criterion is a {type(criterion).__name__}, a generator; the order is (generator, criterion)")
+
+
+def first_scores(generator: nn.Module, scores: Project, shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:
+    """`scores(shape, rows)`, with torch's errors about dtypes and sizes told of hidden.
+
+    Raises:
+        TypeError: hidden has another dtype than all of the generator's parameters. ValueError: another width.
+    """
+    try:
+        return scores(shape, rows)
+    except RuntimeError as error:
+        hidden, dtypes = rows[0], {p.dtype for p in generator.parameters() if p.is_floating_point()}
+        if dtypes and hidden.dtype not in dtypes and not torch.is_autocast_enabled(hidden.device.type):
+            names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+            raise TypeError(
+                f"hidden has dtype {hidden.dtype} and the generator's parameters {names}; cast one, or use autocast"
+            ) from error
+        if "cannot be multiplied" in str(error) or "size" in str(error):
+            raise ValueError(
+                f"the generator does not take hidden's last size {hidden.size(-1)}: {str(error).splitlines()[0]}"
+            ) from error
+        raise
 
 
 def criterion_loss(criterion: Any, logits: Tensor, target: Tensor) -> TokenLoss:
@@ -97,8 +128,9 @@ def refuse_mixing(generator: nn.Module, scores: Project, rows: Sequence[Tensor],
     mixed = mixed or _mixed_by_value(generator, scores, rows, lead)
     if not mixed:
         return
-    norms = {type(part).__name__ for part in generator.modules() if isinstance(part, _BatchNorm)}
-    why = f" ({', '.join(sorted(norms))} in training takes statistics over the batch)" if norms else ""
+    norms = [part for part in generator.modules() if isinstance(part, _BatchNorm)]
+    names = sorted({type(part).__name__ for part in norms if part.training or part.running_mean is None})
+    why = f" ({', '.join(names)} takes statistics over the batch)" if names else ""
     raise ValueError(
         f"the generator mixes rows: {mixed}{why}. It is called on a few tokens at a time, so each must stand alone; "
         "compute what mixes before the engine, and pass its result as hidden or as a per-token keyword"

@@ -3,7 +3,8 @@
 The contract, for any criterion given to the engine:
 
 - it is a module, called with `(logits, target)` of shapes `(rows, V)` and `(rows,)`;
-- it returns the SUM over rows, one number (a mean cannot be added up over chunks and devices);
+- it returns the SUM over rows, one number (a mean cannot be added up over chunks and devices, nor can anything else
+  in which rows meet);
 - a target it ignores stands in its attribute `ignore_index` or `padding_idx`, so that those rows need no logits;
 - if it has `token_loss(logits, target) -> TokenLoss`, `nll` and `correct` are taken from there.
 
@@ -14,15 +15,17 @@ Shape suffixes: N rows, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from seqpar.target_checks import check_class, checked_target
 from seqpar.target_checks import check_range as check_range
 from seqpar.target_checks import check_target as check_target
+from seqpar.target_checks import checked_target
 from seqpar.tensor_checks import check_number
 from seqpar.token_loss import TokenLoss, wide
 
@@ -30,12 +33,24 @@ Convention = Literal["torch", "fairseq", "harvard"]
 
 
 def ignored_target(criterion: nn.Module) -> int | None:
-    """The target value a criterion ignores: its `ignore_index`, else its `padding_idx`, else None."""
+    """The target value a criterion ignores: its `ignore_index`, else its `padding_idx`, else None.
+
+    Raises:
+        TypeError: it is no whole number, so that nobody would know which targets count.
+    """
     for name in ("ignore_index", "padding_idx"):
         value = getattr(criterion, name, None)
-        if isinstance(value, int):
-            return value
+        if value is not None:
+            return _whole(value, f"the criterion's {name}")
     return None
+
+
+def _whole(value: object, name: str) -> int:
+    """An int, or what stands for one: numpy's, or a tensor of one."""
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)  # type: ignore[arg-type]
+    raise TypeError(f"{name} is {value!r}; it must be an int, such as the padding class or -100")
 
 
 class SoftTarget(NamedTuple):
@@ -343,10 +358,9 @@ class LabelSmoothing(nn.Module):
     def __init__(self, smoothing: float, convention: Convention, *, ignore_index: int = -100) -> None:
         super().__init__()
         check_smoothing(smoothing, convention)
-        check_class(ignore_index, "ignore_index")
         self.smoothing = float(smoothing)
         self.convention: Convention = convention
-        self.ignore_index = ignore_index
+        self.ignore_index = _whole(ignore_index, "ignore_index")
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         """The summed loss, a tensor without dimensions."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from seqpar.devices import Device, available, check_devices
 from seqpar.replicas import batch_rows, gather, parallel_apply, replicate, scatter
+from seqpar.tensor_checks import check_integer, check_module
 
 
 def _apply(
@@ -37,6 +38,10 @@ def data_parallel(
 
     As `torch.nn.parallel.data_parallel`, for any device list; see `DataParallel` for the arguments.
     """
+    check_module(module, "module")
+    check_integer(dim, "dim")
+    if module_kwargs is not None and not isinstance(module_kwargs, Mapping):
+        raise TypeError(f"module_kwargs is a {type(module_kwargs).__name__}; it must be a dict of keyword arguments")
     devices = available() if device_ids is None else check_devices(device_ids, "device_ids")
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     outputs = _apply(module, inputs, module_kwargs or {}, devices, dim)
@@ -69,6 +74,8 @@ class DataParallel(nn.Module):
         gather_outputs: bool = True,
     ) -> None:
         super().__init__()
+        check_module(module, "module")
+        check_integer(dim, "dim")
         self.module = module
         self.device_ids = tuple(available()) if device_ids is None else check_devices(device_ids, "device_ids")
         given = self.device_ids[0] if output_device is None else output_device

@@ -11,19 +11,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpar.chunked_gradient import chunked_gradient
+from seqpar.chunked_gradient import check_loss_scale, chunked_gradient
 from seqpar.chunks import Chunk, check_size, cut_rows, cut_time, recording, rows_per_chunk
-from seqpar.contract import check_additive, criterion_loss, probe_index, project, refuse_mixing
+from seqpar.contract import (
+    check_additive,
+    check_roles,
+    criterion_loss,
+    first_scores,
+    probe_index,
+    project,
+    refuse_mixing,
+)
 from seqpar.criteria import ignored_target
 from seqpar.devices import Device, check_devices
 from seqpar.known_pairs import check_class_weight, linear_of, settings_of, soft_target_of, why_no_formula
 from seqpar.linear_formula import LinearFormula, Projection, product_dtype, walk_by_formula
 from seqpar.linear_inputs import Inputs, Settings
 from seqpar.linear_op import compiled_cross_entropy
-from seqpar.replicas import bind, check_replicable, parallel_apply, replicate, scatter
+from seqpar.replicas import bind, check_replicable, parallel_apply, replicate
 from seqpar.row_kernel import why_no_kernel
 from seqpar.sharded import inside_unit, refuse_data_parallel, refuse_sharded
-from seqpar.target_checks import check_range, check_target
+from seqpar.shards import Shard, check_targets, check_width, one_for_each_device, rows_of, scattered
+from seqpar.tensor_checks import check_module
 from seqpar.token_loss import TokenLoss, wide
 
 
@@ -35,14 +44,6 @@ class Facts(NamedTuple):
     """Of the logits."""
     settled: bool
     """Whether the criterion is known to sum."""
-
-
-class Shard(NamedTuple):
-    """One device's part of the batch."""
-
-    hidden: Tensor
-    target: Tensor
-    per_token: dict[str, Tensor]
 
 
 class LossCompute(nn.Module):
@@ -77,9 +78,9 @@ class LossCompute(nn.Module):
     ) -> None:
         super().__init__()
         for name, part in (("generator", generator), ("criterion", criterion)):
-            if not isinstance(part, nn.Module):
-                raise TypeError(f"{name} is a {type(part).__name__}; it must be a torch.nn.Module")
+            check_module(part, name)
             refuse_data_parallel(part, name)
+        check_roles(generator, criterion)
         check_size(chunk_tokens, "chunk_tokens")
         check_size(chunk_size, "chunk_size")
         if chunk_tokens is not None and chunk_size is not None:
@@ -116,10 +117,15 @@ class LossCompute(nn.Module):
             `TokenLoss` on the first device. `(loss.total / tokens_of_the_step).backward()` is the one backward.
 
         Raises:
-            TypeError, ValueError: a float target; shapes that disagree; a criterion that does not sum.
+            TypeError, ValueError: what is no dense tensor, or of another dtype or shape than it should be; class
+                weights of another number of classes; a `loss_scale` of 0 or nan.
+            ValueError: on the first call, a generator that mixes rows, or a criterion that does not add up
+                (`seqpar.contract` says what is found and what is not).
             IndexError: a target outside [0, V) that is not ignored (with value and position).
-            RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them.
+            RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them; in `backward`, a
+                criterion that returned a detached number or a generator that ran under `torch.no_grad`.
         """
+        check_loss_scale(loss_scale)
         if torch.compiler.is_compiling() and self.devices is None and self.chunk_size is None and not per_token:
             generator, criterion = linear_of(self.head["generator"]), self.head["criterion"]
             if isinstance(hidden, Tensor) and not why_no_formula(self.head["generator"], criterion):
@@ -133,16 +139,18 @@ class LossCompute(nn.Module):
     def _loss(self, hidden: Any, target: Any, loss_scale: float | Tensor, per_token: dict[str, Any]) -> TokenLoss:
         refuse_sharded(self.head)
         check_replicable(self.head)
-        shards = self._scatter(hidden, target, {k: v for k, v in per_token.items() if v is not None})
+        given = {name: value for name, value in per_token.items() if value is not None}
+        shards = scattered(hidden, target, given, self.devices, self.chunk_size)
         kept = [self._kept(shard.target) for shard in shards]
         walk, facts = self._walk, None
         if not self._no_formula_for(shards[0]):
-            vocab_size = linear_of(self.head["generator"]).weight.size(0)
+            vocab_size, width = linear_of(self.head["generator"]).weight.shape
+            check_width(shards, width)
             walk, facts = self._walk_by_formula, Facts(vocab_size, product_dtype(shards[0].hidden), True)
-            _check_range(shards, kept, vocab_size)
+            check_targets(shards, kept, vocab_size)
             check_class_weight(self.head["criterion"], vocab_size)
             if self.chunk_size is None:
-                shards = _one_for_each_device(shards)
+                shards = one_for_each_device(shards)
                 kept = [self._kept(shard.target) for shard in shards]
         devices = [shard.hidden.device for shard in shards]
         at_home = len(shards) == 1 and all(p.device == devices[0] for p in self.head.parameters())
@@ -153,38 +161,6 @@ class LossCompute(nn.Module):
         inputs = [(h, s, self._chunks(s, k, facts), loss_scale) for h, s, k in walks]
         losses = parallel_apply([walk] * len(shards), inputs, devices=devices)
         return sum((_moved(loss, devices[0]) for loss in losses[1:]), start=losses[0])
-
-    def _scatter(self, hidden: Any, target: Any, per_token: dict[str, Any]) -> list[Shard]:
-        if isinstance(hidden, Tensor):
-            self._check(hidden, target, per_token)
-            return [Shard(*s) for s in scatter((hidden, target.long(), per_token), self.devices or [hidden.device])]
-        devices, sizes = [h.device for h in hidden], [len(h) for h in hidden]
-
-        def shared_out(value: Any, name: str) -> Sequence[Any]:
-            if isinstance(value, Tensor):
-                if len(value) != sum(sizes):
-                    raise ValueError(
-                        f"{name} has {len(value)} rows and the scattered hidden {sizes}, {sum(sizes)} rows"
-                    )
-                return scatter(value, devices, sizes=sizes)
-            if len(value) != len(devices):
-                raise ValueError(f"{name} is scattered over {len(value)} devices and hidden over {len(devices)}")
-            return [v.to(d) for v, d in zip(value, devices, strict=True)]
-
-        columns = {name: shared_out(value, name) for name, value in per_token.items()}
-        targets = shared_out(target, "target")
-        shards = [Shard(h, targets[i], {n: c[i] for n, c in columns.items()}) for i, h in enumerate(hidden)]
-        for shard in shards:
-            self._check(*shard)
-        return [shard._replace(target=shard.target.long()) for shard in shards]
-
-    def _check(self, hidden: Tensor, target: Any, per_token: dict[str, Any]) -> None:
-        _check_shapes(hidden, target, per_token)
-        if self.chunk_size is not None and hidden.dim() != 3:
-            raise ValueError(
-                f"chunk_size={self.chunk_size} cuts time steps and hidden has shape {tuple(hidden.shape)}; pass "
-                "(batch, time, D), or use chunk_tokens"
-            )
 
     def _kept(self, target: Tensor) -> Tensor:
         ignored = ignored_target(self.head["criterion"])
@@ -205,7 +181,7 @@ class LossCompute(nn.Module):
         )
         known = self._facts.get(about)
         if known is not None and known.settled:
-            _check_range(shards, kept, known.vocab_size)
+            check_targets(shards, kept, known.vocab_size)
             return known
         if recording(hidden.device):
             raise RuntimeError(
@@ -217,23 +193,23 @@ class LossCompute(nn.Module):
             if len(index_K):
                 fork = [] if shard.hidden.device.type == "cpu" else [shard.hidden.device]
                 with torch.random.fork_rng(fork, device_type=shard.hidden.device.type):
-                    facts = self._probe(head, shard, index_K, lambda size: _check_range(shards, kept, size))
+                    facts = self._probe(head, shard, index_K, lambda size: check_targets(shards, kept, size))
                 self._facts[about] = facts
                 return facts
         return Facts(1, hidden.dtype, False)  # every target is ignored: there is nothing to project
 
-    def _probe(self, head: nn.ModuleDict, shard: Shard, index_K: Tensor, check_targets: Callable[[int], None]) -> Facts:
+    def _probe(self, head: nn.ModuleDict, shard: Shard, index_K: Tensor, check_classes: Callable[[int], None]) -> Facts:
         """What a few rows say, on a copy of the head."""
         copies = {id(p): p.detach() for p in head.parameters()} | {id(b): b.clone() for b in head.buffers()}
         copy, lead = bind(head, copies), shard.target.dim()
-        rows = [t.detach()[index_K] for t in _rows(shard)]
+        rows = [t.detach()[index_K] for t in rows_of(shard)]
 
         def scores(shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:
             return project(copy["generator"], tuple(shard.per_token), shape, rows)
 
         with torch.no_grad():
-            logits_KV = scores((*(1,) * (lead - 1), len(index_K)), rows)
-            check_targets(logits_KV.size(-1))
+            logits_KV = first_scores(copy["generator"], scores, (*(1,) * (lead - 1), len(index_K)), rows)
+            check_classes(logits_KV.size(-1))
             check_class_weight(head["criterion"], logits_KV.size(-1))
             sums = check_additive(copy["criterion"], logits_KV, shard.target.flatten()[index_K])
         refuse_mixing(copy["generator"], scores, rows, lead, self._wants_gradients(shard))
@@ -290,7 +266,7 @@ class LossCompute(nn.Module):
     ) -> TokenLoss:
         linear = linear_of(head["generator"])
         q = soft_target_of(head["criterion"], linear.weight.size(0))
-        (hidden_ND,) = _rows(shard)
+        (hidden_ND,) = rows_of(shard)
         projection = Projection(linear.weight, linear.bias, product_dtype(hidden_ND))
         ignored = ignored_target(head["criterion"]) if recording(hidden_ND.device) else None
         formula = LinearFormula(projection, shard.target.flatten(), q, ignored=ignored)
@@ -307,7 +283,7 @@ class LossCompute(nn.Module):
             return criterion_loss(bound["criterion"], logits_KV, target_N[chunk])
 
         empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, hasattr(head["criterion"], "token_loss"))
-        return chunked_gradient(per_chunk, chunks, _rows(shard), params, empty, loss_scale)
+        return chunked_gradient(per_chunk, chunks, rows_of(shard), params, empty, loss_scale)
 
     def extra_repr(self) -> str:
         """What `print(module)` adds."""
@@ -315,43 +291,5 @@ class LossCompute(nn.Module):
         return f"devices={devices}, chunk_tokens={self.chunk_tokens}, chunk_size={self.chunk_size}"
 
 
-def _rows(shard: Shard) -> tuple[Tensor, ...]:
-    """Hidden and the per-token tensors with one row per token."""
-    lead = shard.target.dim()
-    return tuple(t.flatten(0, lead - 1) for t in (shard.hidden, *shard.per_token.values()))
-
-
 def _moved(loss: TokenLoss, device: torch.device) -> TokenLoss:
     return TokenLoss(*(None if t is None else t.to(device) for t in loss))  # type: ignore[arg-type]
-
-
-def _check_shapes(hidden: Tensor, target: Any, per_token: dict[str, Any]) -> None:
-    if not isinstance(target, Tensor):
-        raise TypeError(f"hidden is one tensor and target a {type(target).__name__}; scatter both or neither")
-    check_target(hidden, target)
-    for name, value in per_token.items():
-        if not isinstance(value, Tensor) or value.shape[: target.dim()] != target.shape:
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(
-                f"{name} is {got}; a per-token tensor must have target's shape {tuple(target.shape)} first"
-            )
-
-
-def _one_for_each_device(shards: list[Shard]) -> list[Shard]:
-    """Shards of one device side by side: to the formula a replica is nothing but one more gradient to add up."""
-    together: dict[torch.device, list[Shard]] = {}
-    for shard in shards:
-        together.setdefault(shard.hidden.device, []).append(shard)
-    return [
-        Shard(torch.cat([s.hidden.flatten(0, -2) for s in same]), torch.cat([s.target.flatten() for s in same]), {})
-        if len(same) > 1
-        else same[0]
-        for same in together.values()
-    ]
-
-
-def _check_range(shards: list[Shard], kept: list[Tensor], vocab_size: int) -> None:
-    above = 0
-    for shard, keep in zip(shards, kept, strict=True):
-        check_range(shard.target, keep, vocab_size, above)
-        above += len(shard.target)

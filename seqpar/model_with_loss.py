@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpar.sharded import refuse_data_parallel
+from seqpar.tensor_checks import check_module
 from seqpar.token_loss import TokenLoss
 
 
@@ -49,8 +50,7 @@ class ModelWithLoss(nn.Module):
     def __init__(self, model: nn.Module, loss: nn.Module) -> None:
         super().__init__()
         for name, part in (("model", model), ("loss", loss)):
-            if not isinstance(part, nn.Module):
-                raise TypeError(f"{name} is a {type(part).__name__}; it must be a torch.nn.Module")
+            check_module(part, name)
             refuse_data_parallel(part, name)
         self.model = model
         self.loss = loss
@@ -68,9 +68,12 @@ class ModelWithLoss(nn.Module):
             per_token: further per-token tensors for the generator; those that the model returns are added.
 
         Raises:
+            TypeError: `per_token` is no dict.
             RuntimeError: parameters are sharded here, because a part was called that `fully_shard` does not wrap.
             Everything that `LossCompute` raises.
         """
+        if per_token is not None and not isinstance(per_token, Mapping):
+            raise TypeError(f"per_token is a {type(per_token).__name__}; it must be a dict of per-token tensors")
         hidden = self.model(*inputs, **keywords)
         extra = dict(per_token or {})
         if isinstance(hidden, tuple) and len(hidden) == 2 and isinstance(hidden[1], Mapping):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from seqpar.devices import Device, check_devices
 from seqpar.structures import map_tensors
+from seqpar.tensor_checks import check_module
 
 
 def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
@@ -27,9 +28,16 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
         parts: name of a submodule (as in `named_modules`; "" is the model) -> device. The longest name wins.
 
     Raises:
+        TypeError: a model that is no module; parts that are no dict; something else than a device; a tensor on the
+            meta device.
         KeyError: a name that is no submodule.
         ValueError: a parameter in no part; one tensor shared by parts on different devices; a bad device.
     """
+    check_module(model, "model")
+    if not isinstance(parts, Mapping):
+        raise TypeError(
+            f"parts is a {type(parts).__name__}; it must be a dict, such as {{'': 'cuda:0', 'head': 'cpu'}}"
+        )
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in parts:
         if name not in modules:
@@ -68,6 +76,8 @@ def _check_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> Non
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for name, tensor in named:
         part = _part_of(name.rpartition(".")[0], devices)
+        if tensor.is_meta:
+            raise TypeError(f"{name} is on the meta device and has no numbers; use model.to_empty(device=...)")
         if part is None:
             raise ValueError(f"{name} lies in none of the parts {list(devices)}; add one for it, or '' for the rest")
         first, device = homes.setdefault(id(tensor), (name, devices[part]))

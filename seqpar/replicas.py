@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from seqpar.devices import Device, accelerator, check_devices
 from seqpar.sharded import structural_copy
 from seqpar.structures import describe, leaves, rebuild
-from seqpar.tensor_checks import is_dtensor
+from seqpar.tensor_checks import check_dense, check_integer, check_module, is_dtensor
 
 Module = TypeVar("Module", bound=nn.Module)
 Result = TypeVar("Result")
@@ -102,6 +102,7 @@ def replicate(module: Module, device_ids: Sequence[Device]) -> list[Module]:
     Raises:
         TypeError, ValueError: a bad device list; a module that cannot be replicated (see `bind`).
     """
+    check_module(module, "module")
     devices = check_devices(device_ids, "device_ids")
     check_replicable(module)
     parameters = list(module.parameters())
@@ -144,10 +145,12 @@ def batch_rows(inputs: Any, dim: int = 0) -> int | None:
     """The common size of all tensors along `dim`; None where there is no tensor with dimensions.
 
     Raises:
+        TypeError: a tensor is sparse, nested, quantised, on the meta device or sharded.
         ValueError: sizes disagree, or a tensor has no dimension `dim`.
     """
     tensors = [t for t in leaves(inputs) if isinstance(t, Tensor) and t.dim()]
     for t in tensors:
+        check_dense(t, "a tensor of the inputs")
         if not -t.dim() <= dim < t.dim():
             raise ValueError(f"cannot scatter along dim {dim}: a tensor of shape {tuple(t.shape)} has no such dim")
         if t.size(dim) != tensors[0].size(dim):
@@ -167,19 +170,29 @@ def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequ
     2, 2, 2 and leaves a device idle); fewer rows than devices use the first devices only. `sizes` names the cut.
 
     Raises:
+        TypeError: a tensor that has no plain numbers (sparse, nested, meta, ...); a `dim` or sizes that are no int.
         ValueError: tensors of different sizes along `dim`; `sizes` that do not add up to the rows.
     """
     devices = check_devices(device_ids, "device_ids")
+    check_integer(dim, "dim")
     rows = batch_rows(inputs, dim)
     if rows is None:
         cut = [0] * len(devices)
     else:
-        cut = even_sizes(rows, len(devices)) if sizes is None else list(sizes)
-        if sum(cut) != rows or len(cut) > len(devices):
+        cut = even_sizes(rows, len(devices)) if sizes is None else _checked_sizes(sizes)
+        if sum(cut) != rows or len(cut) > len(devices) or min(cut, default=0) < 0:
             raise ValueError(f"sizes {cut} do not cut {rows} rows for {len(devices)} devices")
     used = devices[: len(cut)]
     scattered = [_scatter_leaf(leaf, used, dim, cut) for leaf in leaves(inputs)]
     return [rebuild(inputs, iter(shard)) for shard in zip(*scattered, strict=True)] or [inputs for _ in used]
+
+
+def _checked_sizes(sizes: Sequence[int]) -> list[int]:
+    if not isinstance(sizes, (list, tuple)):
+        raise TypeError(f"sizes is a {type(sizes).__name__}; it must be a list of one number of rows for each device")
+    for i, size in enumerate(sizes):
+        check_integer(size, f"sizes[{i}]")
+    return list(sizes)
 
 
 def _scatter_leaf(leaf: Any, devices: Sequence[torch.device], dim: int, sizes: list[int]) -> Sequence[Any]:
@@ -201,9 +214,13 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
     As `torch.nn.parallel.gather`. Tensors without dimensions become a vector with one entry per replica.
 
     Raises:
+        TypeError: outputs that are no list; tensors that have no plain numbers.
         ValueError: structures or shapes that do not fit; non-tensors that differ between replicas.
     """
     (device,) = check_devices([output_device], "output_device")
+    check_integer(dim, "dim")
+    if not isinstance(outputs, (list, tuple)):
+        raise TypeError(f"outputs is a {type(outputs).__name__}; it must be a list with the output of each replica")
     if not outputs:
         raise ValueError("gather got no outputs")
     first = outputs[0]
@@ -222,7 +239,11 @@ def _gather_leaf(column: Sequence[Any], device: torch.device, dim: int) -> Any:
                     f"replica 0 returned {column[0]!r} and replica {i} {other!r}; return tensors to have them joined"
                 )
         return column[0]
+    for i, part in enumerate(column):
+        check_dense(part, f"the output of replica {i}")
     parts = [t.reshape(1) if t.dim() == 0 else t for t in column]
+    if any(not -p.dim() <= dim < p.dim() for p in parts):
+        raise ValueError(f"cannot gather along dim {dim}: replica 0 returned shape {tuple(parts[0].shape)}")
     shapes = [[size for axis, size in enumerate(p.shape) if axis != dim % p.dim()] for p in parts]
     for i, shape in enumerate(shapes):
         if shape != shapes[0]:
@@ -251,9 +272,19 @@ def parallel_apply(
     Workers have the caller's grad mode, inference mode and autocast (with its dtype).
 
     Raises:
-        whatever a module raises, with a note that names the replica and its device.
+        TypeError: modules, inputs or keyword arguments that are no lists of such. ValueError: not as many of each.
+        Whatever a module raises, with a note that names the replica and its device.
     """
+    for name, values in (("modules", modules), ("inputs", inputs), ("kwargs_tup", kwargs_tup)):
+        if not isinstance(values, (list, tuple, nn.ModuleList)) and (values is not None or name != "kwargs_tup"):
+            raise TypeError(f"{name} is a {type(values).__name__}; it must be a list with one for each replica")
+    for i, module in enumerate(modules):
+        if not callable(module):
+            raise TypeError(f"modules[{i}] is a {type(module).__name__}; it must be a module or a function")
     kwargs_tup = [{}] * len(modules) if kwargs_tup is None else kwargs_tup
+    for i, keywords in enumerate(kwargs_tup):
+        if not isinstance(keywords, Mapping):
+            raise TypeError(f"kwargs_tup[{i}] is a {type(keywords).__name__}; it must be a dict of keyword arguments")
     where = _devices_of(inputs) if devices is None else list(check_devices(devices))
     if not len(modules) == len(inputs) == len(kwargs_tup) == len(where):
         raise ValueError(

@@ -36,12 +36,6 @@ def check_range(target: Tensor, kept: Tensor, vocab_size: int, above: int = 0) -
         )
 
 
-def check_class(value: object, name: str) -> None:
-    """Raises TypeError unless `value` is an int, such as a class or what stands for none."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; it must be an int, such as the padding class or -100")
-
-
 def checked_target(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """The targets (rows,) as int64, once they are known to fit the logits (rows, V).
 

@@ -10,7 +10,7 @@ import sys
 from numbers import Real
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CLASS_INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -104,3 +104,17 @@ def check_number(
     )
     if not inside:
         raise ValueError(f"{name} is {value!r}; it must be {wanted}")
+
+
+def check_integer(value: object, name: str) -> None:
+    """Raise TypeError unless `value` is an int (no bool)."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {_kind_of(value)}; it must be an int")
+
+
+def check_module(value: object, name: str) -> None:
+    """Raise TypeError unless `value` is a `torch.nn.Module`; a class is told to be called."""
+    if isinstance(value, type):
+        raise TypeError(f"{name} is the class {value.__name__}; it must be a torch.nn.Module: {value.__name__}(...)")
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{name} is {_kind_of(value)}; it must be a torch.nn.Module")

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import seqpar
 from seqpar.chunks import cut_rows
+from seqpar.criteria import logits_gradient_, row_losses, soft_target, softmax_and_sums
 
 V = 9
 
@@ -47,7 +48,7 @@ MIXING = {
         "other time steps",
     ),
     "a recurrence": (lambda self, x: self.part(x)[0], {"part": nn.GRU(4, 4, batch_first=True)}, 3, "other time steps"),
-    "batch normalisation": (normalised, {"norm": nn.BatchNorm1d(4)}, 3, r"\(BatchNorm1d in training takes statistics"),
+    "batch normalisation": (normalised, {"norm": nn.BatchNorm1d(4)}, 3, r"\(BatchNorm1d takes statistics"),
     "a running sum over rows": (over_the_batch(lambda x: x.cumsum(0)), {}, 2, "in other rows"),
     "the mean of the rows": (over_the_batch(lambda x: x - x.mean(0)), {}, 2, "in other rows"),
     "batch normalisation of rows": (normalised, {"norm": nn.BatchNorm1d(4)}, 2, "BatchNorm1d"),
@@ -101,7 +102,7 @@ def test_batch_normalisation_mixes_in_training_alone():
         loss, F.cross_entropy(generator(hidden).flatten(0, 1), target.flatten(), reduction="sum")
     )
     before = copy.deepcopy(generator.state_dict())
-    with pytest.raises(ValueError, match="BatchNorm1d in training"):
+    with pytest.raises(ValueError, match="BatchNorm1d takes statistics"):
         engine.train()(hidden, target)
     assert all(torch.equal(before[name], value) for name, value in generator.state_dict().items())
 
@@ -319,6 +320,39 @@ def test_a_weight_of_a_class_that_never_occurs_is_never_multiplied(weight, gener
     (ours,) = torch.autograd.grad(seqpar.LossCompute(generator, criterion)(hidden, target).total, hidden)
     assert plain.isfinite().all()
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("weight", [float("inf"), float("nan")])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_no_weight_of_the_padding_class_or_of_another_part_is_multiplied(weight, parts):
+    """The excluded class of "harvard", and on a rank the class that stands in for those that are elsewhere."""
+    logits, target = torch.randn(5, V, dtype=torch.float64), torch.tensor([1, 4, 5, 8, 1])
+    weight_V = torch.linspace(0.5, 2, V, dtype=torch.float64)
+    q = soft_target(0.1, "harvard", 0, V)
+    part = None if parts == 1 else Part(V)
+    found = []
+    for first in (1.0, weight):
+        changed = weight_V.clone()
+        changed[0] = first
+        p, rows = softmax_and_sums(logits, target, q._replace(weight_V=changed), part)
+        found.append((row_losses(rows, q), logits_gradient_(p, target, rows, q._replace(weight_V=changed), part)))
+    assert found[0][1].isfinite().all()
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+class Part:
+    """A part that holds the lower classes: a target elsewhere stands at class 0."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def place(self, target_N, size):
+        owned_N = target_N < 5
+        return target_N.where(owned_N, 0), owned_N
+
+    def combine(self, rows, target_N):
+        return rows._replace(share_N=torch.ones_like(rows.lse_N))
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 import seqpar
 from models import Generator
 from seqpar import loss_compute
-from seqpar.loss_compute import Shard, _one_for_each_device
+from seqpar.shards import Shard, one_for_each_device
 from seqpar.testing import assert_same_results
 
 
@@ -114,7 +114,7 @@ def test_the_formula_path_calls_no_generator(monkeypatch):
 
 def test_a_dtype_that_torch_refuses_is_refused():
     engine = seqpar.LossCompute(nn.Linear(4, 7), seqpar.CrossEntropy())
-    with pytest.raises(RuntimeError, match="dtype"):
+    with pytest.raises(TypeError, match=r"hidden has dtype torch.float64 and the generator's parameters torch.float32"):
         engine(torch.randn(5, 4, dtype=torch.float64), torch.zeros(5).long())
 
 
@@ -135,7 +135,7 @@ def test_rows_of_one_device_are_put_side_by_side_and_no_device_is_left_out():
     shards = [
         Shard(torch.ones(2, i + 1, 3, device=d), torch.ones(2, i + 1, device=d), {}) for i, d in enumerate(devices)
     ]
-    together = _one_for_each_device(shards)
+    together = one_for_each_device(shards)
     assert [(s.hidden.device.type, s.hidden.shape, s.target.numel()) for s in together] == [
         ("cpu", (2 + 6, 3), 2 + 6),
         ("meta", (2, 2, 3), 4),

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar import placement
@@ -34,6 +35,46 @@ def test_the_mean_divides_once_and_has_no_nan():
     assert token_loss(6.0, 3).mean == 2
     assert token_loss(0.0, 0).mean == 0
     assert not token_loss(6.0, 3)._replace(total=torch.ones((), requires_grad=True)).detach().total.requires_grad
+
+
+MANY = 2**24 + 1
+"""The first whole number that float32 cannot hold."""
+
+
+def test_counts_are_exact_where_float32_is_not():
+    one = seqpar.TokenLoss.zero(torch.float32, torch.device("cpu"), tells=True)._replace(
+        tokens=torch.tensor(1), correct=torch.tensor(1)
+    )
+    many = one._replace(tokens=torch.tensor(MANY - 1), correct=torch.tensor(MANY - 1))
+    for loss in (many + one, sum([one, many]), many.detach() + one):
+        assert (loss.tokens, loss.correct) == (MANY, MANY)
+    hidden = torch.zeros(2, 1, requires_grad=True)
+
+    def per_chunk(params, rows, chunk):
+        return (many if chunk.start else one)._replace(total=rows[0].sum())
+
+    for needs_gradient in (True, False):
+        chunks = [slice(0, 1), slice(1, 2)]
+        empty = seqpar.TokenLoss.zero(torch.float32, torch.device("cpu"), tells=True)
+        loss = seqpar.chunked_gradient(per_chunk, chunks, [hidden.requires_grad_(needs_gradient)], [], empty)
+        assert (loss.tokens, loss.correct) == (MANY, MANY)
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+@pytest.mark.parametrize("generator", [nn.Linear(4, 9), nn.Sequential(nn.Tanh(), nn.Linear(4, 9))])
+@pytest.mark.parametrize("criterion", [seqpar.CrossEntropy(), nn.CrossEntropyLoss(reduction="sum")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept", [6, 0])
+def test_counts_are_int64_on_every_path(devices, generator, criterion, dtype, kept):
+    target = torch.full((6,), -100)
+    target[:kept] = 1
+    loss = seqpar.LossCompute(generator.to(dtype), criterion, devices)(torch.randn(6, 4).to(dtype), target)
+    assert loss.tokens.dtype == torch.int64
+    assert loss.tokens == kept
+    assert loss.correct is None or loss.correct.dtype == torch.int64
+    if isinstance(criterion, seqpar.CrossEntropy):
+        alone = criterion.token_loss(torch.randn(6, 9).to(dtype), target)
+        assert alone.tokens.dtype == alone.correct.dtype == torch.int64
 
 
 def indices(chunk, rows):
@@ -178,6 +219,24 @@ class Embeds(nn.Module):
 
     def forward(self, tokens, *, extra):
         return self.rest(self.embed(tokens) + self.position + extra["bias"])
+
+
+@pytest.mark.usefixtures("fake_gpus")
+@pytest.mark.parametrize(("outer", "inner"), [("cuda:0", "cpu"), ("cpu", "cuda:0")])
+def test_what_follows_the_layers_to_the_cpu_is_waited_for(outer, inner):
+    waited = {}
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._to_copy.default:
+                waited[kwargs["device"].type] = not kwargs.get("non_blocking", False)
+            return function(*args, **(kwargs or {}))
+
+    model = nn.Sequential(linear(outer), linear(inner), linear(outer))
+    seqpar.place(model, {"": outer, "1": inner})
+    with Copies():
+        assert model(torch.empty(2, 3, device=outer)).device == torch.device(outer)
+    assert waited == {"cpu": True, "cuda": False}
 
 
 @pytest.mark.usefixtures("fake_gpus")

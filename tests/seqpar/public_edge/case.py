@@ -59,5 +59,5 @@ def _hold_numbers(case: Case, answer: Equals) -> None:
     for ours, plain in zip(found, expected, strict=True):
         assert ours.shape == plain.shape
         assert torch.isfinite(plain).all()
-        largest = float(plain.abs().max()) if plain.numel() else 0.0
+        largest = float(plain.double().abs().max()) if plain.numel() else 0.0
         torch.testing.assert_close(ours.double(), plain.double(), rtol=0.0, atol=RELATIVE * max(largest, 1e-300))

@@ -1,0 +1,195 @@
+"""`LossCompute` and `MultiGPULossCompute`: how they are made, and what they are called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import seqpar
+from tests.seqpar.odd_tensors import NO_TENSOR, SPECIAL
+from tests.seqpar.public_edge.case import Case, Raises
+from tests.seqpar.public_edge.criteria_table import NO_INDICES, ODD_DTYPES, V, logits, targets
+from tests.seqpar.public_edge.tables import refused, values
+
+D = 4
+
+
+class Own(nn.Module):
+    """A generator without a formula, which may take more for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, V)
+
+    def forward(self, hidden: Tensor, extra: Tensor | None = None) -> Tensor:
+        return self.linear(hidden.tanh() if extra is None else hidden.tanh() + extra)
+
+
+GENERATORS: dict[str, Callable[[], nn.Module]] = {"by formula": lambda: nn.Linear(D, V), "by autograd": Own}
+
+
+def hidden(*lead: int) -> Tensor:
+    return logits(*lead, D)
+
+
+def engine(kind: str = "by formula", **options: Any) -> seqpar.LossCompute:
+    torch.manual_seed(0)
+    return seqpar.LossCompute(GENERATORS[kind]().double(), seqpar.CrossEntropy(), **options)
+
+
+NO_MODULE = values(
+    "it must be a torch.nn.Module",
+    none=None, text="linear", a_function=nn.functional.cross_entropy, a_class=nn.Linear, a_tensor=torch.ones(9, 4),
+    a_list=[nn.Linear(4, 9)],
+)  # fmt: skip
+SWAPPED = values(
+    "the order is (generator, criterion)", ours=seqpar.CrossEntropy(), torchs=nn.CrossEntropyLoss(reduction="sum")
+)
+SWAPPED_BACK = values("the order is (generator, criterion)", a_linear=nn.Linear(4, 9), a_stack=nn.Sequential())
+NO_SUM = values(
+    "the criterion must sum: reduction='sum'", a_mean=nn.CrossEntropyLoss(), rows=nn.NLLLoss(reduction="none")
+)
+NO_SIZE = values(
+    "it must be a whole number of at least 1",
+    zero=0, negative=-1, a_float=2.0, a_bool=True, text="5", nan=float("nan"), a_list=[5], a_tensor=torch.tensor(5),
+)  # fmt: skip
+NO_DEVICES = values("pass a list, such as", text="cpu", a_number=0, a_device=torch.device("cpu"), a_set={"cpu"})
+NO_DEVICE = values("this machine has cpu", a_bool=[True], none=[None], a_float=[0.0], a_tensor=[torch.ones(1)])
+NOWHERE = values("this machine has cpu", empty=[], meta=["meta"], nonsense=["gpu0"], a_second_cpu=["cpu", "cpu:1"])
+
+
+def made() -> list[Case]:
+    """Ways to make an engine."""
+    linear, loss = nn.Linear(D, V), seqpar.CrossEntropy()
+    name, multi = "LossCompute", "MultiGPULossCompute"
+
+    def two_thousand_and_eighteen(**options: Any) -> seqpar.MultiGPULossCompute:
+        return seqpar.MultiGPULossCompute(linear, loss, **{"devices": ["cpu"], **options})
+
+    cases = []
+    for odd in (NO_MODULE, SWAPPED):
+        cases += refused(name, lambda x: seqpar.LossCompute(x, loss), "generator", odd, TypeError)
+        cases += refused(multi, lambda x: seqpar.MultiGPULossCompute(x, loss, ["cpu"]), "generator", odd, TypeError)
+    for odd in (NO_MODULE, SWAPPED_BACK):
+        cases += refused(name, lambda x: seqpar.LossCompute(linear, x), "criterion", odd, TypeError)
+    cases += refused(name, lambda x: seqpar.LossCompute(linear, x), "criterion", NO_SUM, ValueError)
+    for size in ("chunk_tokens", "chunk_size"):
+        make = partial(lambda x, size: seqpar.LossCompute(linear, loss, **{size: x}), size=size)
+        cases += refused(name, make, size, NO_SIZE, ValueError)
+    cases += refused(multi, lambda x: two_thousand_and_eighteen(chunk_size=x), "chunk_size", NO_SIZE, ValueError)
+    for odd, error in ((NO_DEVICES, TypeError), (NO_DEVICE, TypeError), (NOWHERE, ValueError)):
+        cases += refused(name, lambda x: seqpar.LossCompute(linear, loss, x), "devices", odd, error)
+        cases += refused(multi, lambda x: two_thousand_and_eighteen(devices=x), "devices", odd, error)
+    odd = values("it must be an optimizer with .step(), or None", text="adam", a_class=dict, a_number=0.1)
+    return cases + refused(multi, lambda x: two_thousand_and_eighteen(opt=x), "opt", odd, TypeError)
+
+
+A_PAIR = {
+    "an LSTM's tuple": (lambda: nn.LSTM(D, D).double()(hidden(6)), "hidden must be a tensor, or one tensor for each"),
+    "a list of numbers": (lambda: [1.0, 2.0], "[0] is a float; it must be a tensor"),
+    "a list of lists": (lambda: [[1.0], [2.0]], "[0] is a list; hidden must be a tensor, or one tensor for each"),
+}
+NOT_HIDDEN = {**SPECIAL, **{k: v for k, v in NO_TENSOR.items() if k not in ("a list", "an LSTM's tuple")}}
+NO_SCALE = values(
+    "it must be a", none=None, text="2", a_bool=True, a_list=[1.0], many=torch.ones(2), yes=torch.tensor(True)
+)
+NOT_FINITE = values(
+    "is ", nan=float("nan"), infinite=float("inf"), zero=0, minus_zero=-0.0, tensor_0=torch.tensor(0.0),
+    tensor_nan=torch.tensor(float("nan")),
+)  # fmt: skip
+
+
+def _tensors(kind: str) -> list[Case]:
+    """What is no tensor, or not of a dtype that is asked for."""
+    ask, six, rows = engine(kind), targets(6), hidden(6)
+    cases = refused(kind, lambda x: ask(x, six), "hidden", NOT_HIDDEN, TypeError)
+    cases += refused(kind, lambda x: ask(x, six), "hidden", A_PAIR, TypeError)
+    odd = {str(d): (partial(rows.to, d), "it must be a floating dtype") for d in ODD_DTYPES}
+    cases += refused(kind, lambda x: ask(x, six), "hidden", odd, TypeError)
+    cases += refused(kind, lambda x: ask([x], six), "hidden[0]", odd, TypeError)
+    cases += refused(kind, lambda x: ask(rows, x), "target", NOT_HIDDEN, TypeError)
+    both = values("scatter both or neither", a_list=[six], a_tuple=(six, six))
+    cases += refused(kind, lambda x: ask(rows, x), "target", both, TypeError)
+    odd = {str(d): (partial(six.to, d), "it must hold class indices, int64") for d in NO_INDICES}
+    cases += refused(kind, lambda x: ask(rows, x), "target", odd, TypeError)
+    cases += refused(f"{kind}, scattered", lambda x: ask([rows], x), "target", odd, TypeError)
+    cases += refused(kind, lambda x: ask(rows, six, loss_scale=x), "loss_scale", NO_SCALE, TypeError)
+    return cases + refused(kind, lambda x: ask(rows, six, loss_scale=x), "loss_scale", NOT_FINITE, ValueError)
+
+
+def _shapes(kind: str) -> list[Case]:
+    """What does not fit together."""
+    ask, six = engine(kind), targets(6)
+
+    def case(label: str, call: Callable[[], object], error: type[Exception], *words: str) -> Case:
+        return Case(f"{kind}: {label}", call, Raises(error, words))
+
+    cases = []
+    for a, b in [((6,), (5,)), ((2, 3), (6,)), ((2, 3), (3, 2)), ((6,), (2, 3)), ((), ()), ((0,), (1,)), ((1,), ())]:
+        words = ("hidden", "target", str((*a, D)), str(b), "leading shape")
+        cases.append(case(f"shapes {a} and {b}", partial(ask, hidden(*a), targets(*b)), ValueError, *words))
+    for bad in (V, -1, 10**9):
+        words = (f"target {bad} at position (1, 0)", "outside the vocabulary")
+        target = torch.tensor([[1, 2], [bad, 2]])
+        cases.append(case(f"a target of {bad}", partial(ask, hidden(2, 2), target), IndexError, *words))
+    wide, half = logits(6, D + 1), hidden(6).float()
+    return [
+        *cases,
+        case("another width", partial(ask, wide, six), ValueError, "hidden", f"{D + 1}", f"{D}"),
+        case("another width, scattered", partial(ask, [wide], six), ValueError, "hidden", f"{D + 1}", f"{D}"),
+        case("another dtype", partial(ask, half, six), TypeError, "hidden has dtype torch.float32", "torch.float64"),
+        case("nothing scattered", partial(ask, [], []), ValueError, "hidden is an empty list"),
+        case("a scattered vector", partial(ask, [torch.ones(6)], six), ValueError, "hidden[0] has shape (6,)"),
+        case("scattered sizes", partial(ask, [hidden(2), hidden(3)], six), ValueError, "target has 6 rows", "[2, 3]"),
+        case(
+            "scattered apart", partial(ask, [hidden(3)] * 2, [six]), ValueError, "target is scattered over 1", "over 2"
+        ),
+        case(
+            "a scattered number", partial(ask, [hidden(6)], [3]), TypeError, "target[0] is a int; it must be a tensor"
+        ),
+        case("a GRU's tuple", partial(ask, nn.GRU(D, D).double()(hidden(6)), six), ValueError, "target", "[6, 1]"),
+        case("time steps of rows", partial(engine(kind, chunk_size=2), hidden(6), six), ValueError, "chunk_size=2"),
+    ]
+
+
+def _per_token() -> list[Case]:
+    ask, six, rows = engine("by autograd"), targets(6), hidden(6)
+    odd = {label: made for label, made in NOT_HIDDEN.items() if label != "none"}  # which passes through
+    cases = refused("by autograd", lambda x: ask(rows, six, extra=x), "extra", odd, TypeError)
+    for shape in [(5, D), (), (1, D), (6 * D,)]:
+        words = ("extra", str(shape), "target's shape (6,)")
+        call = partial(ask, rows, six, extra=logits(*shape))
+        cases.append(Case(f"by autograd: extra of shape {shape}", call, Raises(ValueError, words)))
+    return cases
+
+
+NO_NORMALIZE = values(
+    "normalize", none=None, text="6", a_bool=True, a_list=[6], many=torch.ones(2), a_complex_one=torch.ones(1) * 1j
+)
+NOTHING_TO_DIVIDE_BY = values(
+    "normalize is", nan=float("nan"), infinite=float("inf"), zero=0, below_0=-6.0, tensor_0=torch.tensor(0),
+    tensor_nan=torch.tensor(float("nan")),
+)  # fmt: skip
+
+
+def _normalize() -> list[Case]:
+    linear = nn.Linear(D, V).double()
+    opt = torch.optim.SGD(linear.parameters(), 0.0)
+    compute = seqpar.MultiGPULossCompute(linear, seqpar.CrossEntropy(), ["cpu"], opt)
+    cases = []
+    for odd, error in ((NO_NORMALIZE, TypeError), (NOTHING_TO_DIVIDE_BY, ValueError)):
+        call = lambda x: compute(hidden(2, 3), targets(2, 3), x)  # noqa: E731
+        cases += refused("MultiGPULossCompute", call, "normalize", odd, error)
+    return cases
+
+
+CASES = [
+    *made(),
+    *(case for kind in GENERATORS for case in (*_tensors(kind), *_shapes(kind))),
+    *_per_token(),
+    *_normalize(),
+]
