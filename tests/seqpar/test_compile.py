@@ -145,9 +145,8 @@ def test_in_a_graph_the_products_are_of_the_autocast_dtype(dtype):
         with torch.autocast("cpu", dtype):
             return seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=4).total
 
-    found = []
-    for loss in (step(), torch.compile(step, fullgraph=True, backend="aot_eager")()):
-        found.append([loss.detach(), *torch.autograd.grad(loss, (hidden, weight))])
+    losses = step(), torch.compile(step, fullgraph=True, backend="aot_eager")()
+    found = [[loss.detach(), *torch.autograd.grad(loss, (hidden, weight))] for loss in losses]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert found[0][0] != seqpar.linear_cross_entropy(hidden, weight, target).total
 
