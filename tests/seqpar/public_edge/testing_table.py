@@ -48,6 +48,7 @@ def same_results(rtol: Any) -> None:
 
 
 def _proofs() -> Iterator[Case]:
+    """Of `assert_same_loss`, and the tolerance of all three."""
     for name, call in (("loss", same_loss), ("gradients", same_gradients), ("results", same_results)):
         for kind, (value, error) in TOLERANCES.items():
             yield raises(f"assert_same_{name}, rtol {kind}", partial(call, rtol=value), error, "rtol is ")
@@ -63,6 +64,10 @@ def _proofs() -> Iterator[Case]:
         yield raises(f"assert_same_loss, tokens {kind}", partial(same_loss, tokens=value), error, "tokens is ")
     for kind, value in {"text": "world", "ranks": [0, 1]}.items():
         yield raises(f"assert_same_loss, group {kind}", partial(same_loss, group=value), TypeError, "group is ")
+
+
+def _comparisons() -> Iterator[Case]:
+    """Of `assert_same_gradients` and `plain_loss`."""
     for argument in ("candidate", "reference"):
         for kind, value in {"none": None, "a tensor": torch.ones(())}.items():
             call = partial(same_gradients, **{argument: value})
@@ -90,4 +95,4 @@ def _proofs() -> Iterator[Case]:
     yield Case("plain_loss of sentences", ours, Equals(lambda: (plain,)))
 
 
-CASES = [*_proofs()]
+CASES = [*_proofs(), *_comparisons()]
