@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from seqpar.collectives import broadcast_object, check_agreement, group_sum, rank_in, world_size
+from seqpar.collectives import broadcast_object, check_agreement, check_group, group_sum, rank_in, world_size
 from seqpar.structures import leaves, map_tensors
 from seqpar.token_loss import TokenLoss
 
@@ -75,11 +76,13 @@ def accumulate_gradients(
     Raises:
         RuntimeError: on every rank: ranks that disagree; a `tokens_of` that does not count what the losses do.
         ValueError: on every rank: no rank has a micro-batch. No group for FSDP2, or another than DDP's.
-        TypeError: a model that does not reduce gradients.
+        TypeError: a model that does not reduce gradients; an argument, or what a function returned, of another kind.
     """
+    _check_arguments(micro_batches, loss_of, tokens_of, backward, agree)
+    check_group(group)
     mine = list(micro_batches)
     group = _group_of(model, group)
-    step = _meet(len(mine), int(sum(tokens_of(m) for m in mine)), _facts(model, agree), group)
+    step = _meet(len(mine), _counted([tokens_of(m) for m in mine]), _facts(model, agree), group)
     longest = max(step.micro_batches)
     spare = _spare(mine, step, group) if min(step.micro_batches) < longest else None
     factor = (1 if model is None else world_size(group)) / max(1, step.tokens)
@@ -87,7 +90,7 @@ def accumulate_gradients(
     for i in range(longest):
         counts = i < len(mine)
         with _reducing(model, i == longest - 1 or (i == 0 and _learns_its_graph(model))):
-            loss = loss_of(mine[i] if counts else spare)  # type: ignore[arg-type]
+            loss = _checked(loss_of(mine[i] if counts else spare))  # type: ignore[arg-type]
             backward(loss.total * (factor if counts else 0.0))
         loss = loss.detach()
         losses.append(loss if counts else TokenLoss(*(None if t is None else torch.zeros_like(t) for t in loss)))  # type: ignore[arg-type]
@@ -102,12 +105,61 @@ def accumulate_gradients(
 
 def sum_over_ranks(loss: TokenLoss, group: ProcessGroup | None) -> TokenLoss:
     """The loss of all ranks' tokens, detached: each field summed over the group in one collective."""
+    if not isinstance(loss, TokenLoss):
+        raise TypeError(f"loss is {_kind(loss)}; it must be a seqpar.TokenLoss")
     if world_size(group) == 1:
         return loss.detach()
     fields = [torch.zeros_like(loss.total) if t is None else t for t in loss]
     sums = group_sum(torch.stack([t.detach().to(torch.float64) for t in fields]), group)
     whole = (None if t is None else s.to(t.dtype) for t, s in zip(loss, sums, strict=True))
     return TokenLoss(*whole)  # type: ignore[arg-type]
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _check_arguments(
+    micro_batches: object, loss_of: object, tokens_of: object, backward: object, agree: object
+) -> None:
+    if not isinstance(micro_batches, Iterable):
+        raise TypeError(f"micro_batches is {_kind(micro_batches)}; it must be an iterable of this rank's micro-batches")
+    for name, function in (("loss_of", loss_of), ("tokens_of", tokens_of), ("backward", backward)):
+        if not callable(function):
+            raise TypeError(f"{name} is {_kind(function)}; it must be a function")
+    if agree is not None and not isinstance(agree, Mapping):
+        raise TypeError(f"agree is {_kind(agree)}; it must be a dict of names and what is to be the same")
+
+
+def _counted(counts: Sequence[int | Tensor]) -> int:
+    """Their sum, which a device is waited for once."""
+    for count in counts:
+        _check_count(count)
+    total = float(sum(count.reshape(()) if isinstance(count, Tensor) else count for count in counts))
+    if not total >= 0 or total % 1:
+        raise ValueError(f"tokens_of counted {total:g} tokens; it must return whole numbers, at least 0")
+    return int(total)
+
+
+def _check_count(count: object) -> None:
+    if isinstance(count, Tensor):
+        if count.numel() != 1:
+            raise ValueError(f"tokens_of returned a tensor of shape {tuple(count.shape)}; it must return one number")
+    elif isinstance(count, bool) or not isinstance(count, Real):
+        raise TypeError(f"tokens_of returned {_kind(count)}; it must return a whole number, how many tokens count")
+    elif not float(count) >= 0 or float(count) % 1:
+        raise ValueError(f"tokens_of returned {count}; it must return a whole number, at least 0")
+
+
+def _checked(loss: TokenLoss) -> TokenLoss:
+    if not isinstance(loss, TokenLoss):
+        raise TypeError(
+            f"loss_of returned {_kind(loss)}; it must return a seqpar.TokenLoss, the summed loss and its tokens: "
+            "TokenLoss(total, tokens)"
+        )
+    if not loss.total.requires_grad:
+        raise ValueError("loss_of returned a loss without a gradient; call the model outside torch.no_grad()")
+    return loss
 
 
 def _group_of(model: nn.Module | None, group: ProcessGroup | None) -> ProcessGroup | None:

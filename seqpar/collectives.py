@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -26,14 +27,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from seqpar.tensor_checks import check_dense
+
+
+def check_group(group: object) -> None:
+    """Raise TypeError unless it is a group of ranks, or None."""
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"group is {group!r:.60}; it must be a torch.distributed ProcessGroup (of a mesh: mesh.get_group()), or "
+            "None for this process alone"
+        )
+
 
 def world_size(group: ProcessGroup | None) -> int:
     """The number of ranks in the group; 1 for None."""
+    check_group(group)
     return 1 if group is None else group.size()
 
 
 def rank_in(group: ProcessGroup | None) -> int:
     """This process's rank in the group; 0 for None."""
+    check_group(group)
     return 0 if group is None else group.rank()
 
 
@@ -48,8 +62,9 @@ def group_max(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _reduced(tensor: Tensor, group: ProcessGroup | None, operation: Any) -> Tensor:
+    check_dense(tensor, "tensor")
     result = tensor.detach().clone()
-    if group is not None and group.size() > 1:
+    if world_size(group) > 1:
         dist.all_reduce(result, operation, group=group)
     return result
 
@@ -65,6 +80,7 @@ def group_gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
 
 def gather_numbers(numbers: Sequence[int], group: ProcessGroup | None) -> list[list[int]]:
     """Every rank's whole numbers, in rank order; all ranks must give as many."""
+    check_group(group)
     nccl = group is not None and dist.get_backend(group) == "nccl"
     device = torch.accelerator.current_accelerator() if nccl else None
     return [t.tolist() for t in group_gather(torch.tensor(numbers, dtype=torch.int64, device=device), group)]
@@ -90,6 +106,7 @@ def broadcast_object(value: Any, source: int, group: ProcessGroup | None) -> Any
 
 def copy_to_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """The tensor itself; its gradient is the sum of all ranks' gradients."""
+    check_dense(tensor, "tensor")
     return tensor if world_size(group) == 1 else _CopyToGroup.apply(tensor, group)
 
 
@@ -154,7 +171,11 @@ def check_agreement(
 
     Returns:
         every rank's `numbers`, in rank order.
+
+    Raises:
+        TypeError, ValueError: facts that are no dict by name, numbers that are not int64.
     """
+    _check_facts(facts, numbers)
     if world_size(group) == 1:
         return [list(numbers)]
     digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=7).digest()
@@ -170,3 +191,18 @@ def check_agreement(
             said = "; ".join(f"{value} on ranks {ranks}" for value, ranks in values.items())
             raise RuntimeError(f"ranks disagree on {name}: {said}; start all of them with the same settings and data")
     raise AssertionError("equal facts have one digest")
+
+
+def _check_facts(facts: object, numbers: object) -> None:
+    if not isinstance(facts, Mapping):
+        raise TypeError(f"facts is a {type(facts).__name__}; it must be a dict of names and what is to be the same")
+    for name in facts:
+        if not isinstance(name, str):
+            raise TypeError(f"facts has the key {name!r}; its keys must be names, as text")
+    if not isinstance(numbers, Sequence) or isinstance(numbers, str):
+        raise TypeError(f"numbers is {numbers!r:.60}; it must be a list of whole numbers")
+    for i, number in enumerate(numbers):
+        if isinstance(number, bool) or not isinstance(number, Integral):
+            raise TypeError(f"numbers[{i}] is {number!r:.60}; it must be a whole number")
+        if not -(2**63) <= int(number) < 2**63:
+            raise ValueError(f"numbers[{i}] is {number}; it must be an int64")

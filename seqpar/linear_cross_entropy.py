@@ -61,9 +61,9 @@ def linear_cross_entropy(
             differentiated.
         token_weight: target's shape, a: each token's loss times its weight (an advantage, the weight of its sequence),
             of either sign. `tokens`, `nll` and `correct` count every token once. Differentiated where it needs it.
-        loss_scale: what `total` will be multiplied by before `backward`, above 0, a number or a tensor of one. For float16,
-            where the gradients kept would be too small: `scaler.get_scale() / tokens` with a GradScaler. They are
-            kept so many times as large, and divided again; any factor gives the right gradient.
+        loss_scale: what `total` will be multiplied by before `backward`, a number other than 0 or a tensor of one. For
+            float16, where the gradients kept would be too small: `scaler.get_scale() / tokens` with a GradScaler. They
+            are kept so many times as large, and divided again; any factor gives the right gradient.
         chunk_tokens: the most rows whose logits exist at once; None chooses by bytes.
         vocab: which classes `weight` holds, where the vocabulary is split over ranks. Then hidden and target are the
             same on every rank of the group, or every rank raises (hidden states are compared by sums of them, up to

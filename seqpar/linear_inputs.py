@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.chunked_gradient import check_loss_scale
 from seqpar.chunks import Chunk, check_size, cut_rows, recording, rows_per_chunk
 from seqpar.collectives import copy_to_group, world_size
 from seqpar.criteria import Convention, SoftTarget, check_range, check_smoothing, soft_target
 from seqpar.linear_formula import LinearFormula, Projection, product_dtype
-from seqpar.tensor_checks import check_dense, check_floating, check_integer_target, check_number, is_dtensor
+from seqpar.tensor_checks import check_floating, check_integer_target, check_number, is_dtensor
 from seqpar.vocab_parallel import VocabShard, local_copy, local_rows
 
 
@@ -100,6 +101,7 @@ def _valid(
     inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor, of: str
 ) -> tuple[VocabShard, SoftTarget]:
     _check_settings(settings)
+    check_loss_scale(loss_scale)
     _check_kinds(inputs, of)
     _check_sizes(inputs, of)
     _check_places(inputs, of)
@@ -114,9 +116,7 @@ def _valid(
     weight_V = _own_part(inputs.class_weight, rows, shard)
     q = soft_target(float(settings.label_smoothing), settings.smoothing, settings.ignore_index, shard.vocab_size)
     target = inputs.target.long()  # -100 is 156 to bytes
-    kept = target != settings.ignore_index
-    check_range(target, kept, shard.vocab_size)
-    _check_scale(loss_scale, kept)
+    check_range(target, target != settings.ignore_index, shard.vocab_size)
     excluded = None if q.excluded is None else q.excluded - shard.start
     if excluded is not None and not 0 <= excluded < rows:
         excluded = None
@@ -158,7 +158,7 @@ def check_ignore_index(value: object) -> None:
     """Raise TypeError unless it is a whole number, ValueError if int64 has no room for it."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"ignore_index is {value!r}; it must be a whole number, such as -100")
-    if not -(2**63) <= value < 2**63:
+    if not -(2**63) <= int(value) < 2**63:
         raise ValueError(f"ignore_index is {value}; it must be an int64, such as -100")
 
 
@@ -171,23 +171,6 @@ def _check_settings(settings: Settings) -> None:
     if settings.softcap is not None:
         check_number(settings.softcap, "softcap", above=0)
     check_number(settings.temperature, "temperature", above=0)
-
-
-def _check_scale(loss_scale: float | Tensor, kept: Tensor) -> None:
-    """Raise TypeError unless it is a number, ValueError unless it is above 0, where there is a gradient to divide."""
-    value = loss_scale
-    if isinstance(loss_scale, Tensor):
-        check_dense(loss_scale, "loss_scale")
-        if loss_scale.numel() != 1:
-            raise ValueError(f"loss_scale has shape {tuple(loss_scale.shape)}; it must be a number or a tensor of one")
-        if recording(loss_scale.device):
-            return
-        value = loss_scale.item()
-    try:
-        check_number(value, "loss_scale", above=0)
-    except ValueError:  # scale / tokens is infinite where every token is padding, and then nothing is divided
-        if kept.any():
-            raise
 
 
 def _check_kinds(inputs: Inputs, of: str) -> None:

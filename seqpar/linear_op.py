@@ -53,7 +53,8 @@ def _operator(
     convention: Convention = smoothing  # type: ignore[assignment]
     inputs = Inputs(hidden, weight, target, bias, class_weight, token_weight)
     settings = Settings(ignore_index, label_smoothing, convention, z_loss, softcap, temperature, chunk_tokens)
-    with torch.autocast(hidden.device.type, dtype, enabled=autocast):
+    cast_to = None if dtype == torch.float64 else dtype  # which autocast leaves alone, and takes no name of
+    with torch.autocast(hidden.device.type, cast_to, enabled=autocast):
         shard, q = checked(inputs, settings, None, loss_scale)
         hidden_ND, chunks, formula = plan(inputs, settings, shard, q)
     per_token = [hidden_ND] if token_weight is None else [hidden_ND, token_weight.flatten()]

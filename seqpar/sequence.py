@@ -20,7 +20,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from seqpar.collectives import gather_numbers, group_gather, rank_in, world_size
+from seqpar.linear_inputs import check_ignore_index
 from seqpar.replicas import even_sizes
+from seqpar.tensor_checks import CLASS_INDICES, check_dense
+from seqpar.vocab_parallel import check_whole
 
 Order = Literal["contiguous", "zigzag"]
 """Which time steps a rank has.
@@ -37,16 +40,30 @@ def time_steps(time: int, rank: int, world: int, order: Order = "contiguous") ->
     Pieces differ by one step at most, larger ones first; with fewer steps than pieces the last pieces are empty.
 
     Raises:
-        ValueError: an unknown order; a rank outside [0, world).
+        ValueError: an unknown order; a rank outside [0, world); time below 0.
+        TypeError: what is no whole number.
     """
-    if order not in ("contiguous", "zigzag"):
-        raise ValueError(f"order is {order!r}; it must be 'contiguous' or 'zigzag'")
-    if not 0 <= rank < world:
+    _check_order(order)
+    for name, value, least in (("time", time, 0), ("world", world, 1), ("rank", rank, 0)):
+        check_whole(value, name, least)
+    if rank >= world:
         raise ValueError(f"rank is {rank}; it must be in [0, {world})")
     pieces = world if order == "contiguous" else 2 * world
     sizes = part_sizes(time, pieces)
     ends = list(accumulate(sizes))
     return torch.cat([torch.arange(ends[p] - sizes[p], ends[p]) for p in _pieces_of(rank, world, order)])
+
+
+def _check_order(order: object) -> None:
+    if order not in ("contiguous", "zigzag"):
+        raise ValueError(f"order is {order!r}; it must be 'contiguous' or 'zigzag'")
+
+
+def _check_dim(dim: object, tensor: Tensor) -> None:
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim is {dim!r}; it must be an int, the dimension of time")
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"dim is {dim!r}; the tensor has shape {tuple(tensor.shape)}")
 
 
 def part_sizes(length: int, parts: int) -> list[int]:
@@ -63,7 +80,12 @@ def split_time(tensor: Tensor, group: ProcessGroup | None, dim: int = 1, order: 
     """This rank's time steps of a tensor that every rank has whole; differentiable, with this rank's gradient alone.
 
     Plain equivalent: `tensor.index_select(dim, time_steps(tensor.size(dim), rank, world, order))`.
+
+    Raises:
+        TypeError, ValueError: what is no dense tensor, has no such dimension, is no group; an unknown order.
     """
+    check_dense(tensor, "tensor")
+    _check_dim(dim, tensor)
     steps = time_steps(tensor.size(dim), rank_in(group), world_size(group), order)
     return tensor.index_select(dim, steps.to(tensor.device))
 
@@ -72,13 +94,38 @@ def join_time(parts: Sequence[Tensor], dim: int = 1, order: Order = "contiguous"
     """The whole tensor from all ranks' parts, in rank order: the opposite of `split_time`; differentiable.
 
     Raises:
-        ValueError: parts whose sizes are not those of `split_time`.
+        ValueError: parts whose sizes are not those of `split_time`; no parts; an unknown order or dimension.
+        TypeError: parts that are no dense tensors of one dtype.
     """
+    _check_order(order)
+    _check_parts(parts, dim)
     sizes = [part.size(dim) for part in parts]
     steps = [time_steps(sum(sizes), rank, len(parts), order) for rank in range(len(parts))]
     _check_sizes(sizes, [len(s) for s in steps], order)
     back = torch.argsort(torch.cat(steps)).to(parts[0].device)
     return torch.cat(list(parts), dim).index_select(dim, back)
+
+
+def _check_parts(parts: Sequence[Tensor], dim: int) -> None:
+    if not isinstance(parts, (list, tuple)):
+        raise TypeError(f"parts is a {type(parts).__name__}; it must be a list of all ranks' tensors, in rank order")
+    if not parts:
+        raise ValueError("parts is empty; it must have every rank's tensor, in rank order")
+    for i, part in enumerate(parts):
+        check_dense(part, f"parts[{i}]")
+    first = parts[0]
+    _check_dim(dim, first)
+    for i, part in enumerate(parts):
+        shape = list(part.shape)
+        if len(shape) == first.dim():
+            shape[dim] = first.size(dim)
+        if shape != list(first.shape) or part.device != first.device:
+            raise ValueError(
+                f"parts[{i}] has shape {tuple(part.shape)} on {part.device} and parts[0] {tuple(first.shape)} on "
+                f"{first.device}; they may differ in dimension {dim} alone"
+            )
+        if part.dtype != first.dtype:
+            raise TypeError(f"parts[{i}] has dtype {part.dtype} and parts[0] {first.dtype}; they must be the same")
 
 
 def _check_sizes(sizes: list[int], expected: list[int], order: Order) -> None:
@@ -97,15 +144,22 @@ def next_token_targets(
     Plain equivalent, on whole tokens (B, T):
     `split_time(torch.cat([tokens[:, 1:], torch.full((B, 1), ignore_index)], 1), group, order=order)`.
 
+    They are int64, whatever the tokens are: narrower ones have no room for every `ignore_index`.
+
     The last target of a piece is the first token of the next piece, wherever that is: one small collective carries
     the first tokens. Pieces may be empty. In contiguous order ranks may have any numbers of steps.
 
     Raises:
-        TypeError, ValueError: tokens that are not (batch, time) indices; zigzag pieces that `split_time` did not cut.
+        TypeError, ValueError: tokens that are not (batch, time) indices; zigzag pieces that `split_time` did not cut;
+            an unknown order; an ignore_index that is no int64.
         RuntimeError: ranks that disagree on the batch size.
     """
-    if tokens.is_floating_point() or tokens.dim() != 2:
+    _check_order(order)
+    check_ignore_index(ignore_index)
+    check_dense(tokens, "tokens")
+    if tokens.dtype not in CLASS_INDICES or tokens.dim() != 2:
         raise TypeError(f"tokens have shape {tuple(tokens.shape)}, {tokens.dtype}; they must be (batch, time) indices")
+    tokens = tokens.long()
     rank, world = rank_in(group), world_size(group)
     everyone = gather_numbers(list(tokens.shape), group)
     if len({batch for batch, _ in everyone}) > 1:

@@ -20,9 +20,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from seqpar.collectives import check_agreement, gather_numbers, group_max, group_sum, rank_in, world_size
+from seqpar.collectives import check_agreement, check_group, gather_numbers, group_max, group_sum, rank_in, world_size
 from seqpar.criteria import RowSums
 from seqpar.sharded import is_dtensor
+
+
+def check_whole(value: object, name: str, least: int | None = None) -> None:
+    """Raise TypeError unless it is an int, ValueError if it is below `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r:.60}; it must be a whole number")
+    if least is not None and value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class VocabShard:
 
     Raises:
         ValueError: a start outside [0, vocab_size], or a vocabulary without classes.
+        TypeError: what is no whole number, or no group.
     """
 
     group: ProcessGroup | None
@@ -45,6 +54,9 @@ class VocabShard:
     vocab_size: int
 
     def __post_init__(self) -> None:
+        check_group(self.group)
+        check_whole(self.vocab_size, "vocab_size")
+        check_whole(self.start, "start")
         if self.vocab_size < 1:
             raise ValueError(f"vocab_size is {self.vocab_size}; the ranks together must have at least one class")
         if not 0 <= self.start <= self.vocab_size:
@@ -56,6 +68,7 @@ class VocabShard:
 
         Every rank of the group calls it, once, when the weight is made: it is one small collective.
         """
+        check_whole(weight_rows, "weight_rows", 0)
         rows = [count for (count,) in gather_numbers([weight_rows], group)]
         return cls(group, sum(rows[: rank_in(group)]), sum(rows))
 
@@ -65,14 +78,15 @@ class VocabShard:
         return -(-self.vocab_size // world_size(self.group))
 
     def meet(self, facts: Mapping[str, object], rows: int = 0, hidden: Tensor | None = None) -> list[list[int]]:
-        """Every rank's first class, the class after its last, and the sums that `hidden` is told by; one collective.
+        """Every rank's span of classes and sums of `hidden`, a number each (`span_number`); one collective.
 
         Raises RuntimeError, on every rank, unless the ranks agree on `facts`.
         """
-        sums = [0.0] * (2 * DIRECTIONS)
+        sums = (0.0, 0.0)
         if hidden is not None and world_size(self.group) > 1:
             sums = _sums(hidden.detach().flatten(0, -2))
-        return check_agreement(facts, self.group, (self.start, self.start + rows, *map(_as_whole, sums)))
+        numbers = span_number(self.start, self.start + rows), _sums_number(sums)
+        return check_agreement(facts, self.group, numbers)
 
     def check(self, rows: int, facts: Mapping[str, object], hidden: Tensor) -> None:
         """Raises RuntimeError, on every rank, unless the ranks agree on `facts` and hidden, and make up the vocabulary.
@@ -80,7 +94,7 @@ class VocabShard:
         One small collective; none where the group is one rank.
         """
         everyone = self.meet(facts, rows, hidden)
-        spans = [(start, end) for start, end, *_ in everyone]
+        spans = [divmod(number, SPAN) for number, _ in everyone]
         reached = 0
         for start, end in sorted((start, end) for start, end in spans if start < end):
             reached = end if start == reached else -1
@@ -90,7 +104,7 @@ class VocabShard:
                 f"the weight's rows are the classes {said}; together they must be [0, {self.vocab_size}), each class "
                 "once; VocabShard.of(weight_rows, group) works the starts out"
             )
-        sums = [[*map(_as_number, row[2:])] for row in everyone]
+        sums = [_sums_of(number) for _, number in everyone]
         others = [rank for rank, theirs in enumerate(sums) if _differ(theirs, sums[0], torch.finfo(hidden.dtype).eps)]
         if others:
             raise RuntimeError(
@@ -132,39 +146,44 @@ class VocabShard:
         )
 
 
-DIRECTIONS = 4
-"""In how many directions the hidden states of two ranks are compared."""
-ROUNDINGS = 16
+ROUNDINGS = 4
 """Hidden states that are computed on two ranks may differ by so many roundings of their dtype, in all."""
+SPAN = 2**32
+"""More than any vocabulary has classes."""
 
 
-def _sums(hidden_ND: Tensor) -> list[float]:
-    """Sums of the hidden states in a few directions, then how large the numbers are that were added up."""
+def span_number(start: int, end: int) -> int:
+    """First class and the one after the last, in one number: a collective of few numbers costs the least."""
+    return start * SPAN + end
+
+
+def _sums(hidden_ND: Tensor) -> tuple[float, float]:
+    """A weighted sum of the hidden states, and how large the numbers are that were added up, in float32."""
     rows, width = hidden_ND.shape
-    along = torch.arange(1, DIRECTIONS + 1, dtype=torch.float64, device=hidden_ND.device)
-    with torch.autocast(hidden_ND.device.type, enabled=False):
-        columns_DK = torch.outer(torch.arange(width, device=along.device) + 0.5, along).cos()
-        rows_NK = (hidden_ND @ columns_DK.to(hidden_ND.dtype)).double()
-        signs_NK = torch.outer(torch.arange(rows, device=along.device) + 0.5, along + 0.3).cos()
-        return torch.cat([(rows_NK * signs_NK).sum(0), rows_NK.norm(dim=0)]).tolist()  # type: ignore[no-any-return]
+    device = hidden_ND.device
+    with torch.autocast(device.type, enabled=False):
+        column_D = (torch.arange(width, device=device) + 0.5).cos()
+        rows_N = (hidden_ND @ column_D.to(hidden_ND.dtype)).float()
+        weighted_N = rows_N * (1.3 * torch.arange(rows, device=device) + 0.5).cos()
+        total, size = torch.stack([weighted_N.sum(), rows_N.norm()]).tolist()
+    return total, size
 
 
-def _differ(theirs: list[float], first: list[float], eps: float) -> bool:
-    """Whether two ranks' `_sums` are further apart than rounding; nan is the same as nan."""
-    allowed = [ROUNDINGS * eps * size for size in first[DIRECTIONS:]]
-    pairs = zip(theirs[:DIRECTIONS], first[:DIRECTIONS], allowed, strict=True)
-    return any(not (abs(a - b) <= most or a == b or (a != a and b != b)) for a, b, most in pairs)
+def _differ(theirs: tuple[float, float], first: tuple[float, float], eps: float) -> bool:
+    """Whether two ranks' sums are further apart than rounding, at least float32's; nan is the same as nan."""
+    a, b, allowed = theirs[0], first[0], ROUNDINGS * max(eps, torch.finfo(torch.float32).eps) * first[1]
+    return not (abs(a - b) <= allowed or a == b or (math.isnan(a) and math.isnan(b)))
 
 
-def _as_whole(number: float) -> int:
-    """Its 64 bits, for a collective of whole numbers."""
-    (bits,) = struct.unpack("<q", struct.pack("<d", number))
+def _sums_number(sums: tuple[float, float]) -> int:
+    """Both in the 64 bits of one number."""
+    (bits,) = struct.unpack("<q", struct.pack("<ff", *sums))
     return int(bits)
 
 
-def _as_number(bits: int) -> float:
-    (number,) = struct.unpack("<d", struct.pack("<q", bits))
-    return float(number)
+def _sums_of(number: int) -> tuple[float, float]:
+    total, size = struct.unpack("<ff", struct.pack("<q", number))
+    return float(total), float(size)
 
 
 def local_rows(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, VocabShard]:

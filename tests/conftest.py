@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from unittest.mock import patch
 
+import hypothesis.internal.conjecture.engine
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -20,6 +21,18 @@ settings.register_profile("dev", max_examples=25, deadline=None, suppress_health
 settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=slow_is_fine)
 settings.register_profile("nightly", max_examples=2_000, deadline=None, suppress_health_check=slow_is_fine)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+SHRINKING_SECONDS = 30
+"""After a failure hypothesis looks for a smaller one so long, and no longer: its own five minutes are more than a test
+has (`timeout` in pyproject.toml), which would end it before the example is shown."""
+
+
+def bound_shrinking(seconds: float) -> None:
+    """Give the search for a smaller failure so long; hypothesis has no setting for it."""
+    hypothesis.internal.conjecture.engine.MAX_SHRINKING_SECONDS = seconds
+
+
+bound_shrinking(SHRINKING_SECONDS)
 
 torch.set_num_threads(1)  # the cases are tiny: more threads only wait for each other
 

@@ -120,6 +120,8 @@ def value_and_gradients(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor
         raise TypeError(
             f"{what} returned a {type(value).__name__}; it must return one tensor (the `total` of a TokenLoss)"
         )
+    if value.numel() != 1:
+        raise ValueError(f"{what} returned shape {tuple(value.shape)}; it must return one number, such as the sum")
     if value.requires_grad:
         value.backward()
     gradients = {name: tensor.grad for name, tensor in tensors.items()}

@@ -125,7 +125,7 @@ DISAGREE = {
     "hidden": (other_hidden, "hidden: ranks [1] have other hidden states than rank 0"),
     "hidden without a number": (no_number, "hidden: ranks [1] have other hidden states than rank 0"),
     "no hidden": (no_hidden, "what is wrong: 'nothing' on ranks [0]; 'TypeError: hidden is None; it must be a tensor'"),
-    "a loss scale of 0": (scale_of_nothing, "what is wrong: 'nothing' on ranks [0]; 'ValueError: loss_scale is 0.0"),
+    "a loss scale of 0": (scale_of_nothing, "what is wrong: 'nothing' on ranks [0]; 'ValueError: loss_scale is 0; "),
     "width": (wide, "the width of hidden and weight"),
     "dtype": (low, "the dtype"),
     "chunk_tokens": (other_chunks, "chunk_tokens: 3 on ranks [0]; 4 on ranks [1]"),

@@ -133,3 +133,32 @@ def test_functional_call_takes_other_parameters_and_gives_them_their_gradient():
     own = dict(model.named_parameters(remove_duplicate=False))
     replaced = {n: next(other[m] for m, q in model.named_parameters() if q is p) for n, p in own.items()}
     assert_same_gradients(lambda: torch.func.functional_call(model, replaced, (tokens, target)).total, plain, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_a_graph_the_products_are_of_the_autocast_dtype(dtype):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    target = torch.randint(11, (6,))
+
+    def step():
+        with torch.autocast("cpu", dtype):
+            return seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=4).total
+
+    losses = step(), torch.compile(step, fullgraph=True, backend="aot_eager")()
+    found = [[loss.detach(), *torch.autograd.grad(loss, (hidden, weight))] for loss in losses]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert found[0][0] != seqpar.linear_cross_entropy(hidden, weight, target).total
+
+
+def test_in_a_graph_float64_stays_float64_under_autocast():
+    hidden, weight = torch.randn(6, 4).double(), torch.randn(9, 4).double()
+    target = torch.randint(9, (6,))
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            return seqpar.linear_cross_entropy(hidden, weight, target).total
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")()
+    assert compiled.dtype == torch.float64
+    assert torch.equal(compiled, step())

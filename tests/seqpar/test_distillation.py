@@ -119,3 +119,23 @@ def test_what_is_wrong_is_said_in_one_line(change, error, message):
     }
     with pytest.raises(error, match=message):
         seqpar.linear_distillation(**(given | change))
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_a_teacher_of_a_wider_dtype_is_not_rounded_to_the_students(direction):
+    """The student knows nothing, so that what is left is the teacher's own numbers."""
+    random = torch.Generator().manual_seed(0)
+    teacher_hidden, teacher_weight = (torch.randn(s, generator=random) for s in ((6, 5), (9, 5)))
+    student = {"hidden": torch.zeros(6, 3).bfloat16(), "weight": torch.zeros(9, 3).bfloat16()}
+    teacher = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
+    rest = {"target": torch.zeros(6, dtype=torch.int64), "direction": direction}
+    found = seqpar.linear_distillation(**student, **teacher, **rest).total
+    options = {"direction": direction, "temperature": 1.0, "ignore_index": -100}
+
+    def plain(**cast):
+        wide = {name: t.double() for name, t in {**student, **cast}.items()}
+        return divergence(**wide, target=rest["target"], **options)
+
+    exact, rounded = plain(**teacher), plain(**{name: t.bfloat16() for name, t in teacher.items()})
+    assert abs(found - exact) <= 1e-6 * exact
+    assert abs(rounded - exact) > 1e-4 * exact

@@ -91,3 +91,15 @@ def test_inputs_are_checked_as_those_of_the_loss():
         seqpar.token_scores(hidden, weight, target.index_fill(0, torch.tensor([1]), 7))
     with pytest.raises(ValueError, match=r"temperature is 0\.0; it must be a finite number above 0"):
         seqpar.token_scores(hidden, weight, target, temperature=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_a_low_precision_model_are_not_rounded_to_its_dtype(dtype):
+    hidden, weight, target = (t.detach() for t in small())
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    scores = seqpar.token_scores(hidden, weight, target)
+    assert scores.dtype == torch.float32
+    logits = (hidden @ weight.t()).double()
+    exact = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1)
+    assert (scores - exact).abs().max() <= 1e-6
+    assert (exact - exact.to(dtype)).abs().max() > 1e-5  # which the dtype's own rounding would not keep

@@ -139,7 +139,10 @@ NUMBERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "z_loss": (NO_NUMBER | {"none": None}, {k: v for k, v in ABOVE_0.items() if k != "0"}),
     "softcap": (NO_NUMBER, ABOVE_0),
     "temperature": (NO_NUMBER | {"none": None}, ABOVE_0),
-    "loss_scale": ({k: v for k, v in NO_NUMBER.items() if k != "a tensor"} | {"none": None}, ABOVE_0),
+    "loss_scale": (
+        {k: v for k, v in NO_NUMBER.items() if k != "a tensor"} | {"none": None},
+        {k: v for k, v in ABOVE_0.items() if k != "negative"},
+    ),
     "chunk_tokens": ({}, {"0": 0, "negative": -3, "a float": 2.0, "text": "5", "a bool": True, "nan": NAN}),
     "ignore_index": (
         {"a float": -100.0, "none": None, "text": "pad", "a bool": True, "a tensor": torch.tensor(-100)},
@@ -161,11 +164,11 @@ def _numbers() -> Iterator[Case]:
             for error, values in zip((TypeError, ValueError), NUMBERS[argument], strict=True):
                 for kind, value in values.items():
                     yield raises(name, f"{argument} {kind}", error, (f"{argument} is ",), **{argument: value})
-    for kind, value in {"0": 0.0, "nan": NAN, "inf": INF, "negative": -2.0}.items():
+    for kind, value in {"0": 0.0, "nan": NAN, "inf": INF}.items():
         odd = {"loss_scale": torch.tensor(value)}
         yield raises("linear_cross_entropy", f"loss_scale a tensor of {kind}", ValueError, ("loss_scale is ",), **odd)
     odd = {"loss_scale": torch.ones(2)}
-    yield raises("linear_cross_entropy", "loss_scale of two", ValueError, ("loss_scale has shape (2,)",), **odd)
+    yield raises("linear_cross_entropy", "loss_scale of two", TypeError, ("loss_scale has shape (2,)",), **odd)
 
 
 def _choices() -> Iterator[Case]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
+from pathlib import Path
 
 import pytest
 
+import seqpar
 from tests.seqpar import public_edge
 from tests.seqpar.public_edge.case import Case, hold
 
@@ -26,3 +29,13 @@ def test_the_answer_is_the_documented_one(case: Case) -> None:
 
 def test_no_two_cases_share_a_name() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_there_are_at_least_six_hundred():
+    assert len(CASES) >= 600
+
+
+def test_every_public_name_is_in_a_table():
+    tables = "".join(path.read_text() for path in Path(__file__).parent.glob("*_table.py"))
+    missing = [name for name in seqpar.__all__ if not re.search(rf"\bseqpar\.{name}\b", tables)]
+    assert missing == []

@@ -1,0 +1,51 @@
+"""A hypothesis test that fails shows its example before the test's own time is over."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from tests import conftest
+
+ROOT = Path(__file__).parent.parent
+CODE = """
+import sys, time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import conftest
+
+conftest.bound_shrinking(float(sys.argv[1]))
+started = time.monotonic()
+
+
+@settings(database=None)
+@given(st.lists(st.integers(0, 10**9), min_size=40, max_size=60))
+def fails(numbers):
+    time.sleep(0.1)  # as over ranks, where a failure costs new processes
+    assert len({*numbers}) < 5
+
+
+try:
+    fails()
+finally:
+    print("took", time.monotonic() - started)
+"""
+
+
+def test_shrinking_ends_well_before_the_timeout_of_a_test():
+    import hypothesis.internal.conjecture.engine
+
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        timeout = tomllib.load(file)["tool"]["pytest"]["ini_options"]["timeout"]
+    assert hypothesis.internal.conjecture.engine.MAX_SHRINKING_SECONDS == conftest.SHRINKING_SECONDS
+    assert timeout / 4 >= conftest.SHRINKING_SECONDS
+
+
+def test_a_failing_example_is_shown_when_the_time_to_shrink_is_over():
+    command = [sys.executable, "-c", CODE, "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert "numbers=[" in done.stderr, done.stderr[-2000:]
+    assert "spent more than" in done.stdout  # hypothesis says that it stopped, as after its own five minutes
+    assert float(done.stdout.split()[-1]) < 20
