@@ -132,7 +132,8 @@ class TrainingConfig:
     precision: str = "float32"
     """float32 | bf16 (autocast) | float64 (to compare layouts: several times slower)."""
     max_length: int = 256
-    """Training pairs longer than this many subwords on either side are dropped (and counted in the log)."""
+    """Training pairs longer than this many subwords on either side are dropped (and counted in the log); validation
+    keeps every pair."""
     validate_every: int = 200
     """Steps between validations."""
     validate_bleu: int = 200
@@ -173,7 +174,8 @@ class DecodingConfig:
     batch_sentences: int = 64
     """Sentences translated at a time; changes the speed, not the translations."""
     max_length: int = 256
-    """Most subwords of a translation."""
+    """Most subwords of a translation; that of a short sentence is twice its own, plus 12. A longer sentence is cut to
+    this or to training.max_length, whichever is more."""
 
 
 @dataclass(frozen=True)
