@@ -80,7 +80,7 @@ def test_a_run_killed_between_its_first_best_and_its_first_last_begins_again(
         with pytest.raises(KeyboardInterrupt):
             train(tiny(tmp_path / "run", SHORT))
     assert load_facts(tmp_path / "run" / "best")["step"] == 2
-    assert train(tiny(tmp_path / "run", SHORT)).state.step == 4
+    assert train(tiny(tmp_path / "run", {**SHORT, "training.validate_every": 1})).state.step == 4
     for name in ("last", "best"):
         there, here = ((folder / name / "model.safetensors").read_bytes() for folder in (made, tmp_path / "run"))
         assert there == here
