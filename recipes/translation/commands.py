@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.translation.config import ConfigError, LayoutConfig, RunConfig, load_config
 from recipes.translation.data import DataError
-from recipes.translation.durable import CheckpointError, whole_folder
+from recipes.translation.durable import CheckpointError, whole_folder, writing_to
 from recipes.translation.lines import lines_of, read_lines
 from recipes.translation.options import ALSO, OneLineParser, add_config_options, fail, overrides, unknown
 from recipes.translation.stop import OtherRankError, TrainingError
@@ -156,7 +156,9 @@ def evaluate(argv: Sequence[str]) -> int:
         evaluation = evaluate_model(translator, options.split, translator.config.decoding, options.tokenize, ranks)
         print(evaluation.scores)
         if ranks.speaks:
-            print("[evaluate] written:", *evaluation.write(Path(options.run)))
+            with writing_to(Path(options.run)):
+                written = evaluation.write(Path(options.run))
+            print("[evaluate] written:", *written)
     return 0
 
 

@@ -58,6 +58,15 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Say in an OSError which file could not be written: a full disk's names none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
+
+
 def check_replaceable(target: Path) -> None:
     """CheckpointError where there is something at `target` that was not made here; an empty folder is nothing."""
     if target.is_symlink():

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from recipes.translation.durable import CheckpointError
+from recipes.translation.durable import CheckpointError, writing_to
 
 PATIENCE = 2.0
 """Seconds to wait for a process that is just ending."""
@@ -31,8 +31,9 @@ def sole_writer(run: Path) -> Iterator[None]:
     descriptor = _locked(path, run)
     _held.add(descriptor)
     try:
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        with writing_to(path):
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield
     finally:
         if descriptor in _held:

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from recipes.translation.checkpoint import TrainingState
+from recipes.translation.durable import writing_to
 
 PLAIN_SECONDS = 10.0
 """Seconds between two lines where the output is not a terminal."""
@@ -97,7 +98,8 @@ class Metrics:
         """
         self.path = path
         if path is not None and path.exists():
-            _keep(path, after_step)
+            with writing_to(path):
+                _keep(path, after_step)
         self.file = path.open("a", encoding="utf-8") if path is not None else None
 
     def __enter__(self) -> Self:
@@ -112,11 +114,10 @@ class Metrics:
         """Append one record."""
         if self.file is None:
             return
-        try:
+        assert self.path is not None
+        with writing_to(self.path):
             self.file.write(json.dumps(values) + "\n")
             self.file.flush()
-        except OSError as error:
-            raise OSError(error.errno, f"cannot be written: {error.strerror}", str(self.path)) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

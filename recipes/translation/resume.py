@@ -58,10 +58,11 @@ def check_nothing_to_lose(config: RunConfig) -> None:
     run = Path(config.run)
     if (run / "last").exists():
         raise CheckpointError(f"{run / 'last'} is empty: restore it from a copy, or start over with --fresh")
-    if whole_folder(run / "best") is None:
+    made = saved_config(run / "best")
+    if made is None:
         return
     step = load_facts(run / "best").get("step")
-    if step != min(config.training.validate_every, config.training.steps):
+    if step != min(made.training.validate_every, made.training.steps):
         raise CheckpointError(
             f"{run / 'best'} is the model of step {step}, but there is no {run / 'last'} to go on from: restore it "
             "from a copy, choose another --run, or start over with --fresh, which removes the model"

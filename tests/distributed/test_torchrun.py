@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from recipes.translation.commands import main
+from recipes.translation.durable import CheckpointError
 from recipes.translation.progress import read_metrics
+from recipes.translation.train import train
 from tests.distributed.test_recipe import EXACT, assert_same_weights
-from tests.recipes.tiny import LEARNS, options
+from tests.recipes.tiny import LEARNS, options, tiny
 
 ENDLESS = {"training.steps": 100_000, "training.validate_every": 5, "training.devices": "auto"}
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -108,6 +110,9 @@ def test_a_killed_rank_ends_the_others_with_one_line_and_loses_no_checkpoint(tmp
     run = tmp_path / "run"
     process = torchrun("train", *options(run, ENDLESS))
     wait_for_steps(run, process, 8)
+    (first,) = workers_of(process, rank=0)
+    with pytest.raises(CheckpointError, match=rf"^process {first} on \S+ is writing into"):
+        train(tiny(run, ENDLESS))
     (worker,) = workers_of(process)
     os.kill(worker, signal.SIGKILL)
     began = time.monotonic()

@@ -86,13 +86,15 @@ def test_a_disk_that_is_full_of_metrics_is_one_line_with_their_name(
     run = tmp_path / "run"
     assert main(["train", *options(run, {"training.steps": 1})]) == 0
     filler = lines(1).replace(b"0.125", b'"' + b"1" * 1_000_000 + b'"')
-    (run / "metrics.jsonl").write_bytes(filler)
+    metrics = run / "metrics.jsonl"
+    metrics.write_bytes(filler)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(filler) + 10, hard))
     capsys.readouterr()
-    try:
-        assert main(["train", *options(run, {"training.steps": 2})]) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert capsys.readouterr().err == f"error: {run / 'metrics.jsonl'}: cannot be written: File too large\n"
+    for room, path in ((len(filler) + 10, metrics), (0, run / ".lock")):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+        try:
+            assert main(["train", *options(run, {"training.steps": 2})]) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert capsys.readouterr().err == f"error: {path}: cannot be written: File too large\n"
     assert main(["train", *options(run, {"training.steps": 2})]) == 0
