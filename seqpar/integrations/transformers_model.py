@@ -20,7 +20,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 IGNORED = -100
 """The label that Hugging Face models count for nothing."""
 
-SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 """Names of factors of the logits. Some models multiply by them, some divide, and some ignore them."""
 

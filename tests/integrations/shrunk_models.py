@@ -147,6 +147,7 @@ def batches(model: Any) -> Iterator[dict[str, Tensor]]:
             yield rest | {"input_features": features}
             yield rest | {"input_features": features.transpose(1, 2).contiguous()}
     yield text | {"bbox": torch.zeros(2, TIME, 4)}
+    yield text | {"mm_token_type_ids": torch.zeros_like(ids)}
     patches = torch.randn(2, 8, 34, generator=generator)
     patches[..., :2] = 1.0  # row and column
     yield {"flattened_patches": patches, "labels": labels}

@@ -89,20 +89,16 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Qwen4ExpForCausalLM": INDEXER,
     "Qwen4ExpForConditionalGeneration": {"text_config": INDEXER},
     "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 8}},
+    "ReformerForMaskedLM": {"axial_pos_embds": False, "is_decoder": False},
     "XmodForCausalLM": {"default_language": "en_XX"},
-    "Zamba2ForCausalLM": {
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-        "num_key_value_heads": 4,
-        "mamba_headdim": 16,
-        "n_mamba_heads": 4,
-    },
-    "xLSTMForCausalLM": {"mode": "train_with_padding", "return_last_states": False},
+    "XmodForMaskedLM": {"default_language": "en_XX"},
+    "xLSTMForCausalLM": {"mode": "train", "chunk_size": 7},
 }
 """What the general rules leave of a default configuration that does not fit together."""
 
 TIMM = "its vision tower is timm's, which is not installed"
 CODEBOOKS = "its labels have a dimension of codebooks"
+PARTS = "it has no forward of its own; its parts are tried"
 NOT_TINY = {
     "ClvpModelForConditionalGeneration": "its loss is contrastive, between speech and text",
     "CsmForConditionalGeneration": CODEBOOKS,
@@ -128,12 +124,62 @@ NOT_TINY = {
     "MusicgenMelodyForCausalLM": CODEBOOKS,
     "MusicgenMelodyForConditionalGeneration": CODEBOOKS,
     "PI0ForConditionalGeneration": "its outputs are a robot's actions",
+    "PerceiverForMaskedLM": "its towers stay at 260 million parameters",
     "PerceptionLMForConditionalGeneration": TIMM,
+    "PocketTTSForConditionalGeneration": "its labels are not tokens but latents",
+    "Qwen2_5OmniForConditionalGeneration": PARTS,
+    "Qwen2_5OmniPreTrainedModelForConditionalGeneration": PARTS,
+    "Qwen2_5OmniTalkerForConditionalGeneration": "its inputs are another model's hidden states",
+    "Qwen3OmniMoeForConditionalGeneration": PARTS,
+    "Qwen3OmniMoePreTrainedModelForConditionalGeneration": PARTS,
+    "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration": CODEBOOKS,
+    "Qwen3OmniMoeTalkerForConditionalGeneration": "its inputs are another model's hidden states",
+    "SeamlessM4TTextToUnitForConditionalGeneration": "its inputs are another model's hidden states",
+    "VibeVoiceAsrForConditionalGeneration": "its audio tower stays at 700 million parameters",
+    "VibeVoiceForConditionalGeneration": "its audio tower stays at 1 billion parameters",
+    "VoxtralRealtimeForConditionalGeneration": "its text is tied to the length of its audio",
+    "Zamba2ForCausalLM": "its layers are tied by number, over more layers than two",
+    "ZambaForCausalLM": "its layers are tied by number, over more layers than two",
 }
 """Classes that are not tried, and why."""
 
+HEADLESS = "it names no output embeddings"
 SHIFT = "it does not shift its labels"
-REFUSED: dict[str, str] = {}
+MASK = "its loss leaves labels out by the attention mask"
+FORM = "its logits are not hidden x output embeddings"
+REFUSED = {
+    "BartForCausalLM": SHIFT,
+    "BigBirdPegasusForCausalLM": SHIFT,
+    "BlenderbotForCausalLM": SHIFT,
+    "BlenderbotSmallForCausalLM": SHIFT,
+    "BlipForConditionalGeneration": HEADLESS,
+    "BridgeTowerForMaskedLM": "it adds a bias of its own behind the output embeddings",
+    "ClvpForCausalLM": HEADLESS,
+    "CpmAntForCausalLM": SHIFT,
+    "CsmDepthDecoderForCausalLM": HEADLESS,
+    "FSMTForConditionalGeneration": "its output embeddings are an nn.Embedding",
+    "FlaubertWithLMHeadModel": SHIFT,
+    "GitForCausalLM": "it takes the logits of its image away by their position",
+    "GraniteSpeechForConditionalGeneration": MASK,
+    "GraniteSpeechPlusForConditionalGeneration": MASK,
+    "MBartForCausalLM": SHIFT,
+    "MarianForCausalLM": SHIFT,
+    "MobileBertForMaskedLM": FORM,
+    "MuseGlimmerForConditionalGeneration": "its factor comes before its soft cap",
+    "MuseSparkForConditionalGeneration": "its factor comes before its soft cap",
+    "MvpForCausalLM": SHIFT,
+    "PLBartForCausalLM": SHIFT,
+    "PegasusForCausalLM": SHIFT,
+    "Pix2StructForConditionalGeneration": "it has no function that shifts labels to the right",
+    "ProphetNetForCausalLM": "it predicts several tokens at once",
+    "ProphetNetForConditionalGeneration": "it predicts several tokens at once",
+    "Qwen2AudioForConditionalGeneration": MASK,
+    "TrOCRForCausalLM": SHIFT,
+    "UdopForConditionalGeneration": "it has no function that shifts labels to the right",
+    "WhisperForCausalLM": SHIFT,
+    "XLMWithLMHeadModel": SHIFT,
+    "XLNetLMHeadModel": SHIFT,
+}
 """Classes that have another loss than the chunked one, and why."""
 
 pytestmark = pytest.mark.hf_models
