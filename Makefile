@@ -4,7 +4,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test check bench bench-gpu clean
+.PHONY: help demo test test-hf check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## say what the targets do
@@ -32,6 +32,10 @@ demo: .venv/recipes  ## train, evaluate and use a translation model on the built
 test: check  ## run the checks and every test (under 12 minutes on 2 cores)
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
 	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=10
+
+test-hf: .venv/dev  ## hold the loss against every model class of Hugging Face transformers (under 8 minutes on 2 cores)
+	@echo "[test-hf] pytest, every causal and conditional model class"
+	@$(BIN)/python -m pytest -n $(WORKERS) -m hf_models -q --durations=5 tests/integrations/test_hf_models.py
 
 check: .venv/dev  ## lint, format, strict types, import floors
 	@echo "[check] ruff"

@@ -1,10 +1,10 @@
 """Hugging Face models: a training forward in which the logits of all tokens never exist at once.
 
 Hooks of torch do it, and the model's code runs as it is. Before the model, labels are put by, and made-up labels of a
-window of a few tokens take their place. Before its output embeddings, the loss is taken from all hidden states; a window
-goes on. After the model, its loss is replaced by ours. On the first call, and whenever other arguments or settings are
-given, the model is first run once more for what it makes of such a window (`transformers_check`): scaled, capped or
-biased logits, shifted labels, losses that are added.
+window of a few tokens take their place. Before its output embeddings, the loss is taken from all hidden states; a
+window goes on. After the model, its loss is replaced by ours. On the first call, and whenever other arguments or
+settings are given, the model is first run once more for what it makes of such a window (`transformers_check`): scaled,
+capped or biased logits, shifted labels, losses that are added.
 
 Shape suffixes: B batch, T time, D hidden, V vocabulary, W tokens of the window.
 """
@@ -26,9 +26,11 @@ from seqpar.criteria import LabelSmoothing, check_smoothing
 from seqpar.integrations.transformers_check import (
     WITHOUT,
     RefusedModelError,
+    check_shapes,
     examine,
     made_up_labels,
     made_up_logits,
+    own_outputs,
     refuse_added,
     undisturbed,
 )
@@ -49,6 +51,7 @@ from seqpar.integrations.transformers_model import (
 from seqpar.linear_cross_entropy import linear_cross_entropy
 from seqpar.sharded import refuse_sharded
 from seqpar.token_loss import TokenLoss
+
 
 def apply_seqpar_loss(
     model: PreTrainedModel, *, label_smoothing: float = 0.0, chunk_tokens: int | None = None
@@ -71,7 +74,8 @@ def apply_seqpar_loss(
     Args:
         model: an encoder-decoder or decoder-only model, or any other whose output embeddings are an `nn.Linear` that is
             called once per forward: Marian, BART, mBART, T5, Pegasus, M2M100, Llama, GPT-2, Gemma 2, ... Tied weights,
-            `final_logits_bias`, `final_logit_softcapping`, `logit_scale` and `logits_scaling` are known.
+            `final_logits_bias`, soft caps and factors of the logits are known by the names they have in
+            configurations. A `PeftModel` gets the loss in its base model.
         label_smoothing: eps in [0, 1), by the convention of torch and of Hugging Face: eps/V to all V classes.
         chunk_tokens: the most tokens whose logits exist at once; None chooses by bytes.
 
@@ -79,11 +83,16 @@ def apply_seqpar_loss(
         `AppliedLoss`: its `remove()`, or leaving the `with` block, makes the model what it was.
 
     Raises:
-        TypeError: no output embeddings, or such as are no plain `nn.Linear`.
-        ValueError: numbers out of their range; a model that has the loss already.
-        RuntimeError: in the first training forward: the model makes other logits, or another loss, of a few tokens than
-            this would; the message says by how much. In any: an auxiliary loss (mixtures of experts), which would be
-            lost; output embeddings that were replaced since; sharded ones.
+        TypeError: no output embeddings, or such as are no plain `nn.Linear` (PEFT's adapters on them); in the first
+            training forward, a model that does more with labels than take the loss of its logits.
+        ValueError: numbers out of their range; a model that has the loss already; labels that are not as many as the
+            predictions.
+        RuntimeError: in the first training forward, or the first with other arguments or settings: the model makes
+            other logits, or another loss, of a few made-up tokens than this would; the message says by how much. So
+            does an auxiliary loss (mixtures of experts), which would be lost. In any: output embeddings that were
+            replaced since; sharded ones.
+
+    To find that out the model runs forward twice there.
     """
     check_smoothing(label_smoothing, "torch", ("label_smoothing", "smoothing"))
     check_size(chunk_tokens, "chunk_tokens")
@@ -250,7 +259,7 @@ class AppliedLoss:
         head.__dict__["seqpar_call"] = call
         try:
             with undisturbed(model, head.weight.device), torch.enable_grad():
-                outputs = self._own_outputs(call, kwargs)
+                outputs = own_outputs(model, kwargs, lambda: setattr(call, "hidden_BTD", None))
         finally:
             head.__dict__["seqpar_call"] = None
         if call.hidden_BTD is None:
@@ -260,21 +269,6 @@ class AppliedLoss:
         logits_1WV = call.made_up if bias_V is None else call.made_up + bias_V
         target_1W = self._target(kwargs["labels"], kwargs.get("shift_labels"))
         return examine(name, readings(model), logits_1WV, target_1W, outputs)
-
-    def _own_outputs(self, call: Call, kwargs: dict[str, Any]) -> Any:
-        """What the model makes of the window; its errors are the batch's own only if they come without labels, too."""
-        try:
-            return call.model.forward(**kwargs)
-        except (RefusedModelError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            call.hidden_BTD = None
-            call.model.forward(**{k: v for k, v in kwargs.items() if k not in ("labels", "shift_labels")})
-            raise RefusedModelError(
-                f"{type(call.model).__name__} fails with the labels of a few tokens in the place of all "
-                f"({type(error).__name__}: {' '.join(str(error).split())}): it does more with labels than take the "
-                f"loss of its logits; {WITHOUT}"
-            ) from error
 
     def _at_head(self, head: Any, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         """Takes the loss of all hidden states and lets a window go on."""
@@ -305,6 +299,7 @@ class AppliedLoss:
             return None
         if call.made_up is None:
             return output.detach()
+        assert call.window_1WD is not None
         if not torch.equal(output, F.linear(call.window_1WD, head.weight, head.bias)):
             raise RefusedModelError(
                 f"the output embeddings of {type(call.model).__name__} do more than multiply and add a bias (a hook, a "
@@ -343,7 +338,7 @@ class AppliedLoss:
             self._reading(self.model, self.unlabelled | self._window(self.model, self.unlabelled))
             self.unlabelled = None
         criterion = LabelSmoothing(self.label_smoothing, "torch", ignore_index=IGNORED)
-        self._check_shapes(scores, target_BT)
+        check_shapes(type(self.model).__name__, scores, target_BT)
         return _divided(criterion.token_loss(scores.flatten(0, -2), target_BT.flatten()), num_items_in_batch)
 
     def _target(self, labels_BT: Tensor, shifted_BT: Tensor | None) -> Tensor:
@@ -352,18 +347,11 @@ class AppliedLoss:
             return shifted_BT
         return next_labels(labels_BT) if self.shifts else labels_BT
 
-    def _check_shapes(self, scores: Tensor, target_BT: Tensor) -> None:
-        if scores.shape[:-1] != target_BT.shape:
-            raise ValueError(
-                f"{type(self.model).__name__} makes {tuple(scores.shape[:-1])} predictions for labels of shape "
-                f"{tuple(target_BT.shape)}; give a label to each, -100 where none is wanted (images, soft prompts)"
-            )
-
     def _token_loss(
         self, model: PreTrainedModel, reading: Reading | None, hidden_BTD: Tensor, target_BT: Tensor
     ) -> TokenLoss:
         assert reading is not None
-        self._check_shapes(hidden_BTD, target_BT)
+        check_shapes(type(model).__name__, hidden_BTD, target_BT)
         head = model.get_output_embeddings()
         bias_V: Tensor | None = final_bias(model, head.weight)
         if head.bias is not None:

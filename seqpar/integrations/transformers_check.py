@@ -1,9 +1,10 @@
 """Whether a Hugging Face model's loss is what it was taken for: its own logits and loss of a few made-up tokens.
 
 The model runs as it is, but for its output embeddings: these return random logits, in float32 or wider whatever the
-model's precision, from -50 to 50, so that a soft cap, a factor or a clamp shows far above rounding. What the model makes
-of them, and its loss of made-up labels (among them every token id that the configuration names), must be ours. The loss
-must also be a function of nothing else: random logits need no gradient, so neither does a loss that is made of them alone.
+model's precision, from -50 to 50, so that a soft cap, a factor or a clamp shows far above rounding. What the model
+makes of them, and its loss of made-up labels (among them every token id that the configuration names), must be ours.
+The loss must also be a function of nothing else: random logits need no gradient, so neither does a loss that is made of
+them alone.
 
 Shape suffixes: W tokens of the window, V vocabulary.
 """
@@ -11,7 +12,7 @@ Shape suffixes: W tokens of the window, V vocabulary.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,23 +56,51 @@ def made_up_logits(labels_1W: Tensor, like: Tensor) -> Tensor:
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """A forward inside leaves random states and buffers (batch normalisation's) as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    python, numpy = random.getstate(), np.random.get_state()
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         yield
     random.setstate(python)
-    np.random.set_state(numpy)  # noqa: NPY002
+    np.random.set_state(numpy)
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
 
 
+def own_outputs(model: nn.Module, kwargs: dict[str, Any], forget: Callable[[], None]) -> Any:
+    """What the model makes of the window. Its errors are the batch's own only if they come without labels, too.
+
+    `forget` lets the output embeddings be called once more.
+    """
+    try:
+        return model.forward(**kwargs)
+    except (RefusedModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        forget()
+        model.forward(**{k: v for k, v in kwargs.items() if k not in ("labels", "shift_labels")})
+        raise RefusedModelError(
+            f"{type(model).__name__} fails with the labels of a few tokens in the place of all "
+            f"({type(error).__name__}: {' '.join(str(error).split())}): it does more with labels than take the loss of "
+            f"its logits; {WITHOUT}"
+        ) from error
+
+
+def check_shapes(name: str, scores: Tensor, target_BT: Tensor) -> None:
+    """Raises ValueError unless there is a label for each prediction."""
+    if scores.shape[:-1] != target_BT.shape:
+        raise ValueError(
+            f"{name} makes {tuple(scores.shape[:-1])} predictions for labels of shape {tuple(target_BT.shape)}; give a "
+            "label to each, -100 where none is wanted (images, soft prompts)"
+        )
+
+
 def examine(name: str, ways: list[Reading], logits_1WV: Tensor, target_1W: Tensor, outputs: Any) -> Reading:
     """What the model does to logits; raises unless its logits and loss of the window are ours."""
-    refuse_added(name, outputs)
     if not isinstance(outputs, Mapping) or outputs.get("logits") is None:
         fields = list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise RefusedModelError(f"{name} returns no field logits but {fields}; {WITHOUT}")
+    refuse_added(name, outputs)
     theirs = outputs["logits"].detach()
     reading = next((way for way in ways if same_logits(way.applied(logits_1WV), theirs)), None)
     if reading is None:

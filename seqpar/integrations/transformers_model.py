@@ -20,7 +20,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 IGNORED = -100
 """The label that Hugging Face models count for nothing."""
 
-SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 """Names of factors of the logits. Some models multiply by them, some divide, and some ignore them."""
 
@@ -115,7 +115,10 @@ def decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
         config = config.get_text_config(decoder=True)
     pad, start = (getattr(config, name, None) for name in ("pad_token_id", "decoder_start_token_id"))
     if shift is None or pad is None or start is None:
-        raise TypeError(f"{type(model).__name__} does not say how it shifts labels; pass decoder_input_ids")
+        raise TypeError(
+            f"{type(model).__name__} does not say how it shifts labels to the right; with apply_seqpar_loss the batch "
+            "needs decoder_input_ids"
+        )
     return shift(labels_BT, pad, start)  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Any model class of Hugging Face, made tiny: its default configuration with small numbers in the place of large ones."""
+"""Any model class of Hugging Face, made tiny: its default configuration with small numbers for large ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import transformers as hf
 from torch import Tensor
 
 VOCAB, TIME = 99, 7
-LARGEST = 10_000_000
+IMAGE = 5
+"""The token that stands for an image where a configuration leaves the choice; a picture has four."""
+LARGEST = 80_000_000
 """Parameters; what is larger was not shrunk."""
 
 RULES = [
     (r"vocab_size|^n_vocab$|bigram_size", VOCAB),
+    (r"per_layer_input$", 8),
     (r"(key_value_heads|kv_heads)$", 0),  # replaced by a shape's own
     (r"(head_dim|d_kv|head_size|d_head|_head_dim)$", 0),
     (r"(^n_heads?|num_heads|attention_heads|_heads)$", 0),
@@ -26,16 +29,16 @@ RULES = [
     (r"(hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers|_layers|depth)$", 2),
     (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$", 4),
     (r"(experts_per_tok|moe_topk|moe_k|top_k_experts|experts_per_token|top_k)$", 2),
-    (r"^(n_group|topk_group)$", 1),
+    (r"^(n_group|topk_group|num_expert_group)$", 1),
     (r"(max_position_embeddings|n_positions|_positions|max_seq_len|seq_length|context_length|n_ctx)$", 64),
+    (r"upsample_groups$", 32),
     (r"(lora_rank|time_step_rank)$", 16),
     (r"^(image_size|crop_size)$", 32),
     (r"^(patch_size)$", 8),
     (r"(num_queries|num_query_tokens)$", 4),
 ]
-SHAPES = [(4, 2, 8), (4, 4, 8), (2, 2, 16), (2, 1, 16), (1, 1, 32)]
+SHAPES = [(4, 2, 8), (4, 4, 8), (2, 2, 16), (1, 1, 32), (1, 1, 64), (1, 1, 128)]
 """Heads, heads of keys and values, and their size: what suits one architecture does not suit another."""
-PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "indexer_types")
 IDENTITY = ("transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "_name_or_path")
 
 
@@ -45,16 +48,22 @@ class NotTinyError(Exception):
 
 def shrunk(settings: dict[str, Any], shape: tuple[int, int, int]) -> dict[str, Any]:
     """A configuration's dictionary with small numbers."""
-    return {name: _smaller(name, value, shape) for name, value in settings.items()}
+    layers = settings.get("num_hidden_layers") or settings.get("num_layers")
+    return {name: _smaller(str(name), value, shape, layers) for name, value in settings.items()}
 
 
-def _smaller(name: str, value: Any, shape: tuple[int, int, int]) -> Any:
+def _smaller(name: str, value: Any, shape: tuple[int, int, int], layers: int | None) -> Any:
+    if name == "per_layer_config":
+        return {}
     if isinstance(value, dict):
         return shrunk(value, shape)
     if isinstance(value, float) and "drop" in name:
         return 0.0
-    if isinstance(value, list) and name in PER_LAYER and len(value) > 2:
-        return [value[0], next((v for v in value if v != value[0]), value[0])]
+    if name == "use_cache":
+        return False
+    if isinstance(value, list) and len(value) > 2 and (len(value) == layers or name.endswith("layer_types")):
+        first = _smaller_number("intermediate_size", value[0], shape) if type(value[0]) is int else value[0]
+        return [first, next((v for v in value if v != value[0] and type(v) is not int), first)]
     if isinstance(value, list) and name.endswith("mrope_section"):
         half = shape[2] // 2
         return [half - 2 * (half // 3), half // 3, half // 3]
@@ -64,21 +73,28 @@ def _smaller(name: str, value: Any, shape: tuple[int, int, int]) -> Any:
 
 
 def _smaller_number(name: str, value: int, shape: tuple[int, int, int]) -> int:
-    if re.search(r"token(_id|_index)?$|_ids?$|_token_", name):
+    if re.search(r"token_(id|index)$|_ids?$", name):
         return value if value < VOCAB else 5 + len(name) % 7
     number = next((small for pattern, small in RULES if re.search(pattern, name)), value)
     if number == 0:
         heads, key_value_heads, size = shape
         number = key_value_heads if "kv_heads" in name or "key_value" in name else heads
         if re.search(r"head_dim|d_kv|head_size|d_head", name):
-            number = size
+            number = size if not name.startswith("qk_") else 8
+    if number == 32 and shape[2] > 32:
+        number = shape[2]  # rotary sections of a fixed size
     return min(value, number) if value > 0 else value
 
 
 def configured(config_class: Any, shape: tuple[int, int, int], changes: dict[str, Any]) -> Any:
-    settings = config_class().to_dict()
+    try:
+        settings = config_class().to_dict()
+    except ValueError:  # a default that its own validation refuses
+        settings = config_class(**changes).to_dict()
     for name in IDENTITY:
         settings.pop(name, None)
+    if settings.get("is_encoder_decoder"):  # T5's names no start, and its labels cannot be shifted without
+        changes = {"decoder_start_token_id": 2, "pad_token_id": 1} | changes
     return config_class(**merged(shrunk(settings, shape), changes))
 
 
@@ -130,14 +146,23 @@ def batches(model: Any) -> Iterator[dict[str, Tensor]]:
             features = torch.randn(2, bins, frames, generator=generator)
             yield rest | {"input_features": features}
             yield rest | {"input_features": features.transpose(1, 2).contiguous()}
+    yield text | {"bbox": torch.zeros(2, TIME, 4)}
+    yield text | {"mm_token_type_ids": torch.zeros_like(ids)}
+    patches = torch.randn(2, 8, 34, generator=generator)
+    patches[..., :2] = 1.0  # row and column
+    yield {"flattened_patches": patches, "labels": labels}
     yield rest | {"input_values": torch.randn(2, 2000, generator=generator)}
-    images = {getattr(c, "image_size", None) for c in _parts(model.config)}
+    images = [getattr(c, "image_size", None) for c in _parts(model.config)]
     for size in sorted({s for s in images if isinstance(s, int)} | {32}):
         pixels = torch.randn(2, 3, size, size, generator=generator)
         yield {"pixel_values": pixels} | rest
         yield {"pixel_values": pixels} | text
         yield {"pixel_values": pixels, "labels": labels}
-        yield text | {"pixel_values": pixels, "qformer_input_ids": ids, "qformer_attention_mask": mask}
+        shown = torch.cat([torch.full((2, 4), IMAGE), ids], 1)
+        ignored = torch.full((2, 4), -100)
+        seen = {"pixel_values": pixels, "input_ids": shown, "labels": torch.cat([ignored, labels], 1)}
+        yield seen
+        yield seen | {"qformer_input_ids": ids}
 
 
 def _parts(config: Any) -> Iterator[Any]:
