@@ -35,7 +35,7 @@ test: check  ## run the checks and every test (under 12 minutes on 2 cores)
 
 test-hf: .venv/dev  ## hold the loss against every model class of Hugging Face transformers (under 8 minutes on 2 cores)
 	@echo "[test-hf] pytest, every causal and conditional model class"
-	@$(BIN)/python -m pytest -n $(WORKERS) -m hf_models -q --durations=5 tests/integrations/test_hf_models.py
+	@$(BIN)/python -m pytest -n $(WORKERS) -m hf_models -q --durations=5 tests/seqpar/integrations/test_hf_models.py
 
 check: .venv/dev  ## lint, format, strict types, import floors
 	@echo "[check] ruff"

@@ -17,7 +17,7 @@ from datetime import date
 import torch
 
 import seqpar
-from seqpar.chunks import rows_per_chunk
+from seqpar.core.chunks import rows_per_chunk
 
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096)
 SHAPES = {

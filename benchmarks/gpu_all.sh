@@ -24,7 +24,7 @@ step() {  # name, seconds it may take, command...
 
 : > "$OUT/steps.txt"
 step tests 130 "$PYTHON" -m pytest -q --maxfail=20 -m gpu tests/seqpar -p no:cacheprovider
-step kernel 70 env HYPOTHESIS_PROFILE=dev "$PYTHON" -m pytest -q tests/seqpar/test_row_kernel.py -p no:cacheprovider
+step kernel 70 env HYPOTHESIS_PROFILE=dev "$PYTHON" -m pytest -q tests/seqpar/kernels/test_row_kernel.py -p no:cacheprovider
 step loss 190 "$PYTHON" -m benchmarks.loss gpu --out "$OUT/loss-cuda.json"
 step rows 40 "$PYTHON" -m benchmarks.chunk_rows --device cuda
 step training 90 "$PYTHON" -m benchmarks.gpu_training --steps 120

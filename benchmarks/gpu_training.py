@@ -27,8 +27,8 @@ from torch import Tensor
 
 import seqpar
 from benchmarks.loss.results import hardware
-from recipes.translation.config import load_config
-from recipes.translation.prepare import prepare
+from recipes.translation.data.prepare import prepare
+from recipes.translation.settings.config import load_config
 from recipes.translation.train import train
 
 CONFIG = "recipes/translation/configs/multi30k_en_de.yaml"

@@ -53,7 +53,7 @@ def rank(number: int, world: int, port: int, settings: dict[str, Any], answers: 
     if world > 1:
         os.environ.update(RANK=str(number), WORLD_SIZE=str(world), MASTER_ADDR="localhost", MASTER_PORT=str(port))
     from recipes.translation import train as training
-    from recipes.translation.config import load_config
+    from recipes.translation.settings.config import load_config
 
     times: list[float] = []
 

@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
-from seqpar.vocab_parallel import span_number
+from seqpar.distributed.vocab_parallel import span_number
 
 BATCH, TIME, WIDTH, VOCAB = 2, 32, 16, 8192
 """Of one rank. The vocabulary is the rows of both weights and a multiple of every world: FSDP2 pads nothing."""

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 import seqpar
 from benchmarks.loss.peers import quietly
 from models import PRESETS, TransformerConfig, make_transformer, sinusoidal_positions
-from recipes.translation.batches import Batch, TokenBatches
-from recipes.translation.config import load_config
-from recipes.translation.layout import Layout, axes_of
-from recipes.translation.ranks import ALONE
-from recipes.translation.subwords import BOS, EOS, PAD
+from recipes.translation.data.batches import Batch, TokenBatches
+from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.processes.ranks import ALONE
+from recipes.translation.settings.config import load_config
+from recipes.translation.training.layout import Layout, axes_of
 
 SMOOTHING, CLIP, ADAM = 0.1, 1.0, {"lr": 1e-4, "betas": (0.9, 0.98), "eps": 1e-9, "fused": True}
 

@@ -53,12 +53,12 @@ from benchmarks.seq2seq_peers import (
 )
 from models import attention, beam_search, evaluating, make_transformer
 from models.dropout import Dropout
-from recipes.translation.batches import Batch, TokenBatches
-from recipes.translation.config import RunConfig, load_config
-from recipes.translation.corpus import load_corpus
-from recipes.translation.data import load_pairs
-from recipes.translation.prepare import prepare
-from recipes.translation.subwords import BOS, EOS, PAD
+from recipes.translation.data.batches import Batch, TokenBatches
+from recipes.translation.data.corpus import load_corpus
+from recipes.translation.data.prepare import prepare
+from recipes.translation.data.sentence_pairs import load_pairs
+from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.settings.config import RunConfig, load_config
 
 TOKENS, WARM_UP, BEAM, SENTENCES, LENGTH = 4_000, 1, 5, 64, 20
 Row = dict[str, Any]

@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 from models.attention import Attention, subsequent_mask
 from models.transformer import Embedding, EncoderDecoder, FeedForward
-from seqpar.collectives import (
+from seqpar.distributed.collectives import (
     copy_to_group,
     gather_numbers,
     join_from_group,
@@ -39,7 +39,7 @@ from seqpar.collectives import (
     sum_from_group,
     world_size,
 )
-from seqpar.sequence import part_sizes
+from seqpar.distributed.sequence import part_sizes
 
 
 class Cut(NamedTuple):

@@ -20,9 +20,9 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from seqpar.chunked_gradient import PRODUCT_ROWS
-from seqpar.chunks import check_size, rows_per_chunk
-from seqpar.token_loss import wide
+from seqpar.core.chunked_gradient import PRODUCT_ROWS
+from seqpar.core.chunks import check_size, rows_per_chunk
+from seqpar.core.token_loss import wide
 
 Layout = Literal["ddp", "fsdp", "vocab"]
 Loss = Literal["plain", "LossCompute", "linear_cross_entropy"]

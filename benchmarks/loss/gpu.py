@@ -21,8 +21,8 @@ from benchmarks.loss.problems import Inputs, Problem
 from benchmarks.loss.results import floor_seconds
 from benchmarks.loss.targets import shape_title
 from benchmarks.loss.timing import Progress, floors, forward_and_backward, interleaved, seconds
-from seqpar.chunks import rows_per_chunk
-from seqpar.token_loss import wide
+from seqpar.core.chunks import rows_per_chunk
+from seqpar.core.token_loss import wide
 
 SHAPES = [
     (8192, 512, 32_768),

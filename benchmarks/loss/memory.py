@@ -18,7 +18,7 @@ from benchmarks.loss.implementations import Implementation, known
 from benchmarks.loss.plain_ways import CHUNK_ROWS
 from benchmarks.loss.problems import Inputs, Problem
 from benchmarks.loss.timing import CHUNKED, floor, forward_and_backward
-from seqpar.chunks import rows_per_chunk
+from seqpar.core.chunks import rows_per_chunk
 
 LIMIT = 600
 """Seconds a process may take."""

@@ -15,17 +15,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.translation.config import ConfigError, LayoutConfig, RunConfig, load_config
-from recipes.translation.data import DataError
-from recipes.translation.durable import CheckpointError, whole_folder, writing_to
-from recipes.translation.lines import lines_of, read_lines
-from recipes.translation.options import ALSO, OneLineParser, add_config_options, fail, overrides, unknown
-from recipes.translation.stop import OtherRankError, TrainingError
+from recipes.translation.atomic_folder import CheckpointError, whole_folder, writing_to
+from recipes.translation.data.lines import lines_of, read_lines
+from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.processes.stop import OtherRankError, TrainingError
+from recipes.translation.settings.config import ConfigError, LayoutConfig, RunConfig, load_config
+from recipes.translation.settings.options import ALSO, OneLineParser, add_config_options, fail, overrides, unknown
 
 if TYPE_CHECKING:
-    from recipes.translation.checkpoint import Translator
-    from recipes.translation.ranks import Ranks
-    from recipes.translation.subwords import Subwords
+    from recipes.translation.data.subwords import Subwords
+    from recipes.translation.processes.ranks import Ranks
+    from recipes.translation.run_folder.checkpoint import Translator
 
 PROGRAM = "python -m recipes.translation"
 DEMO_CONFIG = Path(__file__).parent / "configs" / "demo.yaml"
@@ -71,9 +71,9 @@ def prepare(argv: Sequence[str]) -> int:
     add_config_options(parser)
     config = _run_config(parser.parse(argv))
 
-    from recipes.translation.lock import sole_writer
-    from recipes.translation.prepare import prepare as make_subwords
-    from recipes.translation.ranks import joined
+    from recipes.translation.data.prepare import prepare as make_subwords
+    from recipes.translation.processes.ranks import joined
+    from recipes.translation.run_folder.lock import sole_writer
 
     def make() -> tuple[Subwords, Subwords]:
         with sole_writer(Path(config.run)):
@@ -104,7 +104,7 @@ def train(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     config = _run_config(options)
 
-    from recipes.translation.ranks import joined
+    from recipes.translation.processes.ranks import joined
     from recipes.translation.train import train as train_model
 
     with joined(config.layout.timeout):
@@ -140,10 +140,10 @@ def evaluate(argv: Sequence[str]) -> int:
     if bool(options.hypotheses) != bool(options.references):
         parser.error("--hypotheses and --references go together")
 
-    from recipes.translation.bleu_tokenizers import check_tokenizer
+    from recipes.translation.data.bleu_tokenizers import check_tokenizer
     from recipes.translation.evaluate import evaluate as evaluate_model
     from recipes.translation.evaluate import score
-    from recipes.translation.ranks import joined
+    from recipes.translation.processes.ranks import joined
 
     if options.tokenize:
         check_tokenizer(options.tokenize)
@@ -177,7 +177,7 @@ def translate(argv: Sequence[str]) -> int:
     if options.sentences and options.file:
         parser.error("give sentences or --file, not both")
 
-    from recipes.translation.ranks import joined
+    from recipes.translation.processes.ranks import joined
     from recipes.translation.translate import translate as translate_all
 
     typing = not options.sentences and not options.file and sys.stdin.isatty()
@@ -297,7 +297,7 @@ def _load(options: argparse.Namespace, ranks: Ranks) -> Translator:
 
     import torch
 
-    from recipes.translation.checkpoint import load_translator
+    from recipes.translation.run_folder.checkpoint import load_translator
 
     def read() -> Translator:
         run = Path(options.run)

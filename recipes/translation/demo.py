@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from recipes.translation.checkpoint import load_translator
-from recipes.translation.config import RunConfig
-from recipes.translation.durable import whole_folder
+from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.evaluate import evaluate
-from recipes.translation.progress import duration
-from recipes.translation.ranks import Ranks, joined
-from recipes.translation.summary import Sample, Summary, command
+from recipes.translation.processes.ranks import Ranks, joined
+from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
+from recipes.translation.training.progress import duration
+from recipes.translation.training.summary import Sample, Summary, command
 
 SAMPLES = 10
 SENTENCE = "The train to Vienna leaves at half past seven."

@@ -10,12 +10,12 @@ from pathlib import Path
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from recipes.translation.bleu_tokenizers import check_tokenizer, tokenizer_for
-from recipes.translation.builtin_corpus import Split
-from recipes.translation.checkpoint import Translator
-from recipes.translation.config import DecodingConfig
-from recipes.translation.data import DataError, Pair, load_pairs
-from recipes.translation.ranks import ALONE, Ranks
+from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
+from recipes.translation.data.builtin_corpus import Split
+from recipes.translation.data.sentence_pairs import DataError, Pair, load_pairs
+from recipes.translation.processes.ranks import ALONE, Ranks
+from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.translate import translate
 
 

@@ -17,8 +17,12 @@ import torch
 from torch import Tensor
 
 import seqpar
-from recipes.translation.batches import Steps
-from recipes.translation.checkpoint import (
+from recipes.translation.atomic_folder import whole_folder
+from recipes.translation.data.batches import Steps
+from recipes.translation.data.corpus import Corpus, load_corpus
+from recipes.translation.processes.ranks import Ranks, joined
+from recipes.translation.processes.stop import StopSignals, TrainingError
+from recipes.translation.run_folder.checkpoint import (
     WEIGHTS,
     TrainingState,
     Translator,
@@ -29,18 +33,14 @@ from recipes.translation.checkpoint import (
     save_model,
     save_training,
 )
-from recipes.translation.config import RunConfig, TrainingConfig
-from recipes.translation.corpus import Corpus, load_corpus
-from recipes.translation.durable import whole_folder
-from recipes.translation.layout import Axes, Layout, axes_of, devices_of
-from recipes.translation.lock import sole_writer
-from recipes.translation.progress import Metrics, Progress
-from recipes.translation.ranks import Ranks, joined
-from recipes.translation.resume import begin, check_same_data, flat
-from recipes.translation.schedule import learning_rate
-from recipes.translation.stop import StopSignals, TrainingError
-from recipes.translation.summary import Summary, summarize
-from recipes.translation.validation import Validation, validate
+from recipes.translation.run_folder.lock import sole_writer
+from recipes.translation.run_folder.resume import begin, check_same_data, flat
+from recipes.translation.settings.config import RunConfig, TrainingConfig
+from recipes.translation.training.layout import Axes, Layout, axes_of, devices_of
+from recipes.translation.training.progress import Metrics, Progress
+from recipes.translation.training.schedule import learning_rate
+from recipes.translation.training.summary import Summary, summarize
+from recipes.translation.training.validation import Validation, validate
 
 
 def train(config: RunConfig, *, fresh: bool = False) -> Summary:

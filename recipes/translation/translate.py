@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 
 from models import beam_search, default_limit, evaluating, greedy
-from recipes.translation.checkpoint import Translator
-from recipes.translation.config import DecodingConfig
-from recipes.translation.data import DataError
-from recipes.translation.ranks import ALONE, Ranks
-from recipes.translation.subwords import BOS, EOS, PAD
-from seqpar.collectives import gather_objects
+from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.processes.ranks import ALONE, Ranks
+from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.settings.config import DecodingConfig
+from seqpar.distributed.collectives import gather_objects
 
 
 def translate(

@@ -26,8 +26,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.accumulate import accumulate_gradients
-from seqpar.token_loss import TokenLoss
+from seqpar.core.token_loss import TokenLoss
+from seqpar.distributed.accumulate import accumulate_gradients
 
 MicroBatch = TypeVar("MicroBatch")
 

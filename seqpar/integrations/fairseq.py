@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from seqpar.linear_cross_entropy import linear_cross_entropy
+from seqpar.linear.cross_entropy import linear_cross_entropy
 
 
 class ChunkedCrossEntropy(nn.Module):

@@ -32,8 +32,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.accumulate import accumulate_gradients
-from seqpar.token_loss import TokenLoss
+from seqpar.core.token_loss import TokenLoss
+from seqpar.distributed.accumulate import accumulate_gradients
 
 MicroBatch = TypeVar("MicroBatch")
 

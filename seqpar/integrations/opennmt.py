@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from seqpar.loss_compute import LossCompute
+from seqpar.engine.loss_compute import LossCompute
 
 
 class ChunkedLossCompute(nn.Module):

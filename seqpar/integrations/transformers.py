@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from seqpar.chunks import check_size
-from seqpar.criteria import LabelSmoothing, check_smoothing
+from seqpar.core.chunks import check_size
+from seqpar.core.token_loss import TokenLoss
+from seqpar.distributed.wrappers import refuse_sharded
 from seqpar.integrations.transformers_check import (
     WITHOUT,
     RefusedModelError,
@@ -48,9 +49,9 @@ from seqpar.integrations.transformers_model import (
     shifts_labels,
     special_labels,
 )
-from seqpar.linear_cross_entropy import linear_cross_entropy
-from seqpar.sharded import refuse_sharded
-from seqpar.token_loss import TokenLoss
+from seqpar.linear.cross_entropy import linear_cross_entropy
+from seqpar.losses.criteria import LabelSmoothing
+from seqpar.losses.softmax_loss import check_smoothing
 
 
 def apply_seqpar_loss(

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar.core.token_loss import wide
 from seqpar.integrations.transformers_model import IGNORED, Reading
-from seqpar.token_loss import wide
 
 WINDOW = 8
 """Tokens of the window beside those of special labels."""

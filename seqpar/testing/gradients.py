@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.tensor_checks import check_number
+from seqpar.core.tensor_checks import check_number
 from seqpar.testing.causes import FACTOR, Evidence, Result, dense, gradients_by_use, likely_cause
 
 ROUNDING = 1e-14

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from seqpar.collectives import gather_objects, group_sum, rank_in, world_size
-from seqpar.criteria import ignored_target
-from seqpar.devices import Device
-from seqpar.loss_compute import LossCompute
-from seqpar.tensor_checks import check_dense, check_floating, check_integer_target, check_number
+from seqpar.core.tensor_checks import check_dense, check_floating, check_integer_target, check_number
+from seqpar.core.token_loss import TokenLoss
+from seqpar.distributed.collectives import gather_objects, group_sum, rank_in, world_size
+from seqpar.engine.loss_compute import LossCompute
+from seqpar.losses.criteria import ignored_target
+from seqpar.multi_device.devices import Device
 from seqpar.testing.causes import FACTOR, Evidence, Result, gradients_by_use, likely_cause
 from seqpar.testing.gradients import (
     assert_same_results,
@@ -26,7 +27,6 @@ from seqpar.testing.gradients import (
     refuse_no_gradients,
     value_and_gradients,
 )
-from seqpar.token_loss import TokenLoss
 
 Loss = Callable[..., Tensor | TokenLoss]
 """`loss(generator, criterion, hidden, target, **per_token)`."""

@@ -14,7 +14,7 @@ from benchmarks.loss.checks import answer, errors, truth, what_is_wrong
 from benchmarks.loss.implementations import ENGINE, LINEAR, PLAIN, Implementation
 from benchmarks.loss.problems import IGNORED, Inputs, Problem
 from benchmarks.loss.timing import Progress, floors
-from seqpar.chunks import rows_per_chunk
+from seqpar.core.chunks import rows_per_chunk
 
 TINY = Problem(128, 6, 11, dtype=torch.float64, padding=0.3)
 WAYS = {

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from recipes.translation.checkpoint import load_translator
 from recipes.translation.commands import COMMANDS, main
-from recipes.translation.config import RunConfig, load_config
-from recipes.translation.options import setting_names, settings
+from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.settings.config import RunConfig, load_config
+from recipes.translation.settings.options import setting_names, settings
 from recipes.translation.translate import translate
 from tests.recipes.tiny import LEARNS, SETTINGS, options, tiny
 

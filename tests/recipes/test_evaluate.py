@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models import greedy
-from recipes.translation.batches import TokenBatches
-from recipes.translation.bleu_tokenizers import check_tokenizer
-from recipes.translation.checkpoint import Translator, load_translator
-from recipes.translation.config import ConfigError
-from recipes.translation.data import DataError, load_pairs
+from recipes.translation.data.batches import TokenBatches
+from recipes.translation.data.bleu_tokenizers import check_tokenizer
+from recipes.translation.data.sentence_pairs import DataError, load_pairs
+from recipes.translation.data.subwords import BOS, EOS
 from recipes.translation.evaluate import evaluate, score
-from recipes.translation.subwords import BOS, EOS
+from recipes.translation.run_folder.checkpoint import Translator, load_translator
+from recipes.translation.settings.config import ConfigError
 from recipes.translation.train import train
 from recipes.translation.translate import translate
 from tests.recipes.tiny import LEARNS, tiny

@@ -11,11 +11,11 @@ import torch
 
 from models import beam_search
 from recipes.translation import translate as translate_module
-from recipes.translation.builtin_corpus import pairs
-from recipes.translation.checkpoint import Translator, build_model, model_sizes
-from recipes.translation.config import DecodingConfig
-from recipes.translation.data import DataError
-from recipes.translation.subwords import BOS, EOS, PAD, Subwords, train_subwords
+from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.data.subwords import BOS, EOS, PAD, Subwords, train_subwords
+from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
+from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.translate import translate
 from tests.recipes.tiny import tiny
 

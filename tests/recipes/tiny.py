@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from recipes.translation.config import RunConfig, load_config
+from recipes.translation.settings.config import RunConfig, load_config
 
 SETTINGS: dict[str, Any] = {
     "data.builtin_pairs": 250,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import seqpar
-from seqpar.devices import check_devices
+from seqpar.multi_device.devices import check_devices
 
 
 def engine(generator=None, criterion=None, **options):

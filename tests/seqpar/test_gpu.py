@@ -11,7 +11,7 @@ from torch import nn
 
 import seqpar
 
-chunked_gradient = importlib.import_module("seqpar.chunked_gradient")  # seqpar.chunked_gradient is the function
+chunked_gradient = importlib.import_module("seqpar.core.chunked_gradient")  # seqpar.chunked_gradient is the function
 
 pytestmark = pytest.mark.gpu
 

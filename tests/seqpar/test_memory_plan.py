@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import seqpar
-from seqpar.chunks import cut_rows
+from seqpar.core.chunks import cut_rows
 from seqpar.memory_plan import Layout, LossBytes, MemoryPlan, advice, main, memory_plan, table
 
 CASES = [

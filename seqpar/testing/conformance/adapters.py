@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from seqpar.loss_compute import LossCompute
+from seqpar.core.token_loss import TokenLoss
+from seqpar.engine.loss_compute import LossCompute
 from seqpar.testing.conformance.adapter import EVERYTHING, LOW, Adapter, Options, quietly, why_missing, written
-from seqpar.token_loss import TokenLoss
 
 HALVES = (torch.bfloat16, torch.float16)
 CPU = not torch.cuda.is_available()

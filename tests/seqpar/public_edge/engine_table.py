@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import seqpar
-from tests.seqpar.odd_tensors import NO_TENSOR, SPECIAL
+from tests.seqpar.core.odd_tensors import NO_TENSOR, SPECIAL
 from tests.seqpar.public_edge.case import Case, Raises
 from tests.seqpar.public_edge.criteria_table import NO_INDICES, ODD_DTYPES, V, logits, targets
 from tests.seqpar.public_edge.tables import refused, values

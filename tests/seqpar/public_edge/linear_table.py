@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import seqpar
-from tests.seqpar.linear_loss import on_another_device
-from tests.seqpar.odd_tensors import NO_TENSOR, SPECIAL
+from tests.seqpar.core.odd_tensors import NO_TENSOR, SPECIAL
+from tests.seqpar.linear.linear_loss import on_another_device
 from tests.seqpar.public_edge.case import Case, Raises
 
 NAN, INF = float("nan"), float("inf")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import seqpar
-from tests.seqpar.odd_tensors import NO_TENSOR, SPECIAL
+from tests.seqpar.core.odd_tensors import NO_TENSOR, SPECIAL
 from tests.seqpar.public_edge.case import Case, Equals, Raises
 from tests.seqpar.public_edge.criteria_table import logits, targets
 from tests.seqpar.public_edge.engine_table import NO_DEVICE, NO_DEVICES, NO_MODULE, NOWHERE

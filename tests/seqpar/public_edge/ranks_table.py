@@ -11,7 +11,7 @@ from torch import Tensor
 
 import seqpar
 from seqpar import memory_plan as memory
-from tests.seqpar.odd_tensors import NO_TENSOR, SPECIAL
+from tests.seqpar.core.odd_tensors import NO_TENSOR, SPECIAL
 from tests.seqpar.public_edge.case import Case, Equals, Raises
 
 NAN, INF = float("nan"), float("inf")

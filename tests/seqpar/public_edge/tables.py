@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.seqpar.odd_tensors import NO_TENSOR, SPECIAL
+from tests.seqpar.core.odd_tensors import NO_TENSOR, SPECIAL
 from tests.seqpar.public_edge.case import Case, Raises
 
 Odd = Mapping[str, tuple[Callable[[], object], str]]

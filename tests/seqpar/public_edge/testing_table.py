@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from seqpar.testing import assert_same_gradients, assert_same_loss, assert_same_results, plain_loss
-from tests.seqpar.odd_tensors import NO_TENSOR, SPECIAL
+from tests.seqpar.core.odd_tensors import NO_TENSOR, SPECIAL
 from tests.seqpar.public_edge.case import Case, Equals, Raises
 
 NAN, INF = float("nan"), float("inf")

@@ -1,0 +1,72 @@
+"""Which of sacreBLEU's tokenisers fits a target language: BLEU counts words, and not every script parts them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from sacrebleu import utils
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.tokenizers import tokenizer_spm
+
+from recipes.translation.settings.config import ConfigError
+
+LANGUAGES = {
+    "zh": ("zh", "zho", "chi", "cmn", "yue", "wuu", "nan", "hak", "lzh", "chinese", "mandarin", "cantonese"),
+    "ja-mecab": ("ja", "jpn", "japanese"),
+    "ko-mecab": ("ko", "kor", "korean"),
+    "char": (
+        *("th", "tha", "thai", "lo", "lao", "km", "khm", "khmer"),
+        *("my", "mya", "bur", "burmese", "bo", "bod", "tib", "tibetan", "dz", "dzo"),
+    ),
+}
+"""ISO 639 codes and English names, without region and script; every other language is 13a, as in most papers."""
+BY_LANGUAGE = {language: name for name, languages in LANGUAGES.items() for language in languages}
+
+HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+KANA = re.compile("[\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f]")
+OTHERS = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\ua9e0-\ua9ff\uaa60-\uaa7f]")
+"""Thai, Lao, Tibetan, Burmese and Khmer."""
+
+LOOKED_AT = 1_000
+"""References whose script is looked at."""
+
+
+def tokenizer_for(name: str, language: str, references: Sequence[str]) -> str:
+    """The tokeniser `name`; for auto the one of the language, or of the references' script if that has no spaces."""
+    if name != "auto":
+        return name
+    code = re.split("[-_]", language.lower())[0]
+    return BY_LANGUAGE.get(code) or _by_script("".join(references[:LOOKED_AT]))
+
+
+def _by_script(text: str) -> str:
+    letters = sum(map(str.isalpha, text))
+    han, kana, others = (len(script.findall(text)) for script in (HAN, KANA, OTHERS))
+    if 2 * (han + kana) > letters:
+        return "ja-mecab" if 20 * kana > han + kana else "zh"  # a Chinese text has next to none
+    return "char" if 2 * others > letters else "13a"
+
+
+def check_tokenizer(name: str) -> None:
+    """Raise ConfigError unless sacreBLEU has a tokeniser of this name, and here all that it needs."""
+    other = "choose another, such as char, with --data.tokenize (evaluate: --tokenize)"
+    if name not in BLEU.TOKENIZERS:
+        raise ConfigError(f"sacreBLEU has no tokeniser {name!r}; it has {', '.join(BLEU.TOKENIZERS)}")
+    if name in tokenizer_spm.SPM_MODELS:
+        file = tokenizer_spm.SPM_MODELS[name]["url"].rpartition("/")[2]
+        path = Path(utils.SACREBLEU_DIR, "models", file)
+        if not path.is_file():
+            raise ConfigError(
+                f"sacreBLEU's tokeniser {name} needs {path}, which is not downloaded: put it there, or {other}"
+            )
+        return
+    try:
+        BLEU(tokenize=name)
+    except RuntimeError:
+        extra = name.partition("-")[0]
+        raise ConfigError(
+            f"sacreBLEU's tokeniser {name} needs a package that is not installed: pip install 'sacrebleu[{extra}]', or "
+            f"{other}"
+        ) from None

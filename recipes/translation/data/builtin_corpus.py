@@ -1,0 +1,387 @@
+"""A small English <-> German language of our own: number words, dates, clock times and prices in sentences.
+
+It needs no download and no licence, never runs out, and has exactly one right translation for every sentence
+in either direction, so exact match says how much of the language a model has learned. What there is to learn
+is what makes German German: units before tens (`dreiundzwanzig`), the next hour after the half (`halb acht`),
+case (`der dritte Mai`, `am dritten Mai`), gender (`der rote Tisch`, `den roten Tisch`), and verbs that move
+to the second place or split (`Am Montag fährt der Zug um acht Uhr ab.`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypeVar
+
+from recipes.translation.data.number_words import (
+    english_number,
+    english_ordinal,
+    english_year,
+    german_number,
+    german_ordinal,
+    german_stem,
+    german_year,
+)
+
+Split = Literal["train", "valid", "test"]
+
+
+class Pair(NamedTuple):
+    """A sentence and its translation."""
+
+    source: str
+    target: str
+
+
+class Noun(NamedTuple):
+    """An English noun, the German one, and the German definite article, which tells the gender."""
+
+    en: str
+    de: str
+    article: str = "der"
+
+
+MONTHS = (
+    ("January", "Januar"),
+    ("February", "Februar"),
+    ("March", "März"),
+    ("April", "April"),
+    ("May", "Mai"),
+    ("June", "Juni"),
+    ("July", "Juli"),
+    ("August", "August"),
+    ("September", "September"),
+    ("October", "Oktober"),
+    ("November", "November"),
+    ("December", "Dezember"),
+)
+WEEKDAYS = (
+    ("Monday", "Montag"),
+    ("Tuesday", "Dienstag"),
+    ("Wednesday", "Mittwoch"),
+    ("Thursday", "Donnerstag"),
+    ("Friday", "Freitag"),
+    ("Saturday", "Samstag"),
+    ("Sunday", "Sonntag"),
+)
+PEOPLE = (
+    ("he", "er"),
+    ("she", "sie"),
+    ("my brother", "mein Bruder"),
+    ("my sister", "meine Schwester"),
+    ("our neighbour", "unser Nachbar"),
+    ("her daughter", "ihre Tochter"),
+    ("his child", "sein Kind"),
+    ("the teacher", "der Lehrer"),
+)
+CITIES = (
+    ("Berlin", "Berlin"),
+    ("Hamburg", "Hamburg"),
+    ("Vienna", "Wien"),
+    ("Munich", "München"),
+    ("Cologne", "Köln"),
+    ("Zurich", "Zürich"),
+    ("Rome", "Rom"),
+    ("Prague", "Prag"),
+)
+COLOURS = (
+    ("red", "rot"),
+    ("blue", "blau"),
+    ("green", "grün"),
+    ("black", "schwarz"),
+    ("white", "weiß"),
+    ("brown", "braun"),
+    ("grey", "grau"),
+    ("yellow", "gelb"),
+)
+GOODS = (
+    Noun("table", "Tisch"),
+    Noun("lamp", "Lampe", "die"),
+    Noun("book", "Buch", "das"),
+    Noun("chair", "Stuhl"),
+    Noun("bag", "Tasche", "die"),
+    Noun("picture", "Bild", "das"),
+    Noun("coat", "Mantel"),
+    Noun("jacket", "Jacke", "die"),
+    Noun("bicycle", "Fahrrad", "das"),
+)
+EVENTS = (
+    Noun("concert", "Konzert", "das"),
+    Noun("meeting", "Sitzung", "die"),
+    Noun("exam", "Prüfung", "die"),
+    Noun("lecture", "Vortrag"),
+    Noun("match", "Spiel", "das"),
+    Noun("course", "Kurs"),
+)
+VEHICLES = (
+    Noun("train", "Zug"),
+    Noun("bus", "Bus"),
+    Noun("ferry", "Fähre", "die"),
+    Noun("ship", "Schiff", "das"),
+)
+# What can be counted: singular with its article, then the plural of both languages.
+COUNTED = (
+    (Noun("tree", "Baum"), "trees", "Bäume"),
+    (Noun("lamp", "Lampe", "die"), "lamps", "Lampen"),
+    (Noun("book", "Buch", "das"), "books", "Bücher"),
+    (Noun("chair", "Stuhl"), "chairs", "Stühle"),
+    (Noun("window", "Fenster", "das"), "windows", "Fenster"),
+    (Noun("letter", "Brief"), "letters", "Briefe"),
+)
+PLACES = (
+    ("in the library", "in der Bibliothek"),
+    ("in the village", "im Dorf"),
+    ("in the city", "in der Stadt"),
+    ("in the castle", "im Schloss"),
+    ("in the house", "im Haus"),
+    ("at the station", "am Bahnhof"),
+)
+
+
+def clock(hour: int, minute: int) -> Pair:
+    """A time on the twelve-hour clock (hour 1 to 12), as it follows `at` and `um`."""
+    following = hour % 12 + 1
+    if minute == 0:
+        return Pair(f"{english_number(hour)} o'clock", f"{german_stem(hour)} Uhr")
+    if minute == 30:
+        return Pair(f"half past {english_number(hour)}", f"halb {german_number(following)}")
+    before = minute > 30
+    hour, minute = (following, 60 - minute) if before else (hour, minute)
+    en, de = (
+        ("a quarter", "Viertel") if minute == 15 else _amount(minute, "minute", "minutes", "eine Minute", "Minuten")
+    )
+    return Pair(
+        f"{en} {'to' if before else 'past'} {english_number(hour)}",
+        f"{de} {'vor' if before else 'nach'} {german_number(hour)}",
+    )
+
+
+def price(euros: int, cents: int) -> Pair:
+    """An amount of money as the object of a verb: `one euro and five cents`, `einen Euro und fünf Cent`."""
+    parts = [_amount(euros, "euro", "euros", "einen Euro", "Euro")] if euros else []
+    parts += [_amount(cents, "cent", "cents", "einen Cent", "Cent")] if cents else []
+    return Pair(" and ".join(en for en, _ in parts), " und ".join(de for _, de in parts))
+
+
+def _amount(number: int, one: str, many: str, de_one: str, de_many: str) -> Pair:
+    """A number with what it counts; `de_one` brings its own article, since that follows gender and case."""
+    if number == 1:
+        return Pair(f"one {one}", de_one)
+    return Pair(f"{english_number(number)} {many}", f"{german_number(number)} {de_many}")
+
+
+def _accusative(article: str) -> str:
+    return "den" if article == "der" else article
+
+
+def _one_accusative(noun: Noun) -> str:
+    return {"der": "einen", "die": "eine", "das": "ein"}[noun.article] + " " + noun.de
+
+
+# Draws. Only Random.random() is promised to stay the same across Python versions, so all else is built on it.
+
+T = TypeVar("T")
+
+
+def _below(rng: random.Random, bound: int) -> int:
+    return int(rng.random() * bound)
+
+
+def _pick(rng: random.Random, items: Sequence[T]) -> T:
+    return items[_below(rng, len(items))]
+
+
+def _number(rng: random.Random, digits: int) -> int:
+    """A number of up to `digits` digits, every length equally likely."""
+    length = 1 + _below(rng, digits)
+    low = 10 ** (length - 1) if length > 1 else 0
+    return low + _below(rng, 10**length - low)
+
+
+def _count(rng: random.Random, digits: int) -> int:
+    """A number for a noun to follow; none but one ends in 01: how German says 101 trees is disputed."""
+    while True:
+        number = _number(rng, digits)
+        if number == 1 or (number and number % 100 != 1):
+            return number
+
+
+def _date(rng: random.Random) -> datetime.date:
+    """A day of 1800 to 2024, with a year so that its weekday can be the true one."""
+    first = datetime.date(1800, 1, 1).toordinal()
+    return datetime.date.fromordinal(first + _below(rng, datetime.date(2025, 1, 1).toordinal() - first))
+
+
+def _day(date: datetime.date, ending: str) -> Pair:
+    en, de = MONTHS[date.month - 1]
+    return Pair(f"{english_ordinal(date.day)} of {en}", f"{german_ordinal(date.day, ending)} {de}")
+
+
+def _time(rng: random.Random) -> Pair:
+    hour = 1 + _below(rng, 12)
+    # the named times are four minutes of sixty, but a large part of what people say
+    minute = 15 * _below(rng, 4) if rng.random() < 0.3 else _below(rng, 60)
+    return clock(hour, minute)
+
+
+def _price(rng: random.Random) -> Pair:
+    cents = 1 + _below(rng, 99) if rng.random() < 0.6 else 0
+    return price(_count(rng, 4), cents)
+
+
+def _sentence(en: str, de: str) -> Pair:
+    return Pair(en[0].upper() + en[1:], de[0].upper() + de[1:])
+
+
+# Sentence frames: one function each, a sentence of both languages from a stream of random numbers.
+
+
+def _plain_number(rng: random.Random) -> Pair:
+    number = _number(rng, 6)
+    return _sentence(f"the number is {english_number(number)}.", f"die Zahl ist {german_number(number)}.")
+
+
+def _things_in_a_place(rng: random.Random) -> Pair:
+    noun, en_many, de_many = _pick(rng, COUNTED)
+    en_place, de_place = _pick(rng, PLACES)
+    number = _count(rng, 6)
+    en, de = _amount(number, noun.en, en_many, _one_accusative(noun), de_many)
+    return _sentence(f"there {'is' if number == 1 else 'are'} {en} {en_place}.", f"{de_place} gibt es {de}.")
+
+
+def _age(rng: random.Random) -> Pair:
+    en_person, de_person = _pick(rng, PEOPLE)
+    en, de = _amount(1 + _below(rng, 100), "year", "years", "ein Jahr", "Jahre")
+    return _sentence(f"{en_person} is {en} old.", f"{de_person} ist {de} alt.")
+
+
+def _birth(rng: random.Random) -> Pair:
+    en_person, de_person = _pick(rng, PEOPLE)
+    date = _date(rng)
+    en, de = _day(date, "en")
+    en, de = f"{en} {english_year(date.year)}", f"{de} {german_year(date.year)}"
+    if rng.random() < 0.5:
+        return _sentence(f"{en_person} was born on the {en}.", f"{de_person} wurde am {de} geboren.")
+    en_weekday, de_weekday = WEEKDAYS[date.weekday()]
+    return _sentence(
+        f"{en_person} was born on {en_weekday}, the {en}.",
+        f"{de_person} wurde am {de_weekday}, dem {de}, geboren.",
+    )
+
+
+def _today(rng: random.Random) -> Pair:
+    date = _date(rng)
+    en, de = _day(date, "e")
+    en_weekday, de_weekday = WEEKDAYS[date.weekday()]
+    return _sentence(
+        f"today is {en_weekday}, the {en} {english_year(date.year)}.",
+        f"heute ist {de_weekday}, der {de} {german_year(date.year)}.",
+    )
+
+
+def _event_on_a_day(rng: random.Random) -> Pair:
+    event = _pick(rng, EVENTS)
+    en, de = _day(_date(rng), "en")
+    return _sentence(f"the {event.en} takes place on the {en}.", f"{event.article} {event.de} findet am {de} statt.")
+
+
+def _event_at_a_time(rng: random.Random) -> Pair:
+    event = _pick(rng, EVENTS)
+    en, de = _time(rng)
+    return _on_weekday(
+        rng,
+        Pair(f"the {event.en}", f"{event.article} {event.de}"),
+        f"begins at {en}.",
+        "beginnt",
+        f"um {de}.",
+    )
+
+
+def _departure(rng: random.Random) -> Pair:
+    vehicle = _pick(rng, VEHICLES)
+    en_city, de_city = _pick(rng, CITIES)
+    en, de = _time(rng)
+    subject = Pair(f"the {vehicle.en} to {en_city}", f"{vehicle.article} {vehicle.de} nach {de_city}")
+    return _on_weekday(rng, subject, f"leaves at {en}.", "fährt", f"um {de} ab.")
+
+
+def _on_weekday(rng: random.Random, subject: Pair, predicate: str, verb: str, rest: str) -> Pair:
+    """Half of the time a weekday opens the sentence; the German verb then comes before its subject."""
+    if rng.random() < 0.5:
+        return _sentence(f"{subject.source} {predicate}", f"{subject.target} {verb} {rest}")
+    en, de = _pick(rng, WEEKDAYS)
+    return _sentence(f"on {en} {subject.source} {predicate}", f"am {de} {verb} {subject.target} {rest}")
+
+
+def _it_is(rng: random.Random) -> Pair:
+    en, de = _time(rng)
+    return _sentence(f"it is {en}.", f"es ist {de}.")
+
+
+def _cost(rng: random.Random) -> Pair:
+    (en_colour, de_colour), thing, (en, de) = _pick(rng, COLOURS), _pick(rng, GOODS), _price(rng)
+    return _sentence(f"the {en_colour} {thing.en} costs {en}.", f"{thing.article} {de_colour}e {thing.de} kostet {de}.")
+
+
+def _payment(rng: random.Random) -> Pair:
+    en_person, de_person = _pick(rng, PEOPLE)
+    (en_colour, de_colour), thing, (en, de) = _pick(rng, COLOURS), _pick(rng, GOODS), _price(rng)
+    article = _accusative(thing.article)
+    bought = f"{article} {de_colour}{'en' if article == 'den' else 'e'} {thing.de}"
+    return _sentence(
+        f"{en_person} paid {en} for the {en_colour} {thing.en}.",
+        f"{de_person} hat {de} für {bought} bezahlt.",
+    )
+
+
+def _journey(rng: random.Random) -> Pair:
+    en_city, de_city = _pick(rng, CITIES)
+    parts = [_amount(1 + _below(rng, 23), "hour", "hours", "eine Stunde", "Stunden")]
+    if rng.random() < 0.7:
+        parts.append(_amount(1 + _below(rng, 59), "minute", "minutes", "eine Minute", "Minuten"))
+    en, de = " and ".join(part.source for part in parts), " und ".join(part.target for part in parts)
+    return _sentence(f"the journey to {en_city} takes {en}.", f"die Reise nach {de_city} dauert {de}.")
+
+
+def _distance(rng: random.Random) -> Pair:
+    en_city, de_city = _pick(rng, CITIES)
+    en, de = _amount(_count(rng, 4), "kilometre", "kilometres", "einen Kilometer", "Kilometer")
+    return _sentence(f"the road to {en_city} is {en} long.", f"die Straße nach {de_city} ist {de} lang.")
+
+
+# A frame with few different sentences stands here once, one with very many twice.
+FRAMES: tuple[Callable[[random.Random], Pair], ...] = (
+    *(_age, _it_is, _event_on_a_day, _journey, _distance),
+    *(_plain_number, _things_in_a_place, _birth, _today, _event_at_a_time, _departure, _cost, _payment) * 2,
+)
+
+
+def split_of(source: str) -> Split:
+    """The split an English sentence belongs to, for ever: one twentieth each for valid and test.
+
+    The grammar translates one to one, so a German sentence, too, stands in one split only.
+    """
+    bucket = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big") % 20
+    return "valid" if bucket == 0 else "test" if bucket == 1 else "train"
+
+
+def pairs(count: int, seed: int, split: Split = "train") -> list[Pair]:
+    """`count` English-German pairs of a split, the same on every machine.
+
+    A longer list starts with a shorter one. No sentence of one split stands in another, whatever the seeds.
+    `valid` and `test` hold every pair once; `train` repeats short sentences, as text does.
+    """
+    if split not in ("train", "valid", "test"):
+        raise ValueError(f"split is train, valid or test, got {split!r}")
+    rng = random.Random(seed)
+    drawn: list[Pair] = []
+    seen: set[Pair] = set()
+    while len(drawn) < count:
+        pair = _pick(rng, FRAMES)(rng)
+        if split_of(pair.source) != split or (split != "train" and pair in seen):
+            continue
+        seen.add(pair)
+        drawn.append(pair)
+    return drawn

@@ -1,0 +1,68 @@
+"""The subword models of a run: made once, reused as long as they are what the settings ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from recipes.translation.atomic_folder import CheckpointError, replaced_folder, verified_folder
+from recipes.translation.data.sentence_pairs import fingerprint, load_pairs
+from recipes.translation.data.subwords import Subwords, train_subwords
+from recipes.translation.settings.config import RunConfig
+
+SETTINGS = "settings.json"
+
+
+def prepare(config: RunConfig) -> tuple[Subwords, Subwords]:
+    """Subword models for source and target, trained into `<run>/subwords/` or read from there.
+
+    With `subwords.joint` both are one model, `joint.model`; otherwise `source.model` and `target.model`. They
+    are reused only if they were made from the same text with the same settings and no byte of them has changed since.
+    The folder is replaced as a whole: a process killed here leaves the old models or the new ones.
+    """
+    folder, settings = Path(config.run) / "subwords", _settings(config)
+    ready = _reusable(folder, settings)
+    if ready is None:
+        _train(config, folder, settings)
+        ready = verified_folder(folder)
+    else:
+        print(f"[prepare] subword models of {folder} reused", flush=True)
+    names = ("joint", "joint") if config.subwords.joint else ("source", "target")
+    models = {name: Subwords.load(ready / f"{name}.model") for name in set(names)}
+    return models[names[0]], models[names[1]]
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """What decides how the models come out: the training text, and the subword settings.
+
+    Files are told by what they hold: their names, sizes and times say nothing of a file that was written again.
+    """
+    data = {name: getattr(config.data, name) for name in ("format", "source", "target", "builtin_pairs")}
+    data["text"] = fingerprint(config.data, "train")
+    return {"data": data, "subwords": dataclasses.asdict(config.subwords)}
+
+
+def _reusable(folder: Path, settings: dict[str, Any]) -> Path | None:
+    """The folder with undamaged models made with these settings; None where there is none."""
+    try:
+        found = verified_folder(folder)
+        return found if json.loads((found / SETTINGS).read_text(encoding="utf-8")) == settings else None
+    except (CheckpointError, OSError, ValueError):
+        return None
+
+
+def _train(config: RunConfig, folder: Path, settings: dict[str, Any]) -> None:
+    start = time.monotonic()
+    pairs = load_pairs(config.data, "train", lowercase=config.subwords.lowercase)
+    sources, targets = [pair.source for pair in pairs], [pair.target for pair in pairs]
+    texts = {"joint": sources + targets} if config.subwords.joint else {"source": sources, "target": targets}
+    size = f"{config.subwords.vocab_size:,} {config.subwords.kind} subwords"
+    print(f"[prepare] {' and '.join(texts)}: {size} from {len(pairs):,} pairs", flush=True)
+    with replaced_folder(folder) as new:
+        for name, sentences in texts.items():
+            train_subwords(sentences, new / name, config.subwords)
+        (new / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    print(f"[prepare] written to {folder} in {time.monotonic() - start:.1f} s", flush=True)

@@ -1,0 +1,293 @@
+"""Sentence pairs from the built-in corpus, from files, or from the Hugging Face hub.
+
+Parquet files and the hub are read by Hugging Face `datasets`, imported only where it is needed. No code that comes
+with a data set is ever run, and nothing but hub data touches the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from recipes.translation.data.builtin_corpus import Pair, Split
+from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
+from recipes.translation.data.lines import DataError, read_lines
+from recipes.translation.settings.config import DataConfig, named_format
+
+__all__ = ["DataError", "Pair", "Pairs", "check_held_out", "fingerprint", "load_pairs"]
+
+BUILTIN_SEED = 1
+BUILTIN_HELD_OUT = 1_000
+"""Pairs in each of the built-in corpus's valid and test splits."""
+
+
+class Pairs(list[Pair]):
+    """Sentence pairs in the order of the data; `dropped` counts those left out for an empty side."""
+
+    dropped: int = 0
+
+
+def load_pairs(data: DataConfig, split: Split, lowercase: bool = False) -> Pairs:
+    """The pairs of a split, as (source language, target language).
+
+    Pairs with an empty side are dropped from `train`, counted, and reported on stderr; `valid` and `test` keep
+    every pair, so that a translation has a line for each line of its reference.
+    """
+    _check_format(data)
+    read = {"builtin": _builtin, "text": _text, "tsv": _tsv, "jsonl": _jsonl, "parquet": _parquet, "hub": _hub}
+    found = read[data.format](data, split)
+    if lowercase:
+        found = [Pair(source.lower(), target.lower()) for source, target in found]
+    if split != "train":
+        return Pairs(found)
+    kept = Pairs(pair for pair in found if pair.source.strip() and pair.target.strip())
+    kept.dropped = len(found) - len(kept)
+    if kept.dropped:
+        print(f"[data] train: {kept.dropped:,} of {len(found):,} pairs dropped: an empty side", file=sys.stderr)
+    if not kept:
+        raise DataError(f"data.train holds no pair with text on both sides ({len(found):,} pairs read)")
+    return kept
+
+
+def check_held_out(data: DataConfig) -> Pairs:
+    """Read validation and test data so that a mistake in them is known before the training; the validation pairs.
+
+    Those of the built-in corpus need no look: none are drawn. Raises DataError as `load_pairs` does; training and
+    validation data must be there, test data need not.
+    """
+    _check_format(data)
+    if data.format == "builtin":
+        return Pairs()
+    _given(data, "train")
+    valid = load_pairs(data, "valid")
+    if data.test:
+        load_pairs(data, "test")
+    return valid
+
+
+def fingerprint(data: DataConfig, split: Split) -> str:
+    """SHA-256 of what the files of a split hold; of the pairs themselves, for data on the hub.
+
+    Empty for the built-in corpus, which the settings describe.
+    """
+    _check_format(data)
+    if data.format == "builtin":
+        return ""
+    digest = hashlib.sha256()
+    if data.format == "hub":
+        digest.update(json.dumps(load_pairs(data, split)).encode())
+    else:
+        for path in _paths(data, split):
+            digest.update(f"{path.stat().st_size} bytes:".encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _check_format(data: DataConfig) -> None:
+    """DataError where the format is not that of the files named: nothing else would be said of them."""
+    for setting in ("train", "valid", "test", "path"):
+        value = getattr(data, setting)
+        names = (value,) if isinstance(value, str) else value
+        if data.format == "builtin" and any(names):
+            raise DataError(
+                f"data.format is builtin, the built-in corpus, but data.{setting} is {' '.join(names)}: "
+                f"set data.format (text for two files, tsv, jsonl, parquet or hub), or leave data.{setting} out"
+            )
+        for name in names if setting != "path" and data.format != "hub" else ():
+            if named_format(name) not in (None, data.format):
+                raise DataError(
+                    f"data.format is {data.format}, but data.{setting} names {name}: set data.format "
+                    f"{named_format(name)}, or rename the file"
+                )
+
+
+def _builtin(data: DataConfig, split: Split) -> list[Pair]:
+    if (data.source, data.target) not in (("en", "de"), ("de", "en")):
+        raise DataError(f"the built-in corpus is en and de; data.source is {data.source}, data.target {data.target}")
+    count = data.builtin_pairs if split == "train" else BUILTIN_HELD_OUT
+    drawn = builtin_pairs(count, BUILTIN_SEED, split)
+    return drawn if data.source == "en" else [Pair(target, source) for source, target in drawn]
+
+
+def _text(data: DataConfig, split: Split) -> list[Pair]:
+    """Two files, line by line: the n-th line of one translates the n-th line of the other."""
+    paths = _paths(data, split)
+    sides = [_lines(path, split) for path in paths]
+    if len(sides[0]) != len(sides[1]):
+        raise DataError(
+            f"{paths[0]} has {len(sides[0]):,} lines, {paths[1]} has {len(sides[1]):,}: the two must be aligned "
+            "line by line"
+        )
+    return [Pair(*lines) for lines in zip(*sides, strict=True)]
+
+
+def _tsv(data: DataConfig, split: Split) -> list[Pair]:
+    """One file of lines; the first one names the columns, which tabs part. A cell is text as it stands."""
+    (path,) = _paths(data, split)
+    header, *lines = [line.split("\t") for line in _lines(path, split)]
+    places = [_place(header, language, setting, str(path)) for setting, language in _languages(data)]
+    for number, cells in enumerate(lines, start=2):
+        if len(cells) != len(header):
+            raise DataError(f"{path}:{number} has {len(cells)} columns, the header {len(header)}")
+    return [Pair(cells[places[0]], cells[places[1]]) for cells in lines]
+
+
+def _jsonl(data: DataConfig, split: Split) -> list[Pair]:
+    """One file with an object in each line, but for empty ones."""
+    (path,) = _paths(data, split)
+    lines = enumerate(_lines(path, split), start=1)
+    records = [_record(line, f"{path}:{number}") for number, line in lines if line.strip()]
+    return _pairs(_columns(records), data, str(path))
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise DataError(f"{where} is not JSON: it is nested too deeply") from None
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(f'{where} is a {type(record).__name__}, not an object such as {{"en": ..., "de": ...}}')
+    return record
+
+
+def _parquet(data: DataConfig, split: Split) -> list[Pair]:
+    """One parquet file; the copy that `datasets` makes on disk is removed again."""
+    import datasets
+
+    (path,) = _paths(data, split)
+    with tempfile.TemporaryDirectory() as folder, _quiet(), _explained(str(path)):
+        rows: Any = datasets.Dataset.from_parquet(str(path), cache_dir=folder, keep_in_memory=True)
+        columns = _tables_columns(rows, data)
+    return _pairs(columns, data, str(path))
+
+
+def _hub(data: DataConfig, split: Split) -> list[Pair]:
+    """A split of a data set on the hub, in its cache afterwards."""
+    import datasets
+
+    (name,) = _given(data, split)
+    repository, _, subset = _expanded(data.path, "data.path").partition(":")
+    if not repository:
+        raise DataError("data.path is empty; for format hub it is the data set's name, such as wmt/wmt14:de-en")
+    where = f"{data.path} (split {name}) on the Hugging Face hub"
+    with _quiet(), _explained(where):
+        rows = datasets.load_dataset(repository, subset or None, split=name)
+        columns = _tables_columns(rows, data)
+    return _pairs(columns, data, where)
+
+
+def _given(data: DataConfig, split: Split) -> tuple[str, ...]:
+    """The setting `data.<split>`, which must name as many things as the format takes."""
+    names: tuple[str, ...] = getattr(data, split)
+    if len(names) != (2 if data.format == "text" else 1):
+        what = {"text": "two files, source and target", "hub": "one split name"}.get(data.format, "one file")
+        raise DataError(f"data.{split} takes {what}, for format {data.format}; got {', '.join(names) or 'nothing'}")
+    return names
+
+
+def _paths(data: DataConfig, split: Split) -> list[Path]:
+    folder = Path(_expanded(data.path, "data.path"))
+    paths = [folder / _expanded(name, f"data.{split}") for name in _given(data, split)]
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"there is no file {path}; set data.{split}, and data.path for the folder it is in")
+    return paths
+
+
+def _lines(path: Path, split: Split) -> list[str]:
+    lines = read_lines(path)
+    if not lines:
+        raise DataError(f"{path} is empty; data.{split} needs sentences")
+    return lines
+
+
+def _expanded(path: str, setting: str) -> str:
+    """`path` with each ${NAME} replaced from the environment, and ~ by the home folder."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in os.environ:
+            raise DataError(
+                f"{setting} is {path}, but the environment variable {match[1]} is not set: "
+                f"set it, or name the folder with --data.path"
+            )
+        return os.environ[match[1]]
+
+    return os.path.expanduser(re.sub(r"\$\{(\w+)\}", value, path))
+
+
+def _tables_columns(rows: Any, data: DataConfig) -> dict[str, list[Any]]:
+    """The columns of a table that may be of use; the others are not read."""
+    wanted = {"translation", data.source, data.target}
+    return {name: list(rows[name]) if name in wanted else [] for name in rows.column_names}
+
+
+def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The values of each key, in order; None where a record lacks it."""
+    names = sorted({name for record in records for name in record})
+    return {name: [record.get(name) for record in records] for name in names}
+
+
+def _pairs(columns: Mapping[str, list[Any]], data: DataConfig, where: str) -> list[Pair]:
+    """The two languages of each row: columns of their own, or keys under `translation`."""
+    if "translation" in columns and data.source not in columns:
+        columns = _columns([record if isinstance(record, dict) else {} for record in columns["translation"]])
+    for setting, language in _languages(data):
+        _place(list(columns), language, setting, where)
+        for number, text in enumerate(columns[language], start=1):
+            if not isinstance(text, str):
+                raise DataError(f"{where}, row {number:,}: {language!r} is not text but {type(text).__name__}")
+            if not text.isascii() and SURROGATE.search(text):
+                raise DataError(f"{where}, row {number:,}: {language!r} is not Unicode text: {text!a}")
+    return [Pair(*pair) for pair in zip(columns[data.source], columns[data.target], strict=True)]
+
+
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a character, which JSON can spell and UTF-8 cannot."""
+
+
+def _languages(data: DataConfig) -> list[tuple[str, str]]:
+    return [("data.source", data.source), ("data.target", data.target)]
+
+
+def _place(names: Sequence[str], language: str, setting: str, where: str) -> int:
+    if language not in names:
+        raise DataError(f"{where} has no {language!r} ({setting}); it has {', '.join(map(repr, names))}")
+    return names.index(language)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars of `datasets`."""
+    import datasets
+
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+@contextmanager
+def _explained(where: str) -> Iterator[None]:
+    """Turn whatever `datasets` raises into one line: the root cause, and what was being read."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        raise DataError(f"{where} cannot be read: {reason}") from error

@@ -1,0 +1,123 @@
+"""Sentencepiece subword models: training one from sentences in memory, and using it."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+
+from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.settings.config import ConfigError, SubwordConfig
+
+PAD, UNK, BOS, EOS = 0, 1, 2, 3
+"""Ids of padding, the unknown subword, start and end: the same in every model trained here."""
+
+
+MAX_BYTES = 1 << 16
+"""The longest sentence that subwords are made from: sentencepiece takes quadratic time, and leaves out longer ones than
+this without a word."""
+
+
+def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordConfig) -> None:
+    """Train a model on `sentences` and write it to `<path_prefix>.model`, whole or not at all.
+
+    The same sentences and settings give the same bytes. Characters outside the vocabulary are spelled in UTF-8
+    bytes (256 of the subwords), so that no text is ever unknown. Sentences above MAX_BYTES are left out, and it is
+    said on stderr. A vocabulary that does not fit the text raises ConfigError with the size that would.
+    """
+    model = io.BytesIO()
+    sentences = list(sentences)
+    if long := sum(len(sentence.encode()) > MAX_BYTES for sentence in sentences):
+        print(
+            f"[prepare] sentences above {MAX_BYTES:,} bytes, left out of the subwords' text: {long:,}", file=sys.stderr
+        )
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=model,
+            vocab_size=config.vocab_size,
+            model_type=config.kind,
+            pad_id=PAD,
+            unk_id=UNK,
+            bos_id=BOS,
+            eos_id=EOS,
+            byte_fallback=True,
+            character_coverage=0.9999,  # of a large corpus; the characters of a small one are all kept
+            max_sentence_length=MAX_BYTES,
+            num_threads=4,  # a part of the result: sums over threads are rounded
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise _plain_error(str(error), config) from None
+    path = model_path(path_prefix)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_bytes(model.getvalue())
+    os.replace(unfinished, path)
+
+
+def model_path(path_prefix: Path) -> Path:
+    """The file that `train_subwords` writes."""
+    return path_prefix.with_name(path_prefix.name + ".model")
+
+
+def _plain_error(message: str, config: SubwordConfig) -> ValueError:
+    """What sentencepiece's message means for the settings."""
+    size = f"subwords.vocab_size {config.vocab_size:,}"
+    if found := re.search(r"value <= (\d+)", message):
+        return ConfigError(f"{size} is too large for the training text; the largest possible is {int(found[1]):,}")
+    if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
+        return ConfigError(
+            f"{size} is too small: the special subwords, 256 bytes and the characters of the training text "
+            f"are {int(found[1]):,}"
+        )
+    if "sentences_.empty()" in message:
+        return DataError("there is no training text to make subwords from: every sentence is empty; see data.train")
+    return DataError(f"sentencepiece cannot train on this text: {' '.join(message.split())}")
+
+
+class Subwords:
+    """A trained model: sentences to subword ids and back."""
+
+    pad, unk, bos, eos = PAD, UNK, BOS, EOS
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    @classmethod
+    def load(cls, path: str | Path) -> Subwords:
+        """Read a model file; DataError where it is missing, damaged, or made with other special ids."""
+        path = Path(path)
+        if not path.is_file():
+            raise DataError(f"there is no subword model {path}; `prepare` makes it")
+        try:
+            processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        except RuntimeError as error:
+            raise DataError(f"{path} is not a sentencepiece model; remove it and `prepare` again") from error
+        found = (processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id())
+        if found != (PAD, UNK, BOS, EOS):
+            raise DataError(f"{path} has pad, unk, bos, eos = {found}, not {(PAD, UNK, BOS, EOS)}; train it here")
+        return cls(processor)
+
+    def save(self, path: Path) -> None:
+        """Write the model file that `load` reads."""
+        path.write_bytes(self._processor.serialized_model_proto())
+
+    def encode(self, sentences: list[str]) -> list[list[int]]:
+        """Ids of each sentence, without start and end."""
+        ids: list[list[int]] = self._processor.encode(sentences, num_threads=1)
+        return ids
+
+    def decode(self, ids: list[list[int]]) -> list[str]:
+        """The sentence of each list of ids; padding, start and end leave no trace."""
+        sentences: list[str] = self._processor.decode(ids, num_threads=1) if ids else []
+        return sentences
+
+    def __len__(self) -> int:
+        return int(self._processor.get_piece_size())

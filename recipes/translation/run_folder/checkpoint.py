@@ -1,0 +1,290 @@
+"""What a run keeps: models that can be used on their own, and the state from which training goes on.
+
+`<run>/best` and `<run>/last` are folders that are replaced as a whole (see `durable`):
+
+    config.yaml              every setting, resolved
+    joint.model              the subwords, or source.model and target.model
+    model.safetensors        the weights; a tied one is stored once
+    model.json               the step, what validation said of it, and which settings, subwords and weights it is of
+    training.safetensors     last only: the optimizer's moments
+    training.json            last only: how far the run is, and of which weights and moments
+
+Weights and moments are whole, whatever the layout that trained them. The two JSON files hold the SHA-256 of all others,
+taken in memory: files of two runs, or of two moments of one, are refused. Tensors are safetensors, the rest is JSON,
+YAML and sentencepiece's own format: reading a checkpoint never runs code from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from models import PRESETS, EncoderDecoder, TransformerConfig, make_transformer
+from recipes.translation.atomic_folder import CheckpointError, replaced_folder, sha256, verified_folder, whole_folder
+from recipes.translation.data.subwords import PAD, Subwords
+from recipes.translation.settings.config import ConfigError, ModelConfig, RunConfig, load_config, save_config
+
+
+@dataclass(frozen=True)
+class Translator:
+    """A model with the subwords and settings that belong to it."""
+
+    config: RunConfig
+    model: EncoderDecoder
+    source: Subwords
+    target: Subwords
+
+
+@dataclass
+class TrainingState:
+    """How far a run is: the numbers that, with weights, moments and random states, say how it goes on."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    epoch: int = 0
+    batch: int = 0
+    """Batches of that epoch done."""
+    tokens: int = 0
+    """Target tokens trained on, padding left out."""
+    train_seconds: float = 0.0
+    """Time spent in optimizer steps."""
+    seconds: float = 0.0
+    """The same with validations and saving."""
+    best_loss: float | None = None
+    """Best validation loss so far."""
+    best_step: int = 0
+    stale: int = 0
+    """Validations since the best one."""
+    data: str = ""
+    """Fingerprint of the training and validation data."""
+
+
+def model_sizes(config: ModelConfig) -> TransformerConfig:
+    """The preset, with the settings that are given in its place."""
+    if config.preset not in PRESETS:
+        raise ConfigError(f"model.preset is {config.preset!r}; it must be one of {', '.join(PRESETS)}")
+    changed = {name: value for name, value in asdict(config).items() if name != "preset" and value is not None}
+    try:
+        return replace(PRESETS[config.preset], **changed)
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from error
+
+
+def build_model(sizes: TransformerConfig, source: Subwords, target: Subwords) -> EncoderDecoder:
+    """A model with fresh weights for these subwords."""
+    try:
+        return make_transformer(sizes, len(source), len(target), pad=PAD)
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from error
+
+
+WEIGHTS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
+"""The dtype of weights and moments, by `training.precision`."""
+
+
+def save_model(folder: Path, translator: Translator, facts: Mapping[str, object]) -> None:
+    """Replace `folder` by one that holds all that is needed to translate."""
+    with replaced_folder(folder) as new:
+        _write_model(new, translator, facts)
+
+
+def save_training(
+    folder: Path,
+    translator: Translator,
+    facts: Mapping[str, object],
+    moments: Mapping[str, Tensor],
+    state: TrainingState,
+) -> None:
+    """Replace `folder` by one that holds, besides the model, all that training needs to go on."""
+    with replaced_folder(folder) as new:
+        of = {"weights": _write_model(new, translator, facts), "moments": fingerprint(moments)}
+        _write_tensors(new / "training.safetensors", moments)
+        _write_json(new / "training.json", {**asdict(state), "of": of})
+
+
+@dataclass(frozen=True)
+class SavedTraining:
+    """What a run goes on from."""
+
+    weights: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor]
+    state: TrainingState
+
+
+def load_training(folder: Path) -> SavedTraining:
+    """What `save_training` wrote, verified."""
+    whole = verified_folder(folder)
+    record = _read_json(whole / "training.json")
+    weights = _read_weights(whole)
+    moments = _read_tensors(whole / "training.safetensors")
+    if record.pop("of", None) != {"weights": fingerprint(weights), "moments": fingerprint(moments)}:
+        raise CheckpointError(f"{whole / 'training.json'} is of other weights or moments than lie beside it; {MIXED}")
+    return SavedTraining(weights, moments, _as_state(record, whole / "training.json"))
+
+
+def _as_state(record: Mapping[str, Any], path: Path) -> TrainingState:
+    kinds = get_type_hints(TrainingState)
+    if record.keys() != kinds.keys() or not all(isinstance(value, kinds[name]) for name, value in record.items()):
+        raise CheckpointError(f"{path} is not what this version writes; {MIXED}")
+    return TrainingState(**record)
+
+
+def load_translator(
+    folder: Path, device: str | torch.device = "cpu", overrides: Mapping[str, Any] | None = None
+) -> Translator:
+    """The model in `folder`, verified, in eval mode on `device`; `overrides` as for `load_config`."""
+    whole = verified_folder(folder)
+    weights = _read_weights(whole)
+    config = load_config(whole / "config.yaml", overrides)
+    source, target = (Subwords.load(whole / f"{name}.model") for name in subword_names(config))
+    model = build_model(model_sizes(config.model), source, target)
+    fill_model(model, weights, whole)
+    return Translator(config, model.to(device).eval(), source, target)
+
+
+def load_facts(folder: Path) -> dict[str, Any]:
+    """What was noted about the model in `folder` when it was saved: its step, what validation said."""
+    facts = _read_json(verified_folder(folder) / "model.json")
+    facts.pop("of", None)
+    return facts
+
+
+def saved_config(folder: Path) -> RunConfig | None:
+    """The settings a checkpoint was made with; None where there is no checkpoint."""
+    whole = whole_folder(folder)
+    return None if whole is None else load_config(verified_folder(folder) / "config.yaml")
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state, a tensor that is tied under several names only under the first."""
+    seen: set[int] = set()
+    kept = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            kept[name] = tensor
+    return kept
+
+
+@torch.no_grad()
+def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str) -> None:
+    """Copy saved tensors into a model of the same shape."""
+    own = tensors_of(model)
+    for name in sorted(own.keys() ^ saved.keys()):
+        where = "the model has no such tensor" if name in saved else "it is missing there"
+        raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {name}: {where}")
+    for name, tensor in own.items():
+        if tensor.shape != saved[name].shape:
+            raise CheckpointError(
+                f"{folder} does not fit the model its config.yaml describes: {name} is {tuple(saved[name].shape)} "
+                f"there and {tuple(tensor.shape)} here"
+            )
+        if saved[name].dtype not in WEIGHTS.values():
+            raise CheckpointError(f"{folder}: {name} is {saved[name].dtype}; weights are float32 or float64")
+    for name, tensor in own.items():
+        tensor.copy_(saved[name])
+
+
+def check_moments(model: nn.Module, saved: SavedTraining, folder: Path) -> None:
+    """CheckpointError unless there are Adam's moments for every parameter of the whole model."""
+    shapes: dict[str, torch.Size] = {}
+    for name, parameter in model.named_parameters():
+        own = {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size([])}
+        shapes |= {f"optimizer/{name}/{what}": shape for what, shape in own.items()}
+    if saved.state.step == 0:  # stopped before the first step
+        shapes = {}
+    for key in sorted(shapes.keys() | saved.moments.keys()):
+        there, here = (tuple(saved.moments[key].shape) if key in saved.moments else None), shapes.get(key)
+        if there is None or here is None or there != tuple(here):
+            raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {key} is {there} there")
+
+
+def subword_names(config: RunConfig) -> tuple[str, str]:
+    """What the subword models of source and target are called."""
+    return ("joint", "joint") if config.subwords.joint else ("source", "target")
+
+
+MIXED = "restore the folder from a copy: files of two checkpoints have been mixed, or changed"
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and every bit."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _write_model(folder: Path, translator: Translator, facts: Mapping[str, object]) -> str:
+    tensors = tensors_of(translator.model)
+    save_config(translator.config, folder / "config.yaml")
+    for name, subwords in _subwords_of(translator).items():
+        subwords.save(folder / name)
+    of = {name: sha256(folder / name) for name in ("config.yaml", *_subwords_of(translator))}
+    of["weights"] = fingerprint(tensors)
+    _write_tensors(folder / "model.safetensors", tensors)
+    _write_json(folder / "model.json", {**facts, "of": of})
+    return of["weights"]
+
+
+def _subwords_of(translator: Translator) -> dict[str, Subwords]:
+    """The subword models in use, by the files they are kept in; those in the run's folder may be others by now."""
+    source, target = subword_names(translator.config)
+    return {f"{source}.model": translator.source, f"{target}.model": translator.target}
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights in a verified folder, which must be those of its `model.json`, as settings and subwords must."""
+    of = _read_json(folder / "model.json").get("of")
+    if not isinstance(of, dict) or "weights" not in of:
+        raise CheckpointError(f"{folder / 'model.json'} is not what this version writes; {MIXED}")
+    for name, digest in of.items():
+        if name != "weights" and (not (folder / name).is_file() or sha256(folder / name) != digest):
+            raise CheckpointError(f"{folder / 'model.json'} is of another {name} than lies beside it; {MIXED}")
+    weights = _read_tensors(folder / "model.safetensors")
+    if fingerprint(weights) != of["weights"]:
+        raise CheckpointError(f"{folder / 'model.json'} is of other weights than lie beside it; {MIXED}")
+    return weights
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; {MIXED}") from error
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; {MIXED}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is not what this version writes; {MIXED}")
+    return values

@@ -1,0 +1,271 @@
+"""How training spreads the model: over the devices of one process, or over processes by `layout` in the settings.
+
+Whatever the layout, a step's gradient is that of all its tokens on one device, and weights and moments come together
+whole for saving, so that a run goes on in another layout.
+
+Rank = ((data x shard) x sequence) x vocab: ranks that talk most lie next to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import seqpar
+from models import EncoderDecoder
+from models.sharding import cut, cut_of, join_over, split_time_steps, split_weights
+from recipes.translation.data.batches import Batch
+from recipes.translation.data.subwords import PAD
+from recipes.translation.processes.ranks import Ranks
+from recipes.translation.settings.config import ConfigError, LayoutConfig, RunConfig, TrainingConfig
+from seqpar.distributed.collectives import group_sum, rank_in, world_size
+from seqpar.multi_device.devices import check_devices
+
+
+class Axes(NamedTuple):
+    """The processes along each axis."""
+
+    data: int
+    shard: int
+    sequence: int
+    vocab: int
+
+
+def axes_of(layout: LayoutConfig, world: int) -> Axes:
+    """The layout for this number of processes; ConfigError where they cannot be shared out so."""
+    others = layout.shard * layout.sequence * layout.vocab
+    axes = Axes(layout.data or max(1, world // others), layout.shard, layout.sequence, layout.vocab)
+    if prod(axes) != world:
+        said = " x ".join(f"{name} {size}" for name, size in axes._asdict().items())
+        started = "1 process was" if world == 1 else f"{world} processes were"
+        raise ConfigError(
+            f"layout {said} is {prod(axes)} processes, but {started} started: start {prod(axes)}, as with torchrun "
+            f"--nproc-per-node {prod(axes)}, or change the layout"
+        )
+    return axes
+
+
+def devices_of(settings: TrainingConfig, ranks: Ranks) -> list[torch.device]:
+    """The devices of this process: every GPU, or two replicas on the CPU; of several processes, one each."""
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if settings.devices == "auto":
+        if ranks.world > 1:
+            return [gpus[ranks.local_rank % len(gpus)] if gpus else torch.device("cpu")]
+        return gpus or [torch.device("cpu")] * 2
+    given = [settings.devices] if isinstance(settings.devices, str) else settings.devices
+    try:
+        devices = list(check_devices(given))
+    except ValueError as error:
+        raise ConfigError(f"training.devices: {error}") from error
+    if ranks.world == 1:
+        return devices
+    if len(devices) != ranks.local_world:
+        raise ConfigError(
+            f"training.devices names {len(devices)} and {ranks.local_world} processes run on this machine: name one "
+            "for each, or auto"
+        )
+    return [devices[ranks.local_rank]]
+
+
+class Groups(NamedTuple):
+    """The groups this process belongs to; None is this process alone."""
+
+    tokens: ProcessGroup | None
+    """Ranks that hold different tokens: gradients are summed over them."""
+    sequence: ProcessGroup | None
+    vocab: ProcessGroup | None
+    shards: DeviceMesh | None
+    """Of (copies, shards), where weights are sharded."""
+
+    @classmethod
+    def of(cls, axes: Axes, ranks: Ranks, timeout: float, device: torch.device) -> Groups:
+        """Made by every rank alike: a group is made by all ranks, those outside it too."""
+        world = torch.arange(ranks.world)
+        nccl = device.type == "cuda" and ranks.local_world <= torch.cuda.device_count()
+
+        def group(rows: Tensor) -> ProcessGroup | None:
+            if rows.size(1) == 1:
+                return None
+            own, _ = dist.new_subgroups_by_enumeration(
+                rows.tolist(), timeout=timedelta(seconds=timeout), backend="nccl" if nccl else "gloo"
+            )
+            return own  # type: ignore[no-any-return]
+
+        vocab = group(world.view(-1, axes.vocab))
+        sequence = group(world.view(-1, axes.sequence, axes.vocab).mT.reshape(-1, axes.sequence))
+        tokens = group(world.view(-1, axes.vocab).T)
+        if axes.shard == 1:
+            return cls(tokens, sequence, vocab, None)
+        # Time steps are tokens of their own too, so weights may be sharded over them as well
+        copies_shards_vocab = world.view(axes.data, -1, axes.vocab)
+        shards = group(copies_shards_vocab.mT.reshape(-1, axes.shard * axes.sequence))
+        copies = group(copies_shards_vocab.flatten(1).T)
+        mine = copies_shards_vocab[:, :, ranks.rank % axes.vocab]
+        assert shards is not None
+        if copies is None:
+            mesh = DeviceMesh.from_group(shards, device.type, mesh=mine[0], mesh_dim_names=("shard",))
+        else:
+            mesh = DeviceMesh.from_group([copies, shards], device.type, mesh=mine, mesh_dim_names=("copy", "shard"))
+        return cls(tokens, sequence, vocab, mesh)
+
+
+class Layout:
+    """A model spread out for training.
+
+    Args:
+        model: whole, with the same weights on every rank; it is taken apart, not copied.
+        config: its training and layout.
+        axes, devices: what `axes_of` and `devices_of` say of them.
+        ranks: the processes.
+
+    Raises:
+        ConfigError: a layout that the model cannot have.
+    """
+
+    def __init__(
+        self, model: EncoderDecoder, config: RunConfig, axes: Axes, devices: list[torch.device], ranks: Ranks
+    ) -> None:
+        self.settings, self.axes, self.devices, self.device = config.training, axes, devices, devices[0]
+        self.groups = Groups.of(axes, ranks, config.layout.timeout, self.device)
+        self.token_rank = ranks.rank // axes.vocab
+        self.share, self.shares = self.token_rank // axes.sequence, axes.data * axes.shard
+        self.model = model.to(self.device)
+        self.reducer: nn.Module | None = None
+        self.forward = self.whole_forward(model) if ranks.world == 1 else self._spread()
+
+    def _spread(self) -> Callable[[Batch], seqpar.TokenLoss]:
+        """The model with its loss as one module, in the parts and wrapper of the layout."""
+        try:
+            vocab = split_weights(self.model, self.groups.vocab)
+        except ValueError as error:
+            raise ConfigError(f"layout.vocab {self.axes.vocab}: {error}") from error
+        split_time_steps(self.model, self.groups.sequence)
+        loss = self._engine(self.model) if self.axes.vocab == 1 else _SplitVocabularyLoss(self, vocab)
+        both = seqpar.ModelWithLoss(self.model, loss)
+        if self.groups.shards is not None:
+            for layer in (*self.model.encoder.layers, *self.model.decoder.layers):
+                fully_shard(layer, mesh=self.groups.shards)
+            fully_shard(both, mesh=self.groups.shards)
+            self.reducer = both
+        elif self.groups.tokens is not None:
+            self.reducer = DistributedDataParallel(
+                both,
+                device_ids=None if self.device.type == "cpu" else [self.device],
+                process_group=self.groups.tokens,
+                gradient_as_bucket_view=True,
+            )
+        wrapped = self.reducer or both
+        return lambda batch: wrapped(
+            batch.src, batch.tgt_in, target=seqpar.split_time(batch.tgt_out, self.groups.sequence)
+        )
+
+    def _engine(self, model: EncoderDecoder) -> seqpar.LossCompute:
+        criterion = seqpar.LabelSmoothing(
+            self.settings.label_smoothing,
+            self.settings.smoothing,  # type: ignore[arg-type]
+            ignore_index=PAD,
+        )
+        return seqpar.LossCompute(model.generator, criterion, self.devices, self.settings.chunk_tokens)
+
+    def __str__(self) -> str:
+        if self.groups == Groups(None, None, None, None):
+            return f"devices {', '.join(map(str, self.devices))}"
+        axes = " x ".join(f"{name} {size}" for name, size in self.axes._asdict().items() if size > 1)
+        return f"{prod(self.axes)} processes ({axes}), here {self.device}"
+
+    def whole_forward(self, model: EncoderDecoder) -> Callable[[Batch], seqpar.TokenLoss]:
+        """The loss of a batch by a whole model, over the devices of this process, where hidden states stay."""
+        encoder_decoder = seqpar.DataParallel(model, self.devices, gather_outputs=False)
+        engine = self._engine(model)
+        return lambda batch: engine(encoder_decoder(batch.src, batch.tgt_in), batch.tgt_out)
+
+    def loss_of(self, batch: Batch) -> seqpar.TokenLoss:
+        """The summed loss of this rank's tokens of a batch; every rank of a split must give the same batch."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
+            return self.forward(Batch(*(ids.to(self.device, non_blocking=True) for ids in batch)))
+
+    def tokens_of(self, batch: Batch) -> Tensor:
+        """How many target tokens of a batch are this rank's."""
+        return (seqpar.split_time(batch.tgt_out, self.groups.sequence) != PAD).sum()
+
+    def clip(self, largest: float) -> float:
+        """Scale the gradients down to this norm, that of the whole model; the norm they had."""
+        named = list(self.model.named_parameters())
+        split = [p.grad for name, p in named if p.grad is not None and self._is_cut(name)]
+        whole = [p.grad for name, p in named if p.grad is not None and not self._is_cut(name)]
+        squares = [_whole(torch.nn.utils.get_total_norm(grads)).square() for grads in (split, whole)]
+        norm = (group_sum(squares[0].to(self.device), self.groups.vocab) + squares[1]).sqrt()
+        if largest:
+            torch.nn.utils.clip_grads_with_norm_([p for _, p in named], largest, norm)
+        return float(norm)
+
+    def _is_cut(self, name: str) -> bool:
+        return world_size(self.groups.vocab) > 1 and cut_of(name) is not None
+
+    @property
+    def has_whole_model(self) -> bool:
+        """Whether `model` is as plain as before."""
+        return self.axes[1:] == (1, 1, 1)
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter, or what the optimizer keeps of it, put together; every rank calls it and has it."""
+        return tensor if tensor.dim() == 0 else join_over(name, _whole(tensor.detach()), self.groups.vocab)
+
+    def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Everything the optimizer remembers, whole, as `optimizer/<parameter>/<what>`."""
+        return {
+            f"optimizer/{name}/{what}": self.whole(name, torch.as_tensor(value)).cpu()
+            for name, parameter in self.model.named_parameters()
+            for what, value in sorted(optimizer.state.get(parameter, {}).items())
+        }
+
+    def fill_moments(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
+        """The inverse of `moments`, in this layout."""
+        parameters = dict(self.model.named_parameters())
+        for key, value in saved.items():
+            name, _, what = key.removeprefix("optimizer/").rpartition("/")
+            parameter = parameters[name]
+            value = value.to(parameter.device)
+            if value.dim():
+                value = cut(name, value, rank_in(self.groups.vocab), world_size(self.groups.vocab))
+                if isinstance(parameter, DTensor):
+                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            optimizer.state[parameter][what] = value
+
+
+class _SplitVocabularyLoss(nn.Module):
+    """The loss of hidden states that every rank of the vocabulary's group has, by this rank's rows of the generator."""
+
+    def __init__(self, layout: Layout, vocab: seqpar.VocabShard) -> None:
+        super().__init__()
+        self.generator = layout.model.generator
+        self.vocab = vocab
+        self.settings = layout.settings
+
+    def forward(self, hidden: Tensor, target: Tensor) -> seqpar.TokenLoss:
+        return seqpar.linear_cross_entropy(
+            hidden,
+            self.generator.weight,
+            target,
+            bias=self.generator.bias,
+            ignore_index=PAD,
+            label_smoothing=self.settings.label_smoothing,
+            smoothing=self.settings.smoothing,  # type: ignore[arg-type]
+            chunk_tokens=self.settings.chunk_tokens,
+            vocab=self.vocab,
+        )
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

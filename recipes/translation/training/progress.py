@@ -1,0 +1,164 @@
+"""What a person sees while training runs, and the numbers it leaves behind for plots."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from recipes.translation.atomic_folder import writing_to
+from recipes.translation.run_folder.checkpoint import TrainingState
+
+PLAIN_SECONDS = 10.0
+"""Seconds between two lines where the output is not a terminal."""
+
+
+class Progress:
+    """One line with step, loss, tokens/s and time left: redrawn on a terminal, every ten seconds in a log.
+
+    Tokens are target tokens, padding left out; loss and speed are those of the last hundred steps. The clock it
+    needs for that is the run's: it keeps the times in `state`.
+    """
+
+    def __init__(self, state: TrainingState, steps: int) -> None:
+        self.steps = steps
+        self.recent: deque[tuple[float, int, float]] = deque(maxlen=100)
+        self.live = Live(console=Console(), transient=True) if sys.stdout.isatty() else None
+        self.mark = time.monotonic()
+        self.began = self.mark - state.seconds
+        self.next_line = self.mark + PLAIN_SECONDS
+
+    def __enter__(self) -> Self:
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.live:
+            self.live.stop()
+
+    def step_done(self, state: TrainingState, *, loss: float, tokens: int) -> None:
+        """A step ended: `loss` is its mean per token, `tokens` its number of tokens."""
+        seconds = self._tick(state)
+        state.train_seconds += seconds
+        self.recent.append((seconds, tokens, loss))
+        if self.live:
+            self.live.update(Text(self.line(state.step)))
+        elif self.mark >= self.next_line:
+            print(self.line(state.step), flush=True)
+            self.next_line = self.mark + PLAIN_SECONDS
+
+    def validated(self, state: TrainingState, found: object) -> None:
+        """A validation ended; its time does not count as slow training."""
+        note = "   best so far" if state.best_step == state.step else ""
+        self.say(f"[valid] step {state.step:>6,}   {found}{note}")
+        self._tick(state)
+
+    def line(self, step: int) -> str:
+        """The progress line of `step`."""
+        seconds = max(sum(each[0] for each in self.recent), 1e-9)
+        tokens = sum(each[1] for each in self.recent)
+        loss = sum(each[1] * each[2] for each in self.recent) / tokens
+        left = (self.steps - step) * seconds / len(self.recent)
+        return (
+            f"[train] step {step:>6,}/{self.steps:,}   loss {loss:.3f}   "
+            f"{tokens / seconds:,.0f} tokens/s   {duration(left)} left"
+        )
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        if self.live:
+            self.live.console.print(Text(text))
+        else:
+            print(text, flush=True)
+
+    def _tick(self, state: TrainingState) -> float:
+        """Seconds since the last tick."""
+        before, self.mark = self.mark, time.monotonic()
+        state.seconds = self.mark - self.began
+        return self.mark - before
+
+
+class Metrics:
+    """`metrics.jsonl`: one JSON object a line, each with the step it belongs to."""
+
+    def __init__(self, path: Path | None, *, after_step: int) -> None:
+        """Append to `path`, or write nothing. Records past `after_step`, of a process that died before saving, go.
+
+        Lines that are no record are moved to `metrics.odd.txt` beside it; what a kill has cut off is dropped.
+        """
+        self.path = path
+        if path is not None and path.exists():
+            with writing_to(path):
+                _keep(path, after_step)
+        self.file = path.open("a", encoding="utf-8") if path is not None else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.file is not None:
+            with suppress(OSError):  # a full disk has been reported, and what is left cannot be written
+                self.file.close()
+
+    def write(self, **values: object) -> None:
+        """Append one record."""
+        if self.file is None:
+            return
+        assert self.path is not None
+        with writing_to(self.path):
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Every record of a `metrics.jsonl`."""
+    return [record for record in map(_record, path.read_bytes().splitlines()) if record is not None]
+
+
+def _keep(path: Path, after_step: int) -> None:
+    """Leave the records up to a step in `path`, which is replaced as a whole."""
+    before = path.read_bytes()
+    *lines, cut_off = before.split(b"\n")
+    if _record(cut_off) is not None:
+        lines.append(cut_off)
+    records = [(line, _record(line)) for line in lines if line.strip()]
+    kept = b"".join(line + b"\n" for line, record in records if record is not None and record["step"] <= after_step)
+    odd = [line + b"\n" for line, record in records if record is None]
+    if odd:
+        aside = path.with_name("metrics.odd.txt")
+        with aside.open("ab") as file:
+            file.writelines(odd)
+        print(f"[train] {path}: {len(odd):,} lines that are no records of steps moved to {aside}", flush=True)
+    if kept != before:
+        new = path.with_name(f".{path.name}.new")
+        with new.open("wb") as file:
+            file.write(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None where it is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds as a clock shows them: 0:07, 12:30, 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,30 @@
+"""The learning rate of each step, as a pure function of the step number: nothing to save, nothing to restore."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from recipes.translation.settings.config import TrainingConfig
+
+
+def learning_rate(settings: TrainingConfig, step: int, d_model: int) -> float:
+    """The learning rate of step `step`, counted from 1.
+
+    - `inverse_sqrt`: linear to `learning_rate` at step `warmup`, then falling with the square root of the step.
+    - `noam`: `learning_rate * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)` (Vaswani et al. 2017,
+      section 5.3).
+    - `linear`: linear to `learning_rate` at step `warmup`, then linear towards 0 just after step `steps`.
+    - `constant`: linear to `learning_rate` at step `warmup`, then unchanged.
+    """
+    warmup = max(settings.warmup, 1)
+    if settings.schedule == "constant":
+        return settings.learning_rate * min(step / warmup, 1.0)
+    if settings.schedule == "linear":
+        left = max(settings.steps + 1 - step, 0) / max(settings.steps + 1 - warmup, 1)
+        return settings.learning_rate * min(step / warmup, left)
+    shape = min(step / warmup, sqrt(warmup / step))
+    if settings.schedule == "inverse_sqrt":
+        return settings.learning_rate * shape
+    if settings.schedule == "noam":
+        return settings.learning_rate * shape / sqrt(d_model * warmup)
+    raise ValueError(f"training.schedule is {settings.schedule!r}; it must be inverse_sqrt, linear, noam or constant")

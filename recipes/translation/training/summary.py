@@ -1,0 +1,95 @@
+"""What a training run came to, in numbers and in words."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.translation.atomic_folder import whole_folder
+from recipes.translation.data.corpus import Corpus
+from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_translator
+from recipes.translation.training.progress import duration
+from recipes.translation.training.validation import Validation
+from recipes.translation.translate import translate
+
+SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sentence as a model translates it, and as it should be."""
+
+    source: str
+    translation: str
+    reference: str
+
+    def __str__(self) -> str:
+        right = "right" if self.translation == self.reference else f"should be: {self.reference}"
+        return f"  {self.source}\n    -> {self.translation}   ({right})"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The outcome of a training run."""
+
+    run: Path
+    state: TrainingState
+    steps: int
+    """Steps asked for."""
+    best: Validation | None
+    stopped_by: signal.Signals | None
+    """The signal that ended it before its time."""
+    samples: tuple[Sample, ...]
+
+    def __str__(self) -> str:
+        state = self.state
+        speed = state.tokens / max(state.train_seconds, 1e-9)
+        lines = [
+            f"[train] {state.step:,} of {self.steps:,} steps in {duration(state.seconds)}, "
+            f"{speed:,.0f} target tokens/s without validation"
+        ]
+        if self.best:
+            lines.append(f"[train] best validation, step {self.best.step:,}: {self.best}")
+        if self.samples:
+            lines += ["[train] validation sentences, translated by the best model:", *map(str, self.samples)]
+        lines.append(f"[train] {self.run}: {', '.join(sorted(path.name for path in visible(self.run)))}")
+        if self.stopped_by:
+            lines.append(
+                f"[train] stopped by {self.stopped_by.name}; go on with: {command('train', '--run', self.run)}"
+            )
+        return "\n".join(lines)
+
+
+def summarize(
+    run: Path, state: TrainingState, steps: int, stopped_by: signal.Signals | None, corpus: Corpus
+) -> Summary:
+    """The outcome, with a few validation sentences as the best model translates them."""
+    if whole_folder(run / "best") is None:
+        return Summary(run, state, steps, None, stopped_by, ())
+    best = Validation.from_dict(load_facts(run / "best"))
+    samples = () if stopped_by else translated(run / "best", corpus)
+    return Summary(run, state, steps, best, stopped_by, samples)
+
+
+def translated(folder: Path, corpus: Corpus) -> tuple[Sample, ...]:
+    """The first validation sentences, translated by the model in `folder`."""
+    translator = load_translator(folder)
+    pairs = corpus.valid_pairs[:SAMPLES]
+    found = translate(translator, [pair.source for pair in pairs], translator.config.decoding)
+    return tuple(Sample(pair.source, text, pair.target) for pair, text in zip(pairs, found, strict=True))
+
+
+def visible(run: Path) -> list[Path]:
+    """The files and folders of a run that a person looks at."""
+    return [path for path in run.iterdir() if not path.name.startswith(".")]
+
+
+def command(*words: object) -> str:
+    """The shell command that runs this recipe with these words, as short as it can be typed from here."""
+    python = Path(sys.executable)
+    here = Path.cwd()
+    short = python.relative_to(here) if python.is_relative_to(here) else python
+    return f"{short} -m recipes.translation {shlex.join(map(str, words))}"

@@ -1,0 +1,208 @@
+"""Each process-group sum beside its adjoint: the one file that calls `torch.distributed` collectives.
+
+A `group` of None is this process alone: nothing is communicated. (`torch.distributed.group.WORLD` is all ranks.)
+
+| forward | backward | name |
+|---|---|---|
+| identity | sum over the group | `copy_to_group`: a value every rank has, used differently on each |
+| sum over the group | identity | `sum_from_group`: partial results that every rank needs whole |
+| every rank's part, joined | sum over the group, cut | `join_from_group`: parts that every rank needs whole |
+| sum or maximum, no gradient | - | `group_sum`, `group_max` |
+| every rank's, no gradient | - | `group_gather`, `gather_numbers` |
+| every rank's object, one rank's object | - | `gather_objects`, `broadcast_object` |
+
+Ranks that wait for one that never comes give up after the group's timeout. Half an hour is torch's default; a trainer
+sets its own where the group is made: `init_process_group(..., timeout=timedelta(minutes=2))`, or `new_group(...)`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from seqpar.core.tensor_checks import check_dense
+
+
+def check_group(group: object) -> None:
+    """Raise TypeError unless it is a group of ranks, or None."""
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"group is {group!r:.60}; it must be a torch.distributed ProcessGroup (of a mesh: mesh.get_group()), or "
+            "None for this process alone"
+        )
+
+
+def world_size(group: ProcessGroup | None) -> int:
+    """The number of ranks in the group; 1 for None."""
+    check_group(group)
+    return 1 if group is None else group.size()
+
+
+def rank_in(group: ProcessGroup | None) -> int:
+    """This process's rank in the group; 0 for None."""
+    check_group(group)
+    return 0 if group is None else group.rank()
+
+
+def group_sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """A new tensor, the sum over the group, without a gradient."""
+    return _reduced(tensor, group, dist.ReduceOp.SUM)
+
+
+def group_max(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """A new tensor, the maximum over the group, without a gradient."""
+    return _reduced(tensor, group, dist.ReduceOp.MAX)
+
+
+def _reduced(tensor: Tensor, group: ProcessGroup | None, operation: Any) -> Tensor:
+    check_dense(tensor, "tensor")
+    result = tensor.detach().clone()
+    if world_size(group) > 1:
+        dist.all_reduce(result, operation, group=group)
+    return result
+
+
+def group_gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    """Every rank's tensor, in rank order, without a gradient; all ranks' must have one shape and dtype."""
+    if world_size(group) == 1:
+        return [tensor.detach()]
+    everyone = [torch.empty_like(tensor) for _ in range(world_size(group))]
+    dist.all_gather(everyone, tensor.detach().contiguous(), group=group)
+    return everyone
+
+
+def gather_numbers(numbers: Sequence[int], group: ProcessGroup | None) -> list[list[int]]:
+    """Every rank's whole numbers, in rank order; all ranks must give as many."""
+    check_group(group)
+    nccl = group is not None and dist.get_backend(group) == "nccl"
+    device = torch.accelerator.current_accelerator() if nccl else None
+    return [t.tolist() for t in group_gather(torch.tensor(numbers, dtype=torch.int64, device=device), group)]
+
+
+def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """Every rank's (pickled) value, in rank order."""
+    if world_size(group) == 1:
+        return [value]
+    everyone: list[Any] = [None] * world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def broadcast_object(value: Any, source: int, group: ProcessGroup | None) -> Any:
+    """The (pickled) value of the group's rank `source`."""
+    if world_size(group) == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=source)
+    return box[0]
+
+
+def copy_to_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The tensor itself; its gradient is the sum of all ranks' gradients."""
+    check_dense(tensor, "tensor")
+    return tensor if world_size(group) == 1 else _CopyToGroup.apply(tensor, group)
+
+
+def sum_from_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum over the group; each rank's gradient is that of the sum, which all ranks must use alike."""
+    return tensor if world_size(group) == 1 else _SumFromGroup.apply(tensor, group)
+
+
+def join_from_group(tensor: Tensor, sizes: Sequence[int], dim: int, group: ProcessGroup | None) -> Tensor:
+    """All ranks' parts, one behind the other along `dim`, where rank r's has `sizes[r]`; a part may be empty.
+
+    Each rank's gradient is the sum of all ranks' gradients of its part, so ranks may use the whole differently.
+    """
+    return tensor if world_size(group) == 1 else _JoinFromGroup.apply(tensor, sizes, dim, group)
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return group_sum(upstream.contiguous(), ctx.group), None
+
+
+class _SumFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        return group_sum(tensor.contiguous(), group)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return upstream, None
+
+
+class _JoinFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, sizes: Sequence[int], dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.start, ctx.size, ctx.group = dim, sum(sizes[: group.rank()]), tensor.size(dim), group
+        shape = list(tensor.shape)
+        shape[dim] = max(sizes)  # what is gathered must have one shape
+        padded = tensor.new_zeros(shape)
+        padded.narrow(dim, 0, ctx.size).copy_(tensor)
+        parts = group_gather(padded, group)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        return group_sum(upstream.contiguous(), ctx.group).narrow(ctx.dim, ctx.start, ctx.size), None, None, None
+
+
+def check_agreement(
+    facts: Mapping[str, object], group: ProcessGroup | None, numbers: Sequence[int] = ()
+) -> list[list[int]]:
+    """Raises RuntimeError on every rank, naming the ranks, unless all of them have the same facts.
+
+    Call it at start and where sizes may change: ranks that disagree would otherwise wait for each other, or add up
+    what does not belong together. Ranks that agree pay for one all-gather of one number each, and of `numbers`, which
+    may differ.
+
+    Returns:
+        every rank's `numbers`, in rank order.
+
+    Raises:
+        TypeError, ValueError: facts that are no dict by name, numbers that are not int64.
+    """
+    _check_facts(facts, numbers)
+    if world_size(group) == 1:
+        return [list(numbers)]
+    digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=7).digest()
+    gathered = gather_numbers([int.from_bytes(digest), *numbers], group)
+    if len({theirs[0] for theirs in gathered}) == 1:
+        return [theirs[1:] for theirs in gathered]
+    everyone = gather_objects(dict(facts), group)
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        values: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(everyone):
+            values.setdefault(repr(theirs.get(name, "nothing")), []).append(rank)
+        if len(values) > 1:
+            said = "; ".join(f"{value} on ranks {ranks}" for value, ranks in values.items())
+            raise RuntimeError(f"ranks disagree on {name}: {said}; start all of them with the same settings and data")
+    raise AssertionError("equal facts have one digest")
+
+
+def _check_facts(facts: object, numbers: object) -> None:
+    if not isinstance(facts, Mapping):
+        raise TypeError(f"facts is a {type(facts).__name__}; it must be a dict of names and what is to be the same")
+    for name in facts:
+        if not isinstance(name, str):
+            raise TypeError(f"facts has the key {name!r}; its keys must be names, as text")
+    if not isinstance(numbers, Sequence) or isinstance(numbers, str):
+        raise TypeError(f"numbers is {numbers!r:.60}; it must be a list of whole numbers")
+    for i, number in enumerate(numbers):
+        if isinstance(number, bool) or not isinstance(number, Integral):
+            raise TypeError(f"numbers[{i}] is {number!r:.60}; it must be a whole number")
+        if not -(2**63) <= int(number) < 2**63:
+            raise ValueError(f"numbers[{i}] is {number}; it must be an int64")

@@ -1,0 +1,100 @@
+"""Model and loss in one module: what DistributedDataParallel and FSDP2 should wrap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from seqpar.core.tensor_checks import check_module
+from seqpar.core.token_loss import TokenLoss
+from seqpar.distributed.wrappers import refuse_data_parallel
+
+
+class ModelWithLoss(nn.Module):
+    """`loss(model(*inputs), target)`, so that one wrapped forward starts at the inputs and ends in the loss.
+
+    Plain equivalent: `hidden = model(*inputs, **keywords); return loss(hidden, target)`. Under data parallelism:
+
+        both = seqpar.ModelWithLoss(model, seqpar.LossCompute(model.generator, criterion))
+        ddp = DistributedDataParallel(both)                       # or: fully_shard(both)
+        loss = ddp(src, tgt_in, target=tgt_out)
+        tokens = seqpar.group_sum(loss.tokens, dist.group.WORLD)  # both wrappers take the mean over ranks
+        (loss.total * dist.get_world_size() / tokens).backward()  # so this is the gradient of the whole batch
+
+    `seqpar.accumulate_gradients` does the last two lines, for any number of micro-batches.
+
+    Args:
+        model: any module that returns hidden states, or `(hidden, per_token)` where the generator needs more per
+            token (copy attention): a dict of tensors, handed to the loss as keywords.
+        loss: a module called with `(hidden, target, **per_token)`, as `LossCompute`. What is a part of the model
+            too (its generator) has one set of parameters, and `state_dict` names it once, as the model does.
+
+    FSDP2: call `fully_shard` on blocks of the model as usual, then on this module. The generator may be a unit of
+    its own, or be tied to the embedding and left to this module's unit; either way a step has the all-gathers and
+    reduce-scatters of an un-chunked loss. Leave `output_dtype` unset: it would round the summed loss.
+
+    Pipeline parallelism (`torch.distributed.pipelining`): no wrapper is needed. The last stage returns hidden states
+    and the schedule takes `loss_fn=lambda hidden, target: engine(hidden, target).total / tokens` and
+    `scale_grads=False`: it would divide by the number of micro-batches, and the tokens of the step are all there is
+    to divide by. The last stage's module should have the generator as a submodule, so that schedule and optimizer see
+    its parameters. GPipe, 1F1B and interleaved 1F1B work; zero-bubble schedules go through the loss's backward twice,
+    which it refuses with an error.
+
+    Raises:
+        RuntimeError: the model or the loss is wrapped in DistributedDataParallel already.
+        TypeError: either is no module.
+    """
+
+    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        for name, part in (("model", model), ("loss", loss)):
+            check_module(part, name)
+            refuse_data_parallel(part, name)
+        self.model = model
+        self.loss = loss
+        self.register_state_dict_post_hook(_drop_second_names)
+        self.register_load_state_dict_pre_hook(_restore_second_names)
+
+    def forward(
+        self, *inputs: Any, target: Any, per_token: Mapping[str, Tensor] | None = None, **keywords: Any
+    ) -> TokenLoss:
+        """The loss of `target` given the model's hidden states of the inputs.
+
+        Args:
+            inputs, keywords: the model's arguments.
+            target: int64, hidden's leading shape.
+            per_token: further per-token tensors for the generator; those that the model returns are added.
+
+        Raises:
+            TypeError: `per_token` is no dict.
+            RuntimeError: parameters are sharded here, because a part was called that `fully_shard` does not wrap.
+            Everything that `LossCompute` raises.
+        """
+        if per_token is not None and not isinstance(per_token, Mapping):
+            raise TypeError(f"per_token is a {type(per_token).__name__}; it must be a dict of per-token tensors")
+        hidden = self.model(*inputs, **keywords)
+        extra = dict(per_token or {})
+        if isinstance(hidden, tuple) and len(hidden) == 2 and isinstance(hidden[1], Mapping):
+            hidden, more = hidden
+            extra |= more
+        return self.loss(hidden, target, **extra)  # type: ignore[no-any-return]
+
+    def _shared_parts(self) -> dict[str, str]:
+        """Parts of the loss that are parts of the model: their path here, and the model's."""
+        paths = {id(part): name for name, part in self.model.named_modules(prefix="model")}
+        return {n: paths[id(part)] for n, part in self.loss.named_modules(prefix="loss") if id(part) in paths}
+
+
+def _drop_second_names(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for second in module._shared_parts():  # type: ignore[operator]
+        for key in [k for k in state if k.startswith(f"{prefix}{second}.")]:
+            del state[key]
+
+
+def _restore_second_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for second, first in module._shared_parts().items():  # type: ignore[operator]
+        start = f"{prefix}{first}."
+        for key in [k for k in state if k.startswith(start)]:
+            state.setdefault(f"{prefix}{second}.{key.removeprefix(start)}", state[key])

@@ -1,0 +1,90 @@
+"""`MultiGPULossCompute`: loss, the one backward and the optimizer's step in one call, as in 2018."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.core.tensor_checks import check_dense, check_number
+from seqpar.core.token_loss import TokenLoss
+from seqpar.engine.loss_compute import LossCompute
+from seqpar.multi_device.devices import Device
+
+
+class Stepper(Protocol):
+    """A torch optimizer, or a wrapper round one (2018's NoamOpt) that has `.step()` and `.optimizer`."""
+
+    def step(self) -> Any:
+        """Take one optimizer step."""
+
+
+class MultiGPULossCompute:
+    """The 2018 spelling: loss, the one backward, and the optimizer's step in one call.
+
+    Plain equivalent of `compute(out, targets, normalize)`:
+
+        total = criterion(generator(out).flatten(0, 1), targets.flatten())
+        (total / normalize).backward(); opt.step(); opt.zero_grad(); return float(total)
+
+    Source: `MultiGPULossCompute` of The Annotated Transformer (Harvard NLP, 2018), whose arguments it keeps.
+
+    Args:
+        generator, criterion, devices: as `LossCompute`.
+        opt: a torch optimizer, or a Noam-style wrapper with `.step()` and `.optimizer`; None only evaluates.
+        chunk_size: time steps whose logits exist at once.
+
+    Raises:
+        TypeError: `opt` has no `.step()`. Everything `LossCompute` raises.
+    """
+
+    def __init__(
+        self,
+        generator: nn.Module,
+        criterion: nn.Module,
+        devices: Sequence[Device],
+        opt: Stepper | None = None,
+        chunk_size: int = 5,
+    ) -> None:
+        if opt is not None and not callable(getattr(opt, "step", None)):
+            raise TypeError(f"opt is a {type(opt).__name__}; it must be an optimizer with .step(), or None to evaluate")
+        self.engine = LossCompute(generator, criterion, devices, chunk_size=chunk_size)
+        self.opt = opt
+
+    def __call__(
+        self,
+        out: Tensor | Sequence[Tensor],
+        targets: Tensor | Sequence[Tensor],
+        normalize: float | Tensor,
+        **per_token: Any,
+    ) -> float:
+        """The summed loss as a float; with `opt`, a step has been taken on the gradient of sum / normalize.
+
+        Raises:
+            TypeError: with `opt`, `normalize` is no number. ValueError: it is not a finite number above 0 though there
+                are tokens. Everything `LossCompute` raises.
+        """
+        with torch.set_grad_enabled(self.opt is not None):
+            loss = self.engine(out, targets, **per_token)
+        if self.opt is not None:
+            _check_normalize(normalize, loss)
+            (loss.total / normalize).backward()
+            self.opt.step()
+            optimizer: Any = getattr(self.opt, "optimizer", self.opt)
+            optimizer.zero_grad()
+        return float(loss.total.detach())
+
+
+def _check_normalize(normalize: object, loss: TokenLoss) -> None:
+    """Raises unless a sum of these tokens can be divided by it; without tokens 0 / 0 does no harm."""
+    if isinstance(normalize, Tensor):
+        check_dense(normalize, "normalize")
+        if normalize.numel() != 1 or normalize.is_complex():
+            raise TypeError(f"normalize has shape {tuple(normalize.shape)}; it must be a number, or a tensor of one")
+        normalize = normalize.item()
+    check_number(normalize, "normalize")
+    number = float(normalize)  # type: ignore[arg-type]
+    if number <= 0 and int(loss.tokens):
+        raise ValueError(f"normalize is {number} for {int(loss.tokens)} tokens; it must be above 0")

@@ -1,0 +1,161 @@
+"""Cross-entropy and label smoothing as summed losses, and the contract a criterion keeps.
+
+The contract, for any criterion given to the engine:
+
+- it is a module, called with `(logits, target)` of shapes `(rows, V)` and `(rows,)`;
+- it returns the SUM over rows, one number (a mean cannot be added up over chunks and devices, nor can anything else
+  in which rows meet);
+- a target it ignores stands in its attribute `ignore_index` or `padding_idx`, so that those rows need no logits;
+- if it has `token_loss(logits, target) -> TokenLoss`, `nll` and `correct` are taken from there.
+
+`torch.nn.CrossEntropyLoss(reduction="sum")`, the 2018 `LabelSmoothing` and the two classes here all keep it.
+
+Shape suffixes: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.core.token_loss import TokenLoss
+from seqpar.losses.softmax_loss import (
+    Convention,
+    SoftTarget,
+    check_smoothing,
+    logits_gradient_,
+    row_losses,
+    soft_target,
+    softmax_and_sums,
+)
+from seqpar.losses.target_checks import check_range as check_range
+from seqpar.losses.target_checks import check_target as check_target
+from seqpar.losses.target_checks import checked_target
+
+
+def ignored_target(criterion: nn.Module) -> int | None:
+    """The target value a criterion ignores: its `ignore_index`, else its `padding_idx`, else None.
+
+    Raises:
+        TypeError: it is no whole number, so that nobody would know which targets count.
+    """
+    for name in ("ignore_index", "padding_idx"):
+        value = getattr(criterion, name, None)
+        if value is not None:
+            return _whole(value, f"the criterion's {name}")
+    return None
+
+
+def _whole(value: object, name: str) -> int:
+    """An int, or what stands for one: numpy's, or a tensor of one."""
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)  # type: ignore[arg-type]
+    raise TypeError(f"{name} is {value!r}; it must be an int, such as the padding class or -100")
+
+
+class _SmoothedCrossEntropy(torch.autograd.Function):
+    """The sum over kept rows of `row_losses`. The softmax is the one V-sized tensor it makes.
+
+    The gradient is made in the softmax's own place, so there is one backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, kept_N: Tensor, q: SoftTarget) -> tuple[Tensor, ...]:
+        """Returns the sums of loss, tokens, nll and correct predictions."""
+        p_NV, rows = softmax_and_sums(logits_NV, target_N, q)
+        zero = rows.lse_N.new_zeros(())
+        nll_N = rows.lse_N - rows.gold_N
+        counts = kept_N.sum(), nll_N.where(kept_N, zero).sum(), (rows.correct_N & kept_N).sum()
+        ctx.mark_non_differentiable(*counts)
+        ctx.stored = (p_NV, target_N, kept_N, rows)
+        ctx.q, ctx.dtype = q, logits_NV.dtype
+        return row_losses(rows, q).where(kept_N, zero).sum(), *counts
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
+        """upstream x the gradient in the kept rows."""
+        if ctx.stored is None:
+            raise RuntimeError(
+                "backward went through the criterion a second time, and its gradient took the place of what it had "
+                "stored; call the criterion again, or add the losses up and call backward once"
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the criterion was asked for a second derivative (create_graph=True), and it keeps only the first; "
+                "use torch.nn.functional.cross_entropy where you need one"
+            )
+        p_NV, target_N, kept_N, rows = ctx.stored
+        ctx.stored = None
+        grad_NV = logits_gradient_(p_NV, target_N, rows, ctx.q)
+        # Elsewhere than on the CPU, looking whether the factors are all 1 would wait for the device
+        if upstream.device.type != "cpu" or upstream != 1 or not kept_N.all():
+            grad_NV *= (upstream * kept_N).unsqueeze(1)
+        return grad_NV.to(ctx.dtype), None, None, None
+
+
+class LabelSmoothing(nn.Module):
+    """Cross-entropy against a smoothed target, summed over the rows whose target is not `ignore_index`.
+
+    Plain equivalent of `convention="torch"`:
+    `F.cross_entropy(logits, target, label_smoothing=smoothing, ignore_index=ignore_index, reduction="sum")`.
+
+    Args:
+        smoothing: eps in [0, 1), the probability taken from the target (Szegedy et al. 2016, section 7).
+        convention: how eps is shared out; three are in use and give different numbers, so it is always spelled:
+            "torch": eps/V to all V classes, the target included (the formula of Szegedy et al.);
+            "fairseq": eps/(V-1) to all classes but the target (fairseq's label_smoothed_cross_entropy);
+            "harvard": eps/(V-2) to all classes but the target and the padding class `ignore_index`, as KL
+            divergence: the entropy of the smoothed target is subtracted, so a perfect prediction costs 0
+            (The Annotated Transformer, 2018).
+        ignore_index: the target that counts for nothing; with "harvard" it is a class, the padding.
+
+    Logits (rows, V) may be unnormalised or log-probabilities; targets (rows,) are int64. The sum is in nats, kept in
+    float32 or wider.
+
+    Raises:
+        TypeError: logits of no floating dtype; targets that are no class indices; an `ignore_index` that is no int.
+        ValueError: smoothing outside [0, 1); an unknown convention; too few classes to share eps out;
+            a "harvard" padding class that is not a class; logits and targets of other shapes than the above.
+        IndexError: on the CPU, a target outside [0, V) that is not ignored, with value and position.
+    """
+
+    def __init__(self, smoothing: float, convention: Convention, *, ignore_index: int = -100) -> None:
+        super().__init__()
+        check_smoothing(smoothing, convention)
+        self.smoothing = float(smoothing)
+        self.convention: Convention = convention
+        self.ignore_index = _whole(ignore_index, "ignore_index")
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The summed loss, a tensor without dimensions."""
+        return self.token_loss(logits, target).total
+
+    def token_loss(self, logits: Tensor, target: Tensor) -> TokenLoss:
+        """The summed loss with its counts, from the same pass."""
+        target = checked_target(logits, target, self.ignore_index)
+        q = soft_target(self.smoothing, self.convention, self.ignore_index, logits.size(-1))
+        kept = target != self.ignore_index
+        return TokenLoss(*_SmoothedCrossEntropy.apply(logits, target.where(kept, 0), kept, q))
+
+    def extra_repr(self) -> str:
+        """What `print(module)` adds."""
+        return f"smoothing={self.smoothing}, convention={self.convention!r}, ignore_index={self.ignore_index}"
+
+
+class CrossEntropy(LabelSmoothing):
+    """Cross-entropy, summed over the rows whose target is not `ignore_index`.
+
+    Plain equivalent: `F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")`.
+    """
+
+    def __init__(self, *, ignore_index: int = -100) -> None:
+        super().__init__(0.0, "torch", ignore_index=ignore_index)
+
+    def extra_repr(self) -> str:
+        """What `print(module)` adds."""
+        return f"ignore_index={self.ignore_index}"

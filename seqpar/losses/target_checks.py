@@ -1,0 +1,68 @@
+"""Targets: class indices of hidden's or the logits' leading shape, inside the vocabulary."""
+
+from __future__ import annotations
+
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from seqpar.core.chunks import recording
+from seqpar.core.tensor_checks import check_dense, check_floating, check_integer_target
+
+
+def check_target(hidden: Tensor, target: Tensor) -> None:
+    """Raises TypeError for targets that are no class indices, ValueError unless they have hidden's leading shape."""
+    check_dense(hidden, "hidden")
+    check_integer_target(target)
+    if hidden.dim() < 2 or hidden.shape[:-1] != target.shape:
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)} and target {tuple(target.shape)}; target must have hidden's "
+            "leading shape: (N, D) with (N,), or (batch, time, D) with (batch, time)"
+        )
+
+
+def check_range(target: Tensor, kept: Tensor, vocab_size: int, above: int = 0) -> None:
+    """Raises IndexError for a kept target outside [0, vocab_size); positions are counted from `above` rows on.
+
+    While a CUDA graph is recorded nothing can be looked at, and nothing is checked.
+    """
+    if recording(target.device):
+        return
+    bad = kept & ((target < 0) | (target >= vocab_size))
+    if bad.any():
+        first, *rest = bad.nonzero()[0].tolist()
+        raise IndexError(
+            f"target {target[(first, *rest)].item()} at position {(above + first, *rest)} is outside the vocabulary "
+            f"[0, {vocab_size}) and is not the ignored one; check the vocabulary's size and ignore_index"
+        )
+
+
+def checked_target(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """The targets (rows,) as int64, once they are known to fit the logits (rows, V).
+
+    Raises:
+        TypeError, ValueError, IndexError: as `LabelSmoothing` says. The range is looked at on the CPU alone: elsewhere
+            it would wait for the device once a chunk, and the engine has looked at the whole batch.
+    """
+    check_floating(logits, "logits")
+    check_integer_target(target)
+    if logits.dim() != 2 or target.shape != logits.shape[:1]:
+        raise ValueError(
+            f"logits have shape {tuple(logits.shape)} and target {tuple(target.shape)}; a criterion takes (rows, V) "
+            "with (rows,): use logits.flatten(0, -2) and target.flatten()"
+        )
+    if target.device != logits.device:
+        raise ValueError(f"logits are on {logits.device} and target on {target.device}; move them to one device")
+    target = target.long()
+    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_range(target, target != ignore_index, logits.size(1))
+    return target
+
+
+def check_ignore_index(value: object) -> None:
+    """Raise TypeError unless it is a whole number, ValueError if int64 has no room for it."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"ignore_index is {value!r}; it must be a whole number, such as -100")
+    if not -(2**63) <= int(value) < 2**63:
+        raise ValueError(f"ignore_index is {value}; it must be an int64, such as -100")

@@ -1,0 +1,351 @@
+"""replicate, scatter, parallel_apply, gather: `torch.nn.parallel`'s four primitives for any device list.
+
+A device may be listed more than once (`["cpu"] * 3`, `["cuda:0"] * 2`), and the CPU may stand beside one kind of
+accelerator. Several distinct CUDA devices go through torch's own NCCL-backed broadcast, scatter and reduction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel._functions import Broadcast, Gather, Scatter
+from torch.nn.parameter import is_lazy
+
+from seqpar.core.chunks import even_sizes
+from seqpar.core.structures import describe, leaves, rebuild
+from seqpar.core.tensor_checks import check_dense, check_integer, check_module, is_dtensor
+from seqpar.distributed.wrappers import structural_copy
+from seqpar.multi_device.devices import Device, accelerator, check_devices
+
+Module = TypeVar("Module", bound=nn.Module)
+Result = TypeVar("Result")
+
+
+def _distinct_cuda(devices: Sequence[torch.device]) -> bool:
+    return all(d.type == "cuda" for d in devices) and 1 < len(set(devices)) == len(devices)
+
+
+# replicate
+
+
+def bind(module: Module, tensors: Mapping[int, Tensor]) -> Module:
+    """A copy of the module's structure in which each parameter and buffer `t` is `tensors[id(t)]`.
+
+    What is not in `tensors` is shared. Ties, parametrizations, hooks and RNN flat weights keep working; nothing is
+    copied but the containers, so binding costs microseconds a submodule.
+
+    Raises:
+        TypeError: a part is compiled, scripted or lazy, on the meta device or sharded (and how to mend it).
+    """
+    made: dict[int, nn.Module] = {}
+
+    def copy(part: nn.Module) -> nn.Module:
+        if id(part) not in made:
+            _refuse(part)
+            replica = structural_copy(part)
+            made[id(part)] = replica
+            for name, parameter in part._parameters.items():
+                replica._parameters[name] = None if parameter is None else tensors.get(id(parameter), parameter)
+            for name, buffer in part._buffers.items():
+                replica._buffers[name] = None if buffer is None else tensors.get(id(buffer), buffer)
+            for name, child in part._modules.items():
+                replica._modules[name] = None if child is None else copy(child)
+            if isinstance(replica, nn.RNNBase):
+                replica._flat_weights = [getattr(replica, name, None) for name in replica._flat_weights_names]
+                replica._flat_weight_refs = [None if w is None else weakref.ref(w) for w in replica._flat_weights]
+        return made[id(part)]
+
+    return copy(module)  # type: ignore[return-value]
+
+
+def _refuse(part: nn.Module) -> None:
+    kind = type(part).__name__
+    if isinstance(part, torch.jit.ScriptModule):
+        raise TypeError(f"{kind} is scripted and cannot be replicated; pass the module from before torch.jit.script")
+    if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
+        raise TypeError(
+            f"{kind} is compiled and cannot be replicated: the compiled code keeps the original's parameters; "
+            "pass the module from before torch.compile (module._orig_mod)"
+        )
+    for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+        if tensor is None:
+            continue
+        if is_lazy(tensor):
+            raise TypeError(f"{kind}.{name} is lazy, it has no shape yet; run one batch through the module first")
+        if tensor.is_meta:
+            raise TypeError(f"{kind}.{name} is on the meta device and has no data; use module.to_empty(device=...)")
+        if is_dtensor(tensor):
+            raise TypeError(
+                f"{kind}.{name} is sharded (a DTensor) and cannot be replicated; use it on one device per rank, "
+                "without a device list"
+            )
+
+
+def replicate(module: Module, device_ids: Sequence[Device]) -> list[Module]:
+    """One replica per listed device; gradients of the replicas' parameters sum into the original's.
+
+    As `torch.nn.parallel.replicate`, for any device list. A replica's parameters are tensors linked to the original
+    by autograd (not leaves), and `.parameters()` lists them. The first replica on the original's own device shares
+    its buffers, so running statistics are kept; the other replicas have copies.
+
+    Raises:
+        TypeError, ValueError: a bad device list; a module that cannot be replicated (see `bind`).
+    """
+    check_module(module, "module")
+    devices = check_devices(device_ids, "device_ids")
+    check_replicable(module)
+    parameters = list(module.parameters())
+    buffers = list(module.buffers())
+    linked = _linked_parameters(parameters, devices)
+    own_buffers: set[torch.device] = set()
+    replicas = []
+    for device, copies in zip(devices, linked, strict=True):
+        tensors = {id(p): copy for p, copy in zip(parameters, copies, strict=True)}
+        for buffer in buffers:
+            shared = device == buffer.device and device not in own_buffers
+            tensors[id(buffer)] = buffer if shared else buffer.to(device, copy=True)
+        own_buffers.add(device)
+        replicas.append(bind(module, tensors))
+    return replicas
+
+
+def check_replicable(module: nn.Module) -> None:
+    """Raises TypeError, with the remedy, if a part is compiled, scripted, lazy, on the meta device or sharded."""
+    for part in module.modules():
+        _refuse(part)
+
+
+def _linked_parameters(parameters: list[nn.Parameter], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+    """Per device, the parameters there: one transfer per distinct device, an alias for each repeat."""
+    distinct = list(dict.fromkeys(devices))
+    if _distinct_cuda(distinct) and parameters and all(p.is_cuda for p in parameters):
+        flat = Broadcast.apply([d.index for d in distinct], *parameters)
+        count = len(parameters)
+        there = {d: list(flat[i * count : (i + 1) * count]) for i, d in enumerate(distinct)}
+    else:
+        there = {d: [p.to(d) for p in parameters] for d in distinct}
+    return [[t.view_as(t) for t in there[d]] for d in devices]
+
+
+# scatter and gather
+
+
+def batch_rows(inputs: Any, dim: int = 0) -> int | None:
+    """The common size of all tensors along `dim`; None where there is no tensor with dimensions.
+
+    Raises:
+        TypeError: a tensor is sparse, nested, quantised, on the meta device or sharded.
+        ValueError: sizes disagree, or a tensor has no dimension `dim`.
+    """
+    tensors = [t for t in leaves(inputs) if isinstance(t, Tensor) and t.dim()]
+    for t in tensors:
+        check_dense(t, "a tensor of the inputs")
+        if not -t.dim() <= dim < t.dim():
+            raise ValueError(f"cannot scatter along dim {dim}: a tensor of shape {tuple(t.shape)} has no such dim")
+        if t.size(dim) != tensors[0].size(dim):
+            raise ValueError(
+                f"cannot scatter along dim {dim}: shapes {tuple(tensors[0].shape)} and {tuple(t.shape)} have "
+                f"{tensors[0].size(dim)} and {t.size(dim)} rows; give every tensor the batch's rows (expand it), or "
+                "pass what is not per row as a non-tensor or a tensor without dimensions"
+            )
+    return tensors[0].size(dim) if tensors else None
+
+
+def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequence[int] | None = None) -> list[Any]:
+    """The inputs cut along `dim` into even shards, shard i on `device_ids[i]`; differentiable.
+
+    As `torch.nn.parallel.scatter`, for any device list. Takes nested dict, list, tuple, NamedTuple and dataclass.
+    Non-tensors and tensors without dimensions go to every shard. 6 rows on 4 devices are cut 2, 2, 1, 1 (torch cuts
+    2, 2, 2 and leaves a device idle); fewer rows than devices use the first devices only. `sizes` names the cut.
+
+    Raises:
+        TypeError: a tensor that has no plain numbers (sparse, nested, meta, ...); a `dim` or sizes that are no int.
+        ValueError: tensors of different sizes along `dim`; `sizes` that do not add up to the rows.
+    """
+    devices = check_devices(device_ids, "device_ids")
+    check_integer(dim, "dim")
+    rows = batch_rows(inputs, dim)
+    if rows is None:
+        cut = [0] * len(devices)
+    else:
+        cut = even_sizes(rows, len(devices)) if sizes is None else _checked_sizes(sizes)
+        if sum(cut) != rows or len(cut) > len(devices) or min(cut, default=0) < 0:
+            raise ValueError(f"sizes {cut} do not cut {rows} rows for {len(devices)} devices")
+    used = devices[: len(cut)]
+    scattered = [_scatter_leaf(leaf, used, dim, cut) for leaf in leaves(inputs)]
+    return [rebuild(inputs, iter(shard)) for shard in zip(*scattered, strict=True)] or [inputs for _ in used]
+
+
+def _checked_sizes(sizes: Sequence[int]) -> list[int]:
+    if not isinstance(sizes, (list, tuple)):
+        raise TypeError(f"sizes is a {type(sizes).__name__}; it must be a list of one number of rows for each device")
+    for i, size in enumerate(sizes):
+        check_integer(size, f"sizes[{i}]")
+    return list(sizes)
+
+
+def _scatter_leaf(leaf: Any, devices: Sequence[torch.device], dim: int, sizes: list[int]) -> Sequence[Any]:
+    if not isinstance(leaf, Tensor):
+        return [leaf] * len(devices)
+    if leaf.dim() == 0:
+        return [leaf.to(d) for d in devices]
+    if _distinct_cuda(devices):
+        return Scatter.apply([d.index for d in devices], sizes, dim, leaf)  # type: ignore[no-any-return]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    pieces = (leaf.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True))
+    # A copy to the CPU must be waited for: what runs there next does not wait for the accelerator's stream
+    return [piece.to(d, non_blocking=d.type != "cpu") for piece, d in zip(pieces, devices, strict=True)]
+
+
+def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
+    """The replicas' outputs joined along `dim` on one device; differentiable, the opposite of `scatter`.
+
+    As `torch.nn.parallel.gather`. Tensors without dimensions become a vector with one entry per replica.
+
+    Raises:
+        TypeError: outputs that are no list; tensors that have no plain numbers.
+        ValueError: structures or shapes that do not fit; non-tensors that differ between replicas.
+    """
+    (device,) = check_devices([output_device], "output_device")
+    check_integer(dim, "dim")
+    if not isinstance(outputs, (list, tuple)):
+        raise TypeError(f"outputs is a {type(outputs).__name__}; it must be a list with the output of each replica")
+    if not outputs:
+        raise ValueError("gather got no outputs")
+    first = outputs[0]
+    for i, other in enumerate(outputs):
+        if describe(other) != describe(first):
+            raise ValueError(f"replica 0 returned {describe(first)} and replica {i} {describe(other)}; they must match")
+    columns = zip(*(leaves(output) for output in outputs), strict=True)
+    return rebuild(first, iter([_gather_leaf(column, device, dim) for column in columns]))
+
+
+def _gather_leaf(column: Sequence[Any], device: torch.device, dim: int) -> Any:
+    if not isinstance(column[0], Tensor):
+        for i, other in enumerate(column):
+            if other is not column[0] and other != column[0]:
+                raise ValueError(
+                    f"replica 0 returned {column[0]!r} and replica {i} {other!r}; return tensors to have them joined"
+                )
+        return column[0]
+    for i, part in enumerate(column):
+        check_dense(part, f"the output of replica {i}")
+    parts = [t.reshape(1) if t.dim() == 0 else t for t in column]
+    if any(not -p.dim() <= dim < p.dim() for p in parts):
+        raise ValueError(f"cannot gather along dim {dim}: replica 0 returned shape {tuple(parts[0].shape)}")
+    shapes = [[size for axis, size in enumerate(p.shape) if axis != dim % p.dim()] for p in parts]
+    for i, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise ValueError(
+                f"cannot gather along dim {dim}: replica 0 returned shape {tuple(parts[0].shape)} and "
+                f"replica {i} {tuple(parts[i].shape)}"
+            )
+    if device.type == "cuda" and _distinct_cuda([p.device for p in parts]):
+        return Gather.apply(device.index, dim, *parts)
+    return torch.cat([p.to(device) for p in parts], dim)
+
+
+# parallel_apply
+
+
+def parallel_apply(
+    modules: Sequence[Callable[..., Result]],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[Mapping[str, Any]] | None = None,
+    devices: Sequence[Device] | None = None,
+) -> list[Result]:
+    """`[module(*input, **kwargs) for ...]`, distinct devices side by side, one worker each.
+
+    As `torch.nn.parallel.parallel_apply`. An input that is a list or tuple is the positional arguments. What shares
+    a device runs there one after another, in order: threads gain nothing there and make dropout irreproducible.
+    Workers have the caller's grad mode, inference mode and autocast (with its dtype).
+
+    Raises:
+        TypeError: modules, inputs or keyword arguments that are no lists of such. ValueError: not as many of each.
+        Whatever a module raises, with a note that names the replica and its device.
+    """
+    for name, values in (("modules", modules), ("inputs", inputs), ("kwargs_tup", kwargs_tup)):
+        if not isinstance(values, (list, tuple, nn.ModuleList)) and (values is not None or name != "kwargs_tup"):
+            raise TypeError(f"{name} is a {type(values).__name__}; it must be a list with one for each replica")
+    for i, module in enumerate(modules):
+        if not callable(module):
+            raise TypeError(f"modules[{i}] is a {type(module).__name__}; it must be a module or a function")
+    kwargs_tup = [{}] * len(modules) if kwargs_tup is None else kwargs_tup
+    for i, keywords in enumerate(kwargs_tup):
+        if not isinstance(keywords, Mapping):
+            raise TypeError(f"kwargs_tup[{i}] is a {type(keywords).__name__}; it must be a dict of keyword arguments")
+    where = _devices_of(inputs) if devices is None else list(check_devices(devices))
+    if not len(modules) == len(inputs) == len(kwargs_tup) == len(where):
+        raise ValueError(
+            f"{len(modules)} modules, {len(inputs)} inputs, {len(kwargs_tup)} kwargs and {len(where)} devices: "
+            "there must be as many of each"
+        )
+
+    def job(i: int) -> Result:
+        arguments = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
+        try:
+            with _on(where[i]):
+                return modules[i](*arguments, **kwargs_tup[i])
+        except Exception as error:
+            error.add_note(f"in replica {i} of {len(modules)} (counted from 0) on {where[i]}")
+            raise
+
+    return side_by_side(job, where)
+
+
+def side_by_side(job: Callable[[int], Result], where: Sequence[object]) -> list[Result]:
+    """`[job(0), job(1), ...]`: jobs of one place in order, different places in threads of their own."""
+    places: dict[object, list[int]] = {}
+    for i, place in enumerate(where):
+        places.setdefault(place, []).append(i)
+    if len(places) < 2:
+        return [job(i) for i in range(len(where))]
+    modes = _modes()
+
+    def worker(indices: list[int]) -> list[Result]:
+        with modes():
+            return [job(i) for i in indices]
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        done = [pool.submit(worker, indices) for indices in places.values()]
+    results = {
+        i: r for indices, d in zip(places.values(), done, strict=True) for i, r in zip(indices, d.result(), strict=True)
+    }
+    return [results[i] for i in range(len(where))]
+
+
+def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """This thread's grad mode, inference mode, autocast and streams, to be entered in another thread."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = {"cpu", accelerator() or "cpu"}
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)]
+    cache = torch.is_autocast_cache_enabled()
+    streams = [torch.cuda.current_stream(i) for i in range(torch.cuda.device_count())]
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, enabled, dtype in autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    return enter
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+
+
+def _devices_of(inputs: Sequence[Any]) -> list[torch.device]:
+    found = (next((t.device for t in leaves(i) if isinstance(t, Tensor)), None) for i in inputs)
+    return [torch.device("cpu") if device is None else device for device in found]

@@ -1,0 +1,164 @@
+"""Token batches: nothing is lost, nothing exceeds the budget, and chance depends on (seed, epoch) alone."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.translation.data.batches import Batch, TokenBatches
+from recipes.translation.data.sentence_pairs import load_pairs
+from recipes.translation.data.subwords import BOS, EOS, PAD, Subwords, train_subwords
+from recipes.translation.settings.config import DataConfig, SubwordConfig
+
+lengths = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=80)
+
+
+def corpus(sizes: list[tuple[int, int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Sentences of the given lengths, none of whose ids is a special one."""
+    return [[4 + n % 9] * s for n, (s, _) in enumerate(sizes)], [[5 + n % 7] * t for n, (_, t) in enumerate(sizes)]
+
+
+def ordinary(count: int) -> tuple[list[list[int]], list[list[int]]]:
+    rng = random.Random(0)
+    sizes = [(max(1, round(rng.gauss(15, 6))), 0) for _ in range(count)]
+    return corpus([(s, max(1, round(s + rng.gauss(0, 2)))) for s, _ in sizes])
+
+
+@given(lengths, st.integers(1, 200), st.integers(0, 3), st.integers(0, 5))
+def test_every_pair_stands_in_every_epoch_exactly_once(
+    sizes: list[tuple[int, int]], budget: int, seed: int, epoch: int
+) -> None:
+    batches = TokenBatches(*corpus(sizes), batch_tokens=budget, seed=seed).epoch(epoch)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(sizes)))
+    assert all(batches)
+
+
+@given(lengths, st.integers(1, 200), st.integers(0, 5))
+def test_no_batch_of_several_rows_exceeds_the_budget_on_either_side(
+    sizes: list[tuple[int, int]], budget: int, epoch: int
+) -> None:
+    batches = TokenBatches(*corpus(sizes), batch_tokens=budget, seed=1)
+    for indices in batches.epoch(epoch):
+        batch = batches.batch(indices)
+        assert len(indices) == 1 or max(batch.src.numel(), batch.tgt_out.numel()) <= budget
+
+
+@given(lengths, st.integers(1, 200), st.integers(0, 9))
+def test_every_epoch_has_the_same_number_of_batches(sizes: list[tuple[int, int]], budget: int, epoch: int) -> None:
+    batches = TokenBatches(*corpus(sizes), batch_tokens=budget)
+    assert len(batches.epoch(epoch)) == len(batches)
+
+
+@given(lengths, st.integers(0, 30))
+def test_pairs_longer_than_the_limit_are_dropped_and_counted(sizes: list[tuple[int, int]], limit: int) -> None:
+    batches = TokenBatches(*corpus(sizes), batch_tokens=64, max_length=limit)
+    kept = [index for index, (source, target) in enumerate(sizes) if max(source, target) <= limit]
+    assert sorted(index for batch in batches.epoch(0) for index in batch) == kept
+    assert batches.dropped == len(sizes) - len(kept)
+
+
+def test_a_pair_larger_than_the_budget_is_a_batch_of_its_own() -> None:
+    batches = TokenBatches(*corpus([(3, 3), (90, 2), (3, 4), (2, 90)]), batch_tokens=20)
+    assert [1] in batches.epoch(0)
+    assert [3] in batches.epoch(0)
+
+
+def test_epochs_differ_in_the_order_and_in_the_company() -> None:
+    batches = TokenBatches(*ordinary(2_000), batch_tokens=512, seed=3)
+    first, second = batches.epoch(0), batches.epoch(1)
+    assert first != second
+    assert not {frozenset(batch) for batch in first} >= {frozenset(batch) for batch in second}
+    together = {(a, b) for batch in first for a in batch for b in batch if a < b}
+    again = {(a, b) for batch in second for a in batch for b in batch if a < b}
+    assert len(together & again) < 0.9 * len(together)
+
+
+def test_batches_do_not_come_sorted_by_length() -> None:
+    batches = TokenBatches(*ordinary(2_000), batch_tokens=512)
+    widths = [max(len(batches.targets[index]) for index in batch) for batch in batches.epoch(0)]
+    assert widths not in (sorted(widths), sorted(widths, reverse=True))
+
+
+def test_chance_depends_on_seed_and_epoch_alone() -> None:
+    sides = ordinary(500)
+    expected = TokenBatches(*sides, batch_tokens=256, seed=7).epoch(4)
+    torch.manual_seed(99)
+    random.seed(99)
+    numpy.random.seed(99)
+    states = random.getstate(), torch.get_rng_state()
+    batches = TokenBatches(*sides, batch_tokens=256, seed=7)
+    batches.epoch(2)
+    assert batches.epoch(4) == expected
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert TokenBatches(*sides, batch_tokens=256, seed=8).epoch(4) != expected
+
+
+def test_a_batch_holds_its_rows_between_start_and_end() -> None:
+    batch = TokenBatches([[7, 8], [9]], [[4], [5, 6, 7]], batch_tokens=100).batch([1, 0])
+    assert batch.src.tolist() == [[9, EOS, PAD], [7, 8, EOS]]
+    assert batch.tgt_in.tolist() == [[BOS, 5, 6, 7], [BOS, 4, PAD, PAD]]
+    assert batch.tgt_out.tolist() == [[5, 6, 7, EOS], [4, EOS, PAD, PAD]]
+    assert {tensor.dtype for tensor in batch} == {torch.int64}
+    assert batch.tokens == 6
+    assert isinstance(batch, Batch)
+
+
+@given(lengths.filter(bool), st.integers(1, 200))
+def test_the_padding_share_is_what_the_tensors_hold(sizes: list[tuple[int, int]], budget: int) -> None:
+    batches = TokenBatches(*corpus(sizes), batch_tokens=budget)
+    made = [batches.batch(indices) for indices in batches.epoch(1)]
+    cells = torch.cat([side.flatten() for batch in made for side in (batch.src, batch.tgt_out)])
+    assert batches.padding_share(1) == pytest.approx((cells == PAD).double().mean().item())
+
+
+def test_ordinary_sentences_are_padded_little() -> None:
+    assert TokenBatches(*ordinary(20_000), batch_tokens=2_048).padding_share(0) < 0.08
+
+
+def test_a_long_pair_does_not_make_the_batches_after_it_small() -> None:
+    sizes = [(400, 60), *[(9, 10)] * 2_000]  # the long source comes first, for its target is the longest
+    batches = TokenBatches(*corpus(sizes), batch_tokens=4_096)
+    cells = sorted(len(batch) * 11 for batch in batches.epoch(0) if 0 not in batch)
+    assert cells[1] >= 0.99 * 4_092  # all but the last are full
+    assert len(batches) <= 8
+
+
+def test_batches_are_filled_before_the_next_one_is_begun() -> None:
+    batches = TokenBatches(*ordinary(3_000), batch_tokens=512)
+    longest = [
+        max(max(len(batches.sources[index]), len(batches.targets[index])) + 1 for index in batch)
+        for batch in batches.epoch(0)
+    ]
+    full = [(len(batch) + 2) * width > 512 for batch, width in zip(batches.epoch(0), longest, strict=True)]
+    assert sum(full) > 0.9 * len(full)
+
+
+def test_nothing_gives_no_batches() -> None:
+    batches = TokenBatches([], [], batch_tokens=10)
+    assert (len(batches), batches.epoch(0), batches.padding_share(0), batches.dropped) == (0, [], 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("sides", "budget", "message"), [(([[4]], []), 10, "got 1 and 0"), (([[4]], [[4]]), 0, "at least 1, got 0")]
+)
+def test_impossible_input_is_refused(sides: tuple[list[list[int]], list[list[int]]], budget: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TokenBatches(*sides, batch_tokens=budget)
+
+
+@pytest.mark.data
+def test_multi30k_has_at_most_five_percent_padding(tmp_path: Path) -> None:
+    folder = os.environ["SEQPAR_DATA"] + "/multi30k"
+    pairs = load_pairs(DataConfig(format="text", path=folder, train=("train.en.gz", "train.de.gz")), "train")
+    train_subwords([side for pair in pairs for side in pair], tmp_path / "joint", SubwordConfig(vocab_size=10_000))
+    subwords = Subwords.load(tmp_path / "joint.model")
+    sides = [subwords.encode([pair[side] for pair in pairs]) for side in (0, 1)]
+    batches = TokenBatches(*sides, batch_tokens=4_096, seed=1, max_length=256)
+    assert batches.dropped == 0
+    assert max(batches.padding_share(epoch) for epoch in range(3)) <= 0.05

@@ -1,0 +1,287 @@
+"""The translation recipe over real ranks: the same training whatever the layout, and from one layout to another."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipes.translation.data.corpus import load_corpus
+from recipes.translation.data.subwords import PAD
+from recipes.translation.processes.stop import OtherRankError
+from recipes.translation.run_folder.checkpoint import build_model, model_sizes
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.train import train
+from recipes.translation.training.progress import read_metrics
+from seqpar.testing.ranks import ranks
+from tests.recipes.tiny import tiny
+from tests.seqpar.published import Smoothing
+
+EXACT: dict[str, Any] = {
+    "training.precision": "float64",
+    "training.devices": "auto",
+    "training.batch_tokens": 300,
+    "training.steps": 20,
+    "training.accumulate": 2,
+    "training.chunk_tokens": 50,
+    "training.validate_bleu": 20,
+    "model.dropout": 0,
+    "model.tie": "all",
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "data 2": (2, {}),
+    "data 3": (3, {}),
+    "shard 2": (2, {"layout.shard": 2}),
+    "data 2 x shard 2": (4, {"layout.shard": 2}),
+    "vocab 2": (2, {"layout.vocab": 2}),
+    "sequence 2": (2, {"layout.sequence": 2}),
+    "data 2 x vocab 2": (4, {"layout.vocab": 2}),
+    "shard 2 x vocab 2": (4, {"layout.shard": 2, "layout.vocab": 2}),
+    "shard 2 x sequence 2": (4, {"layout.shard": 2, "layout.sequence": 2}),
+    "sequence 2 x vocab 2": (4, {"layout.sequence": 2, "layout.vocab": 2}),
+}
+
+
+def trained(rank: int, world: int, config: RunConfig) -> int:
+    return train(config).state.step
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """The weights and moments of a run."""
+    return load_file(run / "last" / "model.safetensors") | load_file(run / "last" / "training.safetensors")
+
+
+def assert_same_weights(run: Path, other: Path, tolerance: float) -> None:
+    """Each tensor within `tolerance` of its largest number.
+
+    A key's bias moves all scores of a query alike, so its true gradient is zero. What rounding leaves, Adam divides
+    by its own size: those numbers (a half of `key_value.bias`) are held against the weights' size instead.
+    """
+    found, expected = weights(run), weights(other)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        theirs, ours = tensor, found[name]
+        assert ours.dtype == theirs.dtype, name
+        if name.endswith(("key_value.bias", "key_value.bias/exp_avg", "key_value.bias/exp_avg_sq")):
+            (key, ours), (true_key, theirs) = ours.chunk(2), theirs.chunk(2)
+            assert float((key - true_key).abs().max()) <= tolerance, name
+        apart, size = float((ours - theirs).abs().max()), float(theirs.abs().max())
+        assert apart <= tolerance * size, f"{name} is off by {apart:.3g} where it is {size:.3g} large"
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty steps on one device, each of two batches one after the other."""
+    run = tmp_path_factory.mktemp("layouts") / "one"
+    train(tiny(run, {**EXACT, "training.devices": "[cpu]"}))
+    return run
+
+
+def records(run: Path, kind: str) -> list[float]:
+    """What `metrics.jsonl` has of one kind."""
+    return [record[kind] for record in read_metrics(run / "metrics.jsonl") if kind in record]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_twenty_steps_in_any_layout_give_the_weights_of_one_device(
+    layout: str, one_process: Path, tmp_path: Path
+) -> None:
+    world, changes = LAYOUTS[layout]
+    assert ranks(world, trained, tiny(tmp_path / "run", {**EXACT, **changes})) == [20] * world
+    assert_same_weights(tmp_path / "run", one_process, 1e-10)
+    for kind in ("loss", "gradient_norm", "tokens", "valid_loss", "valid_accuracy", "valid_bleu"):
+        assert records(tmp_path / "run", kind) == pytest.approx(records(one_process, kind), rel=1e-10), kind
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_twenty_steps_over_the_devices_of_one_process_give_the_same_weights(
+    devices: int, one_process: Path, tmp_path: Path
+) -> None:
+    train(tiny(tmp_path / "run", {**EXACT, "training.devices": f"[{', '.join(['cpu'] * devices)}]"}))
+    assert_same_weights(tmp_path / "run", one_process, 1e-10)
+
+
+@pytest.mark.parametrize("layout", ["one", "data 2", "vocab 2"])
+@pytest.mark.parametrize("convention", ["torch", "fairseq", "harvard"])
+def test_the_loss_is_smoothed_by_the_convention_that_is_asked_for(convention: str, layout: str, tmp_path: Path) -> None:
+    """Against the published equation, on the weights that a run begins with."""
+    world, changes = (1, {"training.devices": "[cpu]"}) if layout == "one" else LAYOUTS[layout]
+    changes = {**EXACT, "training.label_smoothing": 0.3, "training.smoothing": convention, **changes}
+    config = tiny(
+        tmp_path / "run", {**changes, "training.steps": 1, "training.accumulate": 1, "training.validate_bleu": 0}
+    )
+    if world == 1:
+        train(config)
+    else:
+        ranks(world, trained, config)
+    corpus = load_corpus(config)
+    torch.manual_seed(config.training.seed)
+    model = build_model(model_sizes(config.model), corpus.source, corpus.target).double()
+    batch = corpus.train.batch(corpus.train.epoch(0)[0])
+    logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
+    total = Smoothing(0.3, convention, PAD)(logits.detach(), batch.tgt_out.flatten())
+    assert records(tmp_path / "run", "loss") == pytest.approx([total.item() / batch.tokens], rel=1e-10)
+
+
+def test_a_batch_of_fewer_sentences_than_ranks_leaves_none_waiting(tmp_path: Path) -> None:
+    """Batches of two or three sentences over four ranks."""
+    changes = {**EXACT, "training.batch_tokens": 90, "training.accumulate": 1, "training.validate_bleu": 0}
+    train(tiny(tmp_path / "one", {**changes, "training.devices": "[cpu]"}))
+    for name, layout in (("ddp", {}), ("hsdp", {"layout.shard": 2}), ("tensor", {"layout.vocab": 2})):
+        ranks(4, trained, tiny(tmp_path / name, {**changes, **layout}))
+        assert_same_weights(tmp_path / name, tmp_path / "one", 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("data 2", "one"),
+        ("data 2", "data 2 x shard 2"),
+        ("data 2", "shard 2"),
+        ("shard 2 x vocab 2", "sequence 2"),
+        ("one", "data 2 x vocab 2"),
+        ("sequence 2", "data 3"),
+    ],
+)
+def test_a_run_goes_on_in_another_layout_as_if_it_had_not_changed(
+    first: str, then: str, one_process: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    for layout, steps in ((first, 9), (then, 20)):
+        world, changes = (1, {}) if layout == "one" else LAYOUTS[layout]
+        config = tiny(run, {**EXACT, **changes, "training.steps": steps})
+        if world == 1:
+            train(config)
+        else:
+            ranks(world, trained, config)
+    assert_same_weights(run, one_process, 1e-10)
+    assert records(run, "loss") == pytest.approx(records(one_process, "loss"), rel=1e-10)
+
+
+@pytest.mark.parametrize("layout", ["data 2", "shard 2", "vocab 2"])
+def test_a_resumed_run_in_the_same_layout_is_the_uninterrupted_one_bit_for_bit(layout: str, tmp_path: Path) -> None:
+    world, changes = LAYOUTS[layout]
+    dropout = {**changes, "training.devices": "auto", "model.dropout": 0.2, "training.accumulate": 3}
+    for run, ends in (("through", [6]), ("resumed", [2, 5, 6])):
+        for steps in ends:
+            ranks(world, trained, tiny(tmp_path / run, {**dropout, "training.steps": steps}))
+    for name in ("model.safetensors", "training.safetensors"):
+        through, resumed = ((tmp_path / run / "last" / name).read_bytes() for run in ("through", "resumed"))
+        assert through == resumed
+    assert records(tmp_path / "through", "loss") == records(tmp_path / "resumed", "loss")
+
+
+def random_state(rank: int, world: int, config: RunConfig) -> int:
+    """Where a rank's random numbers started in its last step."""
+    train(config)
+    return torch.initial_seed()
+
+
+def test_ranks_drop_different_values_unless_they_compute_the_same_tokens(tmp_path: Path) -> None:
+    dropout = {"training.devices": "auto", "model.dropout": 0.5, "training.precision": "float64"}
+    train(tiny(tmp_path / "one", {**dropout, "training.devices": "[cpu]"}))
+    seeds = {}
+    for layout in ("vocab 2", "data 2", "sequence 2", "data 2 x vocab 2"):
+        world, changes = LAYOUTS[layout]
+        seeds[layout] = ranks(world, random_state, tiny(tmp_path / layout, {**dropout, **changes}))
+    assert seeds["vocab 2"][0] == seeds["vocab 2"][1]
+    assert len(set(seeds["data 2"])) == len(set(seeds["sequence 2"])) == 2
+    first, second, third, fourth = seeds["data 2 x vocab 2"]
+    assert first == second != third == fourth
+    # The values dropped are those of one device
+    assert records(tmp_path / "vocab 2", "loss") == pytest.approx(records(tmp_path / "one", "loss"), rel=1e-10)
+
+
+def refused(rank: int, world: int, config: RunConfig, changes: dict[int, Any]) -> tuple[str, str]:
+    """What a rank says whose own settings are changed."""
+    import dataclasses
+
+    change = changes.get(rank, {})
+    config = dataclasses.replace(
+        config,
+        **{name: dataclasses.replace(getattr(config, name), **inner) for name, inner in change.items()},
+    )
+    try:
+        train(config)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "no error"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"training": {"seed": 2}}, "ranks disagree on training.seed: 1 on ranks [0, 2]; 2 on ranks [1]"),
+        ({"training": {"steps": 5}}, "ranks disagree on training.steps: 4 on ranks [0, 2]; 5 on ranks [1]"),
+        ({"data": {"builtin_pairs": 99}}, "ranks disagree on data.builtin_pairs: 250 on ranks [0, 2]; 99 on ranks [1]"),
+        ({"layout": {"vocab": 3}}, "ranks disagree on layout.vocab: 1 on ranks [0, 2]; 3 on ranks [1]"),
+    ],
+)
+def test_ranks_that_disagree_are_named_at_start(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    said = ranks(3, refused, tiny(tmp_path / "run", {"training.devices": "auto"}), {1: change})
+    assert said[0][0] == "ConfigError"
+    assert message in said[0][1]
+    assert [kind for kind, _ in said[1:]] == [OtherRankError.__name__] * 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_data_on_a_rank_is_named(tmp_path: Path) -> None:
+    for folder, word in (("a", "red"), ("b", "blue")):
+        (tmp_path / folder).mkdir()
+        for split in ("train", "valid"):
+            for side in ("en", "de"):
+                lines = "".join(f"{word} {number} houses\n" for number in range(60))
+                (tmp_path / folder / f"{split}.{side}").write_text(lines)
+    config = tiny(
+        tmp_path / "run",
+        {
+            "training.devices": "auto",
+            "data.format": "text",
+            "data.path": str(tmp_path / "a"),
+            "data.train": "[train.en, train.de]",
+            "data.valid": "[valid.en, valid.de]",
+            "subwords.vocab_size": 280,
+        },
+    )
+    (kind, text), _ = ranks(2, refused, config, {1: {"data": {"path": str(tmp_path / "b")}}})
+    assert (kind, "ranks disagree on the training and validation data" in text) == ("ConfigError", True)
+    said = ranks(2, refused, config, {1: {"data": {"path": str(tmp_path / "none")}}})
+    assert said[0][0] == "DataError"
+    assert said[0][1].startswith("rank 1: there is no file")
+
+
+def test_a_layout_that_does_not_fit_is_named_before_anything_is_made(tmp_path: Path) -> None:
+    for changes, message in (
+        ({"layout.vocab": 2}, "layout data 1 x shard 1 x sequence 1 x vocab 2 is 2 processes, but 3 processes"),
+        ({"layout.vocab": 3}, "layout.vocab 3: encoder.layers.0.self_attention has 2 heads"),
+    ):
+        config = tiny(tmp_path / "run", {"training.devices": "auto", **changes})
+        said = ranks(3, refused, config, {})
+        assert said[0][0] == "ConfigError"
+        assert all(message in text for _, text in said), said
+
+
+def seen_of(rank: int, world: int, config: RunConfig) -> tuple[str, str]:
+    """What a rank wrote to the terminal."""
+    import contextlib
+    import io
+
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        train(config)
+    return output.getvalue(), errors.getvalue()
+
+
+def test_only_rank_0_prints_and_only_once(tmp_path: Path) -> None:
+    (first, _), *others = ranks(2, seen_of, tiny(tmp_path / "run", {"training.devices": "auto"}))
+    assert first.count("2 processes (data 2), here cpu") == 1
+    assert first.count("[valid] step") == 1
+    assert others == [("", "")]
+    assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 4]
+    assert json.loads((tmp_path / "run" / "last" / "training.json").read_text())["step"] == 4
+    assert os.environ.get("RANK") is None

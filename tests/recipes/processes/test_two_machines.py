@@ -1,0 +1,78 @@
+"""Two network namespaces with a cable between them stand for two machines: torchrun trains the demo over both."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recipes.translation.commands import DEMO_CONFIG, main
+from tests.recipes.processes.test_recipe import assert_same_weights, records
+
+NAMES = (f"seqpar-a-{os.getpid()}", f"seqpar-b-{os.getpid()}")
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+DEMO = [
+    *("--config", str(DEMO_CONFIG), "--training.precision", "float64", "--data.builtin_pairs", "10000"),
+    *("--training.steps", "20", "--training.validate_every", "20", "--training.validate_bleu", "0"),
+]
+
+
+def ip(*words: str) -> None:
+    """Run iproute2; an error has what it said."""
+    found = subprocess.run(["ip", *words], capture_output=True, text=True)
+    if found.returncode:
+        raise PermissionError(f"ip {' '.join(words)}: {found.stderr.strip()}")
+
+
+@pytest.fixture
+def two_machines() -> Iterator[None]:
+    """The two namespaces; they see each other and nothing else."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command ip (iproute2) to make network namespaces")
+    try:
+        for name in NAMES:
+            ip("netns", "add", name)
+        ip("link", "add", "cable", "netns", NAMES[0], "type", "veth", "peer", "name", "cable", "netns", NAMES[1])
+        for name, address in zip(NAMES, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                ip("-n", name, "link", "set", device, "up")
+        yield
+    except PermissionError as error:
+        pytest.skip(f"needs the right to make network namespaces: {error}")
+    finally:
+        for name in NAMES:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def on_machine(number: int, run: Path) -> subprocess.Popen[str]:
+    """The command of docs/scaling.md, on one of the two; here no name resolves to the address, so it says who hosts."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500", "--rdzv-id", "demo"]
+    here = ["--local-addr", ADDRESSES[number], "--rdzv-conf", f"is_host={number == 0},join_timeout=60"]
+    recipe = ["-m", "recipes.translation", "train", "--folder", str(run), *DEMO]
+    return subprocess.Popen(
+        ["ip", "netns", "exec", NAMES[number], *torchrun, *meeting, *here, *recipe],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"},
+    )
+
+
+@pytest.mark.usefixtures("two_machines")
+def test_two_machines_train_the_demo_to_the_weights_of_one_process(tmp_path: Path) -> None:
+    runs = tmp_path / "two", tmp_path / "of the other machine"
+    started = [on_machine(number, runs[number]) for number in (0, 1)]
+    said = [process.communicate(timeout=150)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], "".join(said)
+    assert sum(text.count("2 processes (data 2), here cpu") for text in said) == 1
+    assert not runs[1].exists()  # no file system is shared: rank 0 reads and writes for both
+    assert main(["train", "--run", str(tmp_path / "one"), *DEMO]) == 0
+    assert_same_weights(tmp_path / "two", tmp_path / "one", 1e-10)
+    assert records(tmp_path / "two", "valid_loss") == pytest.approx(records(tmp_path / "one", "valid_loss"), rel=1e-10)

@@ -1,0 +1,226 @@
+"""What a checkpoint is made of: files that belong together, written from memory, readable by whom the umask says."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.translation import train as training
+from recipes.translation.atomic_folder import (
+    MANIFEST,
+    CheckpointError,
+    remove_folder,
+    replaced_folder,
+    sha256,
+)
+from recipes.translation.data.prepare import prepare
+from recipes.translation.run_folder.checkpoint import (
+    check_moments,
+    load_facts,
+    load_training,
+    load_translator,
+    save_model,
+)
+from recipes.translation.train import train
+from tests.recipes.tiny import tiny
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained run."""
+    folder = tmp_path_factory.mktemp("files") / "run"
+    train(tiny(folder, {"training.validate_every": 2}))
+    return folder
+
+
+def resealed(folder: Path) -> Path:
+    """The folder with a manifest that lists its files as they are."""
+    (folder / MANIFEST).unlink()
+    files = {path.name: {"bytes": 0, "sha256": sha256(path)} for path in folder.iterdir()}
+    (folder / MANIFEST).write_text(json.dumps({"files": files}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same settings with other first weights, other subwords of the same number, and another width of a layer."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "other"
+    train(tiny(folder, {"training.seed": 2, "data.builtin_pairs": 240, "model.heads": 1}))
+    return folder
+
+
+FILES = ("config.yaml", "joint.model", "model.safetensors", "model.json", "training.safetensors", "training.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_two_runs_are_refused_even_under_one_manifest(
+    name: str, run: Path, other_run: Path, tmp_path: Path
+) -> None:
+    mixed = shutil.copytree(run, tmp_path / "run")
+    shutil.copyfile(other_run / "last" / name, mixed / "last" / name)
+    with pytest.raises(
+        CheckpointError, match=r"is of (an)?other .* lies? beside it; restore .* mixed, or changed"
+    ) as caught:
+        load_training(resealed(mixed / "last"))
+    assert "\n" not in str(caught.value)
+    if not name.startswith("training."):
+        with pytest.raises(CheckpointError, match=r"lies? beside it"):
+            load_translator(mixed / "last")
+
+
+def test_files_of_two_steps_of_one_run_are_refused(run: Path, tmp_path: Path) -> None:
+    mixed = shutil.copytree(run, tmp_path / "run")
+    config = tiny(mixed, {"training.validate_every": 2, "training.steps": 6})
+    train(config)
+    shutil.copyfile(run / "last" / "training.safetensors", mixed / "last" / "training.safetensors")
+    with pytest.raises(CheckpointError, match="is of other weights or moments"):
+        load_training(resealed(mixed / "last"))
+
+
+def changed_header(data: bytes, change: str) -> bytes:
+    """A safetensors file with another header and the same numbers."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    names = sorted(name for name in header if name != "__metadata__")
+    first = header[names[0]]
+    if change == "shapes":
+        first["shape"] = [1, *first["shape"]]
+    elif change == "dtypes":
+        first["dtype"] = {"F32": "I32"}[first["dtype"]]
+    elif change == "names":
+        header["another.name"] = header.pop(names[0])
+    elif change == "swapped":
+        same = next(name for name in names[1:] if header[name]["shape"] == first["shape"])
+        header[names[0]], header[same] = header[same], first
+    elif change == "offsets":
+        first["data_offsets"] = [0, 1 << 40]
+    text = b"[[[" if change == "no JSON" else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors"])
+@pytest.mark.parametrize("change", ["shapes", "dtypes", "names", "swapped", "offsets", "no JSON"])
+def test_a_resealed_header_is_one_line_and_never_other_weights(
+    name: str, change: str, run: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(run / "last", tmp_path / "last")
+    (folder / name).write_bytes(changed_header((folder / name).read_bytes(), change))
+    with pytest.raises(CheckpointError) as caught:
+        load_training(resealed(folder))
+    assert "\n" not in str(caught.value)
+    assert "restore the folder from a copy" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model.json", "training.json"])
+@pytest.mark.parametrize("text", ["[]", "{}", "{", "[" * 100_000, '{"of": 3}', '{"of": {}, "step": "many"}'])
+def test_resealed_json_of_another_kind_is_one_line(name: str, text: str, run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run / "last", tmp_path / "last")
+    (folder / name).write_text(text)
+    with pytest.raises(CheckpointError, match=rf"{name} (is|cannot)") as caught:
+        load_training(resealed(folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_moments_that_do_not_fit_are_refused_by_name(run: Path) -> None:
+    saved, model = load_training(run / "last"), load_translator(run / "last").model
+    check_moments(model, saved, run)
+    for change in ("missing", "unknown", "shape"):
+        moments = dict(saved.moments)
+        if change == "missing":
+            del moments["optimizer/generator.bias/exp_avg"]
+        else:
+            key = {"unknown": "optimizer/generator.bias/amsgrad", "shape": "optimizer/generator.bias/exp_avg"}[change]
+            moments[key] = torch.zeros(3)
+        with pytest.raises(CheckpointError, match=r"does not fit the model .* optimizer/generator\.bias/\w+ is"):
+            check_moments(model, replace(saved, moments=moments), run)
+
+
+def test_a_manifest_that_names_files_elsewhere_is_refused(run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run / "best", tmp_path / "run" / "best")
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    listed = json.loads((folder / MANIFEST).read_text())
+    listed["files"]["../notes.txt"] = {"bytes": 4, "sha256": sha256(tmp_path / "run" / "notes.txt")}
+    (folder / MANIFEST).write_text(json.dumps(listed))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        remove_folder(folder)
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_a_checkpoint_holds_the_subwords_in_memory_whatever_lies_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(tmp_path / "run", {"training.steps": 2})
+    validate = training.validate
+
+    def prepare_beside(*given: Any) -> Any:
+        prepare(tiny(tmp_path / "run", {"data.builtin_pairs": 240}))
+        return validate(*given)
+
+    monkeypatch.setattr(training, "validate", prepare_beside)
+    source, _ = prepare(config)
+    train(config)
+    sentence = ["The number is sixty-six."]
+    for name in ("best", "last"):
+        assert load_translator(tmp_path / "run" / name).source.encode(sentence) == source.encode(sentence)
+    assert prepare(tiny(tmp_path / "run", {"data.builtin_pairs": 240}))[0].encode(sentence) != source.encode(sentence)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_every_file_of_a_checkpoint_follows_the_umask(mask: int, run: Path, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        save_model(tmp_path / "best", load_translator(run / "best"), {"step": 1})
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "best").iterdir()}
+    assert modes == {0o666 & ~mask}
+
+
+@pytest.mark.parametrize("room", [100, 2_000, 20_000])
+def test_a_disk_that_is_full_is_one_line_that_names_what_was_written(room: int, run: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk."""
+    folder = shutil.copytree(run / "best", tmp_path / "best")
+    translator = load_translator(folder)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            save_model(folder, translator, {"step": 9})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(caught.value) == f"{folder} cannot be written: File too large; what it held is kept"
+    assert load_facts(folder) == load_facts(run / "best")
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_every_file_is_on_the_disk_before_the_folder_is_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        events.append(("flushed", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        events.append(("renamed", str(target)))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    target, new = tmp_path / "last", tmp_path / ".last.new"
+    with replaced_folder(target) as folder:
+        for name in ("a", "b"):
+            (folder / name).write_text(name)
+    done = events.index(("renamed", str(target)))
+    assert set(events[:done]) == {("flushed", str(path)) for path in (new, new / "a", new / "b", new / MANIFEST)}
+    assert events[done + 1 :] == [("flushed", str(tmp_path))]

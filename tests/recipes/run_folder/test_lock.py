@@ -1,0 +1,96 @@
+"""One process writes into a run's folder; a lock that a killed one left behind is no obstacle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.commands import main
+from recipes.translation.run_folder.lock import sole_writer
+from recipes.translation.train import train
+from tests.recipes.tiny import options, tiny
+
+ENDLESS = {"training.steps": 1_000_000, "training.validate_every": 5}
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that trains in `tmp_path / "run"` and has saved."""
+    run = tmp_path / "run"
+    words = [sys.executable, "-m", "recipes.translation", "train", *options(run, ENDLESS)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, text=True) as process:
+        deadline = time.monotonic() + 90
+        while not (run / "last").exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        yield process
+        process.kill()
+
+
+def test_a_second_writer_is_refused_by_name_and_one_that_was_killed_is_forgotten_at_once(
+    training: subprocess.Popen[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(CheckpointError, match=rf"^process {training.pid} on \S+ is writing into {run}: wait until"):
+        train(tiny(run, ENDLESS))
+    for words in (["prepare", "--subwords.vocab_size", "300"], ["train", "--fresh"]):
+        assert main([words[0], *options(run, ENDLESS), *words[1:]]) == 2
+        assert capsys.readouterr().err.startswith(f"error: process {training.pid} on ")
+    assert training.poll() is None  # and it goes on
+
+    training.send_signal(signal.SIGKILL)
+    training.wait()
+    assert (run / ".lock").exists()
+    began = time.monotonic()
+    assert main(["train", "--run", str(run), "--training.steps", "1"]) == 0
+    assert "going on from step" in capsys.readouterr().out
+    assert time.monotonic() - began < 30
+    assert not (run / ".lock").exists()
+
+
+def test_a_worker_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, time\nfrom pathlib import Path\nfrom recipes.translation.lock import sole_writer\n"
+        "with sole_writer(Path(sys.argv[1])):\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n        time.sleep(60)\n        os._exit(0)\n"
+        "    print(child, flush=True)\n    time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, tmp_path / "run"], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait()
+        try:
+            with sole_writer(tmp_path / "run"):
+                assert Path(f"/proc/{child}").exists()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_folder_where_nothing_was_written_is_not_left_behind(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="takes two files"):
+        train(tiny(tmp_path / "run", {"data.format": "text"}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_system_without_locks_is_named_and_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    train(tiny(tmp_path / "run", {"training.steps": 1}))
+    assert "cannot be locked (Function not implemented): let nothing else write into" in capsys.readouterr().err

@@ -1,0 +1,194 @@
+"""What a run finds in its folder: it goes on, begins, or says what is wrong; it never overwrites in silence."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.translation import train as training
+from recipes.translation.atomic_folder import MANIFEST, CheckpointError
+from recipes.translation.commands import main
+from recipes.translation.run_folder.checkpoint import load_facts, load_translator
+from recipes.translation.settings.config import CHOICES, ConfigError
+from recipes.translation.settings.options import setting_names
+from recipes.translation.train import begin, train
+from tests.recipes.tiny import options, tiny
+
+SHORT: dict[str, Any] = {"training.steps": 4, "training.validate_every": 2}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with two validations."""
+    folder = tmp_path_factory.mktemp("resume") / "run"
+    train(tiny(folder, SHORT))
+    return folder
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(made, tmp_path / "run")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(run: Path, *, fresh: bool = False, changes: dict[str, Any] | None = None) -> str:
+    """The one line that training is refused with, in a folder that stays as it was."""
+    before = contents(run)
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        train(tiny(run, {**SHORT, "training.steps": 6, **(changes or {})}), fresh=fresh)
+    assert contents(run) == before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_last_without_its_manifest_is_an_error_and_best_stays(run: Path) -> None:
+    (run / "last" / MANIFEST).unlink()
+    assert f"{run / 'last'} has no manifest.json: it is damaged" in refused(run)
+    assert "has no manifest.json" in refused(run, fresh=True)
+
+
+def test_an_empty_last_is_an_error_and_best_stays(run: Path) -> None:
+    shutil.rmtree(run / "last")
+    (run / "last").mkdir()
+    assert "is empty: restore it from a copy, or start over with --fresh" in refused(run)
+    assert train(tiny(run, SHORT), fresh=True).state.step == 4
+
+
+def test_best_without_last_is_never_overwritten(run: Path) -> None:
+    shutil.rmtree(run / "last")
+    assert "is the model of step 4, but there is no" in refused(run)
+    assert train(tiny(run, SHORT), fresh=True).state.step == 4
+
+
+def test_a_run_killed_between_its_first_best_and_its_first_last_begins_again(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(tiny(tmp_path / "run", SHORT))
+    assert load_facts(tmp_path / "run" / "best")["step"] == 2
+    assert train(tiny(tmp_path / "run", {**SHORT, "training.validate_every": 1})).state.step == 4
+    for name in ("last", "best"):
+        there, here = ((folder / name / "model.safetensors").read_bytes() for folder in (made, tmp_path / "run"))
+        assert there == here
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("name", ["last", "best", "subwords"])
+def test_a_folder_that_is_not_ours_is_never_deleted(name: str, fresh: bool, tmp_path: Path) -> None:
+    (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run" / name / "thesis.tex").write_text("mine")
+    assert f"{tmp_path / 'run' / name} has no manifest.json" in refused(tmp_path / "run", fresh=fresh)
+
+
+@pytest.mark.parametrize("name", ["last", "best", "subwords"])
+def test_a_folder_that_is_not_ours_is_kept_by_the_demo_and_by_prepare(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run" / name / "thesis.tex").write_text("mine")
+    for command in ("demo", "prepare") if name == "subwords" else ("demo",):
+        assert main([command, *options(tmp_path / "run")]) == 2
+        assert "has no manifest.json" in capsys.readouterr().err
+    assert contents(tmp_path / "run") == {f"{name}/thesis.tex": b"mine"}
+
+
+def test_a_file_of_others_in_a_checkpoint_moves_with_it_and_is_never_removed(run: Path) -> None:
+    for name in ("last", "best"):
+        (run / name / "notes.txt").write_text(name)
+        (run / name / "plots").mkdir()
+        (run / name / "plots" / "a.svg").write_text(name)
+    train(tiny(run, {**SHORT, "training.steps": 8}))
+    assert load_facts(run / "last")["step"] == load_facts(run / "best")["step"] == 8
+    for name in ("last", "best"):
+        assert (run / name / "notes.txt").read_text() == (run / name / "plots" / "a.svg").read_text() == name
+    said = refused(run, fresh=True, changes={"training.steps": 10})
+    assert f"{run / 'last' / 'notes.txt'} was not written here, and would be removed: move it away first" in said
+
+
+def test_last_as_a_link_is_one_line(run: Path, tmp_path: Path) -> None:
+    (run / "last").rename(tmp_path / "elsewhere")
+    (run / "last").symlink_to(tmp_path / "elsewhere")
+    for fresh in (False, True):
+        assert f"{run / 'last'} is a symbolic link, which cannot be replaced" in refused(run, fresh=fresh)
+    assert load_translator(run / "last").model is not None  # reading through it is no harm
+    (tmp_path / "link").symlink_to(run)
+    (run / "last").unlink()
+    (tmp_path / "elsewhere").rename(run / "last")
+    assert train(tiny(tmp_path / "link", {**SHORT, "training.steps": 5})).state.step == 5
+
+
+def test_last_as_a_file_is_one_line(run: Path) -> None:
+    shutil.rmtree(run / "last")
+    (run / "last").write_text("")
+    assert f"{run / 'last'} is not a folder" in refused(run)
+
+
+def test_a_damaged_best_is_named_before_anything_is_trained(run: Path) -> None:
+    (run / "best" / "model.json").write_text("{}")
+    assert "model.json is damaged" in refused(run)
+
+
+def test_the_best_of_another_run_is_named_before_anything_is_trained(run: Path, tmp_path: Path) -> None:
+    train(tiny(tmp_path / "other", {**SHORT, "training.seed": 2}))
+    shutil.rmtree(run / "best")
+    shutil.copytree(tmp_path / "other" / "best", run / "best")
+    assert "training.seed is 1 but" in refused(run)
+
+
+def test_a_best_that_is_gone_is_said_and_replaced_by_the_next_validation(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(run / "best")
+    validate = training.validate
+    monkeypatch.setattr(training, "validate", lambda *given: replace(validate(*given), loss=99.0))
+    summary = train(tiny(run, {**SHORT, "training.steps": 6}))
+    assert "is gone: the next validation replaces it" in capsys.readouterr().out
+    assert (summary.state.best_step, load_facts(run / "best")["step"]) == (6, 6)
+
+
+MAY_CHANGE = (
+    *("run", "data.path", "data.test", "training.devices", "training.chunk_tokens", "training.precision"),
+    *("training.threads", "layout.data", "layout.shard", "layout.vocab", "layout.sequence", "layout.timeout"),
+    *("training.steps", "training.validate_every", "training.validate_bleu", "training.patience"),
+    *("decoding.beam", "decoding.length_penalty", "decoding.batch_sentences", "decoding.max_length"),
+)
+
+
+def another(name: str, value: Any) -> Any:
+    """A value of the setting that it does not have."""
+    if name in CHOICES:
+        return next(choice for choice in CHOICES[name] if choice != value)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return (0.5, 0.5) if isinstance(value, tuple) else "another"
+
+
+@pytest.mark.parametrize("name", [name for name in setting_names() if name not in MAY_CHANGE])
+def test_no_setting_that_makes_it_another_run_can_change_on_resuming(name: str, made: Path) -> None:
+    config = tiny(made, {**SHORT, "training.steps": 6})
+    if name == "model.preset":  # looked up first
+        changed = replace(config, model=replace(config.model, preset="base"))
+    else:
+        section, _, key = name.partition(".")
+        old = getattr(config, section)
+        changed = replace(config, **{section: replace(old, **{key: another(name, getattr(old, key))})})
+    before = contents(made)
+    with pytest.raises(ConfigError, match=rf"^{name} is .* but {made} was trained with .* --fresh$"):
+        begin(changed, False)
+    assert contents(made) == before

@@ -1,0 +1,261 @@
+"""Every setting does something: each is changed alone, and a tiny run differs where the setting says it does.
+
+The settings are those of the dataclasses, so one that is added without an entry here fails. An entry names the parts
+of a run's outcome that the change must move, and those that its documentation says it leaves alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
+from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.data.subwords import EOS
+from recipes.translation.evaluate import evaluate
+from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.train import train
+from recipes.translation.training.progress import read_metrics
+from tests.recipes.tiny import tiny
+
+BASE: dict[str, Any] = {"data.builtin_pairs": 120, "subwords.vocab_size": 360, "training.batch_tokens": 400}
+FILES: dict[str, Any] = {
+    "data.format": "tsv",
+    "data.path": "one",
+    "data.train": ("train.tsv",),
+    "data.valid": ("valid.tsv",),
+    "data.test": ("test.tsv",),
+}
+NUMBERS = ("weights", "metrics", "translations")
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another value of a setting, and what of a run's outcome it moves and keeps."""
+
+    value: Any
+    moves: tuple[str, ...] = ("weights",)
+    keeps: tuple[str, ...] = ()
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """What both runs have changed, so that the setting matters."""
+    refused: str = ""
+    """What the one line says, where the value cannot be had alone."""
+
+
+CHANGES: dict[str, Sequence[Change]] = {
+    "run": [Change("another", ("folder",), NUMBERS)],
+    "data.format": [Change("text", refused="data.train takes two files")],
+    "data.path": [Change("other", ("weights", "metrics", "subwords"), beside=FILES)],
+    "data.train": [Change(("more.tsv",), ("weights", "subwords"), beside=FILES)],
+    "data.valid": [Change(("test.tsv",), ("metrics",), ("weights", "subwords", "translations"), beside=FILES)],
+    "data.test": [Change(("valid.tsv",), ("translations",), ("weights", "metrics", "subwords"), beside=FILES)],
+    "data.source": [Change("xx", ("weights", "subwords"), beside=FILES)],
+    "data.target": [Change("xx", ("weights", "subwords", "scores"), beside=FILES)],
+    "data.builtin_pairs": [Change(150, ("weights", "subwords"))],
+    "subwords.vocab_size": [Change(340, ("weights", "subwords"))],
+    "subwords.joint": [Change(False, ("weights", "subwords"), beside={"model.tie": "target"})],
+    "subwords.kind": [Change("bpe", ("weights", "subwords"))],
+    "subwords.lowercase": [Change(True, ("weights", "subwords", "scores"))],
+    "model.preset": [Change("base")],
+    "model.d_model": [Change(18)],
+    "model.d_ff": [Change(20)],
+    "model.heads": [Change(4)],
+    "model.encoder_layers": [Change(2)],
+    "model.decoder_layers": [Change(2)],
+    "model.dropout": [Change(0.5), Change(0.0)],
+    "model.norm": [Change("post")],
+    "model.tie": [Change("target"), Change("none")],
+    "training.devices": [Change(("cpu", "cpu"), ("said",))],
+    "training.chunk_tokens": [Change(7, ("logits at once",), ("batches",)), Change(8, ("logits at once",))],
+    "training.batch_tokens": [Change(300, ("weights", "batches"))],
+    "training.accumulate": [Change(2, ("weights", "batches"))],
+    "training.steps": [Change(3, ("weights", "metrics"))],
+    "training.schedule": [Change(value) for value in ("linear", "noam", "constant")],
+    "training.learning_rate": [Change(3e-3)],
+    "training.warmup": [Change(3)],
+    "training.betas": [Change((0.5, 0.98)), Change((0.9, 0.7))],
+    "training.clip": [Change(0.01), Change(0.0, beside={"training.clip": 0.01})],
+    "training.label_smoothing": [Change(0.0), Change(0.3)],
+    "training.smoothing": [Change("fairseq"), Change("harvard", ("weights", "metrics"))],
+    "training.precision": [Change("bf16"), Change("float64")],
+    "training.max_length": [Change(20, ("weights", "said"))],
+    "training.validate_every": [Change(2, ("metrics",), ("last weights",))],
+    "training.validate_bleu": [Change(3, ("metrics",), ("weights", "translations"))],
+    "training.patience": [Change(1, ("metrics",), beside={"training.learning_rate": 0, "training.validate_every": 1})],
+    "training.seed": [Change(2, ("weights", "batches"))],
+    "training.threads": [Change(3, ("threads",), ("batches",))],
+    "layout.data": [Change(2, refused="layout data 2 x shard 1 x sequence 1 x vocab 1 is 2 processes, but 1")],
+    "layout.shard": [Change(2, refused="layout data 1 x shard 2 x sequence 1 x vocab 1 is 2 processes, but 1")],
+    "layout.vocab": [Change(2, refused="layout data 1 x shard 1 x sequence 1 x vocab 2 is 2 processes, but 1")],
+    "layout.sequence": [Change(2, refused="layout data 1 x shard 1 x sequence 2 x vocab 1 is 2 processes, but 1")],
+    "layout.timeout": [Change(77.0, ("waits",), NUMBERS)],
+    "decoding.beam": [Change(4, ("translations",), ("weights", "metrics"), beside={"model.norm": "post"})],
+    "decoding.length_penalty": [
+        Change(9.0, ("translations that could end anywhere",), ("weights", "metrics"), beside={"decoding.beam": 4})
+    ],
+    "decoding.batch_sentences": [Change(2, ("sentences at once",), NUMBERS)],
+    "decoding.max_length": [Change(3, ("translations",), ("weights", "metrics"))],
+}
+CASES = [(name, change) for name, changes in CHANGES.items() for change in changes]
+
+
+def names_of(root: type[Any]) -> list[str]:
+    """Every setting by its dotted name, from the dataclasses themselves."""
+    names = []
+    for each in dataclasses.fields(root):
+        inner = each.default_factory if each.default_factory is not dataclasses.MISSING else None
+        names += [f"{each.name}.{name}" for name in names_of(inner)] if dataclasses.is_dataclass(inner) else [each.name]
+    return names
+
+
+def test_every_setting_of_the_configuration_has_an_entry() -> None:
+    assert sorted(CHANGES) == sorted(names_of(RunConfig)), "say in CHANGES what the new setting moves"
+
+
+Outcome = dict[str, Any]
+
+
+class Runs:
+    """Tiny runs, each made once, in a folder of their own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.done: dict[str, Outcome] = {}
+
+    def outcome(self, changes: Mapping[str, Any]) -> Outcome:
+        """Everything that can be seen of a run with these settings."""
+        key = repr(sorted(changes.items()))
+        if key not in self.done:
+            self.done[key] = self.run(changes)
+        return self.done[key]
+
+    def config(self, changes: Mapping[str, Any]) -> RunConfig:
+        folder = self.root / "runs" / str(len(self.done)) / str(changes.get("run", "run"))
+        given = {**BASE, **{name: value for name, value in changes.items() if name != "run"}}
+        if "data.path" in given:
+            given["data.path"] = str(self.root / given["data.path"])
+        return tiny(folder, given)
+
+    def run(self, changes: Mapping[str, Any]) -> Outcome:
+        config = self.config(changes)
+        seen: Outcome = {"folder": Path(config.run).name}
+        with observed(seen):
+            train(config)
+            run = Path(config.run)
+            translator = load_translator(run / "best")
+            with largest_input(translator.model.tgt_embed, seen):
+                found = evaluate(translator, "test", config.decoding)
+            with torch.no_grad():
+                translator.model.generator.bias[EOS] += 3.0  # a model that has learned as little never ends by itself
+            ended = evaluate(translator, "test", config.decoding)
+        records = read_metrics(run / "metrics.jsonl")
+        return seen | {
+            "weights": [digest(run / name / "model.safetensors") for name in ("last", "best")],
+            "last weights": digest(run / "last" / "model.safetensors"),
+            "metrics": records,
+            "batches": [record["tokens"] for record in records if "tokens" in record],
+            "subwords": [digest(path) for path in sorted((run / "last").glob("*.model"))],
+            "translations": list(found.translations),
+            "translations that could end anywhere": list(ended.translations),
+            "scores": dataclasses.asdict(found.scores),
+        }
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class LargestLogits(TorchFunctionMode):
+    """Note the most rows of vocabulary-wide numbers that ever exist in one tensor, other than the weights' own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dim() == 2 and result.size(1) == BASE["subwords.vocab_size"]:
+            self.rows = max(self.rows, result.size(0))
+        return result
+
+
+@contextlib.contextmanager
+def observed(seen: Outcome) -> Iterator[None]:
+    """What a run prints, the threads it leaves, its logits, and how long its groups wait."""
+    before, said, made, logits = torch.get_num_threads(), io.StringIO(), [], LargestLogits()
+    new_group = dist.new_group
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(new_group(*args, **kwargs))
+        return made[-1]
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), logits:
+            patch.setattr(dist, "new_group", noted)
+            patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+            yield
+        seen["threads"] = torch.get_num_threads()
+        seen["waits"] = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in made]
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(before)
+    seen["logits at once"] = logits.rows
+    seen["said"] = re.sub(r"\S*/runs/\S+|[\d.,:]+ s\b|in \d+:\d+|[\d,]+ (target )?tokens/s", "", said.getvalue())
+
+
+@contextlib.contextmanager
+def largest_input(module: nn.Module, seen: Outcome) -> Iterator[None]:
+    """The most rows that the module is given at once."""
+    rows = [0]
+    hook = module.register_forward_pre_hook(lambda _, args: rows.append(args[0].size(0)))
+    yield
+    hook.remove()
+    seen["sentences at once"] = max(rows)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The runs, and two small corpora of three languages, the third one the first spelt backwards."""
+    root = tmp_path_factory.mktemp("settings")
+    for seed, folder in enumerate(("one", "other")):
+        (root / folder).mkdir()
+        for name, count, split in (
+            ("train", 120, "train"), ("more", 130, "train"), ("valid", 8, "valid"), ("test", 8, "test")
+        ):  # fmt: skip
+            lines = [f"{en}\t{de}\t{en[::-1]}" for en, de in builtin_pairs(count, 5 + seed, split)]
+            (root / folder / f"{name}.tsv").write_text("\n".join(["en\tde\txx", *lines]) + "\n", encoding="utf-8")
+    return Runs(root)
+
+
+def test_a_run_that_is_repeated_has_the_same_outcome(runs: Runs) -> None:
+    once, again = runs.outcome({}), runs.run({})
+    assert {aspect for aspect in once if once[aspect] != again[aspect]} == set()
+
+
+@pytest.mark.parametrize(("name", "change"), CASES, ids=[f"{name}={change.value}" for name, change in CASES])
+def test_a_setting_changes_what_it_says_and_keeps_the_rest(name: str, change: Change, runs: Runs) -> None:
+    changes = {**change.beside, name: change.value}
+    if change.refused:
+        with pytest.raises((ConfigError, DataError)) as caught:
+            runs.run(changes)
+        assert change.refused in str(caught.value)
+        return
+    before, after = runs.outcome(change.beside), runs.outcome(changes)
+    moved = {aspect for aspect in before if before[aspect] != after[aspect]}
+    assert set(change.moves) <= moved, f"{name} leaves {set(change.moves) - moved} as they were"
+    assert not set(change.keeps) & moved, f"{name} moves {set(change.keeps) & moved}"

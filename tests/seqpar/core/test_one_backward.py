@@ -1,0 +1,204 @@
+"""One autograd node, one backward: what the engine promises to the training loop around it."""
+
+import pytest
+import torch
+from torch import nn
+
+import seqpar
+from seqpar.core.chunked_gradient import chunked_gradient
+
+
+def small(rows=12, width=4, vocab_size=9, **options):
+    torch.manual_seed(3)
+    generator = nn.Linear(width, vocab_size).double()
+    hidden = torch.randn(rows, width, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(vocab_size, (rows,))
+    return seqpar.LossCompute(generator, seqpar.CrossEntropy(), **options), generator, hidden, target
+
+
+def test_a_second_backward_is_a_clear_error_not_a_wrong_number():
+    engine, generator, hidden, target = small(chunk_tokens=5)
+    loss = engine(hidden, target).total
+    loss.backward(retain_graph=True)
+    first = generator.weight.grad.clone()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    assert torch.equal(generator.weight.grad, first)
+
+
+def test_a_second_derivative_is_a_clear_error():
+    engine, _, hidden, target = small(chunk_tokens=5)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(engine(hidden, target).total, hidden, create_graph=True)
+
+
+def test_forward_writes_no_gradient_and_backward_fires_each_hook_once():
+    engine, generator, hidden, target = small(chunk_tokens=2, devices=["cpu"] * 3)
+    fired = []
+    generator.weight.register_hook(lambda _: fired.append("tensor"))
+    generator.weight.register_post_accumulate_grad_hook(lambda _: fired.append("accumulated"))
+    hidden.register_hook(lambda _: fired.append("hidden"))
+    loss = engine(hidden, target)
+    assert not fired
+    assert generator.weight.grad is None
+    assert hidden.grad is None
+    loss.total.backward()
+    assert sorted(fired) == ["accumulated", "hidden", "tensor"]
+
+
+def test_the_gradient_does_not_depend_on_the_order_of_two_losses():
+    engine, generator, hidden, target = small(chunk_tokens=5)
+    (engine(hidden, target).total * 2 + engine(hidden, target).total * 3).backward()
+    both = generator.weight.grad.clone()
+    generator.weight.grad = None
+    engine(hidden, target).total.backward()
+    torch.testing.assert_close(both, 5 * generator.weight.grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 3])
+def test_all_padding_gives_zero_and_never_nan_even_divided_by_no_tokens(devices):
+    engine, generator, hidden, target = small(devices=devices)
+    loss = engine(hidden, torch.full_like(target, -100))
+    assert (loss.total, loss.tokens, loss.nll, loss.correct) == (0, 0, 0, 0)
+    (loss.total / loss.tokens).backward()
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+    assert torch.equal(generator.weight.grad, torch.zeros_like(generator.weight))
+    assert loss.mean == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_an_empty_batch_is_a_loss_of_no_tokens(shape):
+    engine, *_ = small(devices=["cpu"] * 2)
+    hidden = torch.zeros(*shape, 4, dtype=torch.float64, requires_grad=True)
+    loss = engine(hidden, torch.zeros(shape, dtype=torch.int64))
+    loss.total.backward()
+    assert loss.tokens == 0
+    assert hidden.grad.shape == hidden.shape
+
+
+def test_the_largest_logits_are_one_chunk_and_padding_rows_are_never_projected():
+    engine, generator, _, _ = small(chunk_tokens=4)
+    seen = []
+    generator.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].reshape(-1, 4)))
+    hidden = torch.randn(3, 10, 4, dtype=torch.float64)
+    target = torch.randint(9, (3, 10))
+    target[:, 6:] = -100
+    hidden[:, 6:] = float("nan")  # projecting one of these rows would show
+    engine(hidden, target)  # the first call probes
+    assert not torch.cat(seen).isnan().any()
+    seen.clear()
+    loss = engine(hidden, target)
+    after_the_probe = seen
+    assert max(len(rows) for rows in after_the_probe) <= 4
+    assert sum(len(rows) for rows in after_the_probe) == 18
+    assert torch.isfinite(loss.total)
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 4)])
+def test_a_generator_sees_blocks_with_as_many_dimensions_as_hidden(shape):
+    engine, generator, _, _ = small(chunk_tokens=5)
+    dims = set()
+    generator.register_forward_hook(lambda _, inputs, output: dims.add((inputs[0].dim(), output.dim())))
+    engine(torch.randn(*shape, 4, dtype=torch.float64), torch.zeros(shape, dtype=torch.int64))
+    assert dims == {(len(shape) + 1, len(shape) + 1)}
+
+
+def test_no_gradients_means_no_graph_and_the_same_numbers():
+    engine, _, hidden, target = small(chunk_tokens=5)
+    with torch.no_grad():
+        evaluated = engine(hidden, target)
+    with torch.inference_mode():
+        inferred = engine(hidden, target)
+    trained = engine(hidden, target)
+    assert evaluated.total.grad_fn is None
+    assert trained.total.grad_fn is not None
+    assert evaluated.total == inferred.total == trained.total.detach()
+
+
+def test_a_parameter_out_of_the_engines_sight_is_an_error_not_a_lost_gradient():
+    class Hides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hidden_in_a_list = [nn.Linear(4, 9).double()]
+
+        def forward(self, x):
+            return self.hidden_in_a_list[0](x)
+
+    _, _, hidden, target = small()
+    with pytest.raises(RuntimeError, match="neither a registered parameter"):
+        seqpar.LossCompute(Hides(), seqpar.CrossEntropy())(hidden, target)
+
+
+def test_an_unused_parameter_keeps_no_gradient_as_in_plain_torch():
+    engine, generator, hidden, target = small(chunk_tokens=5)
+    generator.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    engine(hidden, target).total.backward()
+    assert generator.unused.grad is None
+
+
+def test_two_parameters_that_autograd_hands_one_gradient_stay_apart():
+    """With `x + a + b` autograd passes the same tensor to a and b; summing into it in place would double."""
+
+    class TwoBiases(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(12, 4, dtype=torch.float64)[0].clone())
+            self.b = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+        def forward(self, x):
+            return x + (self.a + self.b)
+
+    generator = TwoBiases()
+    _, _, hidden, target = small()
+    seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=3)(hidden, target % 4).total.backward()
+    expected = torch.autograd.grad(
+        nn.functional.cross_entropy(generator(hidden), target % 4, reduction="sum"), generator.a
+    )[0]
+    torch.testing.assert_close(generator.a.grad, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(generator.b.grad, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_buffers_of_the_generator_keep_their_running_statistics():
+    class Counts(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 9)
+            self.register_buffer("rows", torch.zeros(()))
+
+        def forward(self, x):
+            self.rows += len(x)
+            return super().forward(x)
+
+    generator = Counts().double()
+    _, _, hidden, target = small()
+    seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=5)(hidden, target)
+    assert generator.rows == 12  # every row once: the probe counted on a copy
+
+
+def test_dropout_on_repeated_devices_is_reproducible_and_the_probe_draws_nothing():
+    generator = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 9)).double()
+    _, _, hidden, target = small()
+
+    def loss(engine):
+        torch.manual_seed(7)
+        return engine(hidden, target).total.item()
+
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), ["cpu"] * 3, chunk_tokens=2)
+    assert loss(engine) == loss(engine)
+
+
+def test_the_core_takes_any_pure_function():
+    """`chunked_gradient` alone, without the engine: squared error in chunks, one row left out."""
+    x = torch.randn(7, 2, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(7, dtype=torch.float64)
+    none = seqpar.TokenLoss.zero(x.dtype, x.device, tells=False)
+
+    def per_chunk(params, rows, chunk):
+        return seqpar.TokenLoss((rows[0] @ params[0] - y[chunk]).square().sum(), torch.tensor(len(rows[0])))
+
+    loss = chunked_gradient(per_chunk, [slice(0, 3), torch.tensor([5, 4, 3])], [x], [w], none)
+    got = torch.autograd.grad(loss.total * 0.3, (x, w))
+    expected = torch.autograd.grad((x[:6] @ w - y[:6]).square().sum() * 0.3, (x, w))
+    assert loss.tokens == 6
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,258 @@
+"""accumulate_gradients: micro-batches and ranks together have the gradient of one batch on one device."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import seqpar
+from seqpar.testing.ranks import ranks
+from tests.seqpar.distributed.layouts import (
+    Case,
+    Communication,
+    assert_answers,
+    build,
+    cases,
+    count_tokens,
+    gradients_of,
+    reference,
+    torch_may_warn,
+    wrap,
+)
+
+UNEVEN = Case((((2, 3), (1, 4), (3, 2)), ((3, 5),)), (), 7, 4, "bias", "torch", "nothing", 2, 0.3, 1.0, 5)
+IDLE = Case(**{**vars(UNEVEN), "sizes": (UNEVEN.sizes[0], ())})
+"""The second rank has no micro-batch at all."""
+
+
+def accumulated(rank, world, case, options):
+    wrapped = wrap(build(case), "ddp", **options)
+    loss = seqpar.accumulate_gradients(
+        case.micro_batches(rank),
+        lambda m: wrapped(m[0], target=m[1]),
+        count_tokens(case),
+        model=wrapped,
+        backward=lambda loss: (loss * case.factor).backward(),
+    )
+    return float(loss.total), gradients_of(wrapped)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-6},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("case", [UNEVEN, IDLE], ids=["fewer", "none"])
+def test_ddps_options_change_nothing(case, options):
+    assert_answers(ranks(2, accumulated, case, options), reference(case))
+
+
+def three_steps(rank, world, layout, case):
+    """As a trainer does: the same wrapped module, step after step, with an optimizer."""
+    with torch_may_warn():
+        wrapped = wrap(build(case), layout)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        for turn in range(3):
+            optimizer.zero_grad()
+            seqpar.accumulate_gradients(
+                case.micro_batches((rank + turn) % world),  # a rank may be idle in any step
+                lambda m: wrapped(m[0], target=m[1]),
+                count_tokens(case),
+                model=wrapped,
+                group=dist.group.WORLD,
+                agree={"step": turn},
+            )
+            optimizer.step()
+        for p in wrapped.parameters():
+            p.grad = p.detach()  # hand the parameters back the way gradients are
+    return 0.0, gradients_of(wrapped)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp2, head a unit", "fsdp2, head in a shared unit", "hsdp"])
+def test_three_steps_of_training_are_the_single_devices(layout, world):
+    case = Case(**{**vars(IDLE), "sizes": IDLE.sizes * (world // 2)})
+    both = build(case)
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    for turn in range(3):
+        optimizer.zero_grad()
+        micro_batches = [m for rank in range(world) for m in case.micro_batches((rank + turn) % world)]
+        losses = [both(tokens, target=target) for tokens, target in micro_batches]
+        sum(losses[1:], start=losses[0]).mean.backward()
+        optimizer.step()
+    expected = 0.0, {n: p.detach() for n, p in both.named_parameters()}
+    assert_answers(ranks(world, three_steps, layout, case), expected)
+
+
+@given(cases(1, micro_batches=(1, 4)))
+def test_without_ranks_it_is_gradient_accumulation(case):
+    both = build(case)
+    loss = seqpar.accumulate_gradients(
+        iter(case.micro_batches(0)),
+        lambda m: both(m[0], target=m[1]),
+        count_tokens(case),
+        backward=lambda loss: (loss * case.factor).backward(),
+    )
+    assert_answers([(float(loss.total), {n: p.grad for n, p in both.named_parameters()})], reference(case))
+    assert not loss.total.requires_grad
+
+
+def summed_by_hand(rank, world, case):
+    both = build(case)
+    loss = seqpar.accumulate_gradients(
+        case.micro_batches(rank),
+        lambda m: both(m[0], target=m[1]),
+        count_tokens(case),
+        group=dist.group.WORLD,
+        backward=lambda loss: (loss * case.factor).backward(),
+    )
+    whole = {
+        n: None if p.grad is None else seqpar.group_sum(p.grad, dist.group.WORLD) for n, p in both.named_parameters()
+    }
+    return float(loss.total), whole
+
+
+@given(cases(2, micro_batches=(0, 2)))
+def test_without_a_wrapper_each_rank_has_its_part_of_the_sum(case):
+    assert_answers(ranks(2, summed_by_hand, case), reference(case))
+
+
+def reductions(rank, world, layout, case):
+    """How often a step reduces gradients."""
+    buckets = []
+
+    def hook(state, bucket):
+        buckets.append(bucket.index())
+        return dist.all_reduce(bucket.buffer().div_(world), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    with torch_may_warn(), Communication() as count:
+        wrapped = wrap(build(case), layout)
+        if layout == "ddp":
+            wrapped.register_comm_hook(None, hook)
+        seqpar.accumulate_gradients(
+            case.micro_batches(rank),
+            lambda m: wrapped(m[0], target=m[1]),
+            count_tokens(case),
+            model=wrapped,
+            group=dist.group.WORLD,
+        )
+    return buckets, count.calls["c10d::_reduce_scatter_base_"]
+
+
+@pytest.mark.parametrize("case", [UNEVEN, IDLE], ids=["fewer", "none"])
+def test_gradients_are_reduced_once_a_step(case):
+    assert ranks(2, reductions, "ddp", case) == [([0], 0)] * 2  # one bucket
+    assert ranks(2, reductions, "fsdp2", case) == [([], 2)] * 2  # two units
+
+
+def error_of(rank, world, wrong):
+    case, options, kind = UNEVEN, {}, "ddp"
+    count = count_tokens(case)
+    if wrong == "count" and rank == 1:
+        count = lambda m: m[1].numel() + 1  # noqa: E731
+    if wrong == "facts":
+        options = {"agree": {"vocabulary": 7 + rank}}
+    if wrong == "steps":
+        options = {"agree": {"step": 10 + rank}}
+    if wrong == "parameters" and rank == 1:
+        case = Case(**{**vars(case), "frozen": "head"})
+    if wrong == "dtype":
+        kind = "plain"
+    both = build(case)
+    wrapped = wrap(both, kind) if kind == "ddp" and wrong != "parameters" else Reducing(both)
+    if wrong == "dtype" and rank == 1:
+        wrapped.float()
+    micro_batches = [] if wrong == "empty" else case.micro_batches(rank)
+    try:
+        seqpar.accumulate_gradients(
+            micro_batches,
+            lambda m: wrapped(m[0], target=m[1]),
+            count,
+            model=wrapped,
+            group=dist.group.WORLD,
+            **options,
+        )
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class Reducing(torch.nn.Module):
+    """Stands for a wrapper that reduces gradients."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def no_sync(self):
+        raise AssertionError("nothing may run before ranks agree")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("facts", r"ranks disagree on vocabulary: 7 on ranks \[0\]; 8 on ranks \[1\]"),
+        ("steps", r"ranks disagree on step: 10 on ranks \[0\]; 11 on ranks \[1\]"),
+        ("parameters", r"ranks disagree on the trainable parameters: .* on ranks \[0\]; .* on ranks \[1\]"),
+        ("dtype", r"ranks disagree on the parameters' dtypes: .*float64.* on ranks \[0\]; .*float32.* on ranks \[1\]"),
+        ("count", r"tokens_of counted \d+ tokens in this step and the losses \d+"),
+        ("empty", "there is no micro-batch on any of 2 ranks"),
+    ],
+)
+def test_every_rank_names_what_is_wrong(wrong, message):
+    for said in ranks(2, error_of, wrong):
+        assert re.search(message, said), said
+
+
+def group_errors(rank, world):
+    found = []
+    alone = dist.new_group([0]), dist.new_group([1])
+    for layout, group in (("fsdp2", None), ("ddp", alone[rank])):
+        with torch_may_warn():
+            wrapped = wrap(build(UNEVEN), layout)
+        try:
+            seqpar.accumulate_gradients([], lambda m: m, lambda m: 0, model=wrapped, group=group)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_the_group_must_be_the_one_that_gradients_are_reduced_over():
+    for fsdp, ddp in ranks(2, group_errors):
+        assert fsdp.startswith("name the group of ranks that FSDP2 reduces over")
+        assert ddp == "group has 1 ranks and the model reduces gradients over 2"
+
+
+def test_a_model_that_reduces_nothing_is_refused():
+    with pytest.raises(TypeError, match="model is a Linear; it must be what reduces the gradients"):
+        seqpar.accumulate_gradients([1], lambda m: m, lambda m: 1, model=torch.nn.Linear(1, 1))
+
+
+def test_the_loss_is_divided_by_the_tokens_of_all_micro_batches_not_by_each_ones():
+    """A mean of means would differ by far."""
+    hidden = torch.ones(1, requires_grad=True)
+    loss = seqpar.accumulate_gradients(
+        [1, 3], lambda n: seqpar.TokenLoss(hidden.sum() * n * n, torch.tensor(n)), lambda n: n
+    )
+    assert hidden.grad is not None
+    assert hidden.grad.item() == (1 + 9) / 4
+    assert (loss.total.item(), loss.tokens.item(), loss.mean.item()) == (10, 4, 2.5)
+    assert loss.nll is None
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+def test_sum_over_no_group_is_the_loss_itself(counts):
+    losses = [
+        seqpar.TokenLoss(torch.tensor(float(n)), torch.tensor(n), torch.tensor(1.0 * n), torch.tensor(n))
+        for n in counts
+    ]
+    whole = seqpar.sum_over_ranks(sum(losses[1:], start=losses[0]), None)
+    assert [t.item() for t in whole] == [sum(counts)] * 4
+    assert [t.dtype for t in whole] == [t.dtype for t in losses[0]]

@@ -1,0 +1,92 @@
+"""Ranks that disagree are named, on every rank, and nobody waits for long."""
+
+import re
+import time
+
+import pytest
+import torch.distributed as dist
+
+import seqpar
+from seqpar.distributed.collectives import broadcast_object, gather_numbers, group_gather
+from seqpar.testing.ranks import RankError, ranks
+
+
+def facts_of(rank, world, facts):
+    try:
+        seqpar.check_agreement(facts[rank], dist.group.WORLD)
+    except RuntimeError as error:
+        return str(error)
+    return "agreed"
+
+
+AGREED = {"vocabulary": 32_000, "dtype": "bfloat16", "chunks": 7, "steps": 1000, "data seed": 1}
+
+
+def test_ranks_that_agree_go_on():
+    assert ranks(3, facts_of, [AGREED] * 3) == ["agreed"] * 3
+
+
+@pytest.mark.parametrize("name", AGREED)
+def test_every_rank_says_who_differs_and_in_what(name):
+    facts = [AGREED, AGREED | {name: "other"}, AGREED]
+    expected = (
+        f"ranks disagree on {name}: {AGREED[name]!r} on ranks [0, 2]; 'other' on ranks [1]; "
+        "start all of them with the same settings and data"
+    )
+    assert ranks(3, facts_of, facts) == [expected] * 3
+
+
+def test_a_fact_that_a_rank_does_not_have_is_named_too():
+    said = ranks(2, facts_of, [AGREED, {k: v for k, v in AGREED.items() if k != "steps"}])
+    assert said[0].startswith("ranks disagree on steps: 1000 on ranks [0]; 'nothing' on ranks [1]")
+
+
+def different_steps(rank, world):
+    """Rank 1's data ends a step early. The others' collective gives up after the group's timeout."""
+    from datetime import timedelta
+
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    for _ in range(2 - rank):
+        seqpar.accumulate_gradients([1], lambda n: TOKEN_LOSS(n), lambda n: n, group=group)
+    time.sleep(0 if rank == 0 else 3)
+
+
+def TOKEN_LOSS(n):  # noqa: N802
+    import torch
+
+    return seqpar.TokenLoss(torch.ones((), requires_grad=True) * n, torch.tensor(n))
+
+
+def test_a_rank_that_stops_early_costs_the_others_the_timeout_they_chose():
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        ranks(2, different_steps)
+    assert re.search(r"rank 0: (.|\n)*(?i:time)", str(error.value))
+    assert time.monotonic() - start < 15
+
+
+def everyone(rank, world):
+    import torch
+
+    group = dist.group.WORLD
+    return (
+        [t.tolist() for t in group_gather(torch.tensor([rank, 10.0]), group)],
+        gather_numbers([rank, -rank], group),
+        broadcast_object({"from": rank}, 2, group),
+    )
+
+
+def test_gathers_and_broadcasts_are_in_rank_order():
+    for gathered, numbers, value in ranks(3, everyone):
+        assert gathered == [[0, 10], [1, 10], [2, 10]]
+        assert numbers == [[0, 0], [1, -1], [2, -2]]
+        assert value == {"from": 2}
+
+
+def test_one_process_needs_no_group():
+    import torch
+
+    seqpar.check_agreement(AGREED, None)
+    assert gather_numbers([3, 4], None) == [[3, 4]]
+    assert broadcast_object("x", 0, None) == "x"
+    assert [t.item() for t in group_gather(torch.tensor(5), None)] == [5]

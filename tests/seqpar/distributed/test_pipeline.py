@@ -1,0 +1,183 @@
+"""Layers over ranks with torch's pipeline schedules: the engine is the last stage's loss."""
+
+import contextlib
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+import models
+import seqpar
+from seqpar.testing.ranks import RankError, ranks
+from tests.seqpar.distributed.layouts import assert_answers
+
+PAD, VOCAB, MICRO_BATCHES = 0, 13, 4
+SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+
+
+def translation_model(tie="target"):
+    torch.manual_seed(3)
+    config = models.TransformerConfig(
+        d_model=8, heads=2, d_ff=16, encoder_layers=2, decoder_layers=2, dropout=0.0, tie=tie
+    )
+    return models.make_transformer(config, VOCAB, VOCAB, PAD).double()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(4)
+    src, tgt = (
+        torch.randint(1, VOCAB, (8, 5), generator=generator),
+        torch.randint(1, VOCAB, (8, 7), generator=generator),
+    )
+    for row in range(8):  # padding of different lengths, so that micro-batches have different numbers of tokens
+        tgt[row, 7 - row % 5 :] = PAD
+        src[row, 5 - row % 3 :] = PAD
+    return src, tgt[:, :-1], tgt[:, 1:]
+
+
+class EncoderStage(nn.Module):
+    """The first stage: encoder and source embedding."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.encoder, self.src_embed = model.encoder, model.src_embed
+
+    def forward(self, src, tgt=None):
+        return self.encoder(self.src_embed(src), models.padding_mask(src, PAD))
+
+
+class DecoderStage(nn.Module):
+    """The last stage: decoder, target embedding and generator; it returns hidden states, not logits."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.decoder, self.tgt_embed, self.generator = model.decoder, model.tgt_embed, model.generator
+
+    def forward(self, memory, src, tgt):
+        return self.decoder(self.tgt_embed(tgt), memory, models.padding_mask(src, PAD), None)
+
+
+@contextlib.contextmanager
+def torch_may_warn():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=".*pipelining.*")
+        yield
+
+
+def pipelined(rank, world, schedule):
+    model = translation_model()
+    src, tgt, target = batch()
+    engine = seqpar.LossCompute(model.generator, seqpar.LabelSmoothing(0.1, "torch", ignore_index=PAD), chunk_tokens=3)
+    tokens = int((target != PAD).sum())  # of all micro-batches
+    part = (EncoderStage, DecoderStage)[rank](model)
+    with torch_may_warn():
+        stage = PipelineStage(part, rank, world, torch.device("cpu"), group=dist.group.WORLD)
+        run = SCHEDULES[schedule](
+            stage,
+            MICRO_BATCHES,
+            loss_fn=lambda hidden, target: engine(hidden, target).total / tokens,
+            scale_grads=False,
+        )
+        if rank == 0:
+            run.step(src)
+            total = 0.0
+        else:
+            losses = []
+            run.step(src=src, tgt=tgt, target=target, losses=losses)
+            total = float(sum(loss.detach() for loss in losses)) * tokens
+    return total, {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_encoder_and_a_decoder_on_two_ranks_have_the_gradient_of_one_device(schedule):
+    model = translation_model()
+    src, tgt, target = batch()
+    logits = model.generator(model(src, tgt)).flatten(0, 1)
+    total = nn.functional.cross_entropy(
+        logits, target.flatten(), ignore_index=PAD, label_smoothing=0.1, reduction="sum"
+    )
+    (total / (target != PAD).sum()).backward()
+    (_, first), (value, last) = ranks(2, pipelined, schedule)
+    together = {n: first[n] if first[n] is not None else last[n] for n in first}
+    assert not {n for n in first if first[n] is not None and last[n] is not None}
+    assert_answers([(value, together)], (float(total.detach()), {n: p.grad for n, p in model.named_parameters()}))
+
+
+class Block(nn.Module):
+    """One of four stages of a decoder-only stack."""
+
+    def __init__(self, index):
+        super().__init__()
+        torch.manual_seed(index)
+        self.first = nn.Embedding(VOCAB, 6) if index == 0 else nn.Identity()
+        self.mix = nn.Linear(6, 6)
+        self.double()
+
+    def forward(self, x):
+        return torch.tanh(self.mix(self.first(x)))
+
+
+def head():
+    torch.manual_seed(9)
+    return nn.Linear(6, VOCAB).double()
+
+
+def interleaved(rank, world, schedule):
+    """Four stages on two ranks, two each."""
+    group = dist.new_group(timeout=timedelta(seconds=6))  # one test ends in the timeout of the rank that waits
+    generator, (_, tgt, target) = head(), batch()
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(ignore_index=PAD), chunk_tokens=2)
+    tokens = int((target != PAD).sum())
+    blocks = {i: Block(i) for i in (rank, rank + 2)}
+    if rank == 1:
+        blocks[3].generator = generator  # the last stage's module has it, so the schedule knows its parameters
+    with torch_may_warn():
+        stages = [PipelineStage(b, i, 4, torch.device("cpu"), group=group) for i, b in blocks.items()]
+        run = schedule(
+            stages,
+            MICRO_BATCHES,
+            loss_fn=lambda hidden, target: engine(hidden, target).total / tokens,
+            scale_grads=False,
+        )
+        losses = []
+        if rank == 0:
+            run.step(tgt)
+        else:
+            run.step(target=target, losses=losses)
+    named = [(f"{i}.{n}", p) for i, b in blocks.items() for n, p in b.named_parameters() if "generator" not in n]
+    named += [(f"head.{n}", p) for n, p in generator.named_parameters()]
+    return float(sum(loss.detach() for loss in losses)) * tokens, {n: p.grad for n, p in named}
+
+
+def test_interleaved_stages_of_a_decoder_only_stack_have_the_gradient_of_one_device():
+    blocks, generator, (_, tgt, target) = [Block(i) for i in range(4)], head(), batch()
+    logits = generator(nn.Sequential(*blocks)(tgt)).flatten(0, 1)
+    total = nn.functional.cross_entropy(logits, target.flatten(), ignore_index=PAD, reduction="sum")
+    (total / (target != PAD).sum()).backward()
+    expected = {f"{i}.{n}": p.grad for i, b in enumerate(blocks) for n, p in b.named_parameters()}
+    expected |= {f"head.{n}": p.grad for n, p in generator.named_parameters()}
+    (_, first), (value, last) = ranks(2, interleaved, ScheduleInterleaved1F1B)
+    assert_answers(
+        [(value, {n: last[n] if last.get(n) is not None else first[n] for n in expected})],
+        (
+            float(total.detach()),
+            expected,
+        ),
+    )
+
+
+def test_a_zero_bubble_schedule_is_refused_and_never_loses_a_gradient(capfd):
+    """It asks for the gradients of activations and of weights apart, and there is one backward."""
+    with pytest.raises(RankError, match="backward went through the chunked loss a second time"):
+        ranks(2, interleaved, ScheduleInterleavedZeroBubble)

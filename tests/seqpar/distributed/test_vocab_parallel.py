@@ -1,0 +1,289 @@
+"""The vocabulary split over real ranks has the value and every gradient of the plain loss on one device."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import seqpar
+from seqpar.testing.ranks import ranks
+from seqpar.testing.strategies import vocabulary_splits
+from tests.seqpar.distributed.vocab_cases import LEAVES, PLAIN, answer, assert_close, counted, numbers, own_rows, parts
+from tests.seqpar.linear.linear_loss import linear_cases, plain_logits, plain_loss
+
+WORLDS = st.sampled_from([1, 2, 2, 3, 4])
+
+
+def losses(rank, world, drawn):
+    """Every (case, split, order) in turn; its loss and gradients."""
+    answers = []
+    for case, split, order, full_class_weight in drawn:
+        group, rows = dist.group.WORLD, split[order[rank]]
+        start = sum(split[: order[rank]])
+        in_order = order == sorted(order)
+        vocab = seqpar.VocabShard.of(rows, group) if in_order else seqpar.VocabShard(group, start, case.vocab_size)
+        assert vocab == seqpar.VocabShard(group, start, case.vocab_size)
+        tensors = parts(case, vocab, rows, full_class_weight)
+        loss = seqpar.linear_cross_entropy(**tensors, **case.options, vocab=vocab)
+        if loss.total.requires_grad:
+            (loss.total * case.upstream).backward()
+        answers.append(answer(loss, tensors))
+    return answers
+
+
+def assert_answers(case, split, order, per_rank):
+    """Every rank's answer is the plain loss's; the shards' gradients together are the weight's."""
+    tensors = case.tensors()
+    reference = plain_loss(**tensors, **case.options)
+    leaves = [n for n in LEAVES if n in tensors and tensors[n].requires_grad]
+    gradients = torch.autograd.grad(reference * case.upstream, [tensors[n] for n in leaves]) if leaves else ()
+    kept, target = tensors["target"].flatten() != case.padding, tensors["target"].flatten()
+    logits = plain_logits(tensors["hidden"], tensors["weight"], tensors.get("bias"), case.softcap, case.temperature)
+    nll = F.cross_entropy(logits, target, ignore_index=case.padding, reduction="sum")
+    assert all(fields == per_rank[0][0] for fields, _ in per_rank), "the loss differs between ranks"
+    total, tokens, got_nll, correct = per_rank[0][0]
+    assert_close("the loss", total, reference)
+    assert_close("nll", got_nll, nll)
+    assert tokens == kept.sum()
+    assert correct == ((logits.argmax(-1) == target) & kept).sum()
+    for name, expected in zip(leaves, gradients, strict=True):
+        found = [grads[name] for _, grads in per_rank]
+        if name in ("hidden", "token_weight"):
+            for rank, grad in enumerate(found):
+                assert_close(f"the gradient of {name} on rank {rank}", grad, expected)
+        else:
+            whole = torch.cat([torch.as_tensor(found[order.index(i)]) for i in range(len(split))])
+            assert_close(f"the gradient of {name}", whole, expected)
+    for name in set(LEAVES) - set(leaves):
+        assert all(grads.get(name) is None for _, grads in per_rank), f"{name} is frozen and got a gradient"
+
+
+@given(st.data())
+def test_any_split_has_the_gradient_of_one_device(data):
+    """All conventions, z-loss, softcap, class weights, frozen parts; several losses in one call to the ranks."""
+    world, drawn = data.draw(WORLDS), []
+    for _ in range(data.draw(st.integers(1, 3))):
+        case = data.draw(linear_cases())
+        order = data.draw(st.one_of(st.just(list(range(world))), st.permutations(range(world)).map(list)))
+        drawn.append((case, data.draw(vocabulary_splits(case.vocab_size, world)), order, data.draw(st.booleans())))
+    answers = ranks(world, losses, drawn)
+    for i, (case, split, order, _) in enumerate(drawn):
+        assert_answers(case, split, order, [theirs[i] for theirs in answers])
+
+
+def count_a_step(rank, world, options):
+    rows = [4, 0, 7][rank]
+    vocab = seqpar.VocabShard.of(rows, dist.group.WORLD)
+    tensors = parts(PLAIN, vocab, rows)
+    with counted() as calls:
+        loss = seqpar.linear_cross_entropy(**tensors, **(PLAIN.options | options), vocab=vocab)
+        forward = dict(calls)
+        loss.total.backward()
+    return forward, dict(calls)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing": 0.0}, {"z_loss": 0.1, "softcap": 2.0}, {"class_weight": torch.ones(11).double()}],
+)
+def test_a_step_is_two_all_reduces_a_chunk_one_for_hidden_and_one_small_gather(options):
+    for forward, step in ranks(3, count_a_step, options):
+        assert forward == {"all_reduce": 2 * 4, "all_gather": 1}
+        assert step == {"all_reduce": 2 * 4 + 1, "all_gather": 1}
+
+
+def automatic_chunks(rank, world, split):
+    """A budget so small that the vocabulary's size decides how many rows a chunk has."""
+    vocab = seqpar.VocabShard.of(split[rank], dist.group.WORLD)
+    tensors = parts(PLAIN, vocab, split[rank])
+    small = patch("seqpar.core.chunks.CPU_BUDGET", 200), patch("seqpar.core.chunks.FEWEST_ROWS", 1)
+    with small[0], small[1], counted() as calls:
+        loss = seqpar.linear_cross_entropy(**tensors, vocab=vocab)
+    return float(loss.total.detach()), calls["all_reduce"]
+
+
+def test_ranks_with_different_parts_choose_the_same_chunks():
+    tensors = PLAIN.tensors()
+    reference = plain_loss(**tensors, **(PLAIN.options | {"label_smoothing": 0.0}))
+    for total, all_reduces in ranks(2, automatic_chunks, [1, 10]):
+        assert_close("the loss", total, reference)
+        assert all_reduces == 2 * 3  # 200 bytes are 4 rows of half the 11 classes; 10 rows are 3 chunks
+
+
+def evaluate(rank, world):
+    vocab = seqpar.VocabShard.of([6, 5][rank], dist.group.WORLD)
+    tensors = parts(PLAIN, vocab, [6, 5][rank])
+    trained = seqpar.linear_cross_entropy(**tensors, **PLAIN.options, vocab=vocab)
+    with torch.no_grad():
+        evaluated = seqpar.linear_cross_entropy(**tensors, **PLAIN.options, vocab=vocab)
+    return float(trained.total.detach()), float(evaluated.total), evaluated.total.requires_grad
+
+
+def test_evaluation_has_the_same_numbers_without_a_graph():
+    for trained, evaluated, graph in ranks(2, evaluate):
+        assert trained == evaluated
+        assert not graph
+
+
+def dtensor_head(rank, world, case, vocab_size, how):
+    """A head sharded by torch's own tools."""
+    mesh = init_device_mesh("cpu", (world,))
+    made = case.tensors()
+    head = nn.Linear(case.width, vocab_size).double()
+    head.load_state_dict({"weight": made["weight"], "bias": made["bias"]})
+    if how == "parallelize_module":
+        head = parallelize_module(head, mesh, ColwiseParallel())
+        weight, bias = head.weight, head.bias
+    else:
+        weight = distribute_tensor(made["weight"].detach(), mesh, [Shard(0)]).requires_grad_()
+        bias = distribute_tensor(made["bias"].detach(), mesh, [Shard(0)]).requires_grad_()
+    hidden = made["hidden"]
+    given = DTensor.from_local(hidden, mesh, [Replicate()]) if how == "hidden is one too" else hidden
+    loss = seqpar.linear_cross_entropy(given, weight, made["target"], bias=bias, **case.options)
+    loss.total.backward()
+    placements = [str(g.placements) for g in (weight.grad, bias.grad)]
+    whole = [numbers(g.full_tensor()) for g in (weight.grad, bias.grad)]
+    return float(loss.total.detach()), placements, [numbers(hidden.grad), *whole]
+
+
+@pytest.mark.parametrize("how", ["parallelize_module", "distribute_tensor", "hidden is one too"])
+@pytest.mark.parametrize(("world", "vocab_size"), [(1, 5), (2, 11), (4, 5)])  # 4 ranks, 5 classes: 2, 2, 1, 0
+def test_a_dtensor_weight_says_itself_how_it_is_split_and_gets_a_dtensor_gradient(how, world, vocab_size):
+    case = replace(PLAIN, vocab_size=vocab_size, padding_share=0.3, convention="fairseq", z_loss=0.1, softcap=5.0)
+    tensors = case.tensors()
+    reference = plain_loss(**tensors, **case.options)
+    expected = torch.autograd.grad(reference, [tensors[n] for n in ("hidden", "weight", "bias")])
+    for total, placements, gradients in ranks(world, dtensor_head, case, vocab_size, how):
+        assert_close("the loss", total, reference)
+        assert placements == ["(Shard(dim=0),)"] * 2
+        for name, got, want in zip(("hidden", "weight", "bias"), gradients, expected, strict=True):
+            assert_close(f"the gradient of {name}", got, want)
+
+
+def whole_shard_masked(rank, world):
+    """A bias of -inf on all of rank 1's classes: none of them has a share of the softmax."""
+    vocab = seqpar.VocabShard.of([6, 5][rank], dist.group.WORLD)
+    tensors = parts(PLAIN, vocab, [6, 5][rank])
+    tensors["bias"] = torch.full((len(tensors["weight"]),), -torch.inf if rank else 0.0).double()
+    tensors["target"] = tensors["target"] % 6
+    loss = seqpar.linear_cross_entropy(**tensors, chunk_tokens=3, vocab=vocab)
+    loss.total.backward()
+    return answer(loss, tensors)
+
+
+def test_a_rank_whose_classes_are_all_masked_out_does_no_harm():
+    tensors = PLAIN.tensors()
+    reference = F.cross_entropy(
+        (tensors["hidden"] @ tensors["weight"][:6].t()).flatten(0, 1), tensors["target"].flatten() % 6, reduction="sum"
+    )
+    hidden, weight = torch.autograd.grad(reference, (tensors["hidden"], tensors["weight"]))
+    first, second = ranks(2, whole_shard_masked)
+    assert first[0] == second[0]
+    assert_close("the loss", first[0][0], reference)
+    for _, grads in (first, second):
+        assert_close("the gradient of hidden", grads["hidden"], hidden)
+    assert_close(
+        "the gradient of the weight", torch.cat([torch.as_tensor(a[1]["weight"]) for a in (first, second)]), weight
+    )
+
+
+def ties(rank, world, split, hidden, weight, target):
+    vocab = seqpar.VocabShard.of(split[rank], dist.group.WORLD)
+    mine = own_rows(weight, vocab.start, split[rank])
+    return int(seqpar.linear_cross_entropy(hidden, mine, target, chunk_tokens=50, vocab=vocab).correct)
+
+
+@given(st.integers(0, 2**16), st.data())
+def test_of_classes_that_tie_across_ranks_the_lowest_is_the_prediction(seed, data):
+    world = data.draw(WORLDS)
+    random = torch.Generator().manual_seed(seed)
+    hidden = torch.randint(-1, 2, (60, 2), generator=random).double()
+    weight = torch.randint(-1, 2, (9, 2), generator=random).double()  # small whole numbers: most rows have ties
+    target = torch.randint(9, (60,), generator=random)
+    expected = int(((hidden @ weight.t()).argmax(-1) == target).sum())
+    assert ranks(world, ties, data.draw(vocabulary_splits(9, world)), hidden, weight, target) == [expected] * world
+
+
+def bf16_step(rank, world, seed):
+    hidden, weight, target = bf16_inputs(seed)
+    vocab = seqpar.VocabShard.of(len(weight) // world, dist.group.WORLD)
+    mine = own_rows(weight, vocab.start, len(weight) // world)
+    loss = seqpar.linear_cross_entropy(hidden, mine, target, label_smoothing=0.1, chunk_tokens=50, vocab=vocab)
+    (loss.total / len(target)).backward()
+    return float(loss.total.detach()) / len(target), numbers(hidden.grad.double()), numbers(mine.grad.double())
+
+
+def bf16_inputs(seed) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(128, 16, generator=random).bfloat16().requires_grad_()
+    weight = (torch.randn(120, 16, generator=random) / 4).bfloat16().requires_grad_()
+    return hidden, weight, torch.randint(120, (128,), generator=random)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_in_bfloat16_at_most_twice_plain_torchs_own_error(world, seed):
+    inputs, target = list(bf16_inputs(seed)[:2]), bf16_inputs(seed)[2]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+
+    def loss(hidden, weight):
+        return F.cross_entropy(hidden @ weight.t(), target, label_smoothing=0.1)
+
+    truth = [loss(*exact).detach(), *torch.autograd.grad(loss(*exact), exact)]
+    plain = [loss(*inputs).detach(), *torch.autograd.grad(loss(*inputs), inputs)]
+    answers = ranks(world, bf16_step, seed)
+    whole = torch.cat([torch.as_tensor(a[2]) for a in answers])
+    ours = [torch.tensor(answers[0][0]), torch.as_tensor(answers[0][1]), whole]
+    for name, mine, theirs, true in zip(["loss", "hidden", "weight"], ours, plain, truth, strict=True):
+        assert (mine - true).norm() <= 2 * (theirs.double() - true).norm(), name
+
+
+def scores(rank, world, drawn):
+    """Per-token scores and their gradients, of each (case, split) in turn."""
+    answers = []
+    for case, split in drawn:
+        vocab = seqpar.VocabShard.of(split[rank], dist.group.WORLD)
+        tensors = parts(case, vocab, split[rank])
+        given = {name: tensors[name] for name in ("hidden", "weight", "bias", "target") if name in tensors}
+        options = {name: case.options[name] for name in SCORE_OPTIONS}
+        found = seqpar.token_scores(**given, **options, vocab=vocab)
+        if found.requires_grad:
+            (found * factors(case)).sum().backward()
+        leaves = {name: numbers(t.grad) for name, t in given.items() if name != "target"}
+        answers.append((numbers(found), leaves))
+    return answers
+
+
+SCORE_OPTIONS = ("ignore_index", "softcap", "temperature", "chunk_tokens")
+
+
+def factors(case):
+    return torch.randn(case.lead, dtype=torch.float64, generator=torch.Generator().manual_seed(case.seed))
+
+
+@given(st.data())
+def test_token_scores_over_a_split_vocabulary_are_those_of_one_device(data):
+    world = data.draw(WORLDS)
+    case = data.draw(linear_cases())
+    split = data.draw(vocabulary_splits(case.vocab_size, world))
+    whole = {k: t for k, t in case.tensors().items() if k in ("hidden", "weight", "bias", "target")}
+    expected = seqpar.token_scores(**whole, **{name: case.options[name] for name in SCORE_OPTIONS})
+    leaves = [name for name, t in whole.items() if t.requires_grad]
+    gradients = torch.autograd.grad((expected * factors(case)).sum(), [whole[n] for n in leaves]) if leaves else ()
+    answers = [theirs[0] for theirs in ranks(world, scores, [(case, split)])]
+    for found, grads in answers:
+        assert_close("the scores", found, expected)
+        if "hidden" in leaves:
+            assert_close("the gradient of hidden", grads["hidden"], gradients[leaves.index("hidden")])
+    for name in {"weight", "bias"} & set(leaves):
+        together = torch.cat([torch.as_tensor(grads[name]) for _, grads in answers])
+        assert_close(f"the gradient of {name}", together, gradients[leaves.index(name)])

@@ -1,0 +1,400 @@
+"""The first call finds a generator that mixes rows, and a criterion that does not add up; and nothing else."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import seqpar
+from seqpar.core.chunks import cut_rows
+from seqpar.losses.softmax_loss import logits_gradient_, row_losses, soft_target, softmax_and_sums
+
+V = 9
+
+
+class Projecting(nn.Module):
+    """Something done to hidden (rows, 4) or (batch, time, 4), and a projection."""
+
+    def __init__(self, change, **parts):
+        super().__init__()
+        self.change, self.linear = change, nn.Linear(4, V)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, hidden, **per_token):
+        return self.linear(self.change(self, hidden, **per_token))
+
+
+def normalised(self, hidden):
+    return self.norm(hidden.flatten(0, -2)).view(hidden.shape)
+
+
+def over_the_batch(change):
+    return lambda self, hidden: change(hidden)
+
+
+MIXING = {
+    "a running sum over time": (over_the_batch(lambda x: x.cumsum(1)), {}, 3, "other time steps"),
+    "the next step": (over_the_batch(lambda x: x + x.roll(1, 1)), {}, 3, "other time steps"),
+    "the mean of the batch taken off": (over_the_batch(lambda x: x - x.mean(0)), {}, 3, "other sequences"),
+    "a softmax over the batch": (over_the_batch(lambda x: x.softmax(0)), {}, 3, "other sequences"),
+    "the mean of everything": (over_the_batch(lambda x: x - x.mean((0, 1))), {}, 3, "other time steps and in other"),
+    "a convolution": (
+        lambda self, x: self.part(x.mT).mT,
+        {"part": nn.Conv1d(4, 4, 3, padding=1)},
+        3,
+        "other time steps",
+    ),
+    "a recurrence": (lambda self, x: self.part(x)[0], {"part": nn.GRU(4, 4, batch_first=True)}, 3, "other time steps"),
+    "batch normalisation": (normalised, {"norm": nn.BatchNorm1d(4)}, 3, r"\(BatchNorm1d takes statistics"),
+    "a running sum over rows": (over_the_batch(lambda x: x.cumsum(0)), {}, 2, "in other rows"),
+    "the mean of the rows": (over_the_batch(lambda x: x - x.mean(0)), {}, 2, "in other rows"),
+    "batch normalisation of rows": (normalised, {"norm": nn.BatchNorm1d(4)}, 2, "BatchNorm1d"),
+    "a detached mean": (over_the_batch(lambda x: x - x.mean(0).detach()), {}, 3, "company and order"),
+    "a position": (
+        over_the_batch(lambda x: x + torch.arange(x.size(1)).to(x).unsqueeze(1)),
+        {},
+        3,
+        "company and order",
+    ),
+}
+
+
+def case(name):
+    change, parts, dims, where = MIXING[name]
+    torch.manual_seed(0)
+    lead = (3, 5) if dims == 3 else (15,)
+    return Projecting(change, **copy.deepcopy(parts)), torch.randn(*lead, 4), torch.randint(V, lead), where
+
+
+@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_generator_that_mixes_is_refused_on_the_first_call_and_told_what_it_mixes(name, dtype):
+    generator, hidden, target, where = case(name)
+    engine = seqpar.LossCompute(generator.to(dtype), seqpar.CrossEntropy(), chunk_tokens=5)
+    with pytest.raises(ValueError, match=f"the generator mixes rows: .*{where}.*before the engine"):
+        engine(hidden.to(dtype), target)
+
+
+@pytest.mark.parametrize("name", [n for n in MIXING if "normalisation" not in n])
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+def test_it_is_found_in_evaluation_as_well(name, devices):
+    generator, hidden, target, _ = case(name)
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices).eval()
+    with torch.no_grad(), pytest.raises(ValueError, match="the generator mixes rows"):
+        engine(hidden, target)
+
+
+@pytest.mark.parametrize("name", ["a running sum over time", "the mean of the batch taken off"])
+def test_time_chunks_are_no_way_round_it(name):
+    generator, hidden, target, _ = case(name)
+    with pytest.raises(ValueError, match="the generator mixes rows"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_size=2)(hidden, target)
+
+
+def test_batch_normalisation_mixes_in_training_alone():
+    generator, hidden, target, _ = case("batch normalisation")
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy()).eval()
+    loss = engine(hidden, target).total
+    torch.testing.assert_close(
+        loss, F.cross_entropy(generator(hidden).flatten(0, 1), target.flatten(), reduction="sum")
+    )
+    before = copy.deepcopy(generator.state_dict())
+    with pytest.raises(ValueError, match="BatchNorm1d takes statistics"):
+        engine.train()(hidden, target)
+    assert all(torch.equal(before[name], value) for name, value in generator.state_dict().items())
+
+
+class Copying(nn.Module):
+    """A row's own gate between its vocabulary and what it attends to, with dropout."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.linear, self.gate, self.dropout = nn.Linear(4, V), nn.Linear(4, 1), nn.Dropout(dropout)
+
+    def forward(self, hidden, attention, source):
+        gate = self.gate(self.dropout(hidden)).sigmoid()
+        copied = torch.zeros(*hidden.shape[:-1], V).to(hidden).scatter_add(-1, source, attention)
+        return (gate * self.linear(hidden).softmax(-1) + (1 - gate) * copied).log()
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, V)
+
+    def forward(self, hidden):
+        return self.linear(hidden).mul_(2).add_(1).clamp_(-50, 50)
+
+
+ALONE = {
+    "dropout": lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(4, V)),
+    "dropout of a function": lambda: Projecting(lambda self, x: F.dropout(x, 0.5)),
+    "half of everything": lambda: Projecting(lambda self, x: F.dropout(x, 0.9), part=nn.Dropout(0.9)),
+    "layers": lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, V), nn.LogSoftmax(-1)),
+    "a softmax": lambda: nn.Sequential(nn.Linear(4, V), nn.Softmax(-1)),
+    "a convolution of width 1": lambda: Projecting(lambda self, x: self.part(x.mT).mT, part=nn.Conv1d(4, 4, 1)),
+    "in place": InPlace,
+    "masked classes": lambda: Projecting(lambda self, x: x, part=nn.Identity()),
+    "large": lambda: Projecting(lambda self, x: x * 1e4),
+    "zero": lambda: Projecting(lambda self, x: x * 0),
+    "bfloat16 inside": lambda: Projecting(lambda self, x: x.bfloat16().square().to(x.dtype)),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    ("dtype", "lead"),
+    [
+        (torch.float64, (6, 7)),
+        (torch.float32, (6, 7)),
+        (torch.bfloat16, (6, 7)),
+        (torch.float16, (42,)),
+        (torch.bfloat16, (1, 1)),
+        (torch.float32, (1,)),
+    ],
+)
+def test_a_generator_that_treats_rows_alone_is_never_refused(name, dtype, lead):
+    for seed in range(2):
+        torch.manual_seed(seed)
+        engine = seqpar.LossCompute(ALONE[name]().to(dtype), seqpar.LabelSmoothing(0.1, "torch"))
+        hidden, target = (torch.randn(*lead, 4) * 3).to(dtype).requires_grad_(), torch.randint(V, lead)
+        assert engine(hidden, target).tokens == target.numel()
+        assert engine.eval()(hidden, target).tokens == target.numel()
+
+
+def test_per_token_keywords_are_regrouped_with_the_rows():
+    torch.manual_seed(0)
+    hidden, target = torch.randn(3, 5, 4, requires_grad=True), torch.randint(V, (3, 5))
+    attention, source = torch.randn(3, 5, 6).softmax(-1).requires_grad_(), torch.randint(V, (3, 5, 6))
+    for dropout in (0.0, 0.5):
+        engine = seqpar.LossCompute(Copying(dropout), seqpar.CrossEntropy(), chunk_tokens=4)
+        engine(hidden, target, attention=attention, source=source).total.backward()
+    assert attention.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["dropout", "dropout of a function"])
+def test_the_probe_leaves_random_state_modes_and_buffers_as_they_were(name):
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.BatchNorm1d(4).eval(), ALONE[name]())
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+    hidden, target = torch.randn(12, 4, requires_grad=True), torch.randint(V, (12,))
+    losses, modes = [], [part.training for part in generator.modules()]
+    for _ in range(2):
+        torch.manual_seed(1)
+        losses.append(engine(hidden, target).total)
+    assert losses[0] == losses[1]  # the first call has drawn what the second draws
+    assert [part.training for part in generator.modules()] == modes
+    assert generator[0].num_batches_tracked == 0
+
+
+def test_the_question_waits_for_the_first_row_that_is_kept():
+    generator, hidden, target, _ = case("a running sum over time")
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+    assert engine(hidden, torch.full_like(target, -100)).tokens == 0
+    with pytest.raises(ValueError, match="the generator mixes rows"):
+        engine(hidden[:1, :1], target[:1, :1])
+
+
+def test_the_probe_is_made_once():
+    calls = []
+    engine = seqpar.LossCompute(Projecting(lambda self, x: calls.append(x.numel() // 4) or x), seqpar.CrossEntropy())
+    hidden, target = torch.randn(40, 10, 4, requires_grad=True), torch.randint(V, (40, 10))
+    engine(hidden, target)
+    assert sum(calls) <= 400 + 7 * 4
+    calls.clear()
+    engine(hidden, target)
+    assert sum(calls) == 400
+
+
+class Summing(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, logits, target):
+        return self.change(F.cross_entropy(logits, target, reduction="none"))
+
+
+def between(losses):
+    return losses.sum() + 2 * losses.std(correction=0)
+
+
+NOT_ADDITIVE = {
+    "a constant": (lambda x: x.sum() + 5, "does not add up"),
+    "a square": (lambda x: x.sum() ** 2, "does not add up"),
+    "a root": (lambda x: x.sum().sqrt(), "does not add up"),
+    "a mean": (lambda x: x.mean(), "takes a mean"),
+    "the largest, as often as there are rows": (lambda x: x.max() * len(x), "does not add up"),
+    "a spread": (between, "does not add up"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ADDITIVE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_criterion_that_does_not_add_up_is_refused_with_both_numbers(name, dtype):
+    change, message = NOT_ADDITIVE[name]
+    torch.manual_seed(0)
+    engine = seqpar.LossCompute(nn.Linear(4, V).to(dtype), Summing(change))
+    with pytest.raises(ValueError, match=rf"the criterion gives [\d.]+ for 4 rows .* [\d.]+ .*{message}"):
+        engine(9 * torch.randn(30, 4).to(dtype), torch.randint(V, (30,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_criterion_that_adds_up_is_never_refused(dtype):
+    for seed in range(10):
+        torch.manual_seed(seed)
+        for change in (torch.sum, lambda x: x.square().sum(), lambda x: (x * torch.rand_like(x)).sum()):
+            hidden = torch.randn(7, 4).to(dtype)
+            seqpar.LossCompute(nn.Linear(4, V).to(dtype), Summing(change))(hidden, torch.randint(V, (7,)))
+
+
+class Detached(nn.Module):
+    def forward(self, logits, target):
+        return F.cross_entropy(logits, target, reduction="sum").detach()
+
+
+class Number(nn.Module):
+    def forward(self, logits, target):
+        return float(F.cross_entropy(logits, target, reduction="sum"))
+
+
+class WithoutGradient(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, V)
+
+    @torch.no_grad()
+    def forward(self, hidden):
+        return self.linear(hidden)
+
+
+class NoLoss(nn.Module):
+    def forward(self, logits, target):
+        return logits.new_zeros(())
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+@pytest.mark.parametrize("modules", [(nn.Linear(4, V), Detached()), (WithoutGradient(), seqpar.CrossEntropy())])
+def test_a_loss_without_a_graph_is_an_error_in_backward_as_in_plain_torch(modules, devices):
+    hidden, target = torch.randn(6, 4, requires_grad=True), torch.randint(V, (6,))
+    generator, criterion = modules
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        criterion(generator(hidden), target).backward()
+    loss = seqpar.LossCompute(generator, criterion, devices)(hidden, target)
+    with pytest.raises(RuntimeError, match=r"the loss does not require grad.*detached.*no_grad"):
+        loss.total.backward()
+    assert hidden.grad is None
+
+
+def test_a_loss_that_is_a_float_is_named():
+    with pytest.raises(TypeError, match="the criterion returned a float; it must return a tensor"):
+        seqpar.LossCompute(nn.Linear(4, V), Number())(torch.randn(6, 4), torch.randint(V, (6,)))
+
+
+class Counting(Number):
+    def __init__(self, **counts):
+        super().__init__()
+        self.counts = counts
+
+    def token_loss(self, logits, target):
+        total = F.cross_entropy(logits, target, reduction="sum")
+        return seqpar.TokenLoss(total, torch.tensor(len(target)))._replace(**self.counts) if self.counts else total
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({}, "token_loss returned a Tensor; it must return a TokenLoss"),
+        ({"total": 1.0}, "whose total is a float, no tensor"),
+        ({"tokens": 3}, "whose tokens is a int, no tensor"),
+        ({"tokens": None}, "whose tokens is a NoneType, no tensor"),
+        ({"nll": 1.0}, "whose nll is a float, no tensor"),
+    ],
+)
+def test_a_token_loss_of_anything_but_tensors_is_named(counts, message):
+    with pytest.raises(TypeError, match=message):
+        seqpar.LossCompute(nn.Linear(4, V), Counting(**counts))(torch.randn(6, 4), torch.randint(V, (6,)))
+
+
+def test_a_loss_of_nothing_has_the_gradient_0():
+    hidden = torch.randn(6, 4, requires_grad=True)
+    seqpar.LossCompute(nn.Linear(4, V), NoLoss())(hidden, torch.randint(V, (6,))).total.backward()
+    assert not hidden.grad.any()
+
+
+@pytest.mark.parametrize("entries", [V - 1, V + 1])
+@pytest.mark.parametrize("generator", [nn.Linear(4, V), nn.Sequential(nn.Dropout(0.1), nn.Linear(4, V))])
+def test_class_weights_of_another_vocabulary_are_refused(entries, generator):
+    criterion = nn.CrossEntropyLoss(torch.ones(entries), reduction="sum")
+    with pytest.raises(ValueError, match=rf"criterion's weight has shape \({entries},\).* makes {V} scores"):
+        seqpar.LossCompute(generator, criterion)(torch.randn(6, 4), torch.randint(V - 1, (6,)))
+
+
+@pytest.mark.parametrize("weight", [float("inf"), float("nan")])
+@pytest.mark.parametrize("generator", [nn.Linear(4, V), nn.Sequential(nn.Linear(4, V), nn.LogSoftmax(-1))])
+def test_a_weight_of_a_class_that_never_occurs_is_never_multiplied(weight, generator):
+    generator = copy.deepcopy(generator).double()
+    weights = torch.ones(V, dtype=torch.float64)
+    weights[3] = weight
+    criterion = nn.CrossEntropyLoss(weights, reduction="sum")
+    hidden, target = torch.randn(20, 4, dtype=torch.float64, requires_grad=True), torch.arange(20) % 3
+    (plain,) = torch.autograd.grad(criterion(generator(hidden), target), hidden)
+    (ours,) = torch.autograd.grad(seqpar.LossCompute(generator, criterion)(hidden, target).total, hidden)
+    assert plain.isfinite().all()
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("weight", [float("inf"), float("nan")])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_no_weight_of_the_padding_class_or_of_another_part_is_multiplied(weight, parts):
+    """The excluded class of "harvard", and on a rank the class that stands in for those that are elsewhere."""
+    logits, target = torch.randn(5, V, dtype=torch.float64), torch.tensor([1, 4, 5, 8, 1])
+    weight_V = torch.linspace(0.5, 2, V, dtype=torch.float64)
+    q = soft_target(0.1, "harvard", 0, V)
+    part = None if parts == 1 else Part(V)
+    found = []
+    for first in (1.0, weight):
+        changed = weight_V.clone()
+        changed[0] = first
+        p, rows = softmax_and_sums(logits, target, q._replace(weight_V=changed), part)
+        found.append((row_losses(rows, q), logits_gradient_(p, target, rows, q._replace(weight_V=changed), part)))
+    assert found[0][1].isfinite().all()
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+class Part:
+    """A part that holds the lower classes: a target elsewhere stands at class 0."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def place(self, target_N, size):
+        owned_N = target_N < 5
+        return target_N.where(owned_N, 0), owned_N
+
+    def combine(self, rows, target_N):
+        return rows._replace(share_N=torch.ones_like(rows.lse_N))
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(("autocast", "most"), [(False, 512), (True, 1024)])
+def test_chunks_are_sized_by_the_logits_that_will_exist(own, autocast, most, monkeypatch):
+    found = []
+
+    def recorded(kept_N, rows):
+        found.append(rows)
+        return cut_rows(kept_N, rows)
+
+    monkeypatch.setattr("seqpar.engine.loss_compute.cut_rows", recorded)
+    monkeypatch.setattr("seqpar.linear.inputs.cut_rows", recorded)
+    linear = nn.Linear(4, 10_000)
+    hidden, target = torch.randn(3, 4), torch.randint(V, (3,))
+    engine = seqpar.LossCompute(Projecting(lambda self, x: x, linear=linear) if own else linear, seqpar.CrossEntropy())
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        engine(hidden, target)
+        seqpar.linear_cross_entropy(hidden, linear.weight, target, bias=linear.bias)
+    assert found == [most, most]

@@ -1,0 +1,142 @@
+"""Which pairs of generator and criterion `LossCompute` has by formula, and that the others keep their meaning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import seqpar
+from models import Generator
+from seqpar.engine import loss_compute
+from seqpar.engine.shards import Shard, one_for_each_device
+from seqpar.testing import assert_same_results
+
+
+class Twice(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Unknown(nn.Module):
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits, target, reduction="sum")
+
+
+def with_hook(module: nn.Module) -> nn.Module:
+    """A module whose output a hook doubles."""
+    module.register_forward_hook(lambda _, __, output: 2 * output)
+    return module
+
+
+GENERATORS = {
+    "linear": (lambda: nn.Linear(4, 7), True),
+    "no bias": (lambda: nn.Linear(4, 7, bias=False), True),
+    "a subclass with nothing of its own": (lambda: Generator(4, 7), True),
+    "before a log-softmax": (lambda: nn.Sequential(nn.Linear(4, 7), nn.LogSoftmax(-1)), True),
+    "before a softmax over rows": (lambda: nn.Sequential(nn.Linear(4, 7), nn.LogSoftmax(0)), False),
+    "before another layer": (lambda: nn.Sequential(nn.Linear(4, 7), nn.ReLU()), False),
+    "a subclass with its own forward": (lambda: Twice(4, 7), False),
+    "hooked": (lambda: with_hook(nn.Linear(4, 7)), False),
+    "parametrized": (lambda: parametrizations.weight_norm(nn.Linear(4, 7)), False),
+}
+WEIGHTS = torch.arange(1.0, 8.0)
+CRITERIA = {
+    "cross-entropy": (lambda: seqpar.CrossEntropy(), True),
+    "smoothing": (lambda: seqpar.LabelSmoothing(0.1, "fairseq", ignore_index=2), True),
+    "harvard": (lambda: seqpar.LabelSmoothing(0.1, "harvard", ignore_index=0), True),
+    "torch's": (lambda: nn.CrossEntropyLoss(WEIGHTS, ignore_index=3, reduction="sum", label_smoothing=0.2), True),
+    "hooked": (lambda: with_hook(nn.CrossEntropyLoss(reduction="sum")), False),
+    "one's own": (Unknown, False),
+}
+
+
+def results(engine, criterion, hidden, target, parameters):
+    """The loss and all gradients, by the engine and plainly."""
+    generator = engine.head["generator"]
+    found = []
+    for loss in (
+        engine(hidden, target).total,
+        criterion(generator(hidden), target),
+    ):
+        gradients = torch.autograd.grad(loss, [hidden, *parameters.values()])
+        found.append((loss.detach(), dict(zip(["hidden", *parameters], gradients, strict=True))))
+    return found
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+@pytest.mark.parametrize("criterion", CRITERIA)
+@given(chunk=st.sampled_from([1, 3, 50]), seed=st.integers(0, 99))
+def test_each_pair_has_its_plain_gradient_by_the_path_that_explain_names(generator, criterion, chunk, seed):
+    if generator == "before a softmax over rows":
+        return  # mixes tokens: no engine can cut it
+    torch.manual_seed(seed)
+    (make, known), (make_criterion, criterion_known) = GENERATORS[generator], CRITERIA[criterion]
+    module, loss = make().double(), make_criterion().double()
+    engine = seqpar.LossCompute(module, loss, chunk_tokens=chunk)
+    assert engine.explain().startswith("by formula (" if known and criterion_known else "by autograd, chunk by chunk (")
+    hidden, target = torch.randn(9, 4, dtype=torch.float64, requires_grad=True), torch.randint(7, (9,))
+    assert_same_results(*results(engine, loss, hidden, target, dict(module.named_parameters())))
+
+
+def test_a_softmax_over_rows_is_not_taken_for_one_over_classes():
+    engine = seqpar.LossCompute(GENERATORS["before a softmax over rows"][0](), seqpar.CrossEntropy())
+    assert "the generator is a Sequential, not nn.Linear" in engine.explain()
+
+
+def test_explain_has_chunks_and_bytes_and_the_reason():
+    engine = seqpar.LossCompute(nn.Linear(4, 1000), seqpar.CrossEntropy(), chunk_tokens=100)
+    assert engine.explain(250) == (
+        "by formula (Linear, CrossEntropy); 250 tokens in 3 chunks of at most 100, whose logits (1,000 each) "
+        "take 0.4 MiB"
+    )
+    engine = seqpar.LossCompute(Twice(4, 1000), seqpar.CrossEntropy())
+    assert engine.explain().endswith("will be known after the first call")
+    engine(torch.randn(3, 4), torch.zeros(3).long())
+    assert engine.explain(250).startswith(
+        "by autograd, chunk by chunk (the generator is a Twice, not nn.Linear); 250 tok"
+    )
+    assert "hooks" in seqpar.LossCompute(with_hook(nn.Linear(4, 7)), seqpar.CrossEntropy()).explain()
+    assert "5 time steps" in seqpar.LossCompute(nn.Linear(4, 7), seqpar.CrossEntropy(), chunk_size=5).explain()
+
+
+def test_the_formula_path_calls_no_generator(monkeypatch):
+    engine = seqpar.LossCompute(nn.Linear(4, 7), seqpar.CrossEntropy(), ["cpu", "cpu"])
+    monkeypatch.setattr(loss_compute, "project", lambda *_: pytest.fail("the generator was called"))
+    engine(torch.randn(5, 4), torch.zeros(5).long()).total.backward()
+
+
+def test_a_dtype_that_torch_refuses_is_refused():
+    engine = seqpar.LossCompute(nn.Linear(4, 7), seqpar.CrossEntropy())
+    with pytest.raises(TypeError, match=r"hidden has dtype torch.float64 and the generator's parameters torch.float32"):
+        engine(torch.randn(5, 4, dtype=torch.float64), torch.zeros(5).long())
+
+
+def test_autocast_brings_dtypes_together_as_it_does_for_the_module():
+    torch.manual_seed(0)
+    module, hidden, target = nn.Linear(64, 50), torch.randn(40, 64), torch.randint(50, (40,))
+    engine = seqpar.LossCompute(module, seqpar.CrossEntropy(), chunk_tokens=7)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = engine(hidden, target).total
+        plain = F.cross_entropy(module(hidden).float(), target, reduction="sum")
+    torch.testing.assert_close(found, plain, rtol=1e-3, atol=0)
+    assert found.dtype == torch.float32
+
+
+def test_rows_of_one_device_are_put_side_by_side_and_no_device_is_left_out():
+    """What needs no arithmetic of a second device stands in for one here."""
+    devices = ["cpu", "meta", "cpu"]
+    shards = [
+        Shard(torch.ones(2, i + 1, 3, device=d), torch.ones(2, i + 1, device=d), {}) for i, d in enumerate(devices)
+    ]
+    together = one_for_each_device(shards)
+    assert [(s.hidden.device.type, s.hidden.shape, s.target.numel()) for s in together] == [
+        ("cpu", (2 + 6, 3), 2 + 6),
+        ("meta", (2, 2, 3), 4),
+    ]

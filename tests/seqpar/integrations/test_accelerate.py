@@ -1,0 +1,96 @@
+"""The real Accelerator: a step over micro-batches and ranks has the gradient of one batch on one device."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from seqpar.integrations.accelerate import accumulated_step
+from seqpar.testing.ranks import Pool
+from tests.seqpar.integrations.small_seq2seq import as_one_batch, loss_of, micro_batches, tokens_of, with_loss
+from tests.seqpar.integrations.tiny_models import gradients, relative_error
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def fresh_accelerator(steps=1):
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+    return Accelerator(cpu=True, gradient_accumulation_steps=steps)
+
+
+def stepped(rank, world, counts):
+    """One step of this rank's micro-batches: gradients, mean loss, and how far the weights moved."""
+    accelerator = fresh_accelerator()
+    model = with_loss()
+    plain = model
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    before = [p.clone() for p in plain.parameters()]
+    loss = accumulated_step(
+        accelerator, model, micro_batches(counts[rank], rank), lambda m: loss_of(model, m), tokens_of
+    )
+    got = gradients(plain)
+    optimizer.step()
+    moved = max((a - b).abs().max().item() for a, b in zip(before, plain.parameters(), strict=True))
+    return got, loss.mean, moved
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_gradient_is_that_of_the_whole_batch(count):
+    got, mean, moved = stepped(0, 1, [count])
+    expected, loss = as_one_batch(micro_batches(count, 0))
+    assert relative_error(got, expected) < 1e-12
+    torch.testing.assert_close(mean, loss, rtol=1e-12, atol=0)
+    assert moved > 0
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [3, 2], [4, 0]])
+def test_the_gradient_of_two_ranks_is_that_of_the_whole_batch(counts):
+    pool = Pool(2)  # of its own, because an Accelerator leaves state behind in its process
+    try:
+        results = pool.call(stepped, counts)
+    finally:
+        pool.close()
+    batches = [m for rank, count in enumerate(counts) for m in micro_batches(count, rank)]
+    expected, loss = as_one_batch(batches)
+    for got, mean, moved in results:
+        assert relative_error(got, expected) < 1e-12
+        torch.testing.assert_close(mean, loss, rtol=1e-12, atol=0)
+        assert moved > 0
+
+
+def test_stock_accumulation_is_a_mean_of_means():
+    accelerator = fresh_accelerator(4)
+    plain = with_loss()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), 0.1))
+    batches = micro_batches(4, 0)
+    for batch in batches[:3]:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch).mean)
+            optimizer.step()
+            optimizer.zero_grad()
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, batches[3]).mean)
+    assert relative_error(gradients(plain), as_one_batch(batches)[0]) > 0.05
+
+
+def test_an_accelerator_that_divides_itself_is_refused():
+    accelerator = fresh_accelerator(4)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
+        accumulated_step(accelerator, with_loss(), micro_batches(1, 0), lambda m: None, tokens_of)
+
+
+def refused(rank, world):
+    accelerator, model = fresh_accelerator(), with_loss()
+    with pytest.raises(TypeError, match="2 ranks and the model is a ModelWithLoss"):
+        accumulated_step(accelerator, model, micro_batches(1, 0), lambda m: loss_of(model, m), tokens_of)
+    return True
+
+
+def test_a_model_that_was_not_prepared_for_its_ranks_is_refused():
+    pool = Pool(2)
+    try:
+        assert pool.call(refused) == [True, True]
+    finally:
+        pool.close()

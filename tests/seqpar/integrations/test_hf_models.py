@@ -1,0 +1,201 @@
+"""Every language model class of the installed package: its own loss and gradient, or refused by name.
+
+A class is refused for good reason (REFUSED), or is no language model of tokens that can be made tiny (NOT_TINY); a new
+one is in neither table, and has to be exact.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import transformers as hf
+
+from tests.seqpar.integrations.own_loss import WAYS, outcome
+from tests.seqpar.integrations.shrunk_models import NotTinyError, working
+
+KIND = re.compile(r"(?!Auto)\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel|ForMaskedLM)")
+CLASSES = [name for name in dir(hf) if KIND.fullmatch(name)]
+
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64}
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+LATENT = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "qk_head_dim": 16}
+CODES = {"<image>": 8, "<|extra_200|>": 9, "<|image token|>": 8}
+INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": MAMBA,
+    "BltForCausalLM": {
+        "encoder_hash_byte_group_vocab": 50,
+        "encoder_config": {"hidden_size_global": 32},
+        "decoder_config": {"hidden_size_global": 32},
+    },
+    "ChameleonForConditionalGeneration": {"vocabulary_map": CODES},
+    "CodeGenForCausalLM": {"rotary_dim": 4},
+    "CohereCompassForCausalLM": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "CohereCompassForConditionalGeneration": {
+        "text_config": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}
+    },
+    "DbrxForCausalLM": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}},
+    "DeepseekOcr2ForConditionalGeneration": {"text_config": {"mlp_layer_types": ["dense", "dense"]}},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
+    "Dots1ForCausalLM": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "Emu3ForConditionalGeneration": {"vocabulary_map": CODES},
+    "Ernie4_5_VLMoeForConditionalGeneration": {"text_config": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}}},
+    "Ernie4_5_VL_MoeForConditionalGeneration": {
+        "text_config": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}}
+    },
+    "FalconH1ForCausalLM": MAMBA,
+    "Florence2ForConditionalGeneration": {
+        "vision_config": {"embed_dim": [8] * 4, "num_heads": [1] * 4, "num_groups": [1] * 4, "depths": [1] * 4}
+    },
+    "FunAsrNanoForConditionalGeneration": {"adaptor_config": {"intermediate_size": 8}},
+    "GPTJForCausalLM": {"rotary_dim": 4},
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 0},
+    "Gemma4AssistantForCausalLM": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "Gemma4UnifiedAssistantForCausalLM": {"text_config": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}},
+    "Granite4VisionForConditionalGeneration": {"deepstack_layer_map": [], "downsample_rate": "4/8"},
+    "GraniteMoeHybridForCausalLM": MAMBA,
+    "HrmTextForCausalLM": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
+    "HunYuanDenseV1ForCausalLM": {"head_dim": 8},
+    "HunYuanMoEV1ForCausalLM": {"head_dim": 8},
+    "HunYuanVLForConditionalGeneration": {
+        "text_config": {"head_dim": 8, "rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}}
+    },
+    "Blip2ForConditionalGeneration": {"image_token_index": 5},
+    "InstructBlipForConditionalGeneration": {"image_token_index": 5},
+    "Dots3NoteForCausalLM": LATENT | {"head_dim": 16},
+    "Dots3NoteForConditionalGeneration": {"text_config": LATENT | {"head_dim": 16}},
+    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "KimiLinearForCausalLM": {"num_experts_per_token": 2, "num_experts_per_tok": 2, "moe_topk": 2},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "LongcatFlashForCausalLM": LATENT,
+    "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "MinistralForCausalLM": {"head_dim": 8},
+    "Mistral4ForCausalLM": LATENT | {"head_dim": 16},
+    "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "MoonshineStreamingForConditionalGeneration": {"num_key_value_heads": 4},
+    "Nemotron3_5TranscribeForConditionalGeneration": {"text_config": {"n_groups": 1}},
+    "NemotronForCausalLM": {"num_key_value_heads": 4},
+    "NemotronHForCausalLM": {"n_groups": 1},
+    "Qwen2_5OmniThinkerForConditionalGeneration": {"vision_start_token_id": 7},
+    "Qwen4ExpForCausalLM": INDEXER,
+    "Qwen4ExpForConditionalGeneration": {"text_config": INDEXER},
+    "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 8}},
+    "ReformerForMaskedLM": {"axial_pos_embds": False, "is_decoder": False},
+    "XmodForCausalLM": {"default_language": "en_XX"},
+    "XmodForMaskedLM": {"default_language": "en_XX"},
+    "xLSTMForCausalLM": {"mode": "train", "chunk_size": 7},
+}
+"""What the general rules leave of a default configuration that does not fit together."""
+
+TIMM = "its vision tower is timm's, which is not installed"
+CODEBOOKS = "its labels have a dimension of codebooks"
+PARTS = "it has no forward of its own; its parts are tried"
+NOT_TINY = {
+    "ClvpModelForConditionalGeneration": "its loss is contrastive, between speech and text",
+    "CsmForConditionalGeneration": CODEBOOKS,
+    "DiaForConditionalGeneration": CODEBOOKS,
+    "Dots3NoteForConditionalGeneration": "its vision tower's sizes are checked against its text's one by one",
+    "Emu3ForConditionalGeneration": "its image tokenizer stays at 240 million parameters",
+    "EsmForMaskedLM": "its default configuration has no vocabulary",
+    "EsmcForMaskedLM": "its vocabulary is of amino acids",
+    "FastVlmForConditionalGeneration": TIMM,
+    "Gemma3nForConditionalGeneration": TIMM,
+    "Gemma4AssistantForCausalLM": "it drafts from another model's keys and values",
+    "Gemma4UnifiedAssistantForCausalLM": "it drafts from another model's keys and values",
+    "GradiumPhononTTSForConditionalGeneration": "its labels are not tokens but latents",
+    "HiggsAudioV2ForConditionalGeneration": CODEBOOKS,
+    "InklingForConditionalGeneration": "it needs scipy, which is not installed",
+    "InstructBlipVideoForConditionalGeneration": "its inputs are videos; InstructBlip is the same for images",
+    "Kosmos2ForConditionalGeneration": "its vision tower stays at 400 million parameters",
+    "Kosmos2_5ForConditionalGeneration": "its vision tower stays at 240 million parameters",
+    "KyutaiSpeechToTextForConditionalGeneration": CODEBOOKS,
+    "MoshiForConditionalGeneration": CODEBOOKS,
+    "MusicgenForCausalLM": CODEBOOKS,
+    "MusicgenForConditionalGeneration": CODEBOOKS,
+    "MusicgenMelodyForCausalLM": CODEBOOKS,
+    "MusicgenMelodyForConditionalGeneration": CODEBOOKS,
+    "PI0ForConditionalGeneration": "its outputs are a robot's actions",
+    "PerceiverForMaskedLM": "its towers stay at 260 million parameters",
+    "PerceptionLMForConditionalGeneration": TIMM,
+    "PocketTTSForConditionalGeneration": "its labels are not tokens but latents",
+    "Qwen2_5OmniForConditionalGeneration": PARTS,
+    "Qwen2_5OmniPreTrainedModelForConditionalGeneration": PARTS,
+    "Qwen2_5OmniTalkerForConditionalGeneration": "its inputs are another model's hidden states",
+    "Qwen3OmniMoeForConditionalGeneration": PARTS,
+    "Qwen3OmniMoePreTrainedModelForConditionalGeneration": PARTS,
+    "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration": CODEBOOKS,
+    "Qwen3OmniMoeTalkerForConditionalGeneration": "its inputs are another model's hidden states",
+    "SeamlessM4TTextToUnitForConditionalGeneration": "its inputs are another model's hidden states",
+    "VibeVoiceAsrForConditionalGeneration": "its audio tower stays at 700 million parameters",
+    "VibeVoiceForConditionalGeneration": "its audio tower stays at 1 billion parameters",
+    "VoxtralRealtimeForConditionalGeneration": "its text is tied to the length of its audio",
+    "Zamba2ForCausalLM": "its layers are tied by number, over more layers than two",
+    "ZambaForCausalLM": "its layers are tied by number, over more layers than two",
+}
+"""Classes that are not tried, and why."""
+
+HEADLESS = "it names no output embeddings"
+SHIFT = "it does not shift its labels"
+MASK = "its loss leaves labels out by the attention mask"
+FORM = "its logits are not hidden x output embeddings"
+REFUSED = {
+    "BartForCausalLM": SHIFT,
+    "BigBirdPegasusForCausalLM": SHIFT,
+    "BlenderbotForCausalLM": SHIFT,
+    "BlenderbotSmallForCausalLM": SHIFT,
+    "BlipForConditionalGeneration": HEADLESS,
+    "BridgeTowerForMaskedLM": "it adds a bias of its own behind the output embeddings",
+    "ClvpForCausalLM": HEADLESS,
+    "CpmAntForCausalLM": SHIFT,
+    "CsmDepthDecoderForCausalLM": HEADLESS,
+    "FSMTForConditionalGeneration": "its output embeddings are an nn.Embedding",
+    "FlaubertWithLMHeadModel": SHIFT,
+    "GitForCausalLM": "it takes the logits of its image away by their position",
+    "GraniteSpeechForConditionalGeneration": MASK,
+    "GraniteSpeechPlusForConditionalGeneration": MASK,
+    "MBartForCausalLM": SHIFT,
+    "MarianForCausalLM": SHIFT,
+    "MobileBertForMaskedLM": FORM,
+    "MuseGlimmerForConditionalGeneration": "its factor comes before its soft cap",
+    "MuseSparkForConditionalGeneration": "its factor comes before its soft cap",
+    "MvpForCausalLM": SHIFT,
+    "PLBartForCausalLM": SHIFT,
+    "PegasusForCausalLM": SHIFT,
+    "Pix2StructForConditionalGeneration": "it has no function that shifts labels to the right",
+    "ProphetNetForCausalLM": "it predicts several tokens at once",
+    "ProphetNetForConditionalGeneration": "it predicts several tokens at once",
+    "Qwen2AudioForConditionalGeneration": MASK,
+    "TrOCRForCausalLM": SHIFT,
+    "UdopForConditionalGeneration": "it has no function that shifts labels to the right",
+    "WhisperForCausalLM": SHIFT,
+    "XLMWithLMHeadModel": SHIFT,
+    "XLNetLMHeadModel": SHIFT,
+}
+"""Classes that have another loss than the chunked one, and why."""
+
+pytestmark = pytest.mark.hf_models
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.filterwarnings("ignore")
+def test_the_loss_and_every_gradient_are_the_models_own_or_it_is_refused_by_name(name):
+    if name in NOT_TINY:
+        with pytest.raises(NotTinyError):
+            working(getattr(hf, name), CHANGES.get(name, {}))
+        return
+    model, batch = working(getattr(hf, name), CHANGES.get(name, {}))
+    outcomes = {way: outcome(model, batch, way).partition(":")[0] for way in WAYS}
+    assert set(outcomes.values()) == {"refused" if name in REFUSED else "exact"}, outcomes
+
+
+def test_the_tables_name_no_class_that_does_not_exist():
+    assert (NOT_TINY.keys() | REFUSED.keys() | CHANGES.keys()) <= set(CLASSES)

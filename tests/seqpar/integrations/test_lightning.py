@@ -1,0 +1,118 @@
+"""The real lightning.Trainer: a step over micro-batches and ranks has the gradient of one batch on one device."""
+
+import os
+import tempfile
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from seqpar.integrations.lightning import accumulated_step
+from seqpar.testing.ranks import Pool
+from tests.seqpar.integrations.small_seq2seq import as_one_batch, loss_of, micro_batches, tokens_of, with_loss
+from tests.seqpar.integrations.tiny_models import gradients, relative_error
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+class Translation(LightningModule):
+    def __init__(self, automatic=False):
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.both = with_loss()
+        self.seen = []
+
+    def training_step(self, batches, index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = accumulated_step(self, batches, lambda m: loss_of(self.both, m), tokens_of)
+        self.seen.append((gradients(self.both), loss.mean))
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def fitted(rank, world, counts, module=None):
+    """Two steps of `counts[rank]` micro-batches each: the gradients and mean loss of both."""
+    steps = [micro_batches(counts[rank], 10 * step + rank) for step in range(2)]
+    module = module or Translation()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=world,
+            strategy="ddp" if world > 1 else "auto",
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            default_root_dir=folder,
+        )
+        trainer.fit(module, DataLoader(steps, batch_size=None))
+    return module.seen
+
+
+def expected_of(counts):
+    for step in range(2):
+        yield as_one_batch([m for rank, count in enumerate(counts) for m in micro_batches(count, 10 * step + rank)])
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_gradient_is_that_of_the_whole_batch(count):
+    for (got, mean), (expected, loss) in zip(fitted(0, 1, [count]), expected_of([count]), strict=True):
+        assert relative_error(got, expected) < 1e-12
+        torch.testing.assert_close(mean, loss, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [2, 4]])
+def test_the_gradient_of_two_ranks_is_that_of_the_whole_batch(counts):
+    pool = Pool(2)  # of its own, because a Trainer leaves state behind in its process
+    try:
+        results = pool.call(fitted, counts)
+    finally:
+        pool.close()
+    for seen in results:
+        for (got, mean), (expected, loss) in zip(seen, expected_of(counts), strict=True):
+            assert relative_error(got, expected) < 1e-12
+            torch.testing.assert_close(mean, loss, rtol=1e-12, atol=0)
+
+
+class Returned(Translation):
+    def training_step(self, batch, index):
+        return loss_of(self.both, batch).mean
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append(gradients(self.both))
+
+
+def test_stock_accumulation_is_a_mean_of_means():
+    module, batches = Returned(automatic=True), micro_batches(4, 0)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        accumulate_grad_batches=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=os.devnull,
+    )
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    assert relative_error(module.seen[0], as_one_batch(batches)[0]) > 0.05
+
+
+def test_a_module_that_is_optimised_automatically_is_refused():
+    with pytest.raises(ValueError, match="Translation is optimised automatically"):
+        accumulated_step(Translation(automatic=True), micro_batches(1, 0), lambda m: None, tokens_of)
+
+
+def test_a_strategy_that_is_not_known_is_refused():
+    trainer = SimpleNamespace(strategy=Fraction())
+    module = SimpleNamespace(automatic_optimization=False, trainer=trainer, manual_backward=None)
+    with pytest.raises(TypeError, match="strategy is a Fraction; accumulated_step knows one device and DDP"):
+        accumulated_step(module, micro_batches(1, 0), lambda m: None, tokens_of)

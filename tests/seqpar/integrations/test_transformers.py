@@ -1,0 +1,421 @@
+"""Hugging Face models: the chunked loss has the model's own value and gradient, or says that it has not."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.fsdp import fully_shard
+
+import seqpar
+from seqpar.integrations.transformers import apply_seqpar_loss
+from seqpar.testing.ranks import ranks
+from tests.seqpar.integrations.tiny_models import (
+    MODELS,
+    batch_of,
+    gradients,
+    is_seq2seq,
+    plain_loss,
+    predicted,
+    relative_error,
+    tiny,
+)
+from tests.seqpar.test_memory_plan import resident
+
+EXACT = [name for name in MODELS if name not in ("bart-decoder", "bert", "mixtral", "switch")]
+cache = {}
+
+
+def model_of(name):
+    """One model for all examples: only its gradients change."""
+    if name not in cache:
+        cache[name] = tiny(name)
+    cache[name].zero_grad()
+    return cache[name]
+
+
+def plain(model, batch, smoothing=0.0):
+    """Mean loss and gradients of the model's own logits."""
+    loss = plain_loss(model, batch, smoothing) / predicted(model, batch["labels"])
+    loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    return loss.detach(), expected
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("name", EXACT)
+def test_value_and_every_gradient_are_those_of_the_models_own_logits(name, smoothing):
+    model = model_of(name)
+    batch = batch_of(model, [6, 3, 2, 1])
+    loss, expected = plain(model, batch, smoothing)
+    with apply_seqpar_loss(model, label_smoothing=smoothing, chunk_tokens=4) as applied:
+        outputs = model(**batch)
+        outputs.loss.backward()
+    assert applied.checked
+    assert outputs.logits is None
+    torch.testing.assert_close(outputs.loss, loss, rtol=1e-12, atol=0)
+    assert relative_error(gradients(model), expected) < 1e-12
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_gradient_is_that_of_the_stock_loss(name):
+    model = model_of(name)
+    batch = batch_of(model, [5, 2])
+    stock = model(**batch).loss
+    stock.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with apply_seqpar_loss(model):
+        loss = model(**batch).loss
+        loss.backward()
+    # Decoder-only models of this package round float64 logits to float32 before their loss
+    tolerance = 1e-12 if is_seq2seq(model) else 1e-6
+    torch.testing.assert_close(loss.double(), stock.double(), rtol=tolerance, atol=0)
+    assert relative_error(gradients(model), expected) < tolerance
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(["marian", "t5", "llama"]),
+    st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    st.integers(1, 9),
+    st.sampled_from([0.0, 0.2]),
+    st.integers(0, 99),
+)
+def test_it_does_not_depend_on_lengths_padding_chunks_or_smoothing(name, lengths, chunk_tokens, smoothing, seed):
+    model = model_of(name)
+    batch = batch_of(model, [max(2, lengths[0]), *lengths[1:]], seed)
+    loss, expected = plain(model, batch, smoothing)
+    with apply_seqpar_loss(model, label_smoothing=smoothing, chunk_tokens=chunk_tokens):
+        for _ in range(2):  # the second call is not checked, and its window is another
+            model.zero_grad()
+            got = model(**batch).loss
+            got.backward()
+    torch.testing.assert_close(got, loss, rtol=1e-12, atol=0)
+    assert relative_error(gradients(model), expected) < 2e-12
+
+
+@pytest.mark.parametrize("name", ["marian", "gpt2"])
+def test_num_items_in_batch_is_what_the_sum_is_divided_by(name):
+    model = model_of(name)
+    batch = batch_of(model, [5, 3])
+    total = plain_loss(model, batch).detach()
+    with apply_seqpar_loss(model):
+        for items in (17, torch.tensor(17)):
+            torch.testing.assert_close(model(**batch, num_items_in_batch=items).loss, total / 17, rtol=1e-12, atol=0)
+
+
+def test_a_batch_without_labels_to_predict_costs_nothing_and_is_not_nan():
+    model = model_of("marian")
+    batch = batch_of(model, [4])
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    with apply_seqpar_loss(model) as applied:
+        loss = model(**batch, decoder_input_ids=torch.full((1, 4), 5)).loss
+        loss.backward()
+        assert applied.checked  # by labels that are made up
+    assert loss == 0
+    assert not any(g.any() for g in gradients(model).values())
+
+
+def test_a_masked_language_model_is_not_shifted_and_its_bias_is_learnt():
+    model = tiny("bert")
+    batch = batch_of(model, [6, 4])
+    logits = model(batch["input_ids"], batch["attention_mask"]).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with apply_seqpar_loss(model):
+        got = model(**batch).loss
+        got.backward()
+    torch.testing.assert_close(got, loss, rtol=1e-12, atol=0)
+    assert relative_error(gradients(model), expected) < 1e-12
+    assert "cls.predictions.bias" in expected
+
+
+def test_shifted_labels_are_taken_as_they_are():
+    """As a collator makes them that puts sentences one behind the other: the last of one does not predict the next."""
+    model = model_of("llama")
+    batch = batch_of(model, [6, 4])
+    shifted = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].clone()
+    shifted[:, 2] = -100
+    logits = model(batch["input_ids"], batch["attention_mask"]).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), shifted.flatten())
+    loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with apply_seqpar_loss(model) as applied:
+        got = model(**batch, shift_labels=shifted).loss
+        got.backward()
+    assert applied.checked
+    torch.testing.assert_close(got, loss, rtol=1e-12, atol=0)
+    assert relative_error(gradients(model), expected) < 1e-12
+
+
+def test_arguments_by_position_and_tuples_are_understood():
+    model = model_of("marian")
+    batch = batch_of(model, [4, 2])
+    loss, _ = plain(model, batch)
+    with apply_seqpar_loss(model):
+        outputs = model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"], return_dict=False)
+    torch.testing.assert_close(outputs[0], loss, rtol=1e-12, atol=0)
+    assert outputs[1] is None
+    assert len(outputs) == len(model(**batch, return_dict=False, use_cache=False))
+
+
+@pytest.mark.parametrize("name", ["marian", "gpt2"])
+def test_evaluation_generation_and_calls_without_labels_are_untouched(name):
+    model = copy.deepcopy(model_of(name))
+    batch = batch_of(model, [5, 3])
+    unlabelled = {key: value for key, value in batch.items() if key != "labels"}
+    if is_seq2seq(model):
+        unlabelled["decoder_input_ids"] = torch.full((2, 3), 5)
+
+    def everything():
+        with torch.no_grad():
+            in_training = model(**batch)
+        evaluated = model.eval()(**batch)
+        generated = model.generate(batch["input_ids"], max_new_tokens=4, do_sample=False, pad_token_id=1)
+        logits = model.train()(**unlabelled).logits
+        return in_training.loss, in_training.logits, evaluated.loss, evaluated.logits, generated, logits
+
+    before = everything()
+    with apply_seqpar_loss(model):
+        model(**batch).loss.backward()
+        during = everything()
+    for a, b in zip(before, during, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_remove_leaves_nothing_behind():
+    model = copy.deepcopy(model_of("gpt2"))
+    before = set(model.__dict__), set(model.lm_head.__dict__), model.loss_type
+    applied = apply_seqpar_loss(model)
+    model(**batch_of(model, [3]))
+    assert model.accepts_loss_kwargs
+    applied.remove()
+    applied.remove()
+    assert (set(model.__dict__), set(model.lm_head.__dict__), model.loss_type) == before
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not model.lm_head._forward_pre_hooks
+    assert model(**batch_of(model, [3])).logits is not None
+    apply_seqpar_loss(model).remove()
+
+
+def test_a_copy_of_the_model_has_the_loss_of_its_own_weights():
+    model = copy.deepcopy(model_of("marian"))
+    batch = batch_of(model, [4, 3])
+    applied = apply_seqpar_loss(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight *= 2
+    applied.remove()
+    other(**batch).loss.backward()
+    assert not gradients(model)
+    got = gradients(other)
+    other.zero_grad()
+    for hooks in (other._forward_hooks, other._forward_pre_hooks, other.lm_head._forward_pre_hooks):
+        hooks.clear()
+    _, expected = plain(other, batch)
+    assert relative_error(got, expected) < 1e-12
+
+
+def test_dropout_of_a_seed_and_checkpointed_layers_are_those_of_the_stock_loss():
+    model = tiny("marian", dropout=0.3)
+    model.activation_checkpointing_enable()
+    batch, results = batch_of(model, [5, 3]), []
+    applied = apply_seqpar_loss(model)
+    for _ in range(2):
+        torch.manual_seed(1)
+        model(**batch).loss.backward()
+        results.append(gradients(model))
+        model.zero_grad()
+        applied.remove()
+    assert relative_error(*results) < 1e-12
+
+
+def test_replicas_of_the_model_have_the_loss():
+    model = model_of("marian")
+    batch = batch_of(model, [5, 3])
+    loss, expected = plain(model, batch)
+    with apply_seqpar_loss(model):
+        total = 0
+        for row, replica in enumerate(seqpar.replicate(model, ["cpu", "cpu"])):
+            part = {key: value[row : row + 1] for key, value in batch.items()}
+            outputs = replica(**part, num_items_in_batch=8)
+            assert outputs.logits is None
+            total = total + outputs.loss
+        total.backward()
+    torch.testing.assert_close(total, loss, rtol=1e-12, atol=0)
+    assert relative_error(gradients(model), expected) < 1e-12
+
+
+def sharded(rank, world, name, applied_first):
+    """The gradients of two steps of a `fully_shard` model on this rank's sentence."""
+    model = tiny(name)
+    if applied_first:
+        apply_seqpar_loss(model)
+    fully_shard(model)
+    if not applied_first:
+        apply_seqpar_loss(model)
+    for _ in range(2):
+        model.zero_grad()
+        model(**batch_of(model, [5, 3], seed=rank), num_items_in_batch=10).loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("applied_first", [True, False])
+@pytest.mark.parametrize("name", ["marian", "llama"])
+def test_under_fsdp2_the_gradient_is_that_of_both_ranks(name, applied_first):
+    model = tiny(name)
+    total = sum(plain_loss(model, batch_of(model, [5, 3], seed=rank)) for rank in range(2))
+    (total / 20).backward()  # 10 items, and the mean over ranks that FSDP2 takes
+    for got in ranks(2, sharded, name, applied_first):
+        assert relative_error(got, gradients(model)) < 1e-12
+
+
+def sharded_head(rank, world):
+    model = tiny("llama")
+    apply_seqpar_loss(model)
+    fully_shard(model.lm_head)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match="weight is sharded"):
+        model(**batch_of(model, [5, 3]))
+    return True
+
+
+def test_output_embeddings_that_are_a_unit_of_fsdp2_are_refused():
+    assert ranks(2, sharded_head) == [True, True]
+
+
+def test_a_forward_that_raises_leaves_the_output_embeddings_as_they_are():
+    model = model_of("marian")
+    batch = batch_of(model, [4])
+    with apply_seqpar_loss(model):
+        with pytest.raises(IndexError, match="target 99 at position"):
+            model(**(batch | {"labels": batch["labels"].clamp(min=99)}), decoder_input_ids=torch.full((1, 4), 5))
+        assert model.lm_head(torch.zeros(2, 5, 16, dtype=torch.float64)).shape == (2, 5, 37)
+
+
+def scaled(module, args, output):
+    return output * 1.5
+
+
+def test_logits_that_the_configuration_does_not_explain_are_refused():
+    model = copy.deepcopy(model_of("llama"))
+    model.lm_head.register_forward_hook(scaled)
+    with apply_seqpar_loss(model), pytest.raises(RuntimeError, match="own logits of a few tokens differ by up to"):
+        model(**batch_of(model, [4]))
+
+
+@pytest.mark.parametrize("name", ["marian", "gemma2", "granite", "cohere"])
+def test_a_change_of_the_logits_that_is_kept_from_us_is_refused(name):
+    model = copy.deepcopy(model_of(name))
+    with apply_seqpar_loss(model) as applied:
+        model(**batch_of(model, [4]))
+        applied.checked.clear()
+        if name == "marian":
+            bias = model.final_logits_bias
+            model.lm_head.register_forward_hook(lambda module, args, output: output + bias)
+        else:
+            model.lm_head.register_forward_hook(scaled)
+        with pytest.raises(RuntimeError, match="own logits of a few tokens differ by up to"):
+            model(**batch_of(model, [4]))
+
+
+def test_a_model_that_does_not_shift_as_its_kind_does_is_refused():
+    model = tiny("bart-decoder")
+    with apply_seqpar_loss(model), pytest.raises(RuntimeError, match=r"own loss of a few tokens is [\d.]+, that of"):
+        model(**batch_of(model, [6]))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("mixtral", torch.float32), ("mixtral", torch.bfloat16), ("switch", torch.float64)]
+)
+def test_an_auxiliary_loss_is_refused_in_any_precision(name, dtype):
+    model = tiny(name, dtype)
+    with apply_seqpar_loss(model), pytest.raises(RuntimeError, match="adds an auxiliary loss"):
+        model(**batch_of(model, [6]), output_router_logits=True)
+
+
+def test_a_loss_that_is_not_known_is_refused():
+    model = copy.deepcopy(model_of("llama"))
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    with apply_seqpar_loss(model), pytest.raises(RuntimeError, match="own loss of a few tokens"):
+        model(**batch_of(model, [6]))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_replaced_output_embeddings_are_noticed():
+    model = copy.deepcopy(model_of("marian"))
+    with apply_seqpar_loss(model):
+        model.lm_head = torch.nn.Linear(16, 37, bias=False, dtype=torch.float64)
+        with pytest.raises(RuntimeError, match="output embeddings were replaced"):
+            model(**batch_of(model, [4]))
+
+
+def test_a_second_application_and_bad_numbers_are_refused():
+    model = model_of("marian")
+    with apply_seqpar_loss(model), pytest.raises(ValueError, match="has the loss already"):
+        apply_seqpar_loss(model)
+    with pytest.raises(ValueError, match="label_smoothing is 1"):
+        apply_seqpar_loss(model, label_smoothing=1.0)
+    with pytest.raises(ValueError, match="chunk_tokens"):
+        apply_seqpar_loss(model, chunk_tokens=0)
+    assert not model._forward_hooks
+
+
+def test_a_model_without_a_linear_head_is_refused():
+    with pytest.raises(TypeError, match="output embeddings of MarianModel are a NoneType"):
+        apply_seqpar_loss(model_of("marian").model)
+
+
+@pytest.mark.parametrize("name", ["marian", "t5", "llama", "gemma2"])
+def test_under_autocast_the_loss_is_as_near_to_float64_as_the_stock_one(name):
+    wide, model = model_of(name), copy.deepcopy(model_of(name)).float()
+    batch = batch_of(wide, [6, 4])
+    truth, _ = plain(wide, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = model(**batch).loss
+        with apply_seqpar_loss(model):
+            ours = model(**batch).loss
+            ours.backward()
+    assert ours.dtype == torch.float32
+    assert abs(ours - truth) <= 2 * abs(stock - truth) + 1e-2 * truth
+
+
+def own_peaks():
+    """This process's peaks above model and batch during one step at a vocabulary of 30,000: ours, the stock one."""
+    torch.set_num_threads(1)
+    model = tiny("marian", torch.float32, vocab_size=30_000, max_position_embeddings=64)
+    batch, peaks = batch_of(model, [64] * 8), []
+    applied = apply_seqpar_loss(model, chunk_tokens=64)
+    model(**batch_of(model, [2])).loss.backward()
+    for _ in range(2):
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmHWM")
+        model(**batch).loss.backward()
+        peaks.append(resident("VmHWM") - before)
+        applied.remove()
+    return peaks
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are measured as Linux has them")
+def test_a_training_step_takes_a_small_part_of_the_memory():
+    code = "from tests.seqpar.integrations.test_transformers import own_peaks; print(*own_peaks())"
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ours, stock = map(int, done.stdout.split()[-2:])
+    logits = 8 * 64 * 30_000 * 4
+    assert stock > 2 * logits
+    assert ours < stock / 8, f"stock {stock / 2**20:.0f} MiB, ours {ours / 2**20:.0f} MiB"

@@ -1,0 +1,226 @@
+"""What a model does with labels and logits is found out, in float32, by its own loss; what is not known is refused."""
+
+import copy
+
+import pytest
+import torch
+import transformers as hf
+
+from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
+from tests.seqpar.integrations.own_loss import outcome
+from tests.seqpar.integrations.shrunk_models import working
+from tests.seqpar.integrations.tiny_models import (
+    DECODER,
+    ENCODER_DECODER,
+    T5,
+    batch_of,
+    gradients,
+    relative_error,
+    tiny,
+)
+
+XLNET = {"vocab_size": 37, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 24, "dropout": 0.0}
+XLM = {"vocab_size": 37, "n_words": 37, "emb_dim": 16, "n_layers": 1, "n_heads": 2, "dropout": 0.0}
+UNSHIFTED = {
+    "bart": lambda: hf.BartForCausalLM(hf.BartConfig(**ENCODER_DECODER)),
+    "marian": lambda: hf.MarianForCausalLM(hf.MarianConfig(**ENCODER_DECODER)),
+    "trocr": lambda: hf.TrOCRForCausalLM(hf.TrOCRConfig(**ENCODER_DECODER, use_learned_position_embeddings=True)),
+    "xlnet": lambda: hf.XLNetLMHeadModel(hf.XLNetConfig(**XLNET)),
+}
+
+
+def ids_of(lengths):
+    torch.manual_seed(0)
+    return torch.randint(4, 37, (len(lengths), max(lengths)))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", UNSHIFTED)
+def test_without_labels_in_the_forward_a_model_that_does_not_shift_is_refused(name, training):
+    torch.manual_seed(0)
+    model, ids = UNSHIFTED[name]().train(training), ids_of([6, 6])
+    with apply_seqpar_loss(model) as applied, torch.set_grad_enabled(training):
+        function = compute_loss_func(applied)
+        with pytest.raises(
+            RuntimeError, match=rf"{type(model).__name__}'s own loss of a few tokens is [\d.]+, that of"
+        ):
+            function(model(input_ids=ids), ids)
+
+
+def test_a_head_that_is_no_single_linear_layer_is_refused():
+    torch.manual_seed(0)
+    model, ids = hf.XLMWithLMHeadModel(hf.XLMConfig(**XLM)).train(), ids_of([6])
+    with apply_seqpar_loss(model), pytest.raises((TypeError, RuntimeError), match="XLMWithLMHeadModel"):
+        model(input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("name", ["llama", "marian"])
+def test_evaluated_before_it_is_trained_the_loss_is_the_models_own(name):
+    model = tiny(name).eval()
+    batch = batch_of(model, [5, 3])
+    own = model(**batch).loss
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    if name == "marian":
+        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch["labels"])
+    with apply_seqpar_loss(model) as applied, torch.no_grad():
+        loss = compute_loss_func(applied)(model(**inputs), batch["labels"])
+        assert applied.checked
+    torch.testing.assert_close(loss.double(), own.double(), rtol=1e-6, atol=0)
+
+
+def narrowed(module, args, output):
+    return output * 0.95
+
+
+def capped(module, args, output):
+    return 30 * torch.tanh(output / 30)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("change", [narrowed, capped])
+@pytest.mark.parametrize("way", ["labels", "function"])
+def test_in_bfloat16_a_change_of_the_logits_by_five_percent_is_refused(change, autocast, way):
+    model = tiny("llama", torch.float32 if autocast else torch.bfloat16)
+    model.lm_head.register_forward_hook(change)
+    batch = batch_of(model, [4])
+    labels = batch["labels"] if way == "labels" else batch.pop("labels")
+    with apply_seqpar_loss(model) as applied, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        function = compute_loss_func(applied)
+        with pytest.raises(RuntimeError, match="own logits of a few tokens differ by up to"):
+            function(model(**batch), labels)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "changes"),
+    [
+        (hf.RecurrentGemmaForCausalLM, {"logits_soft_cap": 3.0}),
+        (hf.FalconH1ForCausalLM, {"lm_head_multiplier": 0.95}),
+        (hf.MptForCausalLM, {"logit_scale": 0.5}),
+        (hf.MptForCausalLM, {"logit_scale": "inv_sqrt_d_model"}),
+    ],
+)
+@pytest.mark.parametrize("way", ["labels", "function"])
+def test_a_soft_cap_or_factor_of_another_name_is_the_models_own(model_class, changes, way):
+    if model_class is hf.FalconH1ForCausalLM:
+        changes = changes | {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64}
+    model, batch = working(model_class, changes)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)
+    assert outcome(model, batch, way) == "exact"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "given", [{"output_router_logits": True}, {"output_router_logits": True, "return_dict": False}]
+)
+@pytest.mark.parametrize("name", ["mixtral", "switch"])
+def test_an_auxiliary_loss_of_a_later_call_is_refused_also_in_tuples(name, given, dtype):
+    model = tiny(name, dtype)
+    batch = batch_of(model, [6])
+    with apply_seqpar_loss(model):
+        model(**batch).loss.backward()
+        with pytest.raises(RuntimeError, match="adds an auxiliary loss"):
+            model(**batch, **given)
+
+
+def test_an_auxiliary_loss_that_the_configuration_turns_on_later_is_refused():
+    model = tiny("mixtral", torch.bfloat16)
+    batch = batch_of(model, [6])
+    with apply_seqpar_loss(model):
+        model(**batch, return_dict=False)[0].backward()
+        model.config.output_router_logits = True
+        with pytest.raises(RuntimeError, match="MixtralForCausalLM adds an auxiliary loss"):
+            model(**batch, return_dict=False)
+
+
+def test_a_loss_added_under_no_name_is_refused_by_its_gradient():
+    model = tiny("llama", torch.bfloat16)
+    own, weight = model.loss_function, model.model.layers[0].mlp.up_proj.weight
+    model.loss_function = lambda logits, labels, **kwargs: own(logits, labels, **kwargs) + 1e-9 * weight.sum()
+    with apply_seqpar_loss(model), pytest.raises(RuntimeError, match="adds an auxiliary loss"):
+        model(**batch_of(model, [6]))
+
+
+def bert_for_pretraining():
+    return hf.BertForPreTraining(hf.BertConfig(**DECODER)), {"next_sentence_label": torch.tensor([1, 0])}
+
+
+def sparse_modernbert():
+    settings = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
+    config = hf.ModernBertConfig(**(DECODER | settings), sparse_prediction=True)
+    return hf.ModernBertForMaskedLM(config), {}
+
+
+def prophetnet():
+    sizes = {"num_encoder_layers": 1, "num_decoder_layers": 1, "num_encoder_attention_heads": 2}
+    config = hf.ProphetNetConfig(vocab_size=37, hidden_size=16, num_decoder_attention_heads=2, **sizes)
+    return hf.ProphetNetForConditionalGeneration(config), {}
+
+
+@pytest.mark.parametrize("make", [bert_for_pretraining, sparse_modernbert, prophetnet])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_that_does_more_with_labels_is_refused_by_name_in_one_line(make):
+    torch.manual_seed(0)
+    model, extra = make()
+    ids = ids_of([6, 6])
+    with apply_seqpar_loss(model.train()), pytest.raises(TypeError) as raised:
+        model(input_ids=ids, labels=ids, **extra)
+    message = str(raised.value)
+    assert type(model).__name__ in message
+    assert "use the model without apply_seqpar_loss" in message
+    assert "\n" not in message
+
+
+def test_an_error_of_the_batch_is_the_models_own():
+    model = tiny("llama")
+    batch = batch_of(model, [4])
+    batch["input_ids"] = batch["input_ids"] + 40
+    with apply_seqpar_loss(model), pytest.raises(IndexError, match="out of range"):
+        model(**batch)
+
+
+def test_labels_that_are_fewer_than_the_predictions_are_refused_by_name():
+    model = tiny("llama")
+    embedded = model.get_input_embeddings()(ids_of([9])).detach()
+    with apply_seqpar_loss(model), pytest.raises(ValueError, match=r"LlamaForCausalLM makes \(1, 9\) predictions for"):
+        model(inputs_embeds=embedded, labels=ids_of([6]))
+
+
+def test_the_check_leaves_random_states_and_buffers_as_they_were():
+    plain, model = tiny("marian", dropout=0.3), tiny("marian", dropout=0.3)
+    for part in (plain, model):
+        part.model.norm = torch.nn.BatchNorm1d(16, dtype=torch.float64)
+        part.model.encoder.register_forward_hook(lambda encoder, args, output, part=part: noted(part, output))
+    batch, results = batch_of(plain, [5, 3]), []
+    applied = apply_seqpar_loss(model)
+    for part in (plain, model):
+        torch.manual_seed(1)
+        part(**batch).loss.backward()
+        results.append(gradients(part))
+    applied.remove()
+    assert relative_error(*results) < 1e-12
+    assert torch.equal(plain.model.norm.running_mean, model.model.norm.running_mean)
+    assert plain.model.norm.running_mean.any()
+
+
+def noted(part, output):
+    part.model.norm(output.last_hidden_state.flatten(0, 1))
+
+
+def test_the_first_call_asks_once_and_later_ones_do_not():
+    model = copy.deepcopy(tiny("llama"))
+    calls = []
+    model.model.register_forward_hook(lambda *_: calls.append(1))
+    with apply_seqpar_loss(model):
+        for lengths in ([6, 4], [3], [5, 5, 2]):
+            model(**batch_of(model, lengths)).loss.backward()
+    assert len(calls) == 4
+
+
+def test_t5_keeps_its_own_start_and_one_without_a_start_says_what_is_missing():
+    torch.manual_seed(0)
+    model = hf.T5ForConditionalGeneration(hf.T5Config(**T5)).double().train()
+    ids = ids_of([5])
+    own = model(input_ids=ids, labels=ids).loss
+    with apply_seqpar_loss(model):
+        torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, own, rtol=1e-12, atol=0)

@@ -1,0 +1,89 @@
+"""One optimizer step of the real Seq2SeqTrainer, alone or in one of several ranks, for its gradients.
+
+trained(rank, world, run) -> the gradients before the optimizer's step, after all reductions
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+
+from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
+from tests.seqpar.integrations.tiny_models import batch_of, gradients, is_seq2seq, shifted_right, tiny
+
+BATCH = 2
+"""Sentences of one micro-batch."""
+
+
+class Run(NamedTuple):
+    model: str
+    accumulation: int
+    smoothing: float
+    way: str
+    """"stock", "applied" or "function"."""
+
+
+def sentences(model: Any, count: int) -> list[dict[str, Tensor]]:
+    """Of lengths from 2 to 9, so that micro-batches differ in tokens and in padding."""
+    lengths = [2 + (5 * i * i + i) % 8 for i in range(count)]
+    return [{k: v[0] for k, v in batch_of(model, [length], seed=i).items()} for i, length in enumerate(lengths)]
+
+
+def collated(model: Any, rows: list[dict[str, Tensor]], decoder_inputs: bool = False) -> dict[str, Tensor]:
+    """One batch, padded to its longest sentence."""
+    fill = {"input_ids": 1, "attention_mask": 0, "labels": -100}
+    pad = torch.nn.utils.rnn.pad_sequence
+    batch = {k: pad([row[k] for row in rows], batch_first=True, padding_value=v) for k, v in fill.items()}
+    if decoder_inputs and is_seq2seq(model):
+        batch["decoder_input_ids"] = shifted_right(batch["labels"])
+    return batch
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients that the optimizer is about to use."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Tensor] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.seen = {name.removeprefix("module."): g for name, g in gradients(model).items()}
+
+
+def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+    model = tiny(run.model)
+    function, kept = None, Gradients()
+    if run.way != "stock":
+        applied = apply_seqpar_loss(model, label_smoothing=run.smoothing, chunk_tokens=5)
+        function = compute_loss_func(applied) if run.way == "function" else None
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = Seq2SeqTrainingArguments(
+            folder,
+            per_device_train_batch_size=BATCH,
+            gradient_accumulation_steps=run.accumulation,
+            label_smoothing_factor=run.smoothing if run.way == "stock" else 0.0,
+            max_steps=1,
+            max_grad_norm=0.0,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        labels_go = function is not None or (run.way == "stock" and run.smoothing > 0)
+        Seq2SeqTrainer(
+            model,
+            arguments,
+            train_dataset=sentences(model, world * run.accumulation * BATCH),  # type: ignore[arg-type]
+            data_collator=lambda rows: collated(model, rows, labels_go),
+            compute_loss_func=function,
+            callbacks=[kept],
+        ).train()
+    return kept.seen

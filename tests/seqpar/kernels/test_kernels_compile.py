@@ -1,0 +1,88 @@
+"""The Triton kernels compile for real GPUs, where there is none to run them: the compilers come with Triton.
+
+`python -m tests.seqpar.kernels.test_kernels_compile KERNEL TARGET DTYPE` compiles one, in a process that has no
+interpreter, and prints the registers that a thread takes and the bytes it spills (NVIDIA), or the size of the code.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqpar.kernels.row_kernel import CLASSES_A_THREAD, LARGEST_BLOCK, aligned
+
+VOCAB = 50_257
+SETTINGS = {
+    "ignored": -100, "gold_q": 0.9, "each": 0.1 / VOCAB, "excluded": 7, "classes": float(VOCAB), "kl_gold": 0.0,
+    "kl_each": 0.0, "z_loss": 1e-4, "softcap": None, "temperature": 1.0, "GRADIENT": True, "V": VOCAB,
+    "WIDTH": aligned(VOCAB), "BLOCK": LARGEST_BLOCK, "weight_ptr": None, "weight_sum_ptr": None,
+}  # fmt: skip
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+
+
+def compiled(kernel: Any, target: str, dtype: str) -> Any:
+    """As a launch with such arguments would compile it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    narrow, wide = {"bfloat16": ("*bf16", "*fp32"), "float64": ("*fp64", "*fp64")}[dtype]
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in SETTINGS:
+            signature[name], constants[(i,)] = "constexpr", SETTINGS[name]
+            continue
+        pointers = {"x_ptr": narrow, "bias_ptr": narrow, "target_ptr": "*i64"}
+        signature[name] = pointers.get(name, wide if name.endswith("_ptr") else "i32")
+        if signature[name].startswith("*") or name == "x_stride":
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    warps = LARGEST_BLOCK // (32 * CLASSES_A_THREAD)
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": warps})
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread, as NVIDIA's own tool reads them."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", said)[0]
+    return int(registers), int(stack)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "target", "dtype"),
+    [
+        ("_whole_rows", "sm_90", "bfloat16"),
+        ("_whole_rows", "sm_80", "float64"),
+        ("_whole_rows", "gfx942", "bfloat16"),
+        ("_part_sums", "sm_90", "bfloat16"),
+        ("_part_gradient", "sm_90", "bfloat16"),
+    ],
+)
+def test_a_kernel_compiles_and_in_bfloat16_spills_nothing(kernel: str, target: str, dtype: str) -> None:
+    command = [sys.executable, "-m", "tests.seqpar.kernels.test_kernels_compile", kernel, target, dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    size, spilled = map(int, done.stdout.split())
+    assert size
+    if dtype == "bfloat16" and target == "sm_90":
+        assert spilled == 0
+        assert size <= 80  # so that 24 warps share a multiprocessor, which has 65,536 registers
+
+
+if __name__ == "__main__":
+    from seqpar.kernels import triton_rows
+
+    made = compiled(getattr(triton_rows, sys.argv[1]), *sys.argv[2:])
+    print(*(resources(made.asm["cubin"]) if "cubin" in made.asm else (len(made.asm["hsaco"]), 0)))

@@ -1,0 +1,164 @@
+"""`torch.compile(fullgraph=True)` around the loss, and `torch.func.functional_call`: the numbers of the eager loss."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+import seqpar
+from seqpar.testing import assert_same_gradients
+from tests.seqpar.linear.linear_loss import linear_cases, plain_loss
+
+LEAVES = ("hidden", "weight", "bias", "token_weight")
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@settings(max_examples=8)
+@given(linear_cases())
+def test_in_a_graph_it_has_the_plain_gradient(case):
+    torch.compiler.reset()
+    tensors = case.tensors()
+
+    def step(tensors):
+        return seqpar.linear_cross_entropy(**tensors, **case.options).total * case.upstream
+
+    assert_same_gradients(
+        lambda: torch.compile(step, fullgraph=True, backend="aot_eager")(tensors),
+        lambda: plain_loss(**tensors, **case.options) * case.upstream,
+        {name: tensors[name] for name in LEAVES if name in tensors},
+    )
+
+
+@pytest.mark.parametrize("trained", LEAVES)
+def test_each_leaf_alone_gets_its_gradient(trained):
+    torch.manual_seed(0)
+    tensors = {"hidden": (6, 3), "weight": (11, 3), "bias": (11,), "token_weight": (6,)}
+    tensors = {k: torch.randn(shape, dtype=torch.float64).requires_grad_(k == trained) for k, shape in tensors.items()}
+    tensors["target"] = torch.randint(11, (6,))
+    options = {"label_smoothing": 0.1, "chunk_tokens": 4}
+
+    def step(tensors):
+        return seqpar.linear_cross_entropy(**tensors, **options).total
+
+    assert_same_gradients(
+        lambda: torch.compile(step, fullgraph=True, backend="aot_eager")(tensors),
+        lambda: step(tensors),
+        {trained: tensors[trained]},
+    )
+
+
+class Tagger(nn.Module):
+    """A small model with its loss."""
+
+    def __init__(self, criterion):
+        super().__init__()
+        self.embed, self.hidden, self.generator = nn.Embedding(30, 8), nn.Linear(8, 8), nn.Linear(8, 30)
+        self.engine = seqpar.LossCompute(self.generator, criterion, chunk_tokens=5)
+
+    def forward(self, tokens, target):
+        return self.engine(self.hidden(self.embed(tokens)).tanh(), target)
+
+
+CRITERIA = {
+    "fairseq": lambda: seqpar.LabelSmoothing(0.1, "fairseq", ignore_index=0),
+    "harvard": lambda: seqpar.LabelSmoothing(0.2, "harvard", ignore_index=0),
+    "torch": lambda: nn.CrossEntropyLoss(torch.rand(30), reduction="sum", label_smoothing=0.1),
+}
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_the_engine_in_a_compiled_model_has_the_eager_gradient_at_every_shape(criterion):
+    torch.manual_seed(0)
+    model = Tagger(CRITERIA[criterion]()).double()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for shape in ((2, 9), (3, 4), (5, 7)):
+        tokens, target = torch.randint(30, shape), torch.randint(30, shape)
+        assert_same_gradients(
+            lambda t=tokens, y=target: compiled(t, y).total,
+            lambda t=tokens, y=target: model(t, y).total,
+            dict(model.named_parameters()),
+        )
+        eager = model(tokens, target)
+        assert [float(t) for t in compiled(tokens, target)[1:]] == pytest.approx(
+            [float(t) for t in eager[1:]], rel=1e-12
+        )
+
+
+def test_with_generated_code_and_autocast_the_gradient_is_the_eager_one():
+    torch.manual_seed(0)
+    model = Tagger(CRITERIA["fairseq"]())
+    tokens, target = torch.randint(30, (4, 9)), torch.randint(30, (4, 9))
+    compiled, found = torch.compile(model, fullgraph=True), []
+    for forward in (model, compiled):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = forward(tokens, target)
+        found.append([loss.total, *torch.autograd.grad(loss.total, list(model.parameters()))])
+    for eager, traced in zip(*found, strict=True):
+        assert traced.dtype == eager.dtype == torch.float32
+        assert (traced - eager).norm() <= 0.02 * eager.norm()
+
+
+def test_a_target_out_of_range_raises_from_inside_the_graph():
+    compiled = torch.compile(Tagger(CRITERIA["fairseq"]()), fullgraph=True, backend="aot_eager")
+    with pytest.raises(IndexError, match=r"target 30 at position \(0, 1\)"):
+        compiled(torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[1, 30]]))
+
+
+def test_no_gradient_is_computed_where_none_is_wanted():
+    model = Tagger(CRITERIA["fairseq"]())
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    tokens = torch.randint(1, 30, (2, 3))
+    with torch.no_grad():
+        assert compiled(tokens, tokens).total.grad_fn is None
+
+
+def test_functional_call_takes_other_parameters_and_gives_them_their_gradient():
+    torch.manual_seed(0)
+    model = Tagger(CRITERIA["fairseq"]()).double()
+    other = {name: torch.randn_like(p).requires_grad_() for name, p in model.named_parameters()}
+    tokens, target = torch.randint(30, (2, 5)), torch.randint(30, (2, 5))
+
+    def plain():
+        x = torch.nn.functional.embedding(tokens, other["embed.weight"])
+        x = torch.tanh(x @ other["hidden.weight"].t() + other["hidden.bias"])
+        logits = x @ other["generator.weight"].t() + other["generator.bias"]
+        return model.engine.head["criterion"](logits.flatten(0, 1), target.flatten())
+
+    own = dict(model.named_parameters(remove_duplicate=False))
+    replaced = {n: next(other[m] for m, q in model.named_parameters() if q is p) for n, p in own.items()}
+    assert_same_gradients(lambda: torch.func.functional_call(model, replaced, (tokens, target)).total, plain, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_a_graph_the_products_are_of_the_autocast_dtype(dtype):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    target = torch.randint(11, (6,))
+
+    def step():
+        with torch.autocast("cpu", dtype):
+            return seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=4).total
+
+    losses = step(), torch.compile(step, fullgraph=True, backend="aot_eager")()
+    found = [[loss.detach(), *torch.autograd.grad(loss, (hidden, weight))] for loss in losses]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert found[0][0] != seqpar.linear_cross_entropy(hidden, weight, target).total
+
+
+def test_in_a_graph_float64_stays_float64_under_autocast():
+    hidden, weight = torch.randn(6, 4).double(), torch.randn(9, 4).double()
+    target = torch.randint(9, (6,))
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            return seqpar.linear_cross_entropy(hidden, weight, target).total
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")()
+    assert compiled.dtype == torch.float64
+    assert torch.equal(compiled, step())

@@ -1,0 +1,430 @@
+"""The fast path: value and every gradient by formula equal the plain un-chunked loss, in float64 within 1e-12."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import seqpar
+from seqpar.testing import assert_same_gradients
+from tests.seqpar.linear.linear_loss import linear_cases, on_another_device, plain_logits, plain_loss
+
+LEAVES = ("hidden", "weight", "bias", "token_weight")
+
+
+@given(linear_cases(), st.sampled_from([2**23, 200]))
+def test_every_option_has_the_gradient_of_its_published_formula(case, cache):
+    """With a cache of 200 bytes, a few rows at a time go through the softmax."""
+    tensors = case.tensors()
+    with patch("seqpar.linear.formula.CACHE", cache):
+        assert_same_gradients(
+            lambda: seqpar.linear_cross_entropy(**tensors, **case.options).total * case.upstream,
+            lambda: plain_loss(**tensors, **case.options) * case.upstream,
+            {name: tensors[name] for name in LEAVES if name in tensors},
+        )
+
+
+@given(linear_cases())
+def test_torchs_convention_is_torchs_own_loss_weights_included(case):
+    tensors = case.tensors()
+
+    def torchs():
+        logits = F.linear(tensors["hidden"], tensors["weight"], tensors.get("bias")).flatten(0, -2)
+        return F.cross_entropy(
+            logits,
+            tensors["target"].flatten(),
+            tensors.get("class_weight"),
+            ignore_index=case.padding,
+            label_smoothing=case.eps,
+            reduction="sum",
+        )
+
+    options = case.options | {"smoothing": "torch", "z_loss": 0.0, "softcap": None, "temperature": 1.0}
+    tensors.pop("token_weight", None)
+    leaves = {name: tensors[name] for name in LEAVES if name in tensors}
+    assert_same_gradients(lambda: seqpar.linear_cross_entropy(**tensors, **options).total, torchs, leaves)
+
+
+@given(linear_cases(), st.booleans(), st.sampled_from([2**23, 200]))
+def test_counts_are_those_of_the_plain_predictions(case, grad, cache):
+    tensors = case.tensors()
+    with torch.set_grad_enabled(grad), patch("seqpar.linear.formula.CACHE", cache):
+        loss = seqpar.linear_cross_entropy(**tensors, **case.options)
+    logits = plain_logits(tensors["hidden"], tensors["weight"], tensors.get("bias"), case.softcap, case.temperature)
+    target = tensors["target"].flatten()
+    kept = target != case.padding
+    nll = F.cross_entropy(logits, target, ignore_index=case.padding, reduction="sum").detach()
+    trained = any(tensors[name].requires_grad for name in LEAVES if name in tensors)
+    assert loss.total.requires_grad == (grad and trained)
+    assert loss.tokens == kept.sum()
+    assert loss.correct == ((logits.argmax(-1) == target) & kept).sum()
+    torch.testing.assert_close(loss.nll, nll, rtol=1e-12, atol=1e-13)
+
+
+@given(linear_cases())
+def test_a_tied_embedding_gets_both_its_gradients(case):
+    tensors = case.tensors()
+    weight, target = tensors["weight"], tensors["target"]
+    tokens = torch.randint(case.vocab_size, case.lead, generator=torch.Generator().manual_seed(case.seed))
+    assert_same_gradients(
+        lambda: seqpar.linear_cross_entropy(F.embedding(tokens, weight).tanh(), weight, target, **case.options).total,
+        lambda: plain_loss(F.embedding(tokens, weight).tanh(), weight, target, **case.options),
+        {"weight": weight},
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [15, 16, 1023, 1025, 4099])
+def test_a_softmax_in_its_own_place_is_right_at_any_row_length(vocab_size):
+    """Vector lengths and their remainders: torch promises nothing of an `out` that is its input."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (5, vocab_size))
+    target = torch.randint(vocab_size, (5,))
+    options = {"ignore_index": -100, "label_smoothing": 0.1, "smoothing": "fairseq", "z_loss": 1e-3, "softcap": None}
+    assert_same_gradients(
+        lambda: seqpar.linear_cross_entropy(hidden, weight, target, **options, chunk_tokens=2).total,
+        lambda: plain_loss(hidden, weight, target, **options),
+        {"hidden": hidden, "weight": weight},
+    )
+
+
+def test_one_class_alone_costs_nothing():
+    hidden, weight = torch.randn(4, 2, requires_grad=True), torch.randn(1, 2, requires_grad=True)
+    loss = seqpar.linear_cross_entropy(hidden, weight, torch.zeros(4, dtype=torch.int64), label_smoothing=0.1)
+    loss.total.backward()
+    assert (loss.total, loss.correct) == (0, 4)
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+
+
+def small(rows=12, width=4, vocab_size=9, dtype=torch.float64):
+    torch.manual_seed(3)
+    hidden, weight = (torch.randn(n, width, dtype=dtype, requires_grad=True) for n in (rows, vocab_size))
+    return hidden, weight, torch.randint(vocab_size, (rows,))
+
+
+def test_the_first_of_classes_that_tie_is_the_prediction():
+    hidden, weight, _ = small()
+    weight = weight.detach()[:1].expand(9, 4)
+    for gold, correct in ((0, 12), (1, 0), (8, 0)):
+        assert seqpar.linear_cross_entropy(hidden, weight, torch.full((12,), gold)).correct == correct
+
+
+def test_all_padding_gives_zero_and_never_nan_even_divided_by_no_tokens():
+    hidden, weight, target = small()
+    bias = torch.zeros(9, dtype=torch.float64, requires_grad=True)
+    loss = seqpar.linear_cross_entropy(hidden, weight, torch.full_like(target, -100), bias=bias, z_loss=0.1)
+    assert tuple(loss) == (0, 0, 0, 0)
+    (loss.total / loss.tokens).backward()
+    for leaf in (hidden, weight, bias):
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+def test_an_empty_batch_is_a_loss_of_no_tokens(shape):
+    hidden = torch.zeros(*shape, 4, requires_grad=True)
+    loss = seqpar.linear_cross_entropy(hidden, torch.zeros(9, 4), torch.zeros(shape, dtype=torch.int64))
+    loss.total.backward()
+    assert loss.tokens == 0
+    assert hidden.grad.shape == hidden.shape
+
+
+def test_padding_rows_are_never_projected():
+    hidden, weight, target = small()
+    target[::3] = -100
+    with torch.no_grad():
+        hidden[::3] = float("nan")  # projecting one of these rows would show
+    loss = seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=5)
+    loss.total.backward()
+    assert torch.isfinite(loss.total)
+    assert torch.isfinite(weight.grad).all()
+    assert torch.equal(hidden.grad[::3], torch.zeros_like(hidden.grad[::3]))
+
+
+def test_padding_as_nan_hides_nothing_that_a_class_masked_out_needs():
+    """A bias of -inf takes classes out of the vocabulary, as padding it to a round size does."""
+    hidden, weight, target = small()
+    bias = torch.zeros(9, dtype=torch.float64)
+    bias[5:] = -torch.inf
+    loss = seqpar.linear_cross_entropy(hidden, weight, target % 5, bias=bias, chunk_tokens=5)
+    plain = F.cross_entropy(F.linear(hidden, weight[:5]), target % 5, reduction="sum")
+    got = torch.autograd.grad(loss.total, (hidden, weight))
+    expected = torch.autograd.grad(plain, (hidden, weight))
+    for a, b in zip((loss.total, *got), (plain, *expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_a_second_backward_and_a_second_derivative_are_clear_errors():
+    hidden, weight, target = small()
+    loss = seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=5).total
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(loss, hidden, create_graph=True, retain_graph=True)
+    loss.backward(retain_graph=True)
+    first = weight.grad.clone()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    assert torch.equal(weight.grad, first)
+
+
+def test_forward_makes_no_graph_writes_no_gradient_and_backward_fires_each_hook_once():
+    hidden, weight, target = small()
+    fired = []
+    weight.register_hook(lambda _: fired.append("tensor"))
+    weight.register_post_accumulate_grad_hook(lambda _: fired.append("accumulated"))
+    loss = seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=2).total
+    assert not fired
+    assert weight.grad is None
+    parents = [parent for parent, _ in loss.grad_fn.next_functions if parent is not None]
+    assert {type(p).__name__ for p in parents} == {"AccumulateGrad"}  # one node, straight to the leaves
+    loss.backward()
+    assert sorted(fired) == ["accumulated", "tensor"]
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 12])
+def test_the_inputs_are_left_as_they_were(chunk_tokens):
+    hidden, weight, target = small()
+    before = [t.detach().clone() for t in (hidden, weight, target)]
+    class_weight = torch.ones(9, dtype=torch.float64)
+    loss = seqpar.linear_cross_entropy(
+        hidden, weight, target, class_weight=class_weight, softcap=2.0, chunk_tokens=chunk_tokens
+    )
+    loss.total.backward()
+    for a, b in zip((hidden, weight, target), before, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(class_weight, torch.ones_like(class_weight))
+
+
+def test_no_gradients_means_no_graph_and_the_same_numbers():
+    hidden, weight, target = small()
+    with torch.no_grad():
+        evaluated = seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=5)
+    with torch.inference_mode():
+        inferred = seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=5)
+    trained = seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=5)
+    assert evaluated.total.grad_fn is None
+    assert evaluated.total == inferred.total == trained.total.detach()
+
+
+LOW = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+def errors(loss, inputs, truth):
+    """Relative distance of loss and gradients from the float64 truth."""
+    got = [loss.detach(), *torch.autograd.grad(loss, inputs)]
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, truth, strict=False)]
+
+
+def both_errors(low, smoothing, softcap, seed, chunk_tokens, vocab_size):
+    """Ours and plain torch's."""
+    torch.manual_seed(seed)
+    rows, width = 256, 16
+    made = torch.randn(rows, width), torch.randn(vocab_size, width) / 4, torch.randn(vocab_size)
+    inputs = [t.to(low).requires_grad_() for t in made]
+    target = torch.randint(vocab_size, (rows,))
+
+    def plain(hidden, weight, bias, target=target):
+        logits = F.linear(hidden, weight, bias)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return F.cross_entropy(logits, target, label_smoothing=smoothing, reduction="sum") / rows
+
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    truth_loss = plain(*exact)
+    truth = [truth_loss.detach(), *torch.autograd.grad(truth_loss, exact)]
+    hidden, weight, bias = inputs
+    ours = seqpar.linear_cross_entropy(
+        hidden, weight, target, bias=bias, label_smoothing=smoothing, softcap=softcap, chunk_tokens=chunk_tokens
+    )
+    theirs = errors(plain(*inputs), inputs, truth)
+    # A product of few rows is another routine of the BLAS, with an error of its own: that of the same rows counts too
+    few = zip(hidden.split(chunk_tokens), target.split(chunk_tokens), strict=True)
+    parts = [plain(h, weight, bias, t) for h, t in few]
+    theirs[1] = max(theirs[1], errors(torch.stack(parts).sum(), inputs[:1], truth)[1])
+    return errors(ours.total / rows, inputs, truth), theirs
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@settings(max_examples=15)
+@given(seed=st.integers(0, 999), chunk_tokens=st.sampled_from([1, 7, 64, 1000]), vocab_size=st.integers(20, 900))
+def test_at_most_twice_plain_torchs_own_error(dtype, smoothing, seed, chunk_tokens, vocab_size):
+    mine, theirs = both_errors(LOW[dtype], smoothing, None, seed, chunk_tokens, vocab_size)
+    # A result cannot be expected nearer than its own rounding, nor a mean of 256 nearer than its terms' by luck
+    floor = torch.finfo(LOW[dtype]).eps / 2
+    floors = [max(floor / 256**0.5, torch.finfo(torch.float32).eps), floor, floor, floor]
+    for name, a, b, least in zip(["loss", "hidden", "weight", "bias"], mine, theirs, floors, strict=True):
+        assert a <= 2 * max(b, least), (name, a, b)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_with_a_softcap_too_in_the_root_mean_square_of_twenty(dtype):
+    """Plain torch rounds capped logits once more than we do, so one loss of its may be nearer by luck."""
+    pairs = [both_errors(LOW[dtype], 0.1, 5.0, seed, 64, 100) for seed in range(20)]
+    mine, theirs = (torch.tensor(side).square().mean(0).sqrt() for side in zip(*pairs, strict=True))
+    assert (mine <= 2 * theirs).all(), (mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_loss_and_the_weight_gradient_do_not_lose_small_terms_to_the_chunk_count(dtype):
+    """1,024 equal terms: summed in bf16 they would stop growing at 256."""
+    hidden, weight = torch.ones(1024, 1, dtype=dtype), torch.zeros(2, 1, dtype=dtype, requires_grad=True)
+    loss = seqpar.linear_cross_entropy(hidden, weight, torch.zeros(1024, dtype=torch.int64), chunk_tokens=1)
+    (loss.total / loss.tokens).backward()
+    assert loss.total.dtype == torch.float32
+    torch.testing.assert_close(loss.total.item(), 1024 * torch.log(torch.tensor(2.0)).item(), rtol=1e-6, atol=0)
+    assert weight.grad.flatten().tolist() == [-0.5, 0.5]
+
+
+@pytest.mark.parametrize("low_hidden", [False, True])
+def test_under_bf16_autocast_the_products_follow_autocast(low_hidden):
+    torch.manual_seed(1)
+    head, x, target = nn.Linear(8, 50), torch.randn(40, 8, requires_grad=True), torch.randint(50, (40,))
+    hidden = x.bfloat16() if low_hidden else x
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = seqpar.linear_cross_entropy(hidden, head.weight, target, bias=head.bias, chunk_tokens=7)
+        plain = F.cross_entropy(head(hidden), target, reduction="sum")
+    mine = torch.autograd.grad(loss.total, (x, *head.parameters()), retain_graph=True)
+    theirs = torch.autograd.grad(plain, (x, *head.parameters()))
+    assert loss.total.dtype == torch.float32
+    assert {g.dtype for g in mine} == {torch.float32}
+    # F.linear adds the bias before the product is rounded to bfloat16, we after: without a bias the logits are the same
+    torch.testing.assert_close(loss.total, plain, rtol=2e-4, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = seqpar.linear_cross_entropy(hidden, head.weight, target, chunk_tokens=7)
+        plain = F.cross_entropy(F.linear(hidden, head.weight), target, reduction="sum")
+    torch.testing.assert_close(loss.total, plain, rtol=1e-5, atol=0)
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm()  # two bf16 roundings of the same gradient, 2^-8 each, over 40 rows
+
+
+def test_under_autocast_float64_stays_float64():
+    hidden, weight, target = small()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = seqpar.linear_cross_entropy(hidden, weight, target)
+    torch.testing.assert_close(
+        loss.total, F.cross_entropy(hidden @ weight.t(), target, reduction="sum"), rtol=1e-12, atol=0
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_gpu_has_the_plain_gradient(dtype):
+    hidden, weight, target = (
+        t.detach().cuda() for t in small(rows=300, width=16, vocab_size=1000, dtype=torch.float64)
+    )
+    truth_inputs = [t.to(dtype).double().requires_grad_() for t in (hidden, weight)]
+    inputs = [t.detach().to(dtype).requires_grad_() for t in truth_inputs]
+    options = {"ignore_index": -100, "label_smoothing": 0.1, "smoothing": "torch", "z_loss": 1e-4, "softcap": 20.0}
+    truth = (
+        F.cross_entropy(plain_logits(*truth_inputs, softcap=20.0), target, label_smoothing=0.1, reduction="sum")
+        + 1e-4 * torch.logsumexp(plain_logits(*truth_inputs, softcap=20.0), -1).square().sum()
+    )
+    loss = seqpar.linear_cross_entropy(*inputs, target, **options, chunk_tokens=64).total
+    mine = errors(loss, inputs, [truth.detach(), *torch.autograd.grad(truth, truth_inputs)])
+    assert max(mine) <= {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
+
+
+BAD = {
+    "float target": ({"target": torch.zeros(6)}, TypeError, "target has dtype torch.float32"),
+    "bool target": ({"target": torch.zeros(6, dtype=torch.bool)}, TypeError, "target has dtype torch.bool"),
+    "target's shape": ({"target": torch.zeros(5, dtype=torch.int64)}, ValueError, r"\(6, 4\) and target \(5,\)"),
+    "weight's width": ({"weight": torch.zeros(9, 5)}, ValueError, r"\(6, 4\) and weight \(9, 5\)"),
+    "weight's dims": ({"weight": torch.zeros(4)}, ValueError, r"\(6, 4\) and weight \(4,\)"),
+    "bias's shape": ({"bias": torch.zeros(8)}, ValueError, r"bias has shape \(8,\) and weight \(9, 4\)"),
+    "integer hidden": ({"hidden": torch.zeros(6, 4, dtype=torch.int64)}, TypeError, "hidden has dtype torch.int64"),
+    "weight's dtype": ({"weight": torch.zeros(9, 4).bfloat16()}, TypeError, "float32 and weight torch.bfloat16"),
+    "bias's dtype": ({"bias": torch.zeros(9).double()}, TypeError, "float32 and bias torch.float64"),
+    "weight's device": ({"weight": on_another_device(9, 4)}, ValueError, "hidden is on cpu and weight on cuda:0"),
+    "class weights": ({"class_weight": torch.ones(8)}, ValueError, r"class_weight has shape \(8,\); it must be \(9,\)"),
+    "smoothing of 1": ({"label_smoothing": 1.0}, ValueError, r"label_smoothing is 1\.0"),
+    "negative smoothing": ({"label_smoothing": -0.1}, ValueError, r"label_smoothing is -0\.1"),
+    "convention": ({"smoothing": "other"}, ValueError, "smoothing is 'other'"),
+    "harvard": ({"smoothing": "harvard"}, ValueError, "ignore_index is -100; the 'harvard' convention"),
+    "softcap 0": ({"softcap": 0.0}, ValueError, r"softcap is 0\.0"),
+    "softcap inf": ({"softcap": float("inf")}, ValueError, "softcap is inf"),
+    "z_loss": ({"z_loss": -1e-4}, ValueError, "z_loss is -0.0001"),
+    "z_loss nan": ({"z_loss": float("nan")}, ValueError, "z_loss is nan"),
+    "target too high": (
+        {"target": torch.tensor([0, 0, 0, 9, 0, 0])},
+        IndexError,
+        r"target 9 at position \(3,\).*\[0, 9\)",
+    ),
+    "target negative": ({"target": torch.tensor([0, -1, 0, 9, 0, 0])}, IndexError, r"target -1 at position \(1,\)"),
+    "a shard too long": ({"vocab": seqpar.VocabShard(None, 3, 9)}, ValueError, r"9 rows from class 3 on.*\[0, 9\)"),
+    "a shard alone": ({"vocab": seqpar.VocabShard(None, 0, 12)}, RuntimeError, r"\[0, 9\) on rank 0.*\[0, 12\)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_input_is_one_clear_line(case):
+    change, error, message = BAD[case]
+    inputs = {"hidden": torch.zeros(6, 4), "weight": torch.zeros(9, 4), "target": torch.zeros(6, dtype=torch.int64)}
+    with pytest.raises(error, match=message):
+        seqpar.linear_cross_entropy(**(inputs | change))
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, "5"])
+def test_a_chunk_size_that_is_no_positive_int_is_refused(size):
+    hidden, weight, target = small()
+    with pytest.raises(ValueError, match=f"chunk_tokens is {size!r}; it must be a whole number of at least 1"):
+        seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=size)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_narrow_integer_targets_work(dtype):
+    hidden, weight, target = small()
+    loss = seqpar.linear_cross_entropy(hidden, weight, target.to(dtype), chunk_tokens=5)
+    assert loss.total == seqpar.linear_cross_entropy(hidden, weight, target, chunk_tokens=5).total
+
+
+def test_it_is_the_engines_loss_with_a_linear_generator():
+    """One formula for both: the criterion under the engine, and the fast path."""
+    hidden, weight, target = small()
+    head = nn.Linear(4, 9, bias=False).double()
+    head.weight = nn.Parameter(weight.detach().clone())
+    engine = seqpar.LossCompute(head, seqpar.LabelSmoothing(0.1, "fairseq"), chunk_tokens=5)(hidden, target)
+    ours = seqpar.linear_cross_entropy(
+        hidden, head.weight, target, label_smoothing=0.1, smoothing="fairseq", chunk_tokens=5
+    )
+    for a, b in zip(ours, engine, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("generator", ["by formula", "by autograd"])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_in_float16_small_gradients_survive_if_the_loss_scale_is_known_in_forward(generator, as_tensor):
+    """Of 20,000 classes each has p = 5e-5, so without a scale the gradients of all but the target's are below 2^-20."""
+    torch.manual_seed(0)
+    rows, scale = 64, 2.0**14 / 64
+    made = torch.randn(rows, 8) / 64, torch.randn(20_000, 8) / 64
+    hidden, weight = (t.half().requires_grad_() for t in made)
+    target = torch.zeros(rows, dtype=torch.int64)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    truth = torch.autograd.grad(F.cross_entropy(exact[0] @ exact[1].t(), target, reduction="sum"), exact)
+
+    class Own(nn.Linear):
+        def forward(self, x):
+            return F.linear(x, self.weight)
+
+    linear = (nn.Linear if generator == "by formula" else Own)(8, 20_000, bias=False)
+    del linear.weight
+    linear.register_parameter("weight", nn.Parameter(weight.detach()))
+    engine, errors = seqpar.LossCompute(linear, seqpar.CrossEntropy(), chunk_tokens=16), {}
+    plain = F.cross_entropy(linear(hidden), target, reduction="sum")
+    for name, known in {"plain": None, "known": scale, "unknown": 1.0}.items():
+        loss_scale = torch.tensor(known) if as_tensor and known else known
+        loss = plain if known is None else engine(hidden, target, loss_scale=loss_scale).total
+        got = torch.autograd.grad(loss * scale, (hidden, linear.weight))
+        pairs = [(g.double()[i:] / scale, t[i:]) for g, t, i in zip(got, truth, (0, 1), strict=True)]
+        errors[name] = [float((g - t).norm() / t.norm()) for g, t in pairs]
+    for ours, theirs in zip(errors["known"], errors["plain"], strict=True):
+        assert ours <= 2 * max(theirs, 2**-12)
+    assert errors["unknown"][1] > 2 * errors["known"][1]
+
+
+def test_a_gradscaler_sees_an_overflow_of_the_kept_gradients():
+    hidden, weight = torch.ones(4, 2).half().requires_grad_(), torch.zeros(3, 2).half().requires_grad_()
+    loss = seqpar.linear_cross_entropy(hidden, weight, torch.zeros(4, dtype=torch.int64), loss_scale=2.0**17)
+    (loss.total * 2.0**17).backward()
+    assert not weight.grad.isfinite().all()

@@ -1,0 +1,81 @@
+"""While a CUDA graph is recorded no row can be left out: ignored ones count for nothing in every loss and score.
+
+The real thing is in the tests of a GPU; here the question whether one is being recorded is answered with yes.
+"""
+
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import seqpar
+from seqpar.testing import assert_same_results
+from tests.seqpar.linear.linear_loss import linear_cases
+from tests.seqpar.linear.test_distillation import teachers
+
+ASKING = ("chunks", "target_checks", "linear_inputs", "distillation", "sampled")
+
+
+@contextmanager
+def recorded():
+    """As while a CUDA graph is recorded."""
+    with ExitStack() as patches:
+        for name in ASKING:
+            patches.enter_context(patch(f"seqpar.{name}.recording", lambda _: True, create=True))
+        yield
+
+
+def distillation(tensors, case):
+    made = tensors | teachers(case, 3, case.bias)
+    if tensors["hidden"].isnan().any():
+        made["teacher_hidden"][tensors["target"] == case.padding] = torch.nan
+    direction = "forward" if case.coarse else "reverse"
+    return seqpar.linear_distillation(**made, direction=direction, **of(case, "temperature"))
+
+
+def scores(tensors, case):
+    found = seqpar.token_scores(**tensors, **of(case, "temperature", "softcap"))
+    assert (found[tensors["target"] == case.padding] == 0).all()
+    factors = torch.linspace(-1, 2, found.numel(), dtype=torch.float64).reshape(found.shape)
+    return seqpar.TokenLoss((found * factors).sum(), (tensors["target"] != case.padding).sum())
+
+
+def sampled(tensors, case):
+    random = torch.Generator().manual_seed(case.seed)
+    classes = torch.randint(case.vocab_size, (5,), generator=random)
+    proposal = torch.rand(case.vocab_size, dtype=torch.float64, generator=random) + 0.1 if case.weighted else None
+    return seqpar.sampled_cross_entropy(**tensors, classes=classes, proposal=proposal, **of(case))
+
+
+def of(case, *names):
+    return {name: case.options[name] for name in ("ignore_index", "chunk_tokens", *names)}
+
+
+def result(loss, case, hidden_of_padding):
+    """The loss and its gradients, where the hidden states of ignored rows are this."""
+    drop = ("class_weight", "token_weight")
+    tensors = {name: t for name, t in case.tensors().items() if name not in drop}
+    with torch.no_grad():
+        tensors["hidden"][tensors["target"] == case.padding] = hidden_of_padding
+    found = loss(tensors, case)
+    names = [name for name, t in tensors.items() if t.requires_grad]
+    grads = torch.autograd.grad(found.total, [tensors[n] for n in names]) if names else ()
+    return (found.total.detach(), dict(zip(names, grads, strict=True))), found
+
+
+@pytest.mark.parametrize("loss", [distillation, scores, sampled])
+@settings(max_examples=15)
+@given(linear_cases(), st.sampled_from([1.0, float("nan")]))
+def test_ignored_rows_of_a_recorded_loss_count_for_nothing(loss, case, hidden_of_padding):
+    """Not even where their hidden state is no number."""
+    expected, plain = result(loss, case, 0.0)
+    with recorded():
+        got, found = result(loss, case, hidden_of_padding)
+    assert_same_results(got, expected)
+    assert found.tokens == plain.tokens
+    if plain.nll is not None:
+        assert float(found.nll) == pytest.approx(float(plain.nll), rel=1e-12, abs=1e-12)
+        assert found.correct == plain.correct

@@ -1,0 +1,141 @@
+"""The conformance suite passes what is right and catches every planted mistake with the check that is about it."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from seqpar.testing.conformance import CHECKS, EVERYTHING, KNOWN, Adapter, adapter_of, report, run
+from seqpar.testing.conformance.__main__ import main
+from seqpar.testing.conformance.inputs import plain_loss
+from seqpar.testing.conformance.memory import Growth, growth
+from tests.seqpar.testing.planted import MISTAKES
+
+ROOT = Path(__file__).parents[3]
+NUMBERS = tuple(check for check in CHECKS if not check.is_cost)
+QUICK = tuple(check for check in CHECKS if check.name != "memory by rows")
+BY_NAME = {check.name: check for check in CHECKS}
+
+
+def failures(findings):
+    return {name: finding.figure for name, finding in findings.items() if finding.verdict == "fail"}
+
+
+@pytest.mark.parametrize(("name", "checks"), [("torch", NUMBERS), ("seqpar", QUICK), ("seqpar-engine", QUICK)])
+def test_plain_torch_and_seqpar_fail_nothing(name, checks):
+    findings = run(KNOWN[name], checks)
+    assert failures(findings) == {}
+    offered = {"any number of chunks"} if name == "torch" else set()
+    assert {n for n, f in findings.items() if f.verdict != "pass"} == offered
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_is_caught_by_the_check_about_it_and_shown_in_five_lines(name, capsys):
+    adapter = adapter_of(f"tests.seqpar.testing.planted:{name}")
+    about = MISTAKES[name][0]
+    finding = BY_NAME[about](adapter)
+    assert finding.verdict == "fail", finding
+    assert len(finding.reproduction.splitlines()) <= 5
+    if name == "no_smoothing":
+        assert finding.figure == "NotImplementedError: no smoothing"
+        with pytest.raises(NotImplementedError):
+            exec(finding.reproduction, {})
+    else:
+        exec(finding.reproduction, {})
+        assert capsys.readouterr().out.strip()
+    if about not in ("float32", "float64"):
+        assert BY_NAME["float32"](adapter).verdict == "pass"
+
+
+@pytest.mark.parametrize(("name", "about"), [(n, a) for n, (a, _) in MISTAKES.items() if a in ("bfloat16", "float64")])
+def test_the_number_a_reproduction_prints_is_beyond_what_is_right(name, about, capsys):
+    finding = BY_NAME[about](adapter_of(f"tests.seqpar.testing.planted:{name}"))
+    exec(finding.reproduction, {})
+    allowed = float(finding.reproduction.split("at most ")[1].split()[0])
+    assert float(capsys.readouterr().out) > allowed
+
+
+NO_LOSS = {
+    "detached": lambda *given: plain_loss(*given).detach(),
+    "a float": lambda *given: float(plain_loss(*given)),
+    "nothing": lambda *given: None,
+    "a tuple": lambda *given: (plain_loss(*given),),
+    "a row each": lambda *given: plain_loss(*given).expand(3),
+    "inf": lambda *given: plain_loss(*given) * float("inf"),
+    "nan": lambda *given: plain_loss(*given) * float("nan"),
+    "zero": lambda *given: plain_loss(*given) * 0,
+}
+
+
+@pytest.mark.parametrize("kind", NO_LOSS)
+def test_what_is_no_loss_fails_every_check_of_its_gradients(kind):
+    names = ["float64", "upstream factor", "second backward", "accumulation", "all ignored"]
+    if kind == "zero":
+        names.remove("all ignored")  # there it is right
+        names.remove("second backward")  # twice 0 is 0
+    found = {name: BY_NAME[name](Adapter(kind, NO_LOSS[kind])) for name in names}
+    assert {name: finding.verdict for name, finding in found.items()} == dict.fromkeys(names, "fail")
+    assert all(len(finding.reproduction.splitlines()) <= 5 for finding in found.values())
+
+
+def test_what_is_not_offered_is_not_held_against_it():
+    modest = replace(KNOWN["torch"], offers=frozenset({"float32", "mean"}))
+    findings = run(modest, QUICK)
+    missing = {"float64", "bfloat16", "float16", "any number of chunks", "label smoothing"}
+    assert {name for name, finding in findings.items() if finding.verdict == "not offered"} == missing
+    assert failures(findings).keys() == {"padding is not projected"}
+
+
+def test_the_memory_of_all_logits_is_a_failure_and_of_a_chunk_is_not():
+    right, wrong = growth(KNOWN["seqpar"]), growth(KNOWN["torch"])
+    assert isinstance(right, Growth)
+    assert isinstance(wrong, Growth)
+    assert right.share <= Growth.ALLOWED < 1 <= wrong.share
+
+
+def test_the_command_says_what_exists_and_what_is_not_installed(capsys, monkeypatch):
+    with pytest.raises(SystemExit, match=r"conformance: 'nobody' is not known; there are torch, .*seqpar-engine, and"):
+        main(["torch", "nobody"])
+    with pytest.raises(SystemExit, match="'math:pi' is a float; it must be"):
+        main(["math:pi"])
+    with pytest.raises(SystemExit, match="'nowhere:x' cannot be loaded: No module named 'nowhere'"):
+        main(["nowhere:x"])
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)
+    main(["cce"])
+    printed = capsys.readouterr().out
+    assert "| float32 | not measured: not installed |" in printed
+    assert "No check failed." in printed
+
+
+def test_a_report_has_the_table_and_what_each_reproduction_printed():
+    adapter = adapter_of("tests.seqpar.testing.planted:dropped_chunk")
+    findings = {adapter.name: run(adapter, CHECKS[:1])}
+    said = report.table(findings) + report.reproductions(findings)
+    assert "| | dropped_chunk |\n|---|---|\n| float64 | **fail: " in said
+    assert said.count("```python\nimport torch") == 1
+    assert float(said.splitlines()[-2]) > 1e-3
+    assert report.printed("print(6 * 7)") == "42"
+    assert report.printed("raise KeyError(1)") == "KeyError: 1"
+    assert report.reproductions({"x": {}}) == "No check failed."
+
+
+def test_no_peer_is_imported_before_it_runs_and_seqpar_does_not_import_the_kit():
+    code = """
+import sys, seqpar
+seqpar.LossCompute
+assert not [name for name in sys.modules if name.startswith("seqpar.testing")]
+import seqpar.testing.conformance
+assert not {"liger_kernel", "cut_cross_entropy", "torchtune", "triton", "hypothesis"} & {*sys.modules}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_an_adapter_of_ones_own_is_a_name_and_a_function():
+    mine = Adapter("mine", KNOWN["torch"].loss)
+    assert mine.offers == EVERYTHING
+    assert run(mine, CHECKS[:1])["float64"].verdict == "pass"
+    assert {*run(replace(mine, why_not=lambda: "needs a GPU")).values()} == {
+        replace(run(mine, CHECKS[:1])["float64"], verdict="not measured", figure="needs a GPU")
+    }
