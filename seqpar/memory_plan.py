@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from seqpar.core.chunked_gradient import PRODUCT_ROWS
 from seqpar.core.chunks import check_size, rows_per_chunk
+from seqpar.core.stored_gradients import PRODUCT_ROWS
 from seqpar.core.token_loss import wide
 
 Layout = Literal["ddp", "fsdp", "vocab"]

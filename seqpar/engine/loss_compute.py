@@ -29,7 +29,7 @@ from seqpar.engine.formula_match import check_class_weight, linear_of, settings_
 from seqpar.engine.shards import Shard, check_targets, check_width, one_for_each_device, rows_of, scattered
 from seqpar.kernels.row_kernel import why_no_kernel
 from seqpar.linear.compiled_op import compiled_cross_entropy
-from seqpar.linear.formula import LinearFormula, Projection, product_dtype, walk_by_formula
+from seqpar.linear.formula import LinearFormula, LinearLeaves, Projection, differentiable_loss, product_dtype
 from seqpar.linear.inputs import Inputs, Settings
 from seqpar.losses.criteria import ignored_target
 from seqpar.multi_device.devices import Device, check_devices
@@ -268,7 +268,7 @@ class LossCompute(nn.Module):
         projection = Projection(linear.weight, linear.bias, product_dtype(hidden_ND))
         ignored = ignored_target(head["criterion"]) if recording(hidden_ND.device) else None
         formula = LinearFormula(projection, shard.target.flatten(), q, ignored=ignored)
-        return walk_by_formula(hidden_ND, linear.weight, linear.bias, chunks, formula, loss_scale=loss_scale)
+        return differentiable_loss(formula, chunks, LinearLeaves(hidden_ND, linear.weight, linear.bias), loss_scale)
 
     def _walk(self, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor) -> TokenLoss:
         """One device's loss, chunk by chunk."""

@@ -1,32 +1,73 @@
 """`linear_cross_entropy` as one operator that `torch.compile` puts into its graph without looking inside.
 
-The chunk walk has loops whose number depends on the targets, so a graph could only be traced around it. The operator
-returns the gradients beside the loss, and its backward multiplies them.
+The number of chunks depends on the targets, so a graph could only be traced around their loop. The operator computes
+loss and gradients together:
+
+    forward:   total, tokens, nll, correct, and the gradients of loss_scale x total
+    backward:  upstream factor / loss_scale x those gradients
+
+torch asks an operator for four functions: what it computes, the shapes of what it returns, what it saves for
+backward, and its backward. They stand here in that order. torch hands arguments over by position; `_Arguments` and
+`_Results` give each position its name.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from seqpar.core.chunked_gradient import ByFormula, Gradients, narrowed, walk_chunks
 from seqpar.core.token_loss import TokenLoss, wide
-from seqpar.linear.formula import product_dtype
+from seqpar.linear.formula import LinearWanted, loss_and_gradients, product_dtype
 from seqpar.linear.inputs import Inputs, Settings, checked, plan
 from seqpar.losses.softmax_loss import Convention
 
 
+class _Arguments(NamedTuple):
+    """The operator's arguments, in its order: tensors, settings, and what autograd and autocast were at the call."""
+
+    hidden: Any = None
+    weight: Any = None
+    target: Any = None
+    bias: Any = None
+    class_weight: Any = None
+    token_weight: Any = None
+    loss_scale: Any = None
+    ignore_index: Any = None
+    label_smoothing: Any = None
+    smoothing: Any = None
+    z_loss: Any = None
+    softcap: Any = None
+    temperature: Any = None
+    chunk_tokens: Any = None
+    dtype: Any = None
+    autocast: Any = None
+    wanted: Any = None
+
+
+class _Results(NamedTuple):
+    """The operator's results; a gradient that is not wanted is an empty tensor, since an operator returns no None."""
+
+    total: Tensor
+    tokens: Tensor
+    nll: Tensor
+    correct: Tensor
+    hidden_grad: Tensor
+    weight_grad: Tensor
+    bias_grad: Tensor
+    token_weight_grad: Tensor
+
+
 def compiled_cross_entropy(inputs: Inputs, settings: Settings, loss_scale: float | Tensor) -> TokenLoss:
-    """What `linear_cross_entropy` returns, while it is being traced."""
+    """Return the loss of `linear_cross_entropy` as a call of the operator, while `torch.compile` traces."""
     hidden = inputs.hidden
     scale = loss_scale if isinstance(loss_scale, Tensor) else hidden.new_full((), loss_scale, dtype=torch.float64)
     leaves = (hidden, inputs.weight, inputs.bias, inputs.token_weight)
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in leaves]
     autocast = torch.is_autocast_enabled(hidden.device.type)
-    total, tokens, nll, correct, *_ = _operator(*inputs, scale, *settings, product_dtype(hidden), autocast, wanted)
-    return TokenLoss(total, tokens, nll.detach(), correct)
+    found = _Results(*_operator(*inputs, scale, *settings, product_dtype(hidden), autocast, wanted))
+    return TokenLoss(found.total, found.tokens, found.nll.detach(), found.correct)
 
 
 @torch.library.custom_op("seqpar::linear_cross_entropy", mutates_args=())
@@ -49,72 +90,90 @@ def _operator(
     autocast: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """total, tokens, nll, correct; the gradients of hidden, weight, bias and token_weight, empty unless `wanted`."""
+    """Compute `_Results`."""
     convention: Convention = smoothing  # type: ignore[assignment]
     inputs = Inputs(hidden, weight, target, bias, class_weight, token_weight)
     settings = Settings(ignore_index, label_smoothing, convention, z_loss, softcap, temperature, chunk_tokens)
     cast_to = None if dtype == torch.float64 else dtype  # which autocast leaves alone, and takes no name of
     with torch.autocast(hidden.device.type, cast_to, enabled=autocast):
         shard, q = checked(inputs, settings, None, loss_scale)
-        hidden_ND, chunks, formula = plan(inputs, settings, shard, q)
-    per_token = [hidden_ND] if token_weight is None else [hidden_ND, token_weight.flatten()]
-    params = [weight] if bias is None else [weight, bias]
-    asked = [wanted[0], wanted[3]][: len(per_token)] + wanted[1:3][: len(params)]
-    gradients = Gradients(per_token, params, asked, len(chunks), loss_scale) if any(wanted) else None
-    empty = TokenLoss.zero(dtype, hidden.device, tells=True)
-    loss = walk_chunks(ByFormula(formula), chunks, per_token, params, empty, gradients)
-    found: list[Tensor | None] = [None] * 4
-    if gradients is not None:
-        found[0], found[1] = gradients.rows[0], gradients.params[0]
-        found[2] = gradients.params[1] if bias is not None else None
-        found[3] = gradients.rows[1] if token_weight is not None else None
-    leaves = (hidden, weight, bias, token_weight)
-    kept = (_kept(g, t, w) for g, t, w in zip(found, leaves, wanted, strict=True))
+        leaves, chunks, chunk_loss = plan(inputs, settings, shard, q)
+    loss, gradients = loss_and_gradients(chunk_loss, chunks, leaves, LinearWanted(*wanted), loss_scale)
     assert loss.nll is not None
     assert loss.correct is not None
-    return loss.total, loss.tokens, loss.nll, loss.correct, *kept  # type: ignore[return-value]
+    return _Results(
+        loss.total,
+        loss.tokens,
+        loss.nll,
+        loss.correct,
+        hidden_grad=_reshaped(gradients.hidden, hidden),
+        weight_grad=_reshaped(gradients.weight, weight),
+        bias_grad=_reshaped(gradients.bias, bias),
+        token_weight_grad=_reshaped(gradients.token_weight, token_weight),
+    )
 
 
-def _kept(grad: Tensor | None, leaf: Tensor | None, wanted: bool) -> Tensor:
-    """A gradient in its leaf's shape, 0 where no chunk was there; empty where none is wanted."""
-    if leaf is None or not wanted:
+def _reshaped(grad: Tensor | None, leaf: Tensor | None) -> Tensor:
+    if grad is None or leaf is None:
         return torch.empty(0)
-    return torch.zeros_like(leaf) if grad is None else narrowed(grad.reshape(leaf.shape), leaf.dtype)
+    return grad.reshape(leaf.shape)
 
 
 @_operator.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    loss_scale: Tensor,
-    *settings: Any,
-) -> tuple[Tensor, ...]:
-    dtype, wanted = settings[-3], settings[-1]
-    sum_, count = hidden.new_empty((), dtype=wide(dtype)), hidden.new_empty((), dtype=torch.int64)
-    leaves = (hidden, weight, bias, token_weight)
-    kept = (torch.empty(0) if t is None or not w else torch.empty_like(t) for t, w in zip(leaves, wanted, strict=True))
-    return sum_, count, torch.empty_like(sum_), torch.empty_like(count), *kept
+def _shapes(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return tensors of the shapes and dtypes of `_Results`, without numbers, for tracing."""
+    given = _Arguments(*arguments)
+    wanted = LinearWanted(*given.wanted)
+    total = given.hidden.new_empty((), dtype=wide(given.dtype))
+    tokens = given.hidden.new_empty((), dtype=torch.int64)
+    return _Results(
+        total,
+        tokens,
+        nll=torch.empty_like(total),
+        correct=torch.empty_like(tokens),
+        hidden_grad=_like(given.hidden, wanted.hidden),
+        weight_grad=_like(given.weight, wanted.weight),
+        bias_grad=_like(given.bias, wanted.bias),
+        token_weight_grad=_like(given.token_weight, wanted.token_weight),
+    )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.wanted, ctx.arguments = inputs[-1], len(inputs)
-    ctx.save_for_backward(inputs[6], *output[4:])
+def _like(leaf: Tensor | None, wanted: bool) -> Tensor:
+    if leaf is None or not wanted:
+        return torch.empty(0)
+    return torch.empty_like(leaf)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save the stored gradients and their scale for backward."""
+    given = _Arguments(*inputs)
+    found = _Results(*output)
+    ctx.wanted = LinearWanted(*given.wanted)
+    ctx.save_for_backward(
+        given.loss_scale, found.hidden_grad, found.weight_grad, found.bias_grad, found.token_weight_grad
+    )
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    grads: list[Tensor | None] = [None] * ctx.arguments
-    if upstream is not None:
-        scale, *kept = ctx.saved_tensors
-        factor = upstream / scale
-        for place, grad, wanted in zip((0, 1, 3, 5), kept, ctx.wanted, strict=True):
-            if wanted:
-                grads[place] = (grad * factor).to(grad.dtype)
-    return tuple(grads)
+    """Return the gradient of each argument: the stored one times the upstream factor, None for all but the leaves."""
+    if upstream is None:
+        return _Arguments()
+    loss_scale, hidden_grad, weight_grad, bias_grad, token_weight_grad = ctx.saved_tensors
+    factor = upstream / loss_scale
+    wanted: LinearWanted = ctx.wanted
+    return _Arguments(
+        hidden=_scaled(hidden_grad, factor, wanted.hidden),
+        weight=_scaled(weight_grad, factor, wanted.weight),
+        bias=_scaled(bias_grad, factor, wanted.bias),
+        token_weight=_scaled(token_weight_grad, factor, wanted.token_weight),
+    )
 
 
-_operator.register_autograd(_backward, setup_context=_keep)
+def _scaled(grad: Tensor, factor: Tensor, wanted: bool) -> Tensor | None:
+    if not wanted:
+        return None
+    return (grad * factor).to(grad.dtype)
+
+
+_operator.register_autograd(_backward, setup_context=_save)

@@ -11,7 +11,7 @@ from torch import Tensor
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.compiled_op import compiled_cross_entropy
-from seqpar.linear.formula import walk_by_formula
+from seqpar.linear.formula import differentiable_loss
 from seqpar.linear.inputs import Inputs, Settings, checked, local_parts, plan
 from seqpar.losses.softmax_loss import Convention
 
@@ -92,6 +92,5 @@ def linear_cross_entropy(
         return compiled_cross_entropy(inputs, settings, loss_scale)
     inputs, vocab = local_parts(inputs, vocab)
     shard, q = checked(inputs, settings, vocab, loss_scale)
-    hidden_ND, chunks, formula = plan(inputs, settings, shard, q)
-    weight_N = None if inputs.token_weight is None else inputs.token_weight.flatten()
-    return walk_by_formula(hidden_ND, inputs.weight, inputs.bias, chunks, formula, weight_N, loss_scale)
+    leaves, chunks, chunk_loss = plan(inputs, settings, shard, q)
+    return differentiable_loss(chunk_loss, chunks, leaves, loss_scale)

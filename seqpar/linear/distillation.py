@@ -10,11 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from seqpar.core.chunked_gradient import ByFormula, Gradients, chunked_gradient
+from seqpar.core.chunked_gradient import Rows
 from seqpar.core.chunks import Chunk, cut_rows, recording, rows_per_chunk
+from seqpar.core.stored_gradients import Gradients
 from seqpar.core.tensor_checks import check_floating
 from seqpar.core.token_loss import TokenLoss
-from seqpar.linear.formula import Projection, product_dtype
+from seqpar.linear.formula import LinearLeaves, LinearSlots, Projection, differentiable_loss, product_dtype
 from seqpar.linear.inputs import Inputs, Settings, checked
 
 Direction = Literal["forward", "reverse"]
@@ -82,9 +83,7 @@ def linear_distillation(
     formula = _Divergence(student, teacher, teacher_hidden.detach().flatten(0, -2), target_N, direction, ignored)
     most = chunk_tokens or rows_per_chunk(len(weight), dtype, hidden.device.type)
     chunks = cut_rows(target_N != ignore_index, most)
-    params = [weight] if bias is None else [weight, bias]
-    empty = TokenLoss.zero(dtype, hidden.device, tells=True)
-    return chunked_gradient(ByFormula(formula), chunks, [hidden.flatten(0, -2)], params, empty)
+    return differentiable_loss(formula, chunks, LinearLeaves(hidden.flatten(0, -2), weight, bias))
 
 
 class _Divergence:
@@ -105,17 +104,21 @@ class _Divergence:
         self.student, self.teacher, self.teacher_ND = student, teacher, teacher_ND
         self.target_N, self.reverse, self.ignored = target_N, direction == "reverse", ignored
 
-    def __call__(self, rows: tuple[Tensor, ...], chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
+    def __call__(self, rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
+        """Return the chunk's summed divergence; `rows` are those of hidden, and None for token_weight."""
         student, teacher, target_K = self.student, self.teacher, self.target_N[chunk]
+        hidden_KD, _ = rows
+        assert hidden_KD is not None
+        slots = None if gradients is None else LinearSlots.of(gradients)
         with torch.autocast(target_K.device.type, enabled=False):  # what it would cast has been
-            hidden_KD = self._kept(rows[0], target_K).to(student.weight_VD.dtype)
+            hidden_KD = self._kept(hidden_KD, target_K).to(student.weight_VD.dtype)
             product_KV = student.product(hidden_KD)
             teachers_KV = teacher.product(self._kept(self.teacher_ND[chunk], target_K).to(teacher.weight_VD.dtype))
             size = min(student.rows_at_once(len(target_K)), teacher.rows_at_once(len(target_K)))
             blocks = zip(product_KV.split(size), teachers_KV.split(size), target_K.split(size), strict=True)
-            losses, biases = zip(*(self._block(*block, gradients) for block in blocks), strict=True)
-            if gradients is not None:
-                student.back(product_KV, hidden_KD, chunk, biases, gradients)
+            losses, biases = zip(*(self._block(*block, slots) for block in blocks), strict=True)
+            if slots is not None:
+                student.back(product_KV, hidden_KD, chunk, biases, slots)
         return TokenLoss(*(torch.stack(column).sum() for column in zip(*losses, strict=True)))
 
     def _kept(self, hidden_KD: Tensor, target_K: Tensor) -> Tensor:
@@ -123,7 +126,7 @@ class _Divergence:
         return hidden_KD if self.ignored is None else hidden_KD.masked_fill((target_K == self.ignored).unsqueeze(1), 0)
 
     def _block(
-        self, product_KV: Tensor, teachers_KV: Tensor, target_K: Tensor, gradients: Gradients | None
+        self, product_KV: Tensor, teachers_KV: Tensor, target_K: Tensor, gradients: LinearSlots | None
     ) -> tuple[TokenLoss, Tensor | None]:
         kept_K = torch.ones_like(target_K, dtype=torch.bool) if self.ignored is None else target_K != self.ignored
         target_K = target_K.where(kept_K, 0)

@@ -7,12 +7,14 @@ of it, where it is split).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from seqpar.core.chunked_gradient import ByFormula, Gradients, chunked_gradient
+from seqpar.core.chunked_gradient import ChunkLoss, Rows, differentiable_sum, sum_over_chunks
 from seqpar.core.chunks import Chunk
+from seqpar.core.stored_gradients import Gradients, RowGradient, SummedGradient
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.kernels.row_kernel import RowKernel, aligned, why_no_kernel
 from seqpar.losses.softmax_loss import (
@@ -38,21 +40,91 @@ def product_dtype(hidden: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-def walk_by_formula(
-    hidden_ND: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    chunks: Sequence[Chunk],
-    formula: LinearFormula,
-    token_weight_N: Tensor | None = None,
-    loss_scale: float | Tensor = 1.0,
+class LinearLeaves(NamedTuple):
+    """The tensors that gradients flow into; hidden and token_weight have one row for each token."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    token_weight: Tensor | None = None
+
+
+class LinearSlots(NamedTuple):
+    """Where the gradient of each leaf is stored, `scale` times as large; None where it is not wanted."""
+
+    hidden: RowGradient | None
+    weight: SummedGradient | None
+    bias: SummedGradient | None
+    token_weight: RowGradient | None
+    scale: float | Tensor
+
+    @classmethod
+    def of(cls, gradients: Gradients) -> LinearSlots:
+        """Name the slots that `differentiable_loss` and `loss_and_gradients` made."""
+        hidden, token_weight = gradients.per_token
+        weight, bias = gradients.params
+        return cls(hidden, weight, bias, token_weight, gradients.scale)
+
+
+class LinearWanted(NamedTuple):
+    """Which leaves want a gradient."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    token_weight: bool = False
+
+
+class LinearGradients(NamedTuple):
+    """The gradient of each leaf; None where it was not wanted."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    token_weight: Tensor | None
+
+
+def differentiable_loss(
+    chunk_loss: ChunkLoss, chunks: Sequence[Chunk], leaves: LinearLeaves, loss_scale: float | Tensor = 1.0
 ) -> TokenLoss:
-    """The loss of what has been checked, over these chunks; `formula` is of this weight and bias."""
-    dtype = formula.projection.weight_VD.dtype
-    per_token = [hidden_ND] if token_weight_N is None else [hidden_ND, token_weight_N]
-    params = [weight] if bias is None else [weight, bias]
-    empty = TokenLoss.zero(dtype, hidden_ND.device, tells=True)
-    return chunked_gradient(ByFormula(formula), chunks, per_token, params, empty, loss_scale)
+    """Return the summed loss of all chunks as one node of autograd's graph."""
+    per_token = (leaves.hidden, leaves.token_weight)
+    params = (leaves.weight, leaves.bias)
+    return differentiable_sum(chunk_loss, chunks, per_token, params, _empty(leaves), loss_scale)
+
+
+def loss_and_gradients(
+    chunk_loss: ChunkLoss,
+    chunks: Sequence[Chunk],
+    leaves: LinearLeaves,
+    wanted: LinearWanted,
+    scale: float | Tensor = 1.0,
+) -> tuple[TokenLoss, LinearGradients]:
+    """Return the summed loss of all chunks and its gradients times `scale`, outside autograd."""
+    per_token = (leaves.hidden, leaves.token_weight)
+    params = (leaves.weight, leaves.bias)
+    asked = (wanted.hidden, wanted.token_weight, wanted.weight, wanted.bias)
+    gradients = Gradients(per_token, params, asked, len(chunks), scale)
+    loss = sum_over_chunks(chunk_loss, chunks, per_token, _empty(leaves), gradients if any(asked) else None)
+    slots = LinearSlots.of(gradients)
+    return loss, LinearGradients(
+        hidden=_released(slots.hidden, leaves.hidden),
+        weight=_released(slots.weight, leaves.weight),
+        bias=_released(slots.bias, leaves.bias),
+        token_weight=_released(slots.token_weight, leaves.token_weight),
+    )
+
+
+def _released(slot: RowGradient | SummedGradient | None, leaf: Tensor | None) -> Tensor | None:
+    """Return what a slot has stored: zeros where there was no chunk."""
+    if slot is None or leaf is None:
+        return None
+    found = slot.release(None)
+    return torch.zeros_like(leaf) if found is None else found
+
+
+def _empty(leaves: LinearLeaves) -> TokenLoss:
+    return TokenLoss.zero(product_dtype(leaves.hidden), leaves.hidden.device, tells=True)
 
 
 class Projection:
@@ -121,19 +193,31 @@ class Projection:
         return grad_KV
 
     def back(
-        self, product_KV: Tensor, hidden_KD: Tensor, chunk: Chunk, biases: Sequence[Tensor | None], out: Gradients
+        self,
+        product_KV: Tensor,
+        hidden_KD: Tensor,
+        chunk: Chunk,
+        bias_grads: Sequence[Tensor | None],
+        gradients: LinearSlots,
     ) -> None:
-        """From the product's gradient to those of hidden (per-token tensor 0), weight and bias (parameters 0 and 1)."""
-        out.write_product(0, chunk, product_KV, self.weight_VD)
-        out.add_product(0, product_KV.t(), hidden_KD)
-        parts = [part for part in biases if part is not None]
-        if parts:
-            out.add(1, torch.stack(parts).sum(0))
+        """Store the gradients of hidden, weight and bias, given that of the product.
 
-    def bias_gradient(self, grad_KV: Tensor, gradients: Gradients) -> Tensor | None:
-        """The bias's, of some rows; None where it is not wanted."""
-        wanted = self.bias_V is not None and gradients.wanted[1]
-        return grad_KV.sum(0, dtype=wide(grad_KV.dtype)) if wanted else None
+        product = hidden @ weight.T + bias, so with G the product's gradient: hidden's is G @ weight, the weight's
+        G.T @ hidden, the bias's the sum of G's rows.
+        """
+        if gradients.hidden is not None:
+            gradients.hidden.write_product(chunk, product_KV, self.weight_VD)
+        if gradients.weight is not None:
+            gradients.weight.add_product(product_KV.t(), hidden_KD)
+        found = [grad for grad in bias_grads if grad is not None]
+        if gradients.bias is not None and found:
+            gradients.bias.add(torch.stack(found).sum(0))
+
+    def bias_gradient(self, grad_KV: Tensor, gradients: LinearSlots) -> Tensor | None:
+        """Return the bias's gradient from some rows; None where it is not wanted."""
+        if gradients.bias is None:
+            return None
+        return grad_KV.sum(0, dtype=wide(grad_KV.dtype))
 
     def _buffer(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
         held = self.buffers.get(name)
@@ -174,12 +258,16 @@ class LinearFormula:
         if len(weight_VD) and not why_no_kernel(weight_VD.device.type):
             self.kernel = RowKernel(q, projection.bias_V, projection.softcap, projection.temperature, ignored)
 
-    def __call__(self, rows: tuple[Tensor, ...], chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
-        """rows: the chunk's hidden states and, where tokens are weighted, their weights."""
+    def __call__(self, rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
+        """Return the chunk's summed loss; `rows` are those of hidden and of token_weight."""
         projection, target_K = self.projection, self.target_N[chunk]
-        weight_K = rows[1].to(wide(projection.weight_VD.dtype)) if len(rows) > 1 else None
+        hidden_KD, weight_K = rows
+        assert hidden_KD is not None
+        if weight_K is not None:
+            weight_K = weight_K.to(wide(projection.weight_VD.dtype))
+        slots = None if gradients is None else LinearSlots.of(gradients)
         with torch.autocast(target_K.device.type, enabled=False):  # what it would cast has been
-            hidden_KD = rows[0].to(projection.weight_VD.dtype)
+            hidden_KD = hidden_KD.to(projection.weight_VD.dtype)
             if self.ignored is not None:  # whatever is there, a gradient of 0 times it must be 0
                 hidden_KD = hidden_KD.masked_fill((target_K == self.ignored).unsqueeze(1), 0)
             product_KV = projection.product(hidden_KD, biased=self.kernel is None)
@@ -187,11 +275,11 @@ class LinearFormula:
             weights = [None] * -(-len(target_K) // size) if weight_K is None else weight_K.split(size)
             blocks = zip(product_KV.split(size), target_K.split(size), weights, strict=True)
             block_loss = self._block if self.kernel is None else self._block_by_kernel
-            losses, row_loss, biases = zip(*(block_loss(*block, gradients) for block in blocks), strict=True)
-            if gradients is not None:
-                projection.back(product_KV, hidden_KD, chunk, biases, gradients)
-                if weight_K is not None:
-                    gradients.write(1, chunk, torch.cat(row_loss) * gradients.scale)
+            losses, row_loss, biases = zip(*(block_loss(*block, slots) for block in blocks), strict=True)
+            if slots is not None:
+                projection.back(product_KV, hidden_KD, chunk, biases, slots)
+                if slots.token_weight is not None:
+                    slots.token_weight.write(chunk, torch.cat(row_loss) * slots.scale)
         return TokenLoss(*(torch.stack(column).sum() for column in zip(*losses, strict=True)))
 
     def scores(self, hidden_KD: Tensor, chunk: Chunk) -> Tensor:
@@ -211,7 +299,7 @@ class LinearFormula:
         return scores_K if kept_K is None else scores_K.where(kept_K, torch.zeros_like(scores_K))
 
     def _block(
-        self, product_KV: Tensor, target_K: Tensor, weight_K: Tensor | None, gradients: Gradients | None
+        self, product_KV: Tensor, target_K: Tensor, weight_K: Tensor | None, gradients: LinearSlots | None
     ) -> tuple[TokenLoss, Tensor, Tensor | None]:
         """Some rows' loss, summed and for each; where gradients are wanted, theirs takes the product's place, and the
         bias's is returned."""
@@ -232,7 +320,7 @@ class LinearFormula:
         return loss, loss_K, self.projection.bias_gradient(grad_KV, gradients)
 
     def _block_by_kernel(
-        self, product_KV: Tensor, target_K: Tensor, weight_K: Tensor | None, gradients: Gradients | None
+        self, product_KV: Tensor, target_K: Tensor, weight_K: Tensor | None, gradients: LinearSlots | None
     ) -> tuple[TokenLoss, Tensor, Tensor | None]:
         """The same in one kernel, or, of a split vocabulary, in two with the ranks' sums between them."""
         assert self.kernel is not None
@@ -271,6 +359,6 @@ def _summed(
     return TokenLoss(total, count, nll_K.sum(), correct_K.sum().to(torch.int64))
 
 
-def _factor(weight_K: Tensor | None, gradients: Gradients) -> float | Tensor:
+def _factor(weight_K: Tensor | None, gradients: LinearSlots) -> float | Tensor:
     """What each row's gradient is multiplied by."""
     return gradients.scale if weight_K is None else weight_K * gradients.scale

@@ -16,10 +16,9 @@ from seqpar.core.chunks import Chunk, check_size, cut_rows, recording, rows_per_
 from seqpar.core.tensor_checks import check_floating, check_integer_target, check_number, is_dtensor
 from seqpar.distributed.collectives import copy_to_group, world_size
 from seqpar.distributed.vocab_parallel import VocabShard, local_copy, local_rows
-from seqpar.linear.formula import LinearFormula, Projection, product_dtype
-from seqpar.losses.criteria import check_range
+from seqpar.linear.formula import LinearFormula, LinearLeaves, Projection, product_dtype
 from seqpar.losses.softmax_loss import Convention, SoftTarget, check_smoothing, soft_target
-from seqpar.losses.target_checks import check_ignore_index
+from seqpar.losses.target_checks import check_ignore_index, check_range
 
 
 class Inputs(NamedTuple):
@@ -61,8 +60,8 @@ def local_parts(inputs: Inputs, vocab: VocabShard | None) -> tuple[Inputs, Vocab
 
 def plan(
     inputs: Inputs, settings: Settings, shard: VocabShard, q: SoftTarget
-) -> tuple[Tensor, list[Chunk], LinearFormula]:
-    """The rows, how they are cut, and what is computed of each chunk."""
+) -> tuple[LinearLeaves, list[Chunk], LinearFormula]:
+    """Return the tensors by rows, how the rows are cut into chunks, and the loss of a chunk."""
     hidden, target_N, dtype = inputs.hidden, inputs.target.flatten().long(), product_dtype(inputs.hidden)
     softcap = None if settings.softcap is None else float(settings.softcap)
     projection = Projection(inputs.weight, inputs.bias, dtype, softcap, float(settings.temperature))
@@ -72,7 +71,9 @@ def plan(
     chunks = cut_rows(target_N != settings.ignore_index, most)
     ignored = settings.ignore_index if recording(hidden.device) else None
     formula = LinearFormula(projection, target_N, q, part, ignored)
-    return copy_to_group(hidden, shard.group).flatten(0, -2), chunks, formula
+    hidden_ND = copy_to_group(hidden, shard.group).flatten(0, -2)
+    token_weight_N = None if inputs.token_weight is None else inputs.token_weight.flatten()
+    return LinearLeaves(hidden_ND, inputs.weight, inputs.bias, token_weight_N), chunks, formula
 
 
 def checked(

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.core.chunked_gradient import ByFormula, Gradients, walk_chunks
 from seqpar.core.chunks import Chunk
-from seqpar.core.token_loss import TokenLoss, wide
+from seqpar.core.token_loss import wide
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.formula import LinearFormula
+from seqpar.linear.formula import LinearFormula, LinearLeaves, LinearWanted, loss_and_gradients
 from seqpar.linear.inputs import Inputs, Settings, checked, local_parts, plan
 
 
@@ -56,19 +55,24 @@ def token_scores(
     settings = Settings(ignore_index=ignore_index, softcap=softcap, temperature=temperature, chunk_tokens=chunk_tokens)
     inputs, vocab = local_parts(Inputs(hidden, weight, target, bias), vocab)
     shard, q = checked(inputs, settings, vocab)
-    hidden_ND, chunks, formula = plan(inputs, settings, shard, q)
-    params = [p for p in (inputs.weight, inputs.bias) if p is not None]
-    scores_N: Tensor = _TokenScores.apply(formula, chunks, hidden_ND, *params)
+    leaves, chunks, formula = plan(inputs, settings, shard, q)
+    scores_N: Tensor = _TokenScores.apply(formula, chunks, leaves.hidden, leaves.weight, leaves.bias)
     return scores_N.reshape(inputs.target.shape)
 
 
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, formula: LinearFormula, chunks: Sequence[Chunk], hidden_ND: Tensor, *params: Tensor
+        ctx: Any,
+        formula: LinearFormula,
+        chunks: Sequence[Chunk],
+        hidden_ND: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
-        ctx.walk = formula, chunks
-        ctx.save_for_backward(hidden_ND, *params)
+        ctx.formula = formula
+        ctx.chunks = chunks
+        ctx.save_for_backward(hidden_ND, weight, bias)
         scores_N = hidden_ND.new_zeros(len(hidden_ND), dtype=wide(formula.projection.weight_VD.dtype))
         for chunk in chunks:
             scores_N[chunk] = formula.scores(hidden_ND.detach()[chunk], chunk)
@@ -77,20 +81,16 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of sum_i upstream_i log p_i: that of the cross-entropy whose token weights are -upstream."""
+        """Return the gradient of sum_i upstream_i log p_i: that of the cross-entropy with token weights -upstream."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "token_scores was asked for a second derivative (create_graph=True), and it keeps no graph of its "
                 "chunks; use log_softmax on the plain logits where you need one"
             )
-        formula, chunks = ctx.walk
-        hidden_ND, *params = ctx.saved_tensors
-        per_token = [hidden_ND, -upstream_N]
-        wanted = [ctx.needs_input_grad[2], False, *ctx.needs_input_grad[3:]]
-        gradients = Gradients(per_token, params, wanted, len(chunks))
-        empty = TokenLoss.zero(hidden_ND.dtype, hidden_ND.device, tells=True)
-        walk_chunks(ByFormula(formula), chunks, per_token, params, empty, gradients)
-        formula.projection.buffers.clear()
-        found = zip((gradients.rows[0], *gradients.params), ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
-        grads = (None if not w else torch.zeros_like(t) if g is None else g.to(t.dtype) for g, t, w in found)
-        return None, None, *grads
+        hidden_ND, weight, bias = ctx.saved_tensors
+        leaves = LinearLeaves(hidden_ND, weight, bias, token_weight=-upstream_N)
+        _, _, *needs_gradient = ctx.needs_input_grad
+        wanted = LinearWanted(*needs_gradient)
+        _, gradients = loss_and_gradients(ctx.formula, ctx.chunks, leaves, wanted)
+        ctx.formula.projection.buffers.clear()
+        return None, None, gradients.hidden, gradients.weight, gradients.bias

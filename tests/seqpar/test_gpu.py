@@ -1,7 +1,6 @@
 """The same claims on a real CUDA device, and on two where the machine has them."""
 
 import copy
-import importlib
 import itertools
 from unittest.mock import patch
 
@@ -10,8 +9,8 @@ import torch
 from torch import nn
 
 import seqpar
-
-chunked_gradient = importlib.import_module("seqpar.core.chunked_gradient")  # seqpar.chunked_gradient is the function
+from seqpar.core import chunked_gradient
+from seqpar.core.stored_gradients import SummedGradient
 
 pytestmark = pytest.mark.gpu
 
@@ -165,7 +164,7 @@ def test_no_host_synchronisation_inside_the_walk():
             class_weight=torch.ones(500, device="cuda"), loss_scale=loss_scale, chunk_tokens=64,
         ),
     }  # fmt: skip
-    walk = chunked_gradient.walk_chunks
+    walk = chunked_gradient.sum_over_chunks
 
     def watched(*arguments):
         torch.cuda.set_sync_debug_mode("error")
@@ -177,7 +176,7 @@ def test_no_host_synchronisation_inside_the_walk():
     for make in losses.values():
         loss = make()
         loss(hidden, target, loss_scale=scale)  # what looks at the first call, and compiles, has done so
-        with patch.object(chunked_gradient, "walk_chunks", watched):
+        with patch.object(chunked_gradient, "sum_over_chunks", watched):
             got = loss(hidden, target, loss_scale=scale)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -300,10 +299,10 @@ def test_a_training_step_can_be_recorded_in_a_cuda_graph_and_replayed_on_other_d
 
 def test_the_weight_gradient_is_added_up_in_float32_without_a_rounding_between():
     """256 products of 1 + 2^-9: in bfloat16 each would be rounded to 1."""
-    sums = chunked_gradient.Gradients([], [torch.zeros(1, 1, device="cuda", dtype=torch.bfloat16)], [True], 256)
+    sums = SummedGradient(torch.zeros(1, 1, device="cuda", dtype=torch.bfloat16), chunks=256)
     part = torch.tensor([[1.0, 2.0**-9]], device="cuda", dtype=torch.bfloat16)
     ones = torch.ones(2, 1, device="cuda", dtype=torch.bfloat16)
     for _ in range(256):
-        sums.add_product(0, part, ones)
-    assert sums.params[0].dtype == torch.float32
-    assert sums.params[0].item() == 256 * (1 + 2.0**-9)
+        sums.add_product(part, ones)
+    assert sums.total.dtype == torch.float32
+    assert sums.total.item() == 256 * (1 + 2.0**-9)
