@@ -1,53 +1,99 @@
-"""Which generators and criteria have their gradient by formula."""
+"""Which generators and criteria have a gradient in closed form."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from seqpar.engine.shards import Shard
 from seqpar.losses.criteria import CrossEntropy, LabelSmoothing
 from seqpar.losses.softmax_loss import Convention, SoftTarget, soft_target
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def why_no_formula(generator: nn.Module, criterion: nn.Module) -> str:
-    """Why the gradient of this pair is left to autograd; empty where the formula speaks of it.
+class FormulaMatch(NamedTuple):
+    """A pair with a closed form: the projection, and what the criterion compares its logits with."""
 
-    It does by exact type: an `nn.Linear` (or a subclass with its `forward`), alone or before `nn.LogSoftmax(-1)`, and
-    `seqpar.CrossEntropy`, `seqpar.LabelSmoothing` or `nn.CrossEntropyLoss`. A hook would not be called, so none may be
-    there.
+    projection: Any
+    """An `nn.Linear`, or the replica of one."""
+    ignore_index: int
+    label_smoothing: float
+    smoothing_convention: Convention
+    class_weight: Tensor | None
+
+    @property
+    def vocab_size(self) -> int:
+        """The classes of the projection: its rows."""
+        return int(self.projection.weight.size(0))
+
+    @property
+    def soft_target(self) -> SoftTarget:
+        """What the criterion compares a row's logits with."""
+        q = soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, self.vocab_size)
+        return q._replace(weight_V=self.class_weight)
+
+
+class NoFormula(NamedTuple):
+    """A pair whose gradient is left to autograd."""
+
+    reason: str
+
+
+def match_formula(generator: nn.Module, criterion: nn.Module) -> FormulaMatch | NoFormula:
+    """Return the closed form of a pair, or the reason why it has none.
+
+    Types are compared exactly: an `nn.Linear` (or a subclass with its `forward`), alone or before `nn.LogSoftmax(-1)`,
+    with `seqpar.CrossEntropy`, `seqpar.LabelSmoothing` or `nn.CrossEntropyLoss`. A closed form calls no hook, so a
+    module with hooks has none.
     """
-    linear = linear_of(generator)
-    if type(linear).forward is not nn.Linear.forward or "weight" not in linear._parameters:
-        return f"the generator is a {type(generator).__name__}, not nn.Linear"
+    projection = _projection_of(generator)
+    if type(projection).forward is not nn.Linear.forward or "weight" not in projection._parameters:
+        return NoFormula(f"the generator is a {type(generator).__name__}, not nn.Linear")
     if type(criterion) not in (CrossEntropy, LabelSmoothing, nn.CrossEntropyLoss):
-        return f"the criterion is a {type(criterion).__name__}, whose formula is not known"
-    for part in (*generator.modules(), *criterion.modules()):
-        if any(getattr(part, hooks) for hooks in HOOKS):
-            return f"{type(part).__name__} has hooks"
-    return ""
-
-
-def linear_of(generator: Any) -> Any:
-    """The projection inside: of a generator, or of its replica."""
-    if type(generator) is nn.Sequential and len(generator) == 2:
-        last: Any = generator[1]
-        if type(last) is nn.LogSoftmax and last.dim == -1:
-            return generator[0]
-    return generator
-
-
-def settings_of(criterion: Any) -> tuple[int, float, Convention]:
-    """Such a criterion's ignored target, share of smoothing and convention."""
+        return NoFormula(f"the criterion is a {type(criterion).__name__}, whose formula is not known")
+    for module in (*generator.modules(), *criterion.modules()):
+        if any(getattr(module, hooks) for hooks in HOOKS):
+            return NoFormula(f"{type(module).__name__} has hooks")
     if isinstance(criterion, LabelSmoothing):
-        return criterion.ignore_index, criterion.smoothing, criterion.convention
-    return criterion.ignore_index, criterion.label_smoothing, "torch"
+        convention = criterion.convention
+        return FormulaMatch(projection, criterion.ignore_index, criterion.smoothing, convention, None)
+    assert isinstance(criterion, nn.CrossEntropyLoss)
+    return FormulaMatch(projection, criterion.ignore_index, criterion.label_smoothing, "torch", criterion.weight)
+
+
+def match_inputs(head: nn.ModuleDict, shard: Shard) -> FormulaMatch | NoFormula:
+    """Return the closed form for these inputs, or the reason why they have none."""
+    if shard.per_token:
+        return NoFormula(f"the generator takes {', '.join(shard.per_token)} for each token")
+    match = match_formula(head["generator"], head["criterion"])
+    if isinstance(match, NoFormula) or shard.hidden.dtype == match.projection.weight.dtype:
+        return match
+    # Only autocast brings the two together; anywhere else torch's own error follows
+    if torch.is_autocast_enabled(shard.hidden.device.type):
+        return match
+    return NoFormula("hidden and weight differ in dtype")
+
+
+def match_split(head: nn.ModuleDict, per_token: Iterable[str] = ()) -> FormulaMatch:
+    """Return the closed form of a pair whose vocabulary is split over ranks.
+
+    Raises:
+        TypeError: the pair has none, or the generator takes further tensors for each token.
+    """
+    match = match_formula(head["generator"], head["criterion"])
+    if isinstance(match, NoFormula):
+        raise TypeError(f"vocab is given, and a vocabulary can be split only by formula: {match.reason}")
+    if names := list(per_token):
+        raise TypeError(f"vocab is given, and the generator takes {', '.join(names)} for each token; leave one out")
+    return match
 
 
 def check_class_weight(criterion: nn.Module, vocab_size: int) -> None:
-    """Raises ValueError where the weights of `nn.CrossEntropyLoss` are not those of so many classes."""
+    """Raise ValueError unless the weights of an `nn.CrossEntropyLoss` are those of so many classes."""
     weight = criterion.weight if type(criterion) is nn.CrossEntropyLoss else None
     if weight is not None and weight.shape != (vocab_size,):
         raise ValueError(
@@ -56,7 +102,9 @@ def check_class_weight(criterion: nn.Module, vocab_size: int) -> None:
         )
 
 
-def soft_target_of(criterion: Any, vocab_size: int) -> SoftTarget:
-    """What such a criterion holds the logits against."""
-    ignored, share, convention = settings_of(criterion)
-    return soft_target(share, convention, ignored, vocab_size)._replace(weight_V=getattr(criterion, "weight", None))
+def _projection_of(generator: nn.Module) -> nn.Module:
+    if type(generator) is nn.Sequential and len(generator) == 2:
+        last = generator[1]
+        if type(last) is nn.LogSoftmax and last.dim == -1:
+            return generator[0]
+    return generator

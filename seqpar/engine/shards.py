@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqpar.core.tensor_checks import check_dense, check_floating
+from seqpar.losses.criteria import ignored_target
 from seqpar.losses.target_checks import check_range, check_target
 from seqpar.multi_device.replicas import scatter
 
@@ -115,6 +116,14 @@ def check_targets(shards: Sequence[Shard], kept: Sequence[Tensor], vocab_size: i
     for shard, keep in zip(shards, kept, strict=True):
         check_range(shard.target, keep, vocab_size, above)
         above += len(shard.target)
+
+
+def kept_tokens(criterion: nn.Module, target: Tensor) -> Tensor:
+    """Return which tokens the criterion does not ignore, a mask of target's shape."""
+    ignored = ignored_target(criterion)
+    if ignored is None:
+        return torch.ones_like(target, dtype=torch.bool)
+    return target != ignored
 
 
 def rows_of(shard: Shard) -> tuple[Tensor, ...]:

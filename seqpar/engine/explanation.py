@@ -1,0 +1,41 @@
+"""How the engine computes a loss, in words."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from seqpar.core.chunks import rows_per_chunk
+from seqpar.core.token_loss import wide
+from seqpar.engine.first_call import LogitFacts
+from seqpar.engine.formula_match import FormulaMatch, NoFormula
+from seqpar.kernels.row_kernel import why_no_kernel
+from seqpar.linear.formula import product_dtype
+
+
+def how_it_is_computed(match: FormulaMatch | NoFormula, head: nn.ModuleDict, device_type: str) -> str:
+    """Say whether the gradient has a closed form, and whether a kernel computes it."""
+    if isinstance(match, NoFormula):
+        return f"by autograd, chunk by chunk ({match.reason})"
+    how = f"by formula ({type(head['generator']).__name__}, {type(head['criterion']).__name__})"
+    if not why_no_kernel(device_type):
+        return f"{how}, the softmax and its gradient in one Triton kernel"
+    if device_type != "cpu":
+        return f"{how}, the softmax and its gradient in torch operations ({why_no_kernel(device_type)})"
+    return how
+
+
+def how_it_is_cut(tokens: int, chunk_tokens: int | None, facts: LogitFacts | None, device_type: str) -> str:
+    """Say into how many chunks so many tokens are cut, and what the logits of one chunk take."""
+    if facts is None:
+        return "how large a chunk is will be known after the first call"
+    rows = min(tokens, chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, device_type))
+    size = rows * facts.vocab_size * wide(facts.dtype).itemsize
+    return (
+        f"{tokens:,} tokens in {-(-tokens // rows):,} chunks of at most {rows:,}, whose logits "
+        f"({facts.vocab_size:,} each) take {size / 2**20:,.1f} MiB"
+    )
+
+
+def facts_of(match: FormulaMatch) -> LogitFacts:
+    """Return the facts about the logits of a pair with a closed form, which needs no first call."""
+    return LogitFacts(match.vocab_size, product_dtype(match.projection.weight), True)
