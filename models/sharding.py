@@ -220,7 +220,7 @@ class _SplitLookup(nn.Module):
         self.vocab = vocab
 
     def forward(self, tokens: Tensor) -> Tensor:
-        index, owned = self.vocab.place(tokens, len(self.weight))
+        index, owned = self.vocab.locate(tokens, len(self.weight))
         return sum_from_group(F.embedding(index, self.weight) * owned.unsqueeze(-1), self.vocab.group)
 
 

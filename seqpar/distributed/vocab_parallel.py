@@ -120,7 +120,7 @@ class VocabShard:
                 "share a vocabulary must have the same; give them one batch and one seed of dropout"
             )
 
-    def place(self, target_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    def locate(self, target_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Each target's row of this rank's weight (any row where another rank has it), and whether it has one."""
         index_N = target_N - self.start
         owned_N = (index_N >= 0) & (index_N < size)

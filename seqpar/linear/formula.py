@@ -329,7 +329,7 @@ class LinearFormula:
         if self.part is None:
             rows_K = self.kernel.whole_(product_KV, target_K, factor, gradients is not None)
         else:
-            index_K, owned_K = self.part.place(target_K, product_KV.size(1))
+            index_K, owned_K = self.part.locate(target_K, product_KV.size(1))
             here_K = index_K.where(owned_K, -1)
             sums = with_weights(self.kernel.part_sums(product_KV, here_K), self.q, index_K, owned_K)
             sums = self.part.combine(sums, target_K)

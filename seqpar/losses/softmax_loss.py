@@ -1,6 +1,21 @@
-"""The loss of a row of logits and its gradient, in closed form.
+"""The loss of a row of logits, and its gradient, in closed form.
 
-Shape suffixes: N rows, V vocabulary.
+For a row with logits z_1 ... z_V and target y:
+
+    lse = log sum_k exp(z_k)          p_k = exp(z_k - lse), the softmax, so that -log p_k = lse - z_k
+    q_k = each + gold [k = y]         the target distribution; 0 for the excluded class (`SoftTarget`)
+    w_k                               class weights, 1 where there are none
+
+    loss = sum_k w_k q_k (lse - z_k) + z_loss lse^2
+         = gold w_y (lse - z_y) + each (W lse - Z) + z_loss lse^2,      W = sum_k w_k,  Z = sum_k w_k z_k
+
+    d loss / d z_k = (gold w_y + each W + 2 z_loss lse) p_k - w_k q_k
+
+where W and Z leave out the excluded class. The KL form (the "harvard" convention) adds the constant
+sum_k w_k q_k log q_k, so that a perfect prediction costs 0.
+
+In the code: `lse_N` is lse, `gold_N` z_y, `sum_N` Z, `gold_weight_N` w_y, `weight_N` W, `p_NV` p.
+Shape suffixes: N rows, V vocabulary (the classes on this rank, where the vocabulary is split).
 """
 
 from __future__ import annotations
@@ -13,46 +28,45 @@ from torch import Tensor
 
 from seqpar.core.tensor_checks import check_number
 from seqpar.core.token_loss import wide
-from seqpar.losses.target_checks import check_range as check_range
-from seqpar.losses.target_checks import check_target as check_target
 
 Convention = Literal["torch", "fairseq", "harvard"]
 
 
 class SoftTarget(NamedTuple):
-    """What a row's logits z are held against: the distribution q, class weights w and a z-loss.
-
-    With p = softmax(z) the loss of a row is  sum_k w_k q_k (-log p_k)  +  z_loss (log sum_k exp z_k)^2,
-    in the KL form with  sum_k w_k q_k log q_k  added.
-    """
+    """The target distribution q of a row, with class weights w and the factor of the z-loss."""
 
     gold: float
-    """How much more q has on the target than `each`."""
+    """What q has on the target beyond `each`."""
     each: float
-    """q of every class but `excluded`."""
+    """q of every class but the target and the excluded one."""
     excluded: int | None
+    """The class whose q is 0, such as padding."""
     classes: int
-    """How many classes have `each`, over the whole vocabulary."""
+    """How many classes have `each`, in the whole vocabulary."""
     kl_gold: float = 0.0
     """q log q of the target in the KL form, else 0."""
     kl_each: float = 0.0
+    """q log q of the other classes in the KL form, else 0."""
     weight_V: Tensor | None = None
+    """w; None where every class counts alike."""
     z_loss: float = 0.0
 
 
 def check_smoothing(smoothing: float, convention: str, names: tuple[str, str] = ("smoothing", "convention")) -> None:
-    """Raises ValueError, by the caller's names, for a share outside [0, 1) or an unknown convention."""
+    """Raise ValueError, by the caller's names, for a number outside [0, 1) or an unknown convention."""
     check_number(smoothing, names[0], at_least=0, below=1)
     if convention not in ("torch", "fairseq", "harvard"):
         raise ValueError(f"{names[1]} is {convention!r}; it must be 'torch', 'fairseq' or 'harvard'")
 
 
 def soft_target(smoothing: float, convention: Convention, ignore_index: int, vocab_size: int) -> SoftTarget:
-    """The smoothed target over `vocab_size` classes, all of them; `LabelSmoothing` says what the conventions are."""
-    eps, V = smoothing, vocab_size
+    """Return the smoothed target over the whole vocabulary; `LabelSmoothing` says what the conventions are."""
+    eps = smoothing
+    V = vocab_size
     if convention == "torch":
-        return SoftTarget(1 - eps, eps / V, None, V)
-    others = V - 1 if convention == "fairseq" else V - 2
+        return SoftTarget(gold=1 - eps, each=eps / V, excluded=None, classes=V)
+    # fairseq leaves out the target; harvard the padding class, too
+    others = {"fairseq": V - 1, "harvard": V - 2}[convention]
     if convention == "harvard" and not 0 <= ignore_index < V:
         raise ValueError(
             f"ignore_index is {ignore_index}; the 'harvard' convention leaves the padding class out, so it "
@@ -60,71 +74,81 @@ def soft_target(smoothing: float, convention: Convention, ignore_index: int, voc
         )
     if others < 1 and eps:
         raise ValueError(f"{V} classes are too few to share smoothing out by the {convention!r} convention")
-    each = eps / others if eps else 0.0
+    each = eps / max(1, others)
+    gold = 1 - eps - each
     if convention == "fairseq":
-        return SoftTarget(1 - eps - each, each, None, V)
-    logs = (1 - eps) * math.log(1 - eps), each * math.log(each) if eps else 0.0
-    return SoftTarget(1 - eps - each, each, ignore_index, V - 1, *logs)
+        return SoftTarget(gold, each, excluded=None, classes=V)
+    return SoftTarget(
+        gold, each, excluded=ignore_index, classes=V - 1, kl_gold=_x_log_x(1 - eps), kl_each=_x_log_x(each)
+    )
+
+
+def _x_log_x(x: float) -> float:
+    """Return x log x, whose limit at 0 is 0."""
+    return x * math.log(x) if x else 0.0
 
 
 class RowSums(NamedTuple):
-    """What loss and gradient need of each row's logits z, summed over the whole vocabulary."""
+    """The sums over the whole vocabulary that a row's loss and gradient need."""
 
     best_N: Tensor
-    """The largest z."""
+    """The largest logit."""
     lse_N: Tensor
-    """log sum_k exp z_k."""
+    """lse."""
     gold_N: Tensor
-    """z of the target."""
+    """z_y."""
     correct_N: Tensor
-    """Whether the target is the lowest class with the largest z."""
+    """Whether the target is the lowest class with the largest logit."""
     argbest_N: Tensor | None = None
     """That class, counted from the first one here; None where the whole vocabulary is here."""
     sum_N: Tensor | None = None
-    """sum_k w_k z_k without the excluded class; None without smoothing."""
+    """Z; None without smoothing."""
     gold_weight_N: Tensor | None = None
-    """w of the target; None without class weights."""
+    """w_y; None without class weights."""
     weight_N: Tensor | None = None
-    """sum_k w_k without the excluded class, the same in every row; None without class weights."""
+    """W, the same in every row; None without class weights."""
     share_N: Tensor | None = None
-    """sum of p over the classes here, by which the local softmax is too large; None where all classes are here."""
+    """The sum of p over the classes here, the factor from their own softmax to p; None where all classes are here."""
 
 
 class VocabPart(Protocol):
-    """The part of a vocabulary whose logits are here, and how its row sums become those of the whole."""
+    """The classes of a split vocabulary that are on this rank."""
 
-    def place(self, target_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Each target's class among the `size` classes here (any class where it is elsewhere), and whether it is."""
+    def locate(self, target_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Return each target's index among the `size` classes here, and whether it is here (if not, any index)."""
 
     def combine(self, rows: RowSums, target_N: Tensor) -> RowSums:
-        """The sums over the whole vocabulary."""
+        """Return the sums over the whole vocabulary, given those over the classes here."""
 
 
 def softmax_and_sums(
     logits_NV: Tensor, target_N: Tensor, q: SoftTarget, part: VocabPart | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, RowSums]:
-    """softmax(logits) over the classes here, in float32 or wider, and the row sums over all classes.
+    """Return the softmax over the classes here, in float32 or wider, and the row sums over all classes.
 
     `out`, where given, is the memory of the softmax; it may be that of the logits, which then may be written to.
-    `q.excluded` and `q.weight_V` speak of the classes here.
+    `q.excluded` and `q.weight_V` are about the classes here.
     """
     dtype = wide(logits_NV.dtype)
     if logits_NV.dtype != dtype and logits_NV.device.type == "cpu":
         # One conversion up front: the CPU's reductions over bfloat16 take several times as long
         logits_NV = out = logits_NV.to(dtype) if out is None else out.copy_(logits_NV)
     ours = out is not None and out.data_ptr() == logits_NV.data_ptr()
-    index_N, owned_N = (target_N, None) if part is None else part.place(target_N, logits_NV.size(1))
+    index_N, owned_N = (target_N, None) if part is None else part.locate(target_N, logits_NV.size(1))
     if not logits_NV.size(1):  # a rank without classes
         none = torch.full(target_N.shape, -math.inf, dtype=dtype, device=logits_NV.device)
-        p_NV, rows = logits_NV.to(dtype), RowSums(none, none, torch.zeros_like(none), index_N < 0, index_N)
+        p_NV = logits_NV.to(dtype)
+        rows = RowSums(best_N=none, lse_N=none, gold_N=torch.zeros_like(none), correct_N=index_N < 0, argbest_N=index_N)
     else:
-        gold_N, sum_N = _take(logits_NV, index_N).to(dtype), _weighted_sum(logits_NV, q, dtype)
+        gold_N = _take(logits_NV, index_N).to(dtype)
+        sum_N = _weighted_sum(logits_NV, q, dtype)
         argbest_N = None
         if part is None and ours and logits_NV.device.type == "cpu":
             best_N, correct_N = _best(logits_NV, index_N, gold_N)
         else:
             best_N, argbest_N = logits_NV.max(-1)
-            best_N, correct_N = best_N.to(dtype), argbest_N == index_N
+            best_N = best_N.to(dtype)
+            correct_N = argbest_N == index_N
         p_NV = torch.softmax(logits_NV, -1, dtype=dtype, out=out)
         # log sum exp(z) = z_k - log p_k for any k; the largest p is at least 1/V, so its log is exact
         lse_N = best_N - p_NV.amax(-1).log()
@@ -139,13 +163,14 @@ def softmax_and_sums(
 
 
 def with_weights(rows: RowSums, q: SoftTarget, index_N: Tensor, owned_N: Tensor | None) -> RowSums:
-    """The same sums with those of the class weights, where there are any.
+    """Add w_y and W to the sums, where there are class weights.
 
-    The weight of a class that no row has and that shares nothing is never multiplied, not even by 0.
+    The weight of a class that is no target and has no `each` is not multiplied, not even by 0: it may be inf.
     """
     if q.weight_V is None:
         return rows
-    gold_weight_N, weight = torch.zeros_like(rows.lse_N), torch.zeros_like(q.weight_V.sum())
+    gold_weight_N = torch.zeros_like(rows.lse_N)
+    weight = torch.zeros_like(q.weight_V.sum())
     if len(q.weight_V):
         gold_weight_N = _owned(q.weight_V[index_N], owned_N)
     if q.each:
@@ -154,7 +179,7 @@ def with_weights(rows: RowSums, q: SoftTarget, index_N: Tensor, owned_N: Tensor 
 
 
 def _shared_weight(weight_V: Tensor, q: SoftTarget) -> Tensor:
-    """The weights of the classes that share `each`: 0 for the excluded one, whose own weight may be inf or nan."""
+    """Return w with 0 for the excluded class, whose own weight may be inf or nan."""
     if q.excluded is None:
         return weight_V
     weight_V = weight_V.clone()
@@ -163,12 +188,12 @@ def _shared_weight(weight_V: Tensor, q: SoftTarget) -> Tensor:
 
 
 def _owned(values_N: Tensor, owned_N: Tensor | None) -> Tensor:
-    """0 where the target's class is elsewhere; a product with 0 would make nan of a class weight that is inf."""
+    """Return 0 for targets on another rank; multiplying by 0 would turn an infinite class weight into nan."""
     return values_N if owned_N is None else values_N.where(owned_N, torch.zeros_like(values_N))
 
 
 def row_losses(rows: RowSums, q: SoftTarget) -> Tensor:
-    """Each row's loss, as `SoftTarget` defines it."""
+    """Return each row's loss: gold w_y (lse - z_y) + each (W lse - Z) + z_loss lse^2, and the KL form's constant."""
     gold_weight_N, weight_N = _weights(rows, q)
     # Differences first: each is 0 or more, while its two sides may be hundreds
     loss_N = q.gold * gold_weight_N * (rows.lse_N - rows.gold_N)
@@ -176,15 +201,17 @@ def row_losses(rows: RowSums, q: SoftTarget) -> Tensor:
         loss_N = loss_N + q.each * (weight_N * rows.lse_N - rows.sum_N)
     if q.kl_gold:
         loss_N = loss_N + (q.kl_gold - q.kl_each) * gold_weight_N + q.kl_each * weight_N
-    return loss_N + q.z_loss * rows.lse_N.square() if q.z_loss else loss_N
+    if q.z_loss:
+        loss_N = loss_N + q.z_loss * rows.lse_N.square()
+    return loss_N
 
 
 def logits_gradient_(
     p_NV: Tensor, target_N: Tensor, rows: RowSums, q: SoftTarget, part: VocabPart | None = None
 ) -> Tensor:
-    """The gradient of the sum of `row_losses` with respect to the logits here, made in the softmax's own place.
+    """Turn p into the gradient of the summed `row_losses` with respect to the logits here, in place.
 
-    (sum_k w_k q_k + 2 z_loss lse) p - w q
+    (gold w_y + each W + 2 z_loss lse) p_k - w_k q_k
     """
     if not p_NV.size(1):
         return p_NV
@@ -202,7 +229,7 @@ def logits_gradient_(
             p_NV -= q.each
             if q.excluded is not None:
                 p_NV[:, q.excluded] += q.each
-    index_N, owned_N = (target_N, None) if part is None else part.place(target_N, p_NV.size(1))
+    index_N, owned_N = (target_N, None) if part is None else part.locate(target_N, p_NV.size(1))
     gold_N = p_NV.new_full(index_N.shape, -q.gold)
     if q.weight_V is not None:
         gold_N = gold_N * q.weight_V[index_N]
@@ -210,16 +237,17 @@ def logits_gradient_(
 
 
 def _best(logits_NV: Tensor, index_N: Tensor, gold_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit, and whether the target is the lowest class that has it; the logits are left as they were.
+    """Return the largest logit, and whether the target is the lowest class that has it; the logits do not change.
 
-    Without the index of the maximum, for which the CPU takes five to twenty times as long as for its value: the
-    target is held against the best of the others, and only where the two tie is the index looked for.
+    The CPU takes five to twenty times as long for the index of a maximum as for its value. So the target is compared
+    with the best of the other classes, and the index is looked for only where the two tie.
     """
     at_N1 = index_N.unsqueeze(1)
     logits_NV.scatter_(1, at_N1, -math.inf)
     other_N = logits_NV.amax(-1)
     logits_NV.scatter_(1, at_N1, gold_N.unsqueeze(1))
-    correct_N, tied = gold_N > other_N, (gold_N == other_N).nonzero().squeeze(1)
+    correct_N = gold_N > other_N
+    tied = (gold_N == other_N).nonzero().squeeze(1)
     if len(tied):
         correct_N[tied] = logits_NV[tied].max(-1).indices == index_N[tied]
     return torch.maximum(gold_N, other_N), correct_N
@@ -239,17 +267,19 @@ def _weighted_sum(logits_NV: Tensor, q: SoftTarget, dtype: torch.dtype) -> Tenso
 
 
 def _weights(rows: RowSums, q: SoftTarget) -> tuple[Tensor | float, Tensor | float]:
-    """The target's weight, and that of all classes that share `each`."""
+    """Return w_y and W; without class weights, 1 and the number of classes."""
     if rows.gold_weight_N is None or rows.weight_N is None:
         return 1.0, float(q.classes)
     return rows.gold_weight_N, rows.weight_N
 
 
 def softmax_factor(rows: RowSums, q: SoftTarget) -> Tensor | float:
-    """What p is multiplied by in the gradient: sum_k w_k q_k, 1 without class weights, and 2 z_loss lse."""
+    """Return what multiplies p in the gradient: gold w_y + each W + 2 z_loss lse, where q sums to 1 without weights."""
     mass_N: Tensor | float = 1.0
     if rows.gold_weight_N is not None and rows.weight_N is not None:
         mass_N = q.gold * rows.gold_weight_N
         if q.each:
             mass_N = mass_N + q.each * rows.weight_N
-    return mass_N + 2 * q.z_loss * rows.lse_N if q.z_loss else mass_N
+    if q.z_loss:
+        mass_N = mass_N + 2 * q.z_loss * rows.lse_N
+    return mass_N

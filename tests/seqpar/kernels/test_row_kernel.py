@@ -1,8 +1,7 @@
 """The Triton kernels have the value and every gradient of the plain loss: on a GPU, else in Triton's interpreter."""
 
 import os
-import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -22,6 +21,7 @@ from tests.seqpar.distributed.test_vocab_parallel import assert_answers, losses
 from tests.seqpar.distributed.vocab_cases import PLAIN
 from tests.seqpar.linear.linear_loss import linear_cases, plain_logits, plain_loss
 from tests.seqpar.linear.test_linear_cross_entropy import LEAVES, LOW, both_errors
+from tests.seqpar.recording import recorded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXAMPLES = 60 if DEVICE == "cpu" else 15  # every other vocabulary is another kernel, which a GPU must compile
@@ -203,13 +203,7 @@ def test_where_there_is_no_kernel_the_reason_is_known():
 @pytest.fixture
 def whole_batches():
     """As while a CUDA graph is recorded: no row is looked at. The real thing is in the tests of a GPU."""
-    asking = [
-        name for name, module in sys.modules.items() if name.startswith("seqpar.") and hasattr(module, "recording")
-    ]
-    assert "seqpar.core.chunks" in asking
-    with ExitStack() as patches:
-        for name in asking:
-            patches.enter_context(patch(f"{name}.recording", lambda _: True))
+    with recorded():
         yield
 
 

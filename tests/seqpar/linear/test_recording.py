@@ -3,9 +3,6 @@
 The real thing is in the tests of a GPU; here the question whether one is being recorded is answered with yes.
 """
 
-from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,17 +12,9 @@ import seqpar
 from seqpar.testing import assert_same_results
 from tests.seqpar.linear.linear_loss import linear_cases
 from tests.seqpar.linear.test_distillation import teachers
+from tests.seqpar.recording import recorded
 
 ASKING = ("chunks", "target_checks", "linear_inputs", "distillation", "sampled")
-
-
-@contextmanager
-def recorded():
-    """As while a CUDA graph is recorded."""
-    with ExitStack() as patches:
-        for name in ASKING:
-            patches.enter_context(patch(f"seqpar.{name}.recording", lambda _: True, create=True))
-        yield
 
 
 def distillation(tensors, case):
