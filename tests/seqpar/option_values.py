@@ -116,6 +116,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "devices": to(["cpu", "cpu"], see=at_once),
         "chunk_tokens": to(2, see=at_once),
         "chunk_size": to(1, see=at_once),
+        "vocab": to(seqpar.VocabShard(None, 0, 8), refused="can be split only by formula"),
     },
     "LossCompute.forward": {
         "hidden": to(leaf(8, 2, 5, D)),

@@ -151,8 +151,7 @@ class Layout:
         except ValueError as error:
             raise ConfigError(f"layout.vocab {self.axes.vocab}: {error}") from error
         split_time_steps(self.model, self.groups.sequence)
-        loss = self._engine(self.model) if self.axes.vocab == 1 else _SplitVocabularyLoss(self, vocab)
-        both = seqpar.ModelWithLoss(self.model, loss)
+        both = seqpar.ModelWithLoss(self.model, self._engine(self.model, vocab if self.axes.vocab > 1 else None))
         if self.groups.shards is not None:
             for layer in (*self.model.encoder.layers, *self.model.decoder.layers):
                 fully_shard(layer, mesh=self.groups.shards)
@@ -170,13 +169,14 @@ class Layout:
             batch.src, batch.tgt_in, target=seqpar.split_time(batch.tgt_out, self.groups.sequence)
         )
 
-    def _engine(self, model: EncoderDecoder) -> seqpar.LossCompute:
+    def _engine(self, model: EncoderDecoder, vocab: seqpar.VocabShard | None = None) -> seqpar.LossCompute:
         criterion = seqpar.LabelSmoothing(
             self.settings.label_smoothing,
             self.settings.smoothing,  # type: ignore[arg-type]
             ignore_index=PAD,
         )
-        return seqpar.LossCompute(model.generator, criterion, self.devices, self.settings.chunk_tokens)
+        devices = self.devices if vocab is None else None
+        return seqpar.LossCompute(model.generator, criterion, devices, self.settings.chunk_tokens, vocab=vocab)
 
     def __str__(self) -> str:
         if self.groups == Groups(None, None, None, None):
@@ -242,29 +242,6 @@ class Layout:
                 if isinstance(parameter, DTensor):
                     value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
             optimizer.state[parameter][what] = value
-
-
-class _SplitVocabularyLoss(nn.Module):
-    """The loss of hidden states that every rank of the vocabulary's group has, by this rank's rows of the generator."""
-
-    def __init__(self, layout: Layout, vocab: seqpar.VocabShard) -> None:
-        super().__init__()
-        self.generator = layout.model.generator
-        self.vocab = vocab
-        self.settings = layout.settings
-
-    def forward(self, hidden: Tensor, target: Tensor) -> seqpar.TokenLoss:
-        return seqpar.linear_cross_entropy(
-            hidden,
-            self.generator.weight,
-            target,
-            bias=self.generator.bias,
-            ignore_index=PAD,
-            label_smoothing=self.settings.label_smoothing,
-            smoothing=self.settings.smoothing,  # type: ignore[arg-type]
-            chunk_tokens=self.settings.chunk_tokens,
-            vocab=self.vocab,
-        )
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -287,3 +287,52 @@ def test_token_scores_over_a_split_vocabulary_are_those_of_one_device(data):
     for name in {"weight", "bias"} & set(leaves):
         together = torch.cat([torch.as_tensor(grads[name]) for _, grads in answers])
         assert_close(f"the gradient of {name}", together, gradients[leaves.index(name)])
+
+
+def engine_losses(rank, world, drawn):
+    """The loss of each case by the engine, whose generator is an `nn.Linear` with this rank's rows."""
+    answers = []
+    for case, split, order in drawn:
+        rows = split[order[rank]]
+        vocab = seqpar.VocabShard(dist.group.WORLD, sum(split[: order[rank]]), case.vocab_size)
+        tensors = parts(case, vocab, rows)
+        generator = nn.Linear(1, 1)
+        for name in ("weight", "bias"):
+            leaf = tensors.get(name)
+            setattr(generator, name, None if leaf is None else nn.Parameter(leaf.detach(), leaf.requires_grad))
+            if leaf is not None:
+                tensors[name] = getattr(generator, name)
+        criterion = seqpar.LabelSmoothing(case.eps, case.convention, ignore_index=case.padding)
+        engine = seqpar.LossCompute(generator, criterion, chunk_tokens=case.chunk_tokens, vocab=vocab)
+        loss = engine(tensors["hidden"], tensors["target"], loss_scale=case.loss_scale)
+        if loss.total.requires_grad:
+            (loss.total * case.upstream).backward()
+        answers.append(answer(loss, tensors))
+    return answers
+
+
+PLAIN_ENGINE = {"weighted": False, "token_weighted": False, "z_loss": 0.0, "softcap": None, "temperature": 1.0}
+
+
+@given(st.data())
+def test_the_engine_takes_a_split_vocabulary_with_the_gradient_of_one_device(data):
+    world = data.draw(WORLDS)
+    case = replace(data.draw(linear_cases()), **PLAIN_ENGINE)
+    order = data.draw(st.permutations(range(world)).map(list))
+    split = data.draw(vocabulary_splits(case.vocab_size, world))
+    answers = ranks(world, engine_losses, [(case, split, order)])
+    assert_answers(case, split, order, [theirs[0] for theirs in answers])
+
+
+def test_an_engine_that_cannot_split_its_vocabulary_says_why():
+    shard = seqpar.VocabShard(None, 0, 8)
+    own = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8))
+    with pytest.raises(TypeError, match="vocab is given, and a vocabulary can be split only by formula: the generator"):
+        seqpar.LossCompute(own, seqpar.CrossEntropy(), vocab=shard)
+    with pytest.raises(ValueError, match="vocab is given with devices=\\['cpu'\\] and chunk_size=None"):
+        seqpar.LossCompute(nn.Linear(4, 8), seqpar.CrossEntropy(), ["cpu"], vocab=shard)
+    with pytest.raises(ValueError, match="vocab is given with devices=None and chunk_size=5"):
+        seqpar.LossCompute(nn.Linear(4, 8), seqpar.CrossEntropy(), chunk_size=5, vocab=shard)
+    engine = seqpar.LossCompute(nn.Linear(4, 8), seqpar.CrossEntropy(), vocab=shard)
+    with pytest.raises(TypeError, match="vocab is given, and the generator takes copy for each token"):
+        engine(torch.randn(3, 4), torch.tensor([0, 1, 7]), copy=torch.randn(3, 2))
