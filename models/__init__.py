@@ -1,6 +1,7 @@
 """Sequence models in plain torch, to be read, edited and trained; no part of the installed library."""
 
-from models.attention import Attention, DecoderCache, padding_mask, subsequent_mask
+from models.attention import Attention, padding_mask, subsequent_mask
+from models.cache import DecoderCache
 from models.decoding import Hypothesis, beam_search, default_limit, evaluating, greedy, length_normaliser
 from models.presets import PRESETS, TransformerConfig
 from models.transformer import (

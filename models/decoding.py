@@ -18,7 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.attention import DecoderCache, padding_mask
+from models.attention import padding_mask
+from models.cache import DecoderCache
+from models.candidates import Candidates, extend, logits_of
+from models.grouped_encoding import encode
 from models.packed import packed
 from models.transformer import EncoderDecoder, check_tokens
 
@@ -60,16 +63,6 @@ class Beams(NamedTuple):
     """(B, K, T) ids, the start symbol first."""
     scores: Tensor
     """(B, K) summed log-probabilities."""
-
-
-class Candidates(NamedTuple):
-    """Hypotheses longer by one token, best first, each (B, C)."""
-
-    scores: Tensor
-    """Summed log-probability, the token's included."""
-    beams: Tensor
-    """Which live hypothesis is extended."""
-    tokens: Tensor
 
 
 def length_normaliser(length: int, alpha: float) -> float:
@@ -221,33 +214,9 @@ def limits_of(model: EncoderDecoder, src: Tensor, max_length: int | Sequence[int
     return list(max_length)
 
 
-TOGETHER = 24
-"""Sentences that are encoded at once, those of like length together, so that little padding is."""
-
-
-def encode(model: EncoderDecoder, src: Tensor) -> Tensor:
-    """`model.encode(src)`, but that on the CPU the memory of padding may be 0: (B, S, D)."""
-    if src.device.type != "cpu" or len(src) <= TOGETHER:
-        return model.encode(src)
-    place_S = torch.arange(1, src.size(1) + 1)
-    length_B = (place_S * (src != model.pad)).amax(1).clamp(min=1)
-    rows = length_B.argsort().split(TOGETHER)
-    found = [model.encode(src[some, : int(length_B[some].max())]) for some in rows]
-    memory_BSD = found[0].new_zeros(*src.shape, found[0].size(2))
-    for some, part in zip(rows, found, strict=True):
-        memory_BSD[some, : part.size(1)] = part
-    return memory_BSD
-
-
 def next_hidden(model: EncoderDecoder, source: Source, tokens_R: Tensor, cache: DecoderCache) -> Tensor:
     """One cached step: each row's latest token -> the hidden state that the one after it is predicted from, (R, D)."""
     return model.decode(source.memory, source.mask, tokens_R[:, None], cache=cache)[:, 0]
-
-
-def logits_of(model: EncoderDecoder, hidden_RD: Tensor) -> Tensor:
-    """(R, V), in float32 or wider."""
-    logits_RV: Tensor = model.generator(hidden_RD)
-    return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
 
 
 def first_beams(source: Source, bos: int) -> Beams:
@@ -255,74 +224,6 @@ def first_beams(source: Source, bos: int) -> Beams:
     device, dtype = source.memory.device, torch.promote_types(source.memory.dtype, torch.float32)
     prefixes_BKT = torch.full((len(source.sentences), 1, 1), bos, device=device)
     return Beams(prefixes_BKT, torch.zeros(len(source.sentences), 1, device=device, dtype=dtype))
-
-
-LOGITS_BYTES = 24 * 2**20
-"""Logits that exist at a time, if they are not of one sentence alone. The C library gives more than 32 MiB back to the
-system after each step, and to get them again takes a fifth of the product's time."""
-
-
-def extend(model: EncoderDecoder, scores_BK: Tensor, hidden_RD: Tensor, forbidden: list[int], beam: int) -> Candidates:
-    """The 2 x `beam` best extensions of each sentence's live hypotheses: at least `beam` of them do not end."""
-    live = scores_BK.size(1)
-    sentences = max(1, LOGITS_BYTES // (live * model.generator.out_features * scores_BK.element_size()))
-    parts = zip(scores_BK.split(sentences), hidden_RD.split(sentences * live), strict=True)
-    found = [candidates_of(scores, logits_of(model, hidden), forbidden, 2 * beam) for scores, hidden in parts]
-    return Candidates(*(torch.cat(column) for column in zip(*found, strict=True)))
-
-
-def candidates_of(scores_BK: Tensor, logits_RV: Tensor, forbidden: list[int], count: int) -> Candidates:
-    """They are picked by their logits, so log-probabilities exist for those few alone."""
-    forbidden_RF = logits_RV[:, forbidden]
-    logits_RV[:, forbidden] = -math.inf
-    maxima_RW, total_R = maxima_and_totals(logits_RV)
-    total_BK = total_R.logaddexp(forbidden_RF.logsumexp(-1)).view_as(scores_BK)
-    scores_BC, index_BC = best_tokens(scores_BK, total_BK, logits_RV, maxima_RW, count)
-    vocab = logits_RV.size(1)
-    return Candidates(scores_BC, index_BC // vocab, index_BC % vocab)
-
-
-BLOCK = 64
-"""Tokens whose best logit stands for them at first."""
-
-
-def maxima_and_totals(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """The best logit of each whole block of the vocabulary, (R, W), and `logits_RV.logsumexp(-1)`, (R,).
-
-    That is the largest logit minus the logarithm of its probability, which is at least 1 / V: torch's softmax takes a
-    third of the time of its logsumexp. A few rows at a time fit into a cache, and theirs into memory that is there.
-    """
-    whole, held_RV, found = logits_RV.size(1) // BLOCK * BLOCK, torch.empty_like(logits_RV[:64]), []
-    for rows_RV in logits_RV.split(64):
-        maxima_RW = rows_RV[:, :whole].reshape(len(rows_RV), -1, BLOCK).amax(-1)
-        largest_R = torch.cat((maxima_RW, rows_RV[:, whole:]), 1).amax(-1)
-        probabilities_RV = torch.softmax(rows_RV, -1, out=held_RV[: len(rows_RV)])
-        found.append((maxima_RW, largest_R - probabilities_RV.amax(-1).log()))
-    maxima, totals = zip(*found, strict=True)
-    return torch.cat(maxima), torch.cat(totals)
-
-
-def best_tokens(
-    scores_BK: Tensor, total_BK: Tensor, logits_RV: Tensor, maxima_RW: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
-    """`(scores_BK[..., None] + (logits_BKV - total_BK[..., None])).flatten(1).topk(count)`: values and indices, (B, C).
-
-    The best are in the `count` blocks of the vocabulary with the best maxima, or in the rest that fills no block, so
-    that only a few hundred logits a sentence are sorted.
-    """
-    (batch, live), vocab, device = scores_BK.shape, logits_RV.size(1), logits_RV.device
-    blocks = maxima_RW.size(1)
-    maxima_BW = (scores_BK.reshape(-1, 1) + (maxima_RW - total_BK.reshape(-1, 1))).reshape(batch, -1)
-    picked_BC = maxima_BW.topk(min(count, maxima_BW.size(1)), sorted=False).indices
-    start_BC = picked_BC // max(1, blocks) * vocab + picked_BC % max(1, blocks) * BLOCK
-    inside_BM = (start_BC[:, :, None] + torch.arange(BLOCK, device=device)).flatten(1)
-    row_K1 = torch.arange(live, device=device)[:, None]
-    rest_M = (row_K1 * vocab + torch.arange(blocks * BLOCK, vocab, device=device)).flatten()
-    index_BM = torch.cat((inside_BM, rest_M.expand(batch, -1)), 1)
-    logits_BM, row_BM = logits_RV.reshape(batch, -1).gather(1, index_BM), index_BM // vocab
-    scores_BM = scores_BK.gather(1, row_BM) + (logits_BM - total_BK.gather(1, row_BM))
-    best_BC, at_BC = scores_BM.topk(min(count, scores_BM.size(1)))
-    return best_BC, index_BM.gather(1, at_BC)
 
 
 def ended(beams: Beams, candidates: Candidates, eos: int, norm: float, beam: int) -> Iterator[tuple[int, Hypothesis]]:

@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from models.attention import Attention, DecoderCache, LayerCache, added_scores, check_mask, padding_mask
+from models.attention import Attention, added_scores, check_mask, padding_mask
+from models.cache import DecoderCache, LayerCache
 from models.dropout import Dropout
 from models.presets import TransformerConfig
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from models import padding_mask
-from models.attention import KeyValues, LayerCache
+from models.attention import KeyValues
+from models.cache import LayerCache
 from tests.models.examples import PAD, random_batch, small_transformer
 
 
@@ -21,7 +22,7 @@ def test_with_a_cache_the_memory_is_read_at_the_first_step_alone() -> None:
 
 
 def test_a_thousand_steps_move_what_is_kept_ten_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.attention.FIRST_ROOM", 2)
+    monkeypatch.setattr("models.cache.FIRST_ROOM", 2)
     layer, places = LayerCache(), set()
     steps = torch.randn(1_000, 2, 1, 3, 1, 4).unbind()
     for keys, values in steps:

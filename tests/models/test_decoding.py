@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import EncoderDecoder, Hypothesis, beam_search, evaluating, greedy, length_normaliser, padding_mask
-from models.decoding import best_tokens, default_limit, encode, maxima_and_totals
+from models.candidates import best_tokens, maxima_and_totals
+from models.decoding import default_limit
+from models.grouped_encoding import encode
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, sentence, small_transformer
 
 MODELS = [small_transformer(seed, norm=norm, spread=2.0) for seed in range(2) for norm in ("pre", "post")]
@@ -25,9 +27,9 @@ model_index = st.integers(0, len(MODELS) - 1)
 def small_pieces() -> Iterator[None]:
     """What is done piece by piece for speed has several pieces here: caches grow, two sentences go together."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("models.attention.FIRST_ROOM", 1)
-        patch.setattr("models.decoding.TOGETHER", 2)
-        patch.setattr("models.decoding.LOGITS_BYTES", 600)
+        patch.setattr("models.cache.FIRST_ROOM", 1)
+        patch.setattr("models.grouped_encoding.TOGETHER", 2)
+        patch.setattr("models.candidates.LOGITS_BYTES", 600)
         yield
 
 
