@@ -78,7 +78,7 @@ def logit_facts(
 
 
 def _facts_while_recording(known: Mapping[Situation, LogitFacts], situation: Situation) -> LogitFacts:
-    """Return the facts that another mode or dtype has found: while a CUDA graph is recorded nothing can be looked at."""
+    """Return the facts found in another mode or dtype: while a CUDA graph is recorded nothing can be looked at."""
     for earlier, facts in known.items():
         if earlier.shapes == situation.shapes and facts.criterion_is_checked:
             return facts
