@@ -1,4 +1,4 @@
-# Two commands are enough: `make demo` and `make test`. Each makes the environment it needs.
+# Two commands are enough: `make demo` and `make test`. Each creates the environment it needs.
 PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
@@ -7,62 +7,62 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 .PHONY: help demo test test-hf check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
-help:  ## say what the targets do
+help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
 .venv/made:
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"seqpar needs Python 3.11 or newer; $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12 ...")'
-	@echo "[env] making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"seqpar needs Python 3.11 or newer; $(PYTHON) is {v[0]}.{v[1]}. Choose another one: make PYTHON=python3.12 ...")'
+	@echo "[env] creating .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv
 	@touch $@
 
 .venv/recipes: .venv/made pyproject.toml constraints.txt
-	@echo "[env] installing torch and what the recipes need (a minute or two, once)"
+	@echo "[env] installing torch and the packages for the recipes (a minute or two, once)"
 	@$(PIP) -e '.[recipes]'
 	@touch $@
 
 .venv/dev: .venv/recipes
-	@echo "[env] installing what the tests and checks need (half a minute, once)"
+	@echo "[env] installing the packages for tests and checks (half a minute, once)"
 	@$(PIP) -e '.[recipes,test,dev]'
 	@touch $@
 
-demo: .venv/recipes  ## train, evaluate and use a translation model on the built-in corpus (3 to 5 minutes on 2 cores)
+demo: .venv/recipes  ## train, evaluate and try a translation model on the built-in corpus (3 to 5 minutes on 2 cores)
 	@$(BIN)/python -m recipes.translation demo
 
 test: check  ## run the checks and every test (under 12 minutes on 2 cores)
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
 	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=10
 
-test-hf: .venv/dev  ## hold the loss against every model class of Hugging Face transformers (under 8 minutes on 2 cores)
+test-hf: .venv/dev  ## check the loss in every model class of Hugging Face transformers (under 8 minutes on 2 cores)
 	@echo "[test-hf] pytest, every causal and conditional model class"
 	@$(BIN)/python -m pytest -n $(WORKERS) -m hf_models -q --durations=5 tests/seqpar/integrations/test_hf_models.py
 
-check: .venv/dev  ## lint, format, strict types, import floors
+check: .venv/dev  ## run the linter, the format check, strict type checks and the import contracts
 	@echo "[check] ruff"
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
 	@echo "[check] mypy --strict"
 	@$(BIN)/mypy
-	@echo "[check] import floors"
+	@echo "[check] import contracts"
 	@$(BIN)/lint-imports
 
 .venv/bench: .venv/dev
-	@echo "[env] installing what the benchmarks draw with, and the peers where they can be had (a minute, once)"
+	@echo "[env] installing matplotlib, and the other implementations where available (a minute, once)"
 	@$(PIP) -e '.[recipes,test,dev,bench]'
-	@$(PIP) -e '.[peers]' || echo "[env] peers that are not installed are left out"
+	@$(PIP) -e '.[peers]' || echo "[env] implementations that could not be installed are left out"
 	@touch $@
 
-bench: .venv/bench  ## measure speed and memory of the loss against the peers, as ratios (two hours on 2 cores; goes on where it was stopped)
+bench: .venv/bench  ## compare the loss with other implementations in speed and memory (two hours on 2 cores; resumes where it was stopped)
 	@$(BIN)/python -m benchmarks.loss
 
 .venv/bench-gpu: .venv/dev
-	@echo "[env] installing the peers that need a GPU (a minute, once)"
+	@echo "[env] installing the other implementations for GPUs (a minute, once)"
 	@$(PIP) -e '.[recipes,test,dev,bench]'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check liger-kernel quack-kernels cut-cross-entropy || echo "[env] peers that are not installed are left out"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check liger-kernel quack-kernels cut-cross-entropy || echo "[env] implementations that could not be installed are left out"
 	@touch $@
 
-bench-gpu: .venv/bench-gpu  ## on a CUDA device: the GPU tests, the loss against its peers, training (under 9 minutes; one table last)
+bench-gpu: .venv/bench-gpu  ## on a CUDA device, run the GPU tests and benchmarks (under 9 minutes; prints one table at the end)
 	@benchmarks/gpu_all.sh
 
-clean:  ## remove the environment and caches (runs/ is kept)
+clean:  ## remove the environment and the caches, but not runs/
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

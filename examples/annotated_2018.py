@@ -1,6 +1,6 @@
-"""The training loop of The Annotated Transformer (2018) on today's PyTorch: learning to say again what was read.
+"""The training loop of The Annotated Transformer (2018) on today's PyTorch: a model learns to copy its input.
 
-Run it with `python -m examples.annotated_2018`. It takes the Transformer of this checkout's `models`.
+Run it with `python -m examples.annotated_2018`. It uses the Transformer in this checkout's `models`.
 """
 
 from collections.abc import Iterator
@@ -12,11 +12,15 @@ from torch import Tensor
 import seqpar
 from models import TransformerConfig, make_transformer
 
-PAD, START, VOCAB, WIDTH, DEVICES = 0, 1, 11, 64, ["cpu", "cpu"]  # devices=[0, 1, 2, 3] in 2018
+PAD = 0
+START = 1
+VOCAB = 11
+WIDTH = 64
+DEVICES = ["cpu", "cpu"]  # [0, 1, 2, 3] in 2018
 
 
 class Batch(NamedTuple):
-    """Source, target in and target out, with the number of target tokens."""
+    """Source, decoder input, decoder target, and the number of target tokens, named as in 2018."""
 
     src: Tensor
     trg: Tensor
@@ -25,22 +29,25 @@ class Batch(NamedTuple):
 
 
 def data(batches: int) -> Iterator[Batch]:
-    """Sentences of random numbers, some of them shorter than the others; the target is the source."""
+    """Yield batches of random numbers, some rows shorter than others; the target is the source."""
     for _ in range(batches):
-        said = torch.randint(2, VOCAB, (32, 8))
-        said[::4, 6:] = PAD
-        heard = torch.cat([torch.full((32, 1), START), said[:, :-1]], 1)
-        yield Batch(said, heard, said, (said != PAD).sum())
+        source = torch.randint(2, VOCAB, (32, 8))
+        source[::4, 6:] = PAD
+        shifted = torch.cat([torch.full((32, 1), START), source[:, :-1]], 1)
+        yield Batch(source, shifted, source, (source != PAD).sum())
 
 
 class NoamOpt:
-    """An optimizer whose rate rises for `warmup` steps and falls from then on (Vaswani et al. 2017, section 5.3)."""
+    """Raise the learning rate for `warmup` steps, then lower it (Vaswani et al. 2017, section 5.3)."""
 
     def __init__(self, width: int, warmup: int, optimizer: torch.optim.Optimizer) -> None:
-        self.width, self.warmup, self.optimizer, self.number = width, warmup, optimizer, 0
+        self.width = width
+        self.warmup = warmup
+        self.optimizer = optimizer
+        self.number = 0
 
     def step(self) -> None:
-        """A step at this step's rate."""
+        """Set this step's learning rate and update the parameters."""
         self.number += 1
         rate = self.width**-0.5 * min(self.number**-0.5, self.number * self.warmup**-1.5)
         self.optimizer.param_groups[0]["lr"] = rate
@@ -56,9 +63,10 @@ model_par = seqpar.DataParallel(model, DEVICES, gather_outputs=False)
 loss_compute = seqpar.MultiGPULossCompute(model.generator, criterion, DEVICES, opt=model_opt)
 
 for epoch in range(4):
-    total_loss, total_tokens = 0.0, 0
+    total_loss = 0.0
+    total_tokens = 0
     for batch in data(50):
         out = model_par(batch.src, batch.trg)
         total_loss += loss_compute(out, batch.trg_y, batch.ntokens)  # steps the optimizer, returns the summed loss
         total_tokens += int(batch.ntokens)
-    print(f"epoch {epoch}: loss {total_loss / total_tokens:.3f} a token")
+    print(f"epoch {epoch}: loss {total_loss / total_tokens:.3f} per token")

@@ -1,4 +1,4 @@
-"""Data-parallel over processes: every rank has its own sentences; the gradient is that of all of them together.
+"""DDP: every rank has its own sentences, and the gradient is that of all sentences together.
 
 Run it with `torchrun --standalone --nproc-per-node 2 examples/ddp.py`.
 """
@@ -10,14 +10,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 
-PAD, VOCAB = 0, 200
+PAD = 0
+VOCAB = 200
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
-rank, world = dist.get_rank(), dist.get_world_size()
+rank = dist.get_rank()
+world = dist.get_world_size()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(VOCAB, 64), nn.Linear(64, 64), nn.Tanh())
 engine = seqpar.LossCompute(nn.Linear(64, VOCAB), seqpar.CrossEntropy(ignore_index=PAD))
-both = DistributedDataParallel(seqpar.ModelWithLoss(model, engine))  # the loss is inside what DDP wraps
+both = DistributedDataParallel(seqpar.ModelWithLoss(model, engine))  # the loss is inside the module that DDP wraps
 optimizer = torch.optim.Adam(both.parameters(), lr=5e-3)
 
 torch.manual_seed(rank)
@@ -25,7 +27,7 @@ for step in range(30):
     micro_batches = []
     for _ in range(2):
         tokens = torch.randint(1, VOCAB, (8, 12))
-        tokens[rank:, 6 + rank :] = PAD  # ranks have different numbers of tokens: no mean of means is right
+        tokens[rank:, 6 + rank :] = PAD  # ranks differ in their token counts, so a mean of means would be wrong
         micro_batches.append(tokens)
     loss = seqpar.accumulate_gradients(
         micro_batches,

@@ -1,4 +1,4 @@
-"""FSDP2: parameters and optimizer state are shared out over the ranks; the loss is inside the outermost unit.
+"""FSDP2: parameters and optimizer state are sharded over the ranks, and the loss is inside the outermost unit.
 
 Run it with `torchrun --standalone --nproc-per-node 2 examples/fsdp2.py`.
 """
@@ -11,17 +11,19 @@ from torch.distributed.fsdp import fully_shard
 
 import seqpar
 
-PAD, VOCAB = 0, 200
+PAD = 0
+VOCAB = 200
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
-rank, world = dist.get_rank(), dist.get_world_size()
+rank = dist.get_rank()
+world = dist.get_world_size()
 mesh = init_device_mesh("cpu", (world,))  # "cuda" on GPUs
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(VOCAB, 64), nn.Linear(64, 64), nn.Tanh())
 engine = seqpar.LossCompute(nn.Linear(64, VOCAB), seqpar.CrossEntropy(ignore_index=PAD))
 both = seqpar.ModelWithLoss(model, engine)
 fully_shard(model[1], mesh=mesh)
-fully_shard(both, mesh=mesh)  # holds the generator, so that it is whole while the loss walks its chunks
+fully_shard(both, mesh=mesh)  # the unit with the generator: its weight stays gathered for all chunks of the loss
 optimizer = torch.optim.Adam(both.parameters(), lr=5e-3)
 
 torch.manual_seed(rank)

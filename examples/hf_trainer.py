@@ -1,9 +1,9 @@
-"""Hugging Face: a Marian model under the stock Seq2SeqTrainer, without full logits and with the exact gradient.
+"""Hugging Face: train a Marian model with the stock Seq2SeqTrainer, without full logits and with the exact gradient.
 
 Run it with `python examples/hf_trainer.py`.
 
-The stock Trainer's gradient of this model is too large by accumulation steps x ranks; with the loss applied it is that
-of the whole batch on one device. Evaluation and `generate` are untouched.
+The stock Trainer's gradient of this model is too large by a factor of accumulation steps x ranks. With the seqpar loss
+applied, it is the gradient of the whole batch on one device. Evaluation and `generate` do not change.
 """
 
 import tempfile
@@ -13,7 +13,9 @@ from transformers import MarianConfig, MarianMTModel, Seq2SeqTrainer, Seq2SeqTra
 
 from seqpar.integrations.transformers import apply_seqpar_loss
 
-PAD, EOS, VOCAB = 0, 1, 60
+PAD = 0
+EOS = 1
+VOCAB = 60
 
 torch.manual_seed(0)
 sizes = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 1), ("ffn_dim", 64))}
@@ -26,13 +28,14 @@ model = MarianMTModel(config)
 
 
 def sentence() -> dict[str, list[int]]:
-    """A run of numbers, and the same run one higher."""
-    first, count = int(torch.randint(2, VOCAB - 9, ())), int(torch.randint(2, 8, ()))
+    """Return a run of consecutive numbers as input, and each number plus one as labels."""
+    first = int(torch.randint(2, VOCAB - 9, ()))
+    count = int(torch.randint(2, 8, ()))
     return {"input_ids": [*range(first, first + count), EOS], "labels": [*range(first + 1, first + 1 + count), EOS]}
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """One batch, padded; -100 is the label that counts for nothing."""
+    """Pad the rows to one batch; labels of -100 are ignored."""
     pad = torch.nn.utils.rnn.pad_sequence
     inputs = pad([torch.tensor(row["input_ids"]) for row in rows], batch_first=True, padding_value=PAD)
     labels = pad([torch.tensor(row["labels"]) for row in rows], batch_first=True, padding_value=-100)
@@ -58,4 +61,4 @@ with tempfile.TemporaryDirectory() as folder, apply_seqpar_loss(model, label_smo
     trainer.train()
 
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-print(f"loss {losses[0]:.3f} at first, loss {losses[-1]:.3f} in the end")
+print(f"loss {losses[0]:.3f} at the start, loss {losses[-1]:.3f} at the end")

@@ -8,21 +8,23 @@ from torch import nn
 
 import seqpar
 
-VOCAB, TEXT = 100, torch.arange(4_000) * 7 % 100  # a text with a rule: each token is the last one plus 7
+VOCAB = 100
+TEXT = torch.arange(4_000) * 7 % VOCAB  # each token is the previous one plus 7, modulo the vocabulary
 
 
 class Model(nn.Module):
-    """Two causal layers under an embedding that is the projection, too."""
+    """Two causal layers; the embedding is also the projection."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.position = nn.Embedding(VOCAB, 64), nn.Embedding(32, 64)
+        self.embed = nn.Embedding(VOCAB, 64)
+        self.position = nn.Embedding(32, 64)
         nn.init.normal_(self.embed.weight, std=0.1)
         layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Ids (B, T) to hidden states (B, T, 64)."""
+        """Map token ids (B, T) to hidden states (B, T, 64)."""
         x = self.embed(tokens) + self.position.weight[: tokens.size(1)]
         return self.layers(x, mask=nn.Transformer.generate_square_subsequent_mask(tokens.size(1)), is_causal=True)
 
@@ -33,7 +35,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def loss_of(tokens: torch.Tensor) -> seqpar.TokenLoss:
-    """The tied weight gets both its gradients: as embedding, and as projection."""
+    """Return the summed loss; the tied weight receives its gradient as embedding and as projection."""
     return seqpar.linear_cross_entropy(model(tokens[:, :-1]), model.embed.weight, tokens[:, 1:], z_loss=1e-4)
 
 

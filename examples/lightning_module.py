@@ -1,4 +1,4 @@
-"""Lightning: manual optimisation whose gradient is that of one batch, however it is cut into micro-batches.
+"""Lightning: manual optimisation with the gradient of the whole batch, however it is split into micro-batches.
 
 Run it with `python examples/lightning_module.py`.
 """
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 import seqpar
 from seqpar.integrations.lightning import accumulated_step
 
-PAD, VOCAB = 0, 200
+PAD = 0
+VOCAB = 200
 losses: list[float] = []
 
 
 class Tagger(LightningModule):
-    """Learns to name each token's neighbour in the vocabulary."""
+    """Predict each token's successor in the vocabulary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +27,7 @@ class Tagger(LightningModule):
         self.engine = seqpar.LossCompute(nn.Linear(64, VOCAB), seqpar.LabelSmoothing(0.1, "torch", ignore_index=PAD))
 
     def training_step(self, micro_batches: list[tuple[Tensor, Tensor]], index: int) -> None:
-        """A step of the optimizer for a list of micro-batches."""
+        """Take one optimizer step for a list of micro-batches."""
         optimizer = self.optimizers()
         optimizer.zero_grad()
         loss = accumulated_step(
@@ -39,12 +40,12 @@ class Tagger(LightningModule):
         losses.append(float(loss.mean))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Of everything, the loss's generator included."""
+        """Return one optimizer for all parameters, including those of the generator in the loss."""
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
 def micro_batch() -> tuple[Tensor, Tensor]:
-    """Tokens and targets, with padding."""
+    """Return random tokens and their targets, with padding."""
     tokens = torch.randint(1, VOCAB - 1, (8, 12))
     target = tokens + 1
     target[::2, 6:] = PAD
@@ -56,4 +57,4 @@ torch.manual_seed(0)
 steps = [[micro_batch() for _ in range(2)] for _ in range(40)]
 trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
 trainer.fit(Tagger(), torch.utils.data.DataLoader(steps, batch_size=None))
-print(f"loss {losses[0]:.3f} at first, loss {losses[-1]:.3f} in the end")
+print(f"loss {losses[0]:.3f} at the start, loss {losses[-1]:.3f} at the end")

@@ -1,4 +1,4 @@
-"""A loop of your own: an encoder-decoder over two devices of one process, the loss in chunks, one backward a step.
+"""Your own training loop: an encoder-decoder on two devices of one process, with one backward pass per step.
 
 Run it with `python examples/own_loop.py`.
 """
@@ -8,11 +8,13 @@ from torch import nn
 
 import seqpar
 
-PAD, VOCAB, DEVICES = 0, 200, ["cpu", "cpu"]  # or ["cuda:0", "cuda:1"]
+PAD = 0
+VOCAB = 200
+DEVICES = ["cpu", "cpu"]  # or ["cuda:0", "cuda:1"]
 
 
 class Counter(nn.Module):
-    """Reads a number and learns to count on from it."""
+    """Read a number and count up from it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,13 +23,14 @@ class Counter(nn.Module):
         self.decoder = nn.GRU(64, 64, batch_first=True)
 
     def forward(self, source: torch.Tensor, target_in: torch.Tensor) -> torch.Tensor:
-        """Token ids (B, S) and (B, T) to hidden states (B, T, 64), which the generator projects."""
+        """Map token ids (B, S) and (B, T) to hidden states (B, T, 64), which the generator projects."""
         _, state = self.encoder(self.embed(source))
         return self.decoder(self.embed(target_in), state)[0]
 
 
 torch.manual_seed(0)
-model, generator = Counter(), nn.Linear(64, VOCAB)
+model = Counter()
+generator = nn.Linear(64, VOCAB)
 parallel = seqpar.DataParallel(model, DEVICES, gather_outputs=False)  # hidden states stay where they were computed
 criterion = seqpar.LabelSmoothing(0.1, "torch", ignore_index=PAD)
 engine = seqpar.LossCompute(generator, criterion, DEVICES)
