@@ -1,12 +1,12 @@
-"""What one rank sends in a step, by layout, for worlds of up to thousands of ranks: counted, without the machines.
+"""Count what one rank sends in a step, by layout, for worlds of up to thousands of ranks, without the machines.
 
     python -m benchmarks.scale                  # the table in docs/scaling.md
     python -m benchmarks.scale --worlds 8 64
 
-torch's fake process group runs one rank's program of any world and moves no data; every other rank is taken to have
-the same numbers. The count is of collectives and of the bytes they hold (an all-gather's output, a reduce-scatter's
-input), not of time, and says nothing of how a network does them. Each step is the third one: what DDP and FSDP2 set
-up in the first two is not counted.
+torch's fake process group runs one rank's program of any world and moves no data; every other rank is assumed to have
+the same numbers. Collectives are counted, and the bytes they hold (an all-gather's output, a reduce-scatter's input).
+That is no measure of time, and tells nothing about how a network carries them out. Each step is the third one: what DDP
+and FSDP2 set up in the first two is not counted.
 """
 
 from __future__ import annotations
@@ -31,14 +31,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar.distributed.vocab_parallel import span_number
+from seqpar.markdown_table import markdown_table
 
-BATCH, TIME, WIDTH, VOCAB = 2, 32, 16, 8192
-"""Of one rank. The vocabulary is the rows of both weights and a multiple of every world: FSDP2 pads nothing."""
+BATCH = 2
+"""Sentences of one rank."""
+TIME = 32
+WIDTH = 16
+VOCAB_SIZE = 8192
+"""Rows of both weights; a multiple of every world, so that FSDP2 pads nothing."""
 
-CHUNKS, WORLDS = (1, 4, 16), (8, 64, 512, 4096)
+CHUNKS = (1, 4, 16)
+WORLDS = (8, 64, 512, 4096)
 
 INNER = 8
-"""Ranks of a mesh's inner axis: one machine's GPUs."""
+"""Ranks of a mesh's inner axis: the GPUs of one machine."""
 
 NAMES = {
     "allreduce_": "all-reduce",
@@ -52,21 +58,22 @@ NAMES = {
 
 
 class Sent(NamedTuple):
-    """The collectives of one step: kind -> how many, and bytes."""
+    """Hold the collectives of one step, by kind, and their bytes."""
 
     collectives: dict[str, int]
     size: int
 
     @property
     def number(self) -> int:
-        """Of all kinds."""
+        """Return how many collectives there are of all kinds."""
         return sum(self.collectives.values())
 
 
 class Wire(TorchDispatchMode):
-    """Counts the collectives that run inside, and answers for the other ranks, which have what this rank has.
+    """Count the collectives that run inside, and answer for the other ranks, which have what this rank has.
 
-    `rows_of` names the groups that share a vocabulary out: there every rank reports its own, equal part of it.
+    Args:
+        rows_of: the groups over which a vocabulary is split, with the rows of each rank's equal shard.
     """
 
     def __init__(self, rows_of: dict[ProcessGroup, int] | None = None) -> None:
@@ -82,57 +89,60 @@ class Wire(TorchDispatchMode):
         namespace, name = operation._schema.name.split("::")
         if namespace == "c10d":
             self.collectives[NAMES.get(name, name)] += 1
-            self.size += max(_bytes(arguments[0]), _bytes(arguments[1]) if len(arguments) > 1 else 0)
+            self.size += max(_bytes(argument) for argument in arguments[:2])
             self._answer(name, arguments)
         return result
 
     def _answer(self, name: str, arguments: tuple[Any, ...]) -> None:
         if name == "allreduce_":
             for tensor in arguments[0]:
-                if tensor.dtype == torch.float64:  # losses and token counts, which are checked; nobody reads the rest
+                if tensor.dtype == torch.float64:  # losses and token counts, which are checked; no one reads the rest
                     tensor.mul_(dist.ProcessGroup.unbox(arguments[1]).size())
         if name == "allgather_":
             group = dist.ProcessGroup.unbox(arguments[2])
-            rows = self.rows_of.get(group)
-            for rank, theirs in enumerate(arguments[0][0] if rows else []):
-                theirs[1] = span_number(rank * rows, (rank + 1) * rows)  # as VocabShard.check asks
+            if group in self.rows_of:
+                rows = self.rows_of[group]
+                for rank, theirs in enumerate(arguments[0][0]):
+                    theirs[1] = span_number(rank * rows, (rank + 1) * rows)  # the shard's bounds, which VocabShard checks
 
     @property
     def sent(self) -> Sent:
-        """What ran so far."""
+        """Return what has run so far."""
         return Sent(dict(self.collectives), self.size)
 
 
 def _bytes(argument: Any) -> int:
     if isinstance(argument, Tensor):
         return argument.nbytes
-    return sum(_bytes(a) for a in argument) if isinstance(argument, (list, tuple)) else 0
+    if isinstance(argument, (list, tuple)):
+        return sum(_bytes(each) for each in argument)
+    return 0
 
 
 class Trunk(nn.Module):
-    """The smallest model below the projection."""
+    """Be the smallest model below the projection: an embedding."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.embed = nn.Embedding(VOCAB_SIZE, WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Hidden states (batch, time, WIDTH)."""
+        """Return hidden states (batch, time, WIDTH)."""
         return torch.tanh(self.embed(tokens))
 
 
 class VocabLoss(nn.Module):
-    """This rank's rows of the projection, and the loss over the whole vocabulary."""
+    """Hold this rank's rows of the projection, and compute the loss over the whole vocabulary."""
 
     def __init__(self, group: ProcessGroup, chunk_tokens: int) -> None:
         super().__init__()
-        rows = VOCAB // group.size()
+        rows = VOCAB_SIZE // group.size()
         self.weight = nn.Parameter(torch.randn(rows, WIDTH))
-        self.vocab = seqpar.VocabShard(group, group.rank() * rows, VOCAB)
+        self.vocab = seqpar.VocabShard(group, group.rank() * rows, VOCAB_SIZE)
         self.chunk_tokens = chunk_tokens
 
     def forward(self, hidden: Tensor, target: Tensor) -> seqpar.TokenLoss:
-        """The summed loss."""
+        """Return the summed loss."""
         return seqpar.linear_cross_entropy(
             hidden, self.weight, target, vocab=self.vocab, label_smoothing=0.1, chunk_tokens=self.chunk_tokens
         )
@@ -142,15 +152,15 @@ Step = Callable[[], object]
 
 
 def _whole_head(chunk_tokens: int) -> tuple[seqpar.ModelWithLoss, nn.Linear]:
-    generator = nn.Linear(WIDTH, VOCAB, bias=False)
+    generator = nn.Linear(WIDTH, VOCAB_SIZE, bias=False)
     engine = seqpar.LossCompute(generator, seqpar.LabelSmoothing(0.1, "torch"), chunk_tokens=chunk_tokens)
     return seqpar.ModelWithLoss(Trunk(), engine), generator
 
 
 def data_parallel(model: nn.Module, group: ProcessGroup) -> DistributedDataParallel:
-    """DDP, its all-reduce as it is by default; spelled as a hook, for the fake group's own result is empty."""
+    """Wrap in DDP with its default all-reduce, written as a hook because the fake group's own result is empty."""
 
-    def hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP would want annotations that are no strings
+    def hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
         dist.all_reduce(bucket.buffer().div_(group.size()), group=group)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
@@ -162,8 +172,8 @@ def data_parallel(model: nn.Module, group: ProcessGroup) -> DistributedDataParal
 
 
 def _step(model: nn.Module, group: ProcessGroup | None, reduces: bool = True, time: int = TIME) -> Step:
-    """One optimizer step's forward and backward, with the exact division."""
-    tokens = torch.randint(VOCAB, (BATCH, time))
+    """Return one optimizer step's forward and backward, with the exact division."""
+    tokens = torch.randint(VOCAB_SIZE, (BATCH, time))
 
     def run() -> seqpar.TokenLoss:
         return seqpar.accumulate_gradients(
@@ -184,20 +194,20 @@ def _world() -> ProcessGroup:
 
 
 def _mesh(inner: str) -> tuple[ProcessGroup, ProcessGroup]:
-    """The groups of data x `inner` that this rank is in: data, inner."""
+    """Return the two groups that this rank is in on a mesh of data x `inner`."""
     size = min(INNER, dist.get_world_size() // 2)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // size, size), mesh_dim_names=("data", inner))
     return mesh.get_group("data"), mesh.get_group(inner)
 
 
 def ddp(chunk_tokens: int) -> tuple[Step, Wire]:
-    """Every rank has the whole model and its own tokens."""
+    """Give every rank the whole model and its own tokens."""
     both, _ = _whole_head(chunk_tokens)
     return _step(data_parallel(both, _world()), None), Wire()
 
 
 def fsdp2(chunk_tokens: int, shape: tuple[int, ...] | None = None) -> tuple[Step, Wire]:
-    """Every rank has a part of every parameter and its own tokens; the generator is a unit."""
+    """Give every rank a shard of every parameter and its own tokens; the generator is a unit of its own."""
     both, generator = _whole_head(chunk_tokens)
     names = ("replicate", "shard") if shape else ("shard",)
     mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
@@ -207,20 +217,20 @@ def fsdp2(chunk_tokens: int, shape: tuple[int, ...] | None = None) -> tuple[Step
 
 
 def hsdp(chunk_tokens: int) -> tuple[Step, Wire]:
-    """FSDP2 inside a machine, copies of it over machines."""
+    """Shard with FSDP2 inside a machine and replicate over machines."""
     inner = min(INNER, dist.get_world_size() // 2)
     return fsdp2(chunk_tokens, (dist.get_world_size() // inner, inner))
 
 
 def vocab(chunk_tokens: int) -> tuple[Step, Wire]:
-    """Every rank has a part of the vocabulary; all have the same tokens."""
+    """Give every rank a shard of the vocabulary and the same tokens."""
     head = VocabLoss(_world(), chunk_tokens)
     both = seqpar.ModelWithLoss(Trunk(), head)
     return _step(both, None, reduces=False), Wire({_world(): len(head.weight)})
 
 
 def data_x_vocab(chunk_tokens: int) -> tuple[Step, Wire]:
-    """The vocabulary split inside a machine, DDP over machines."""
+    """Split the vocabulary inside a machine and use DDP over machines."""
     data, inner = _mesh("vocab")
     head = VocabLoss(inner, chunk_tokens)
     wrapped = data_parallel(seqpar.ModelWithLoss(Trunk(), head), data)
@@ -228,11 +238,11 @@ def data_x_vocab(chunk_tokens: int) -> tuple[Step, Wire]:
 
 
 def data_x_sequence(chunk_tokens: int) -> tuple[Step, Wire]:
-    """Time steps split inside a machine, DDP over all ranks; targets across the seams are fetched."""
+    """Split time steps inside a machine and use DDP over all ranks; targets across the seams are fetched."""
     _, inner = _mesh("sequence")
     both, _ = _whole_head(chunk_tokens)
     wrapped = data_parallel(both, _world())
-    tokens = torch.randint(VOCAB, (BATCH, TIME))
+    tokens = torch.randint(VOCAB_SIZE, (BATCH, TIME))
 
     def run() -> object:
         target = seqpar.next_token_targets(tokens, inner)
@@ -257,7 +267,7 @@ LAYOUTS: dict[str, Callable[[int], tuple[Step, Wire]]] = {
 
 
 class World(AbstractContextManager["World"]):
-    """This process as rank 0 of `size` that are not there."""
+    """Make this process rank 0 of a world of `size` ranks, of which the others do not exist."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -271,7 +281,7 @@ class World(AbstractContextManager["World"]):
 
 
 def count(layout: str, chunks: int) -> Sent:
-    """What one rank of the present world sends in a step."""
+    """Return what one rank of the present world sends in a step."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -285,7 +295,7 @@ def count(layout: str, chunks: int) -> Sent:
 
 
 def counts(worlds: tuple[int, ...] = WORLDS, layouts: tuple[str, ...] = tuple(LAYOUTS)) -> dict[str, Any]:
-    """layout -> world -> chunks -> what is sent, with keys as JSON has them."""
+    """Return what is sent, by layout, world and chunks, with keys as JSON has them."""
     found: dict[str, Any] = {layout: {} for layout in layouts}
     for size in worlds:
         with World(size):
@@ -295,28 +305,25 @@ def counts(worlds: tuple[int, ...] = WORLDS, layouts: tuple[str, ...] = tuple(LA
 
 
 def table(found: dict[str, Any]) -> str:
-    """Markdown: a row per layout and world."""
-    chunks = "/".join(str(c) for c in CHUNKS)
-    lines = [
-        f"| layout | ranks | collectives, {chunks} chunks | KiB, {chunks} chunks | of {CHUNKS[1]} chunks |",
-        "|---|---|---|---|---|",
-    ]
+    """Return a Markdown table with a row per layout and world."""
+    chunks = "/".join(str(count) for count in CHUNKS)
+    header = ["layout", "ranks", f"collectives, {chunks} chunks", f"KiB, {chunks} chunks", f"of {CHUNKS[1]} chunks"]
+    rows = []
     for layout, worlds in found.items():
-        for size, by_chunks in worlds.items():
-            sent = [Sent(**by_chunks[str(c)]) for c in CHUNKS]
-            numbers, sizes = (
-                " / ".join(x) for x in zip(*((str(s.number), f"{s.size / 1024:.1f}") for s in sent), strict=True)
-            )
-            kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(sent[1].collectives.items()))
-            lines.append(f"| {layout} | {size} | {numbers} | {sizes} | {kinds} |")
-    return "\n".join(lines)
+        for world, by_chunks in worlds.items():
+            sent = [Sent(**by_chunks[str(count)]) for count in CHUNKS]
+            numbers = " / ".join(str(each.number) for each in sent)
+            sizes = " / ".join(f"{each.size / 1024:.1f}" for each in sent)
+            kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(sent[1].collectives.items()))
+            rows.append([layout, world, numbers, sizes, kinds])
+    return markdown_table(header, rows)
 
 
 def main() -> None:
-    """Prints the table, or the counts as JSON."""
+    """Print the table, or the counts as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=list(WORLDS), help="ranks of each simulated world")
-    parser.add_argument("--json", action="store_true", help="the counts, for a program")
+    parser.add_argument("--json", action="store_true", help="print the counts as JSON instead")
     options = parser.parse_args()
     found = counts(tuple(options.worlds))
     print(json.dumps(found) if options.json else table(found))

@@ -1,8 +1,8 @@
-"""One translation model three times, each with its training step: ours, Hugging Face's Marian, `nn.Transformer`.
+"""Build one translation model three times, each with its training step: ours, Marian (Hugging Face), `nn.Transformer`.
 
-All three get the same padded batches, the same optimizer (fused Adam) and the same clipping, so that what differs is
-the model and its loss. Dropout is on embeddings and sublayers; `nn.Transformer` also has it on attention weights and
-inside the feed-forward network, which cannot be told apart there.
+All three get the same padded batches, the same optimizer (fused Adam) and the same clipping, so that only the model and
+its loss differ. Dropout is on embeddings and sublayers; `nn.Transformer` also has it on attention weights and inside
+the feed-forward network, where it cannot be set separately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
-from benchmarks.loss.peers import quietly
+from benchmarks.loss.peers import import_quietly
 from models import PRESETS, TransformerConfig, make_transformer, sinusoidal_positions
 from recipes.translation.data.batches import Batch, TokenBatches
 from recipes.translation.data.subwords import BOS, EOS, PAD
@@ -26,14 +26,16 @@ from recipes.translation.processes.ranks import ALONE
 from recipes.translation.settings.config import load_config
 from recipes.translation.training.layout import Layout, axes_of
 
-SMOOTHING, CLIP, ADAM = 0.1, 1.0, {"lr": 1e-4, "betas": (0.9, 0.98), "eps": 1e-9, "fused": True}
+SMOOTHING = 0.1
+CLIP = 1.0
+ADAM = {"lr": 1e-4, "betas": (0.9, 0.98), "eps": 1e-9, "fused": True}
 
 SIZES: dict[str, tuple[TransformerConfig, int]] = {
     "d128": (PRESETS["multi30k"], 10_000),
     "d256": (PRESETS["small"], 10_000),
     "d512": (PRESETS["base"], 32_000),
 }
-"""Name -> sizes, and vocabulary; all with one embedding for source, target and generator."""
+"""Sizes and vocabulary by name; all share one embedding for source, target and generator."""
 
 # fmt: off
 TARGET_LENGTHS = {
@@ -44,48 +46,50 @@ TARGET_LENGTHS = {
 # fmt: on
 """How many of Multi30k's 29,000 German training captions have so many subwords (joint BPE, 10,000), end included.
 
-An English one beside t German subwords has about 0.77 t + 3.2 of them, give or take 0.115 t + 0.5 (standard deviation).
+The English caption beside t German subwords has about 0.77 t + 3.2, with a standard deviation of 0.115 t + 0.5.
 """
 
 
-def pairs(vocab: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
-    """29,000 pairs of random ids, as long as Multi30k's."""
+def pairs(vocab_size: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
+    """Return 29,000 pairs of random ids, as long as Multi30k's."""
     rng = numpy.random.default_rng(seed)
     targets = rng.permutation(numpy.repeat(list(TARGET_LENGTHS), list(TARGET_LENGTHS.values())))
     sources = numpy.rint(rng.normal(0.77 * targets + 3.2, 0.115 * targets + 0.5)).astype(int).clip(2)
-    sides = ([rng.integers(4, vocab, length - 1).tolist() for length in lengths] for lengths in (sources, targets))
-    return next(sides), next(sides)
+    source_ids = [rng.integers(4, vocab_size, length - 1).tolist() for length in sources]
+    target_ids = [rng.integers(4, vocab_size, length - 1).tolist() for length in targets]
+    return source_ids, target_ids
 
 
-def batches(vocab: int, tokens: int, order: str) -> Iterator[Batch]:
-    """Batches of about `tokens` target tokens: of `similar` lengths, as the recipe makes them, or `mixed` ones."""
-    made = TokenBatches(*pairs(vocab), batch_tokens=round(1.05 * tokens))
+def batches(vocab_size: int, tokens: int, order: str) -> Iterator[Batch]:
+    """Yield batches of about `tokens` target tokens: of `similar` lengths, as the recipe makes them, or `mixed`."""
+    made = TokenBatches(*pairs(vocab_size), batch_tokens=round(1.05 * tokens))
     if order == "similar":
         yield from (made.batch(indices) for indices in made.epoch(0))
-    size = round(tokens * sum(TARGET_LENGTHS.values()) / sum(n * count for n, count in TARGET_LENGTHS.items()))
+    all_tokens = sum(length * count for length, count in TARGET_LENGTHS.items())
+    size = round(tokens * sum(TARGET_LENGTHS.values()) / all_tokens)
     for start in range(0, len(made.sources) - size, size):
         yield made.batch(range(start, start + size))
 
 
 class Ours:
-    """`models/`, and the step that `recipes/translation/train.py` takes, on one device."""
+    """Train `models/` with the step that `recipes/translation/train.py` takes, on one device."""
 
     name = "seqpar"
 
-    def __init__(self, config: TransformerConfig, vocab: int, precision: str) -> None:
-        self.model = make_transformer(config, vocab, vocab, PAD)
+    def __init__(self, config: TransformerConfig, vocab_size: int, precision: str) -> None:
+        self.model = make_transformer(config, vocab_size, vocab_size, PAD)
         settings = {"training.precision": precision, "training.label_smoothing": SMOOTHING}
         run = load_config(None, settings)
         self.layout = Layout(self.model, run, axes_of(run.layout, 1), [torch.device("cpu")], ALONE)
         self.optimizer = torch.optim.Adam(self.model.parameters(), **ADAM)
 
     def loss_mean(self, batch: Batch) -> float:
-        """In the mode that the model is in; leaves gradients."""
+        """Return the mean loss in the model's present mode, and leave gradients."""
         loss = seqpar.accumulate_gradients([batch], self.layout.loss_of, self.layout.tokens_of)
         return float(loss.mean)
 
     def step(self, batch: Batch) -> float:
-        """A whole training step."""
+        """Take a whole training step."""
         self.model.train()
         mean = self.loss_mean(batch)
         self.layout.clip(CLIP)
@@ -95,28 +99,30 @@ class Ours:
 
 
 class Plain:
-    """A peer: a model that returns logits, and the loss as it is usually written."""
+    """Train a peer: a model that returns logits, with the loss as it is usually written."""
 
     name: str
 
     def __init__(self, model: nn.Module, precision: str) -> None:
-        self.model, self.precision = model, precision
+        self.model = model
+        self.precision = precision
         self.optimizer = torch.optim.Adam(model.parameters(), **ADAM)
 
     def logits(self, batch: Batch) -> Tensor:
-        """(B, T, V)."""
+        """Return logits (B, T, V)."""
         raise NotImplementedError
 
     def loss_mean(self, batch: Batch) -> float:
-        """In the mode that the model is in; leaves gradients."""
+        """Return the mean loss in the model's present mode, and leave gradients."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"):
-            logits, target = self.logits(batch), batch.tgt_out
-            loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=PAD, label_smoothing=SMOOTHING)
+            logits = self.logits(batch).flatten(0, 1)
+            target = batch.tgt_out.flatten()
+            loss = F.cross_entropy(logits, target, ignore_index=PAD, label_smoothing=SMOOTHING)
         loss.backward()
         return loss.item()
 
     def step(self, batch: Batch) -> float:
-        """A whole training step."""
+        """Take a whole training step."""
         self.model.train()
         mean = self.loss_mean(batch)
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -126,28 +132,28 @@ class Plain:
 
 
 class OursWithPlainLoss(Plain):
-    """`models/` with the loss as it is usually written."""
+    """Train `models/` with the loss as it is usually written."""
 
     name = "seqpar's model, plain loss"
 
-    def __init__(self, config: TransformerConfig, vocab: int, precision: str) -> None:
-        super().__init__(make_transformer(config, vocab, vocab, PAD), precision)
+    def __init__(self, config: TransformerConfig, vocab_size: int, precision: str) -> None:
+        super().__init__(make_transformer(config, vocab_size, vocab_size, PAD), precision)
 
     def logits(self, batch: Batch) -> Tensor:
-        """(B, T, V)."""
+        """Return logits (B, T, V)."""
         return self.model.generator(self.model(batch.src, batch.tgt_in))
 
 
 class Marian(Plain):
-    """Hugging Face transformers' MarianMTModel, made from a configuration; attention as it comes (sdpa)."""
+    """Train Hugging Face's MarianMTModel, made from a configuration, with its default attention (sdpa)."""
 
     name = "Marian"
 
-    def __init__(self, config: TransformerConfig, vocab: int, precision: str) -> None:
-        super().__init__(marian(config, vocab), precision)
+    def __init__(self, config: TransformerConfig, vocab_size: int, precision: str) -> None:
+        super().__init__(marian(config, vocab_size), precision)
 
     def logits(self, batch: Batch) -> Tensor:
-        """As its users call it: padded ids with their masks."""
+        """Return logits of the model as its users call it: padded ids with their masks."""
         return self.model(
             input_ids=batch.src,
             attention_mask=(batch.src != PAD).long(),
@@ -157,22 +163,19 @@ class Marian(Plain):
         ).logits
 
 
-def marian(config: TransformerConfig, vocab: int) -> Any:
-    """A MarianMTModel of the same size with random weights; post-norm, which it always is."""
-    module = quietly("transformers.models.marian.modeling_marian")
-    MarianConfig, MarianMTModel = module.MarianConfig, module.MarianMTModel
-    sides = {
-        f"{side}_{what}": value
-        for side in ("encoder", "decoder")
-        for what, value in (("ffn_dim", config.d_ff), ("attention_heads", config.heads))
-    }
-    return MarianMTModel(
-        MarianConfig(
-            vocab_size=vocab,
+def marian(config: TransformerConfig, vocab_size: int) -> Any:
+    """Return a MarianMTModel of the same size with random weights; it is always post-norm."""
+    module = import_quietly("transformers.models.marian.modeling_marian")
+    return module.MarianMTModel(
+        module.MarianConfig(
+            vocab_size=vocab_size,
             d_model=config.d_model,
             encoder_layers=config.encoder_layers,
             decoder_layers=config.decoder_layers,
-            **sides,
+            encoder_ffn_dim=config.d_ff,
+            decoder_ffn_dim=config.d_ff,
+            encoder_attention_heads=config.heads,
+            decoder_attention_heads=config.heads,
             dropout=config.dropout,
             activation_function="relu",
             scale_embedding=True,
@@ -186,22 +189,22 @@ def marian(config: TransformerConfig, vocab: int) -> Any:
 
 
 class TorchTransformer(Plain):
-    """`nn.Transformer` with embeddings, sinusoidal positions and a tied generator."""
+    """Train `nn.Transformer` with embeddings, sinusoidal positions and a tied generator."""
 
     name = "nn.Transformer"
 
-    def __init__(self, config: TransformerConfig, vocab: int, precision: str) -> None:
-        super().__init__(_TorchTransformer(config, vocab), precision)
+    def __init__(self, config: TransformerConfig, vocab_size: int, precision: str) -> None:
+        super().__init__(_TorchTransformer(config, vocab_size), precision)
 
     def logits(self, batch: Batch) -> Tensor:
-        """(B, T, V)."""
+        """Return logits (B, T, V)."""
         return self.model(batch.src, batch.tgt_in)
 
 
 class _TorchTransformer(nn.Module):
-    def __init__(self, config: TransformerConfig, vocab: int) -> None:
+    def __init__(self, config: TransformerConfig, vocab_size: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocab, config.d_model)
+        self.embed = nn.Embedding(vocab_size, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.transformer = nn.Transformer(
             config.d_model,
@@ -213,7 +216,7 @@ class _TorchTransformer(nn.Module):
             norm_first=config.norm == "pre",
             batch_first=True,
         )
-        self.generator = nn.Linear(config.d_model, vocab)
+        self.generator = nn.Linear(config.d_model, vocab_size)
         self.generator.weight = self.embed.weight
         self.register_buffer("positions", sinusoidal_positions(0, 256, config.d_model, like=self.embed.weight))
 
@@ -237,13 +240,17 @@ class _TorchTransformer(nn.Module):
 
 
 def check_loss(size: str) -> float:
-    """How far our loss is from the plain one of the same logits, relative, in float64; raises where it is not tiny."""
-    config, vocab = SIZES[size]
+    """Return how far our loss is from the plain one of the same logits, relative, in float64.
+
+    Raises:
+        AssertionError: by more than 1e-12.
+    """
+    config, vocab_size = SIZES[size]
     torch.manual_seed(0)
-    model = make_transformer(replace(config, dropout=0.0), vocab, vocab, PAD).double()
+    model = make_transformer(replace(config, dropout=0.0), vocab_size, vocab_size, PAD).double()
     run = load_config(None, {"training.label_smoothing": SMOOTHING, "training.precision": "float64"})
     layout = Layout(model, run, axes_of(run.layout, 1), [torch.device("cpu")], ALONE)
-    batch = next(batches(vocab, 300, "mixed"))
+    batch = next(batches(vocab_size, 300, "mixed"))
     with torch.no_grad():
         logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
         plain = F.cross_entropy(logits, batch.tgt_out.flatten(), ignore_index=PAD, label_smoothing=SMOOTHING)

@@ -1,18 +1,18 @@
-"""Training and beam search of the recipe's model against Marian (Hugging Face) and `nn.Transformer`, in one run.
+"""Measure training and beam search of the recipe's model beside Marian (Hugging Face) and `nn.Transformer`, in one run.
 
     pip install -c constraints.txt -e '.[recipes,peers]'
     python -m benchmarks.training                                   # every part; about an hour on two cores
     python -m benchmarks.training --parts training --sizes d128 --precisions float32
-    python -m benchmarks.training --write docs/results/training     # puts what it measured into .json and .md there
+    python -m benchmarks.training --write docs/results/training     # adds its figures to the .json and .md there
 
-Implementations take turns on the same batches, two steps each, of which the second is timed; a figure is the median of
-target tokens (padding not counted) a second over batches, a ratio the median of the ratios on one batch. Parts:
+Implementations take turns on the same batches, two steps each, of which the second is timed. A figure is the median
+over batches of target tokens a second, padding not counted; a ratio is the median of the ratios on one batch. Parts:
 
 - training: whole steps of about 4,000 target tokens: forward, loss with label smoothing 0.1, backward, clip, Adam.
-- factors: our own step with one thing at a time put back to what torch has: the plain loss of all logits, `nn.Dropout`,
-  torch's attention kernel, Adam that is not fused; and with all of them.
-- decoding: beam 5 for 64 sentences, 20 tokens each, batch after batch. Random weights end sentences at random, so
-  nothing may end.
+- factors: our own step with one part at a time put back to torch's own: the plain loss of all logits, `nn.Dropout`,
+  torch's attention kernel, Adam that is not fused; and with the first three.
+- decoding: beam 5 for 64 sentences, 20 tokens each, batch after batch. Random weights would end sentences at random, so
+  none may end.
 - loading: subwords and batches of an epoch on one thread; time from start to the first step of `train`. On Multi30k
   where SEQPAR_DATA is the folder that holds it, else on the built-in corpus.
 """
@@ -59,20 +59,33 @@ from recipes.translation.data.prepare import prepare
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.data.subwords import BOS, EOS, PAD
 from recipes.translation.settings.config import RunConfig, load_config
+from seqpar.markdown_table import markdown_table
 
-TOKENS, WARM_UP, BEAM, SENTENCES, LENGTH = 4_000, 1, 5, 64, 20
+TOKENS = 4_000
+"""Target tokens of a step, about."""
+WARM_UP = 1
+"""Batches at the start that are not timed."""
+BEAM = 5
+SENTENCES = 64
+LENGTH = 20
+"""Tokens of every hypothesis."""
+PARTS = ("training", "factors", "decoding", "loading")
+BEGIN = "<!-- below: python -m benchmarks.training --write -->"
+END = "<!-- above: python -m benchmarks.training --write -->"
 Row = dict[str, Any]
+"""The figures of one row of a table, its part and name among them."""
 
 
-def say(text: str) -> None:
-    """Progress."""
+def report(text: str) -> None:
+    """Print a line of progress."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def in_turn(steps: dict[str, Callable[[Any], object]], inputs: list[Any], warm_up: int) -> dict[str, list[float]]:
-    """Seconds of each step on each input, of two in a row the second, as its own steps follow each other in use.
+    """Return the seconds of each step on each input, after the first inputs.
 
-    The first one's memory was another model's, and comes from the system page by page. The first inputs are not timed.
+    Of two steps in a row the second is timed: in use, a step follows its own kind, while after another model its memory
+    comes from the system page by page.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number, given in enumerate(inputs):
@@ -82,40 +95,41 @@ def in_turn(steps: dict[str, Callable[[Any], object]], inputs: list[Any], warm_u
                 start = time.perf_counter()
                 step(given)
                 seconds[name].append(time.perf_counter() - start)
-        say(", ".join(f"{name} {times[-1]:.3f} s" for name, times in seconds.items() if times) or "warming up")
+        done = [f"{name} {times[-1]:.3f} s" for name, times in seconds.items() if times]
+        report(", ".join(done) or "warming up")
     return seconds
 
 
 def rates(done: list[float], seconds: dict[str, list[float]]) -> Row:
-    """Median work a second by name, and how often ours goes into each other one's time."""
+    """Return the median work a second by name, and the others' times over ours, which is the first."""
     ours, *others = seconds
-    return {
-        "rates": {
-            name: round(statistics.median(n / t for n, t in zip(done, times, strict=True)), 1)
-            for name, times in seconds.items()
-        },
-        "ratios": {
-            name: round(statistics.median(t / own for t, own in zip(seconds[name], seconds[ours], strict=True)), 2)
-            for name in others
-        },
-    }
+    found: dict[str, float] = {}
+    for name, times in seconds.items():
+        found[name] = round(statistics.median(work / time for work, time in zip(done, times, strict=True)), 1)
+    return {"rates": found, "ratios": {name: median_ratio(seconds[name], seconds[ours]) for name in others}}
+
+
+def median_ratio(times: list[float], others: list[float]) -> float:
+    """Return the median over batches of one time over the other."""
+    return round(statistics.median(time / other for time, other in zip(times, others, strict=True)), 2)
 
 
 def products_alone(step: Callable[[Any], object], given: Any) -> float:
-    """Seconds that a step's matrix products take, as torch's profiler has them."""
+    """Return the seconds that a step's matrix products take, by torch's profiler."""
     names = {f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")}
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU]) as record:
         step(given)
-    return sum(event.self_cpu_time_total for event in seen.key_averages() if event.key in names) / 1e6
+    return sum(event.self_cpu_time_total for event in record.key_averages() if event.key in names) / 1e6
 
 
 def training(size: str, precision: str, order: str, steps: int) -> Row:
-    """Target tokens a second of whole training steps; and the ratio if our step were its products and nothing else."""
-    (config, vocab), apart = SIZES[size], check_loss(size)
-    say(f"{size} {precision}, {order} lengths; our loss and the plain one are {apart:.0e} apart in float64")
+    """Return target tokens a second of whole training steps, and the ratio if our step were its products alone."""
+    config, vocab_size = SIZES[size]
+    apart = check_loss(size)
+    report(f"{size} {precision}, {order} lengths; our loss and the plain one are {apart:.0e} apart in float64")
     torch.manual_seed(0)
-    built = [kind(config, vocab, precision) for kind in (Ours, Marian, TorchTransformer)]
-    made = batches(vocab, TOKENS, order)
+    built = [kind(config, vocab_size, precision) for kind in (Ours, Marian, TorchTransformer)]
+    made = batches(vocab_size, TOKENS, order)
     inputs = [next(made) for _ in range(WARM_UP + steps)]
     seconds = in_turn({each.name: each.step for each in built}, inputs, WARM_UP)
     timed = inputs[WARM_UP:]
@@ -128,24 +142,25 @@ def training(size: str, precision: str, order: str, steps: int) -> Row:
         "precision": precision,
         "parameters": {each.name: parameters(each.model) for each in built},
         "padding": round(1 - real / cells, 3),
-        "most": round(statistics.median(t / own for t, own in zip(seconds[Marian.name], bare, strict=True)), 2),
+        "most": median_ratio(seconds[Marian.name], bare),
         **rates([batch.tokens for batch in timed], seconds),
     }
 
 
 def parameters(model: nn.Module) -> int:
-    """How many are trained."""
+    """Return how many parameters are trained."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def factors(size: str, precision: str, steps: int) -> Row:
-    """Seconds of our step with parts of it put back, over those of the step as it is; batches of similar lengths."""
-    config, vocab = SIZES[size]
-    say(f"{size} {precision}, parts put back")
+    """Return our step's time with parts of it put back over the step's own, on batches of similar lengths."""
+    config, vocab_size = SIZES[size]
+    report(f"{size} {precision}, parts put back")
     torch.manual_seed(0)
-    ours, plain = Ours(config, vocab, precision), OursWithPlainLoss(config, vocab, precision)
+    ours = Ours(config, vocab_size, precision)
+    plain = OursWithPlainLoss(config, vocab_size, precision)
     ordinary = torch.optim.Adam(ours.model.parameters(), **{**ADAM, "fused": False, "foreach": False})
-    made = batches(vocab, TOKENS, "similar")
+    made = batches(vocab_size, TOKENS, "similar")
     inputs = [next(made) for _ in range(WARM_UP + steps)]
 
     def with_adam(batch: Batch) -> None:
@@ -178,13 +193,15 @@ def factors(size: str, precision: str, steps: int) -> Row:
 
 
 def decoding(size: str, repeats: int) -> Row:
-    """Sentences a second of beam search; every hypothesis has `LENGTH` tokens, no sentence leaves the batch early."""
-    config, vocab = SIZES[size]
+    """Return sentences a second of beam search; every hypothesis has `LENGTH` tokens, so no sentence ends early."""
+    config, vocab_size = SIZES[size]
     torch.manual_seed(0)
-    model, peer = make_transformer(config, vocab, vocab, PAD).eval(), marian(config, vocab).eval()
+    model = make_transformer(config, vocab_size, vocab_size, PAD).eval()
+    peer = marian(config, vocab_size).eval()
     with torch.no_grad():
-        model.generator.bias[EOS] = peer.final_logits_bias[0, EOS] = -1e4
-    made = batches(vocab, TOKENS, "mixed")
+        model.generator.bias[EOS] = -1e4
+        peer.final_logits_bias[0, EOS] = -1e4
+    made = batches(vocab_size, TOKENS, "mixed")
     sources = [next(made).src[:SENTENCES] for _ in range(repeats + 1)]
 
     def ours(src: torch.Tensor) -> object:
@@ -200,19 +217,19 @@ def decoding(size: str, repeats: int) -> Row:
         assert found.shape == (len(src), LENGTH + 1)
         return found
 
-    say(f"{size}, beam {BEAM}")
+    report(f"{size}, beam {BEAM}")
     with evaluating(model):  # as the recipe translates, batch after batch
         seconds = in_turn({"seqpar": ours, "Marian": theirs}, sources, 1)
     return {"part": "decoding", "name": size, "precision": "float32", **rates([SENTENCES] * repeats, seconds)}
 
 
 def loading() -> list[Row]:
-    """Subwords and batches a second; the seconds that `train` takes to its first step."""
+    """Return target tokens a second through subwords and batches, and the seconds `train` takes to its first step."""
     with tempfile.TemporaryDirectory() as folder:
         multi30k = "recipes/translation/configs/multi30k_en_de.yaml" if "SEQPAR_DATA" in os.environ else None
         config = load_config(multi30k, {"run": f"{folder}/run"})
         name = "Multi30k" if multi30k else "built-in corpus"
-        say(f"loading {name}")
+        report(f"loading {name}")
         prepare(config)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -226,18 +243,19 @@ def loading() -> list[Row]:
 
 
 def read_epoch(config: RunConfig) -> tuple[int, float]:
-    """Target tokens of an epoch, and the seconds to cut its text into subwords and make its batches."""
+    """Return the target tokens of an epoch, and the seconds to cut its text into subwords and make its batches."""
     source, target = prepare(config)
     text = load_pairs(config.data, "train", config.subwords.lowercase)
     start = time.perf_counter()
-    sides = source.encode([pair.source for pair in text]), target.encode([pair.target for pair in text])
-    made = TokenBatches(*sides, batch_tokens=config.training.batch_tokens)
+    sources = source.encode([pair.source for pair in text])
+    targets = target.encode([pair.target for pair in text])
+    made = TokenBatches(sources, targets, batch_tokens=config.training.batch_tokens)
     tokens = sum(made.batch(indices).tokens for indices in made.epoch(0))
     return tokens, time.perf_counter() - start
 
 
 def first_step(config: RunConfig, file: str | None) -> float:
-    """Seconds from the start of the `train` command to the first step's line in its metrics; subwords are there."""
+    """Return the seconds from the start of `train`, with subwords made before, to the first line of its metrics."""
     load_corpus(config)
     given = ["--config", file] if file else []
     command = [sys.executable, "-m", "recipes.translation", "train", *given, "--run", config.run]
@@ -251,35 +269,53 @@ def first_step(config: RunConfig, file: str | None) -> float:
     return seconds
 
 
-def table(rows: list[Row]) -> str:
-    """Markdown."""
-    lines = []
-    heads = {
-        "training": "model, lengths in a batch | dtype | padding | target tokens/s: seqpar | Marian | nn.Transformer "
-        "| to Marian | to nn.Transformer | to Marian, if only products took time",
-        "factors": "with this put back: time to the step as it is | dtype | "
-        "plain loss | nn.Dropout | torch's attention | Adam not fused | first three",
-        "decoding": f"beam {BEAM}, {SENTENCES} sentences | dtype | sentences/s: seqpar | Marian | to Marian",
-        "loading": "loading | figure",
-    }
-    for part, head in heads.items():
-        if found := [row for row in rows if row["part"] == part]:
-            lines += [f"\n| {head} |", "|---" * (head.count("|") + 1) + "|"]
-        for row in found:
-            cells = [row["name"]]
-            if part == "loading":
-                cells += [f"{row['figure']:,}"]
-            else:
-                cells += [row["precision"], *([f"{row['padding']:.1%}"] if part == "training" else [])]
-                cells += [f"{rate:,.0f}" for rate in row["rates"].values() if part != "factors"]
-                cells += [f"{ratio:.2f}" for ratio in row["ratios"].values()]
-                cells += [f"{row['most']:.2f}" if "most" in row else "-"] if part == "training" else []
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def tables(rows: list[Row]) -> str:
+    """Return a Markdown table for each part that has rows."""
+    makers = {"training": _training_table, "factors": _factors_table, "decoding": _decoding_table}
+    makers["loading"] = _loading_table
+    found = []
+    for part, make in makers.items():
+        rows_of_part = [row for row in rows if row["part"] == part]
+        if rows_of_part:
+            found.append(make(rows_of_part))
+    return "\n\n".join(found)
+
+
+def _training_table(rows: list[Row]) -> str:
+    header = ["model, lengths in a batch", "dtype", "padding", "target tokens/s: seqpar", "Marian", "nn.Transformer"]
+    header += ["to Marian", "to nn.Transformer", "to Marian, if only products took time"]
+    cells = []
+    for row in rows:
+        most = f"{row['most']:.2f}" if "most" in row else "-"
+        cells.append([row["name"], row["precision"], f"{row['padding']:.1%}", *_rates(row), *_ratios(row), most])
+    return markdown_table(header, cells)
+
+
+def _factors_table(rows: list[Row]) -> str:
+    header = ["with this put back: time to the step as it is", "dtype"]
+    header += ["plain loss", "nn.Dropout", "torch's attention", "Adam not fused", "first three"]
+    return markdown_table(header, [[row["name"], row["precision"], *_ratios(row)] for row in rows])
+
+
+def _decoding_table(rows: list[Row]) -> str:
+    header = [f"beam {BEAM}, {SENTENCES} sentences", "dtype", "sentences/s: seqpar", "Marian", "to Marian"]
+    return markdown_table(header, [[row["name"], row["precision"], *_rates(row), *_ratios(row)] for row in rows])
+
+
+def _loading_table(rows: list[Row]) -> str:
+    return markdown_table(["loading", "figure"], [[row["name"], f"{row['figure']:,}"] for row in rows])
+
+
+def _rates(row: Row) -> list[str]:
+    return [f"{rate:,.0f}" for rate in row["rates"].values()]
+
+
+def _ratios(row: Row) -> list[str]:
+    return [f"{ratio:.2f}" for ratio in row["ratios"].values()]
 
 
 def machine() -> str:
-    """What the figures were taken on."""
+    """Return what the figures were taken on."""
     import transformers
 
     return (
@@ -289,33 +325,42 @@ def machine() -> str:
 
 
 def write(path: Path, rows: list[Row]) -> None:
-    """Puts the rows into `<path>.json`, over those of the same name, and the tables into `<path>.md` below its line."""
-    data, text = path.with_suffix(".json"), path.with_suffix(".md")
+    """Put the rows into `<path>.json`, replacing those of the same name, and the tables into `<path>.md`."""
+    data = path.with_suffix(".json")
     kept = json.loads(data.read_text()) if data.exists() else []
-
-    def key(row: Row) -> tuple[Any, ...]:
-        return row["part"], row["name"], row.get("precision")
-
-    merged = {key(row): row for row in kept + [{**row, "date": str(date.today()), "on": machine()} for row in rows]}
-    ordered = sorted(merged.values(), key=lambda row: (list(PARTS).index(row["part"]), str(key(row))))
+    merged = {_key(row): row for row in kept}
+    for row in rows:
+        merged[_key(row)] = {**row, "date": str(date.today()), "on": machine()}
+    ordered = sorted(merged.values(), key=lambda row: (PARTS.index(row["part"]), str(_key(row))))
     data.write_text(json.dumps(ordered, indent=1) + "\n")
-    above = text.read_text().split(LINE)[0] if text.exists() else ""
-    said = "\n".join(sorted({f"{row['date']}, {row['on']}" for row in ordered}))
-    text.write_text(f"{above}{LINE}\n\n{said}\n{table(ordered)}\n")
+    text = path.with_suffix(".md")
+    text.write_text(page(text.read_text() if text.exists() else "", ordered))
 
 
-PARTS, LINE = ("training", "factors", "decoding", "loading"), "<!-- below: python -m benchmarks.training --write -->"
+def page(text: str, rows: list[Row]) -> str:
+    """Return the page with new tables between BEGIN and END, and the machines below them; other text stays.
+
+    Without END everything after BEGIN is replaced; without BEGIN the tables go to the end.
+    """
+    before, _, after = text.partition(BEGIN)
+    after = after.partition(END)[2] or "\n"
+    machines = "\n".join(sorted({f"{row['date']}, {row['on']}" for row in rows}))
+    return f"{before}{BEGIN}\n\n{tables(rows)}\n\n{machines}\n\n{END}{after}"
+
+
+def _key(row: Row) -> tuple[str, str, str | None]:
+    return row["part"], row["name"], row.get("precision")
 
 
 def main() -> None:
-    """Measures, prints, and writes where it is asked to."""
+    """Measure, print, and write where asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--precisions", nargs="+", choices=("float32", "bf16"), default=["float32", "bf16"])
     parser.add_argument("--orders", nargs="+", choices=("similar", "mixed"), default=["similar", "mixed"])
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each implementation")
-    parser.add_argument("--write", type=Path, default=None, help="where results are kept, without an ending")
+    parser.add_argument("--write", type=Path, default=None, help="where results are kept, without suffix")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     rows: list[Row] = []
@@ -332,7 +377,7 @@ def main() -> None:
         rows += [decoding(size, options.steps) for size in options.sizes]
     if "loading" in options.parts:
         rows += loading()
-    print(f"{date.today()}, {machine()}\n{table(rows)}")
+    print(f"{tables(rows)}\n\n{date.today()}, {machine()}")
     if options.write:
         write(options.write, rows)
 

@@ -23,6 +23,7 @@ import torch
 from seqpar.core.chunks import check_size, rows_per_chunk
 from seqpar.core.stored_gradients import PRODUCT_ROWS
 from seqpar.core.token_loss import wide
+from seqpar.markdown_table import markdown_table
 
 Layout = Literal["ddp", "fsdp", "vocab"]
 Loss = Literal["plain", "LossCompute", "linear_cross_entropy"]
@@ -267,14 +268,14 @@ COLUMNS = {
 
 
 def table(plans: Sequence[MemoryPlan]) -> str:
-    """Markdown: a row per layout and loss, in MiB per device."""
-    lines = [f"| layout | loss | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
+    """Return a Markdown table: a row per layout and loss, in MiB per device."""
+    rows = []
     for plan in plans:
         for loss in plan.losses:
-            cells = [getattr(loss, field) for field in COLUMNS.values()]
-            shown = [str(cells[0]), *(f"{cell / 2**20:,.0f}" for cell in cells[1:])]
-            lines.append(f"| {plan.layout} | {loss.loss} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+            chunk_rows, *sizes = [getattr(loss, field) for field in COLUMNS.values()]
+            shown = [f"{size / 2**20:,.0f}" for size in sizes]
+            rows.append([plan.layout, loss.loss, str(chunk_rows), *shown])
+    return markdown_table(["layout", "loss", *COLUMNS], rows)
 
 
 def advice(plans: Sequence[MemoryPlan]) -> str:

@@ -1,1 +1,1 @@
-"""Speed and memory of the loss over a vocabulary, against the peers in the same run: `python -m benchmarks.loss`."""
+"""Measure speed and memory of the loss over a vocabulary beside its peers: `python -m benchmarks.loss`."""

@@ -1,81 +1,89 @@
-"""Whether an implementation is right: its loss and gradients against the plain loss in float64."""
+"""Check an implementation's loss and gradients with the conformance kit, at a small problem."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.loss.implementations import Implementation
-from benchmarks.loss.plain_ways import plain
-from benchmarks.loss.problems import CHECK, Inputs, Problem
-
-FACTOR = 0.125
-"""What the loss is multiplied by before the backward; a power of 2, so that no rounding comes of it."""
-TWICE = 2.0
-"""An implementation may be so many times as far from the truth as the plain loss in the same dtype."""
-
-Answer = dict[str, Tensor]
-"""The loss and the gradients, by name."""
+from benchmarks.loss.problems import CHECK, TIME, Inputs, Problem
+from seqpar.testing import conformance
+from seqpar.testing.conformance import inputs as kit
+from seqpar.testing.conformance.adapter import Feature
+from seqpar.testing.conformance.checks import factor_errors
 
 
-def answer(x: Inputs, implementation: Implementation, factor: float = 1.0) -> Answer:
-    """What one step gives, in float64."""
-    x.clear()
-    loss = implementation.prepare(x)()
-    if loss.requires_grad:
-        (loss * factor).backward()
-    found = {"loss": loss.detach(), "hidden": x.hidden.grad, "weight": x.weight.grad}
-    if implementation.bias:
-        found["bias"] = x.bias.grad
-    return {name: torch.zeros(()) if value is None else value.detach().double() for name, value in found.items()}
+def kit_inputs(implementation: Implementation, problem: Problem, device: str) -> kit.Inputs:
+    """Return the kit's inputs for an implementation at the sizes, dtype and smoothing of a problem.
+
+    The kit draws the tensors. With padding, sentences are of many lengths: from all TIME steps down to as few as make
+    the padding's share right.
+    """
+
+    def loss(
+        hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: conformance.Options
+    ) -> Tensor:
+        given = problem._replace(
+            rows=len(hidden), smoothing=options.label_smoothing, dtype=options.dtype, bias=bias is not None
+        )
+        generator = nn.Linear(weight.size(1), weight.size(0), bias is not None, device="meta")
+        generator.weight = weight  # type: ignore[assignment]
+        generator.bias = bias  # type: ignore[assignment]
+        return implementation.prepare(Inputs(given, hidden, generator, target))()
+
+    adapter = conformance.Adapter("the implementation", loss, offers=_offers(implementation))
+    options = conformance.Options(dtype=problem.dtype, label_smoothing=problem.smoothing, reduction=adapter.reduction)
+    return kit.Inputs(
+        adapter,
+        problem.rows,
+        problem.width,
+        problem.vocab_size,
+        options,
+        change=_pad(problem) if problem.padding else "",
+        device=device,
+    )
 
 
-def truth(x: Inputs, bias: bool) -> Answer:
-    """The plain loss of the same numbers, in float64."""
-    leaves = [t.detach().double().requires_grad_() for t in (x.hidden, x.weight, x.bias)]
-    logits = F.linear(*leaves)
-    loss = F.cross_entropy(logits, x.target, label_smoothing=x.problem.smoothing, reduction="sum") / x.tokens
-    gradients = torch.autograd.grad(loss, leaves)
-    names = ["hidden", "weight", "bias"] if bias else ["hidden", "weight"]
-    return {"loss": loss.detach(), **dict(zip(names, gradients, strict=False))}
+def _offers(implementation: Implementation) -> frozenset[Feature]:
+    """Return what the kit may ask for: every step returns the mean over the tokens that are not padding."""
+    lacks: set[Feature] = {"sum", "chunks", "CPU memory"}
+    if not implementation.bias:
+        lacks.add("bias")
+    return conformance.EVERYTHING - lacks
 
 
-def errors(found: Answer, right: Answer) -> dict[str, float]:
-    """The relative distance of each part (a Euclidean norm)."""
-    return {name: float((found[name] - value).norm() / value.norm()) for name, value in right.items()}
+def _pad(problem: Problem) -> str:
+    """Return the statement that ignores the ends of sentences."""
+    shortest = TIME * (1 - 2 * problem.padding)
+    lengths = f"torch.linspace({TIME}, {shortest:g}, {problem.rows // TIME})[:, None]"
+    return f"target.view(-1, {TIME})[torch.arange({TIME}) >= {lengths}] = -100"
 
 
 def what_is_wrong(implementation: Implementation, problem: Problem, device: str) -> tuple[dict[str, float], list[str]]:
-    """Its errors at a small problem of that dtype and smoothing, and in words what is wrong with it.
+    """Return the implementation's errors at a small problem of that dtype and smoothing, and in words what is wrong.
 
-    Wrong is what lies more than twice as far from float64 as the plain loss in the same dtype, and more than that dtype
-    rounds one number by.
+    Wrong is a loss or gradient more than twice as far from float64 as the plain loss in the same dtype, and further
+    than that dtype rounds one number.
     """
-    small = CHECK._replace(smoothing=problem.smoothing, dtype=problem.dtype)  # with a bias: what has none, gets zeros
-    x = Inputs(small, device, bias=implementation.bias)
-    right = truth(x, implementation.bias)
-    rounding = torch.finfo(problem.dtype).eps / 2
-    allowed = {
-        name: max(TWICE * error, rounding)
-        for name, error in errors(answer(x, Implementation(plain, bias=implementation.bias)), right).items()
-    }
-    once = errors(answer(x, implementation), right)
-    words = []
-    for name, error in once.items():
-        if error > allowed[name]:
-            label = "loss" if name == "loss" else f"{name} gradient"
-            words.append(f"{label} off by {error:.1e} ({TWICE * error / allowed[name]:.1f} x plain's)")
-    if _ignores_factor(implementation, x, rounding):
+    x = kit_inputs(implementation, CHECK._replace(smoothing=problem.smoothing, dtype=problem.dtype), device)
+    try:
+        parts = kit.parts(x)
+        ignores_factor = _ignores_factor(x)
+    except kit.RaisedError as raised:
+        raise raised.__cause__ or raised from None
+    words = [
+        f"{part.label} off by {part.error:.1e} ({kit.TWICE * part.share:.1f} x plain's)"
+        for part in parts
+        if part.share > 1
+    ]
+    if ignores_factor:
         words.append("ignores a factor on the loss")
-    x.clear()
-    return once, words
+    return {part.name: part.error for part in parts}, words
 
 
-def _ignores_factor(implementation: Implementation, x: Inputs, rounding: float) -> bool:
-    """Whether an eighth of the loss does not give an eighth of the gradients."""
-    whole, eighth = answer(x, implementation), answer(x, implementation, FACTOR)
-    if not implementation.prepare(x)().requires_grad:
-        return False  # its loss is a number, and says so
-    gradients = {name: value * FACTOR for name, value in whole.items() if name != "loss"}
-    return any(error > rounding for error in errors(eighth, gradients).values())
+def _ignores_factor(x: kit.Inputs) -> bool:
+    """Return whether an eighth of the loss fails to give an eighth of the gradients."""
+    if not x.loss(x.made()).requires_grad:
+        return False  # the loss is a plain number, which promises no gradients
+    rounding = torch.finfo(x.options.dtype).eps / 2
+    return any(error > rounding for error in factor_errors(x).values())

@@ -1,4 +1,4 @@
-"""Every implementation that is measured, by the name it has in the tables."""
+"""List every implementation that is measured, by its name in the tables."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ import torch.nn.functional as F
 from benchmarks.loss import ours, peers, plain_ways
 from benchmarks.loss.plain_ways import Step
 from benchmarks.loss.problems import Inputs, Problem
+from seqpar.testing.conformance.adapter import why_missing
 
-PLAIN, TORCH_DEFAULT, TORCH_BEST = "plain", "torch op, default", "torch op, best"
-ENGINE, OWN, LINEAR = "LossCompute", "LossCompute, own generator", "linear_cross_entropy"
+PLAIN = "plain"
+TORCH_DEFAULT = "torch op, default"
+TORCH_BEST = "torch op, best"
+ENGINE = "LossCompute"
+OWN = "LossCompute, own generator"
 OWN_SMALL = f"{OWN}, 128 rows"
+LINEAR = "linear_cross_entropy"
 OURS = [ENGINE, OWN, OWN_SMALL, LINEAR]
 
 
 class Implementation(NamedTuple):
-    """How to make a step of it, and what it cannot do.
+    """Describe how to make a step of an implementation, and what it cannot do.
 
     Args:
+        prepare: makes a step for given inputs.
         smoothing: whether it has label smoothing.
-        bias: whether it has a bias; what has none is measured without.
-        compiles: its first call at a shape compiles.
+        bias: whether it has a bias; without one it is measured without.
+        compiles: whether its first call at a shape compiles.
         note: what a reader of its row must know.
     """
 
@@ -36,13 +42,13 @@ class Implementation(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """Why an implementation has no figures here."""
+    """Say why an implementation has no figures here."""
 
     reason: str
 
 
 def known(best_options: dict[str, Any]) -> dict[str, Implementation]:
-    """All of them, installed or not; `best_options` is what was fastest for torch's op."""
+    """Return all of them, installed or not; `best_options` are the fastest options of torch's op."""
     return {
         PLAIN: Implementation(plain_ways.plain),
         "torch.compile": Implementation(plain_ways.compiled, compiles=True),
@@ -63,28 +69,35 @@ def known(best_options: dict[str, Any]) -> dict[str, Implementation]:
 
 
 def implementations(best_options: dict[str, Any]) -> dict[str, Implementation | Missing]:
-    """The same, with the reason in place of what cannot run here."""
+    """Return the same, with the reason in place of those that cannot run here."""
     found: dict[str, Implementation | Missing] = {**known(best_options)}
     for name in ("cut_cross_entropy", "torchtune"):
-        if reason := peers.why_missing(name):
+        reason = why_missing(name)
+        if reason:
             found[name] = Missing(reason)
-    if not hasattr(F, "linear_cross_entropy"):
-        for name in (TORCH_DEFAULT, TORCH_BEST):
-            found[name] = Missing(f"torch {torch.__version__} has none")
+    reason = why_no_torch_op()
+    if reason:
+        found[TORCH_DEFAULT] = Missing(reason)
+        found[TORCH_BEST] = Missing(reason)
     return found
 
 
+def why_no_torch_op() -> str:
+    """Return why torch's own chunked op cannot run; empty where it can."""
+    return "" if hasattr(F, "linear_cross_entropy") else f"torch {torch.__version__} has none"
+
+
 def over_devices() -> dict[str, Implementation]:
-    """The engine over one device and over the same device four times."""
-    return {
-        f"{name}, {count} replica{'s' * (count > 1)}": Implementation(ours.engine(count, known))
-        for name, known in ((ENGINE, True), (OWN, False))
-        for count in (1, 4)
-    }
+    """Return the engine over one device and over the same device four times."""
+    found = {}
+    for name, known in ((ENGINE, True), (OWN, False)):
+        found[f"{name}, 1 replica"] = Implementation(ours.engine(1, known))
+        found[f"{name}, 4 replicas"] = Implementation(ours.engine(4, known))
+    return found
 
 
 def why_not(name: str, implementation: Implementation | Missing, problem: Problem) -> str:
-    """Why it is not run on that problem; empty where it is."""
+    """Return why it is not run on that problem; empty where it is."""
     if isinstance(implementation, Missing):
         return implementation.reason
     if problem.smoothing and not implementation.smoothing:
@@ -95,8 +108,10 @@ def why_not(name: str, implementation: Implementation | Missing, problem: Proble
 
 
 def notes(name: str, implementation: Implementation, problem: Problem) -> list[str]:
-    """What a reader must know of that row."""
-    found = [implementation.note] if implementation.note else []
+    """Return what a reader must know of that row."""
+    found = []
+    if implementation.note:
+        found.append(implementation.note)
     if problem.smoothing and name == TORCH_DEFAULT:
         found.append("falls back to full logits")
     return found

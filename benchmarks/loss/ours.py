@@ -1,4 +1,4 @@
-"""seqpar's ways to the loss; `plain_ways` says what a step is."""
+"""Compute the loss with seqpar; `plain_ways` explains what a step is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.loss.problems import Inputs
 
 
 class OwnProjection(nn.Module):
-    """A generator that the engine cannot know by formula."""
+    """Project like `nn.Linear` from a class of its own, whose closed form the engine cannot know."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -26,7 +26,13 @@ class OwnProjection(nn.Module):
 def engine(
     replicas: int | None = None, known: bool = True, chunk_tokens: int | None = None
 ) -> Callable[[Inputs], Step]:
-    """`LossCompute`; `known`: a generator whose gradient it has by formula; `chunk_tokens` of None: its own choice."""
+    """Use `LossCompute`.
+
+    Args:
+        replicas: how often the device is in the device list; None passes no list.
+        known: whether the generator is one whose closed form the engine knows.
+        chunk_tokens: None leaves the choice to the engine.
+    """
 
     def prepare(x: Inputs) -> Step:
         generator = x.generator if known else OwnProjection(x.generator)
@@ -39,7 +45,7 @@ def engine(
 
 
 def linear_cross_entropy(x: Inputs) -> Step:
-    """Projection and loss in one call, gradients by formula."""
+    """Use `seqpar.linear_cross_entropy`: projection and loss in one call, gradients in closed form."""
 
     def step() -> Tensor:
         smoothing = x.problem.smoothing

@@ -1,9 +1,8 @@
-"""What other projects offer for the same loss, called as they document it; `plain_ways` says what a step is."""
+"""Compute the loss as other projects offer it, called as they document it; `plain_ways` explains what a step is."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import itertools
 import platform
 import warnings
@@ -16,29 +15,27 @@ from torch import Tensor
 
 from benchmarks.loss.plain_ways import Step
 from benchmarks.loss.problems import Inputs
-from seqpar.testing.conformance import adapter
+from seqpar.testing.conformance.adapter import quietly
+from seqpar.testing.conformance.report import installed_version
 
 TUNE_CHUNKS = 8
 PEERS = {
     "cpu": ["cut-cross-entropy", "torchtune", "torchao"],
     "cuda": ["triton", "cut-cross-entropy", "liger-kernel", "quack-kernels"],
 }
-"""As they are called in the package index; torchtune needs torchao."""
+"""The peers by their names in the package index; torchtune needs torchao."""
 
 
 def versions(device: str) -> dict[str, str]:
-    """Of Python, torch, seqpar and the peers, where they are installed."""
+    """Return the versions of Python, torch, seqpar and the peers."""
     found = {"Python": platform.python_version(), "torch": str(torch.__version__)}
     for name in ["seqpar", *PEERS.get(device.split(":")[0], [])]:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
+        found[name] = installed_version(name)
     return found
 
 
 def torch_op(options: dict[str, Any]) -> Callable[[Inputs], Step]:
-    """torch's own `F.linear_cross_entropy` in chunks (2.13 and later), with these options.
+    """Use torch's own `F.linear_cross_entropy` in chunks (2.13 and later), with these options.
 
     With label smoothing it falls back to full logits and warns.
     """
@@ -64,22 +61,22 @@ def torch_op(options: dict[str, Any]) -> Callable[[Inputs], Step]:
 
 
 def torch_op_choices(dtype: torch.dtype) -> list[dict[str, Any]]:
-    """The options of torch's op worth trying: what its documentation names, over sensible chunks."""
-    wide = [None, torch.float32] if dtype.itemsize < 4 else [None]
-    tried = itertools.product(["compact", "balanced", "accurate"], [512, 1024, 2048], wide)
+    """Return the options of torch's op worth trying: those its documentation names, over sensible chunks."""
+    sum_dtypes = [None, torch.float32] if dtype.itemsize < 4 else [None]
+    tried = itertools.product(["compact", "balanced", "accurate"], [512, 1024, 2048], sum_dtypes)
     return [{"acc_policy": policy, "batch_chunk_size": rows, "acc_dtype": kind} for policy, rows, kind in tried]
 
 
 def cut_cross_entropy(x: Inputs) -> Step:
-    """apple's `linear_cross_entropy(impl="torch_compile")`, its way for machines without a supported GPU."""
-    linear_cross_entropy = quietly("cut_cross_entropy").linear_cross_entropy
+    """Use apple's `linear_cross_entropy`; without a supported GPU that is its `impl="torch_compile"`."""
+    linear_cross_entropy = import_quietly("cut_cross_entropy").linear_cross_entropy
     impl = "torch_compile" if x.device == "cpu" else "cce"
     return lambda: linear_cross_entropy(x.hidden, x.weight, x.target, reduction="sum", impl=impl) / x.tokens
 
 
 def torchtune(x: Inputs) -> Step:
-    """torchtune's `CEWithChunkedOutputLoss` with 8 chunks over time, its inner function compiled as it advises."""
-    loss = quietly("torchtune.modules.loss").CEWithChunkedOutputLoss(TUNE_CHUNKS)
+    """Use torchtune's `CEWithChunkedOutputLoss`: 8 chunks over time, its inner function compiled as it advises."""
+    loss = import_quietly("torchtune.modules.loss").CEWithChunkedOutputLoss(TUNE_CHUNKS)
     loss.compute_cross_entropy = torch.compile(loss.compute_cross_entropy)
 
     def step() -> Tensor:
@@ -91,10 +88,10 @@ def torchtune(x: Inputs) -> Step:
 
 
 def liger(wide_sums: bool) -> Callable[[Inputs], Step]:
-    """Liger's fused linear cross-entropy, which sums its weight gradient in the weight's dtype by default."""
+    """Use Liger's fused linear cross-entropy; unless `wide_sums`, it sums the weight gradient in the weight's dtype."""
 
     def prepare(x: Inputs) -> Step:
-        module = quietly("liger_kernel.transformers.fused_linear_cross_entropy")
+        module = import_quietly("liger_kernel.transformers.fused_linear_cross_entropy")
         sums = torch.float32 if wide_sums else None
         loss = module.LigerFusedLinearCrossEntropyLoss(
             label_smoothing=x.problem.smoothing, reduction="sum", accum_dtype=sums
@@ -105,21 +102,11 @@ def liger(wide_sums: bool) -> Callable[[Inputs], Step]:
 
 
 def quack(x: Inputs) -> Step:
-    """Dao-AILab's chunked linear cross-entropy, which adds its weight gradient up in float32."""
-    chunked = quietly("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    """Use Dao-AILab's chunked linear cross-entropy, which sums the weight gradient in float32."""
+    chunked = import_quietly("quack.linear_cross_entropy").chunked_linear_cross_entropy
     return lambda: chunked(x.hidden, x.weight, x.target, reduction="sum") / x.tokens
 
 
-def why_missing(module: str) -> str:
-    """Why that module cannot be imported here; empty where it can."""
-    try:
-        quietly(module)
-    except Exception as error:  # whatever a package does at import is the answer
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        return f"cannot be imported: {reason[0].strip()}"
-    return ""
-
-
-def quietly(module: str) -> Any:
-    """The module, without what it says at import (torchao names each of its GPU libraries that it cannot load)."""
-    return adapter.quietly(lambda: importlib.import_module(module))
+def import_quietly(module: str) -> Any:
+    """Import a module without its messages (torchao names each of its GPU libraries that it cannot load)."""
+    return quietly(lambda: importlib.import_module(module))

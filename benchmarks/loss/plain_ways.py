@@ -1,7 +1,7 @@
-"""The loss as it is written in plain torch, and two published patterns rewritten from their descriptions.
+"""Compute the loss in plain torch, and by two published patterns rewritten from their descriptions.
 
-Each function takes the inputs and returns a step; the step returns the mean loss over the tokens that are not padding,
-ready for the one `backward()`, or, where the pattern has no loss to go back through, with its backward already done.
+Each function takes the inputs and returns a step. The step returns the mean loss over the tokens that are not padding,
+ready for the one `backward()`; where a pattern's loss has no graph to go back through, the step has already done it.
 
 Shape suffixes: B batch, T time, N rows, K rows of one chunk, D hidden, V vocabulary.
 """
@@ -31,18 +31,18 @@ def _summed(hidden_KD: Tensor, weight: Tensor, bias: Tensor, target_K: Tensor, s
 
 
 def plain(x: Inputs) -> Step:
-    """The loss as it is usually written."""
+    """Use all logits at once: the loss as it is usually written."""
     return lambda: _summed(x.hidden, x.weight, x.bias, x.target, x.problem.smoothing) / x.tokens
 
 
 def compiled(x: Inputs) -> Step:
-    """`torch.compile` of it."""
+    """Use `torch.compile` of the plain loss."""
     summed = torch.compile(_summed, dynamic=False)
     return lambda: summed(x.hidden, x.weight, x.bias, x.target, x.problem.smoothing) / x.tokens
 
 
 def checkpointed(x: Inputs) -> Step:
-    """512 rows at a time, whose logits are computed again in the backward; the sum in float32."""
+    """Use 512 rows at a time, whose logits are computed again in the backward, and sum in float32."""
 
     def step() -> Tensor:
         total = x.hidden.new_zeros((), dtype=torch.promote_types(x.hidden.dtype, torch.float32))
@@ -55,7 +55,7 @@ def checkpointed(x: Inputs) -> Step:
 
 
 class _Delivered(torch.autograd.Function):
-    """A loss whose backward hands out the hidden gradient that is already there."""
+    """Return a loss whose backward hands out the hidden gradient that is already there."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
@@ -64,19 +64,20 @@ class _Delivered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.saved_tensors[0], None, None  # that upstream is left out is the pattern's
+        return ctx.saved_tensors[0], None, None  # the pattern leaves upstream out
 
 
 def titan_style(x: Inputs) -> Step:
-    """torchtitan's chunked wrapper as it is described.
+    """Use torchtitan's chunked wrapper as it is described.
 
-    8 chunks over time, float32 logits, a backward per chunk into detached hidden states and the parameters' `.grad`;
-    the gradient of hidden is handed on by the loss that is returned, whatever factor comes from above.
+    It takes 8 chunks over time, float32 logits, and a backward per chunk into detached hidden states and the
+    parameters' `.grad`. The returned loss hands on the gradient of hidden, whatever upstream factor arrives.
     """
 
     def step() -> Tensor:
         hidden_BTD, target_BT = x.sentences()
-        losses, gradients = [], []
+        losses = []
+        gradients = []
         for hidden, target in zip(hidden_BTD.chunk(TITAN_CHUNKS, 1), target_BT.chunk(TITAN_CHUNKS, 1), strict=True):
             leaf = hidden.detach().requires_grad_()
             logits_KV = F.linear(leaf, x.weight, x.bias).flatten(0, 1)
@@ -92,15 +93,16 @@ def titan_style(x: Inputs) -> Step:
 
 
 def loop_2018(x: Inputs) -> Step:
-    """The loop of The Annotated Transformer (2018) on one device.
+    """Use the loop of The Annotated Transformer (2018) on one device.
 
-    Generator (with its log-softmax) and criterion (KL to a dense smoothed distribution) on detached slices of 5 time
-    steps, a backward for each, then one through the model. Its loss is a number: no factor from above can reach it.
+    It applies the generator (with its log-softmax) and the criterion (KL to a dense smoothed distribution) to detached
+    slices of 5 time steps, with a backward for each, then one through the model. The loss is a plain number: no
+    upstream factor can reach it.
     """
 
     def criterion(log_probs_KV: Tensor, target_K: Tensor) -> Tensor:
-        smoothing, vocab_size = x.problem.smoothing, log_probs_KV.size(1)
-        share = smoothing / vocab_size
+        smoothing = x.problem.smoothing
+        share = smoothing / log_probs_KV.size(1)
         ignored_K = target_K == IGNORED
         wanted_KV = torch.full_like(log_probs_KV, share)
         wanted_KV.scatter_(1, target_K.masked_fill(ignored_K, 0)[:, None], 1 - smoothing + share)
@@ -109,7 +111,8 @@ def loop_2018(x: Inputs) -> Step:
 
     def step() -> Tensor:
         hidden_BTD, target_BT = x.sentences()
-        total, gradients = 0.0, []
+        total = 0.0
+        gradients = []
         for hidden, target in zip(hidden_BTD.split(STEPS_2018, 1), target_BT.split(STEPS_2018, 1), strict=True):
             leaf = hidden.detach().requires_grad_()
             log_probs = F.log_softmax(F.linear(leaf, x.weight, x.bias), dim=-1)
@@ -124,7 +127,7 @@ def loop_2018(x: Inputs) -> Step:
 
 
 def smoothed_entropy(smoothing: float, vocab_size: int) -> float:
-    """What a KL divergence to the smoothed distribution leaves out of the cross-entropy of a token."""
+    """Return the entropy of a token's smoothed distribution q: cross-entropy = KL divergence + H(q)."""
     share = smoothing / vocab_size
-    probabilities = [(1 - smoothing + share, 1), (share, vocab_size - 1)]
-    return -sum(count * p * math.log(p) for p, count in probabilities if p)
+    classes_with_probability = [(1, 1 - smoothing + share), (vocab_size - 1, share)]
+    return -sum(count * q * math.log(q) for count, q in classes_with_probability if q)

@@ -1,4 +1,4 @@
-"""The measurements as pictures, readable on light and dark backgrounds alike."""
+"""Draw the measurements, readable on light and dark backgrounds alike."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 from benchmarks.loss import targets
 from benchmarks.loss.implementations import ENGINE, OURS, PLAIN
 from benchmarks.loss.problems import SHAPES
-from benchmarks.loss.results import Results, floor_seconds, median
+from benchmarks.loss.results import MIB, Results, floor_seconds, median
 from benchmarks.loss.targets import shape_title
 
-INK, OTHERS, MINE = "#75808c", "#8c959f", "#1f7ae0"
-"""Grey that stands out from white and from near-black; bars of others; seqpar's."""
-MIB = 2**20
+INK = "#75808c"
+"""A grey that stands out from white and from near-black."""
+OTHERS = "#8c959f"
+OURS_BLUE = "#1f7ae0"
 
 
 def draw(results: Results, beside: Path) -> list[str]:
-    """Writes the pictures there are figures for; returns their names."""
+    """Write the pictures that there are figures for, and return their names."""
     if importlib.util.find_spec("matplotlib") is None:
         print("no pictures: matplotlib is not installed (the extra `bench` has it)", file=sys.stderr)
         return []
@@ -50,7 +51,7 @@ def draw(results: Results, beside: Path) -> list[str]:
 
 
 def _bars(results: Results) -> Any:
-    """Time and memory of every implementation at the first shape in float32, with and without smoothing."""
+    """Draw time and memory of every implementation at the first shape in float32, with and without smoothing."""
     from matplotlib.figure import Figure
 
     first = SHAPES[0]._asdict() | {"dtype": "float32"}
@@ -69,12 +70,13 @@ def _bars(results: Results) -> Any:
     names = list(entries[0]["seconds"])[::-1]
     left.set_yticks(range(len(names)), names)
     for label in left.get_yticklabels():
-        label.set_color(MINE if label.get_text() in OURS else INK)
+        label.set_color(OURS_BLUE if label.get_text() in OURS else INK)
     for entry, offset, strength in zip(entries, (0.2, -0.2), (1.0, 0.5), strict=True):
-        ratios = {n: (median(entry, n) or 0) / floor_seconds(entry) for n in names}
-        peaks = {n: p / MIB for n in names if isinstance(p := entry["peak bytes"].get(n), int)}
-        _bar(left, names, ratios, (offset, strength), "{:.2f}")
-        _bar(right, names, peaks, (offset, strength), "{:,.0f}")
+        floor = floor_seconds(entry)
+        ratios = {name: (median(entry, name) or 0) / floor for name in names}
+        peaks = {name: (targets.peak(entry, name) or 0) / MIB for name in names}
+        _bar(left, names, ratios, offset, strength, "{:.2f}")
+        _bar(right, names, peaks, offset, strength, "{:,.0f}")
     left.axvline(1, color=INK, linewidth=1, linestyle=":")
     left.set_xlabel("time / the three matrix products")
     allowed = entries[0]["allowed bytes"] / MIB
@@ -86,19 +88,19 @@ def _bars(results: Results) -> Any:
     return figure
 
 
-def _bar(axes: Any, names: list[str], values: dict[str, float], place: tuple[float, float], form: str) -> None:
-    offset, strength = place
+def _bar(axes: Any, names: list[str], values: dict[str, float], offset: float, strength: float, form: str) -> None:
     for row, name in enumerate(names):
         value = values.get(name)
         if not value:
             axes.text(0, row + offset, " not run", va="center", fontsize=8, fontstyle="italic")
             continue
-        axes.barh(row + offset, value, height=0.36, color=MINE if name in OURS else OTHERS, alpha=strength)
+        color = OURS_BLUE if name in OURS else OTHERS
+        axes.barh(row + offset, value, height=0.36, color=color, alpha=strength)
         axes.text(value, row + offset, " " + form.format(value), va="center", fontsize=9)
 
 
 def _memory(results: Results) -> Any:
-    """Peak memory against the number of tokens, of the plain loss, the best known ways round it, and the engine."""
+    """Draw peak memory against the tokens, for the plain loss, the best known alternatives and the engine."""
     from matplotlib.figure import Figure
 
     entries = list(results["parts"].get("memory", {}).values())
@@ -109,23 +111,26 @@ def _memory(results: Results) -> Any:
     tokens = [entry["problem"]["rows"] for entry in entries]
     for name in (PLAIN, "torch.compile", "torchtitan-style", ENGINE):
         peaks = [entry["peak bytes"][name] / MIB for entry in entries]
-        mine = name in OURS
-        axes.plot(tokens, peaks, "o-", color=MINE if mine else OTHERS, linewidth=2.5 if mine else 1.2, markersize=4)
-        label = f"{'seqpar' if mine else name}, {peaks[-1]:,.0f} MiB"
-        end, style = (tokens[-1], peaks[-1]), {"color": MINE if mine else INK, "va": "center"}
-        axes.annotate(label, end, xytext=(8, 0), textcoords="offset points", **style)
+        if name in OURS:
+            axes.plot(tokens, peaks, "o-", color=OURS_BLUE, linewidth=2.5, markersize=4)
+            label = f"seqpar, {peaks[-1]:,.0f} MiB"
+            label_color = OURS_BLUE
+        else:
+            axes.plot(tokens, peaks, "o-", color=OTHERS, linewidth=1.2, markersize=4)
+            label = f"{name}, {peaks[-1]:,.0f} MiB"
+            label_color = INK
+        end = (tokens[-1], peaks[-1])
+        axes.annotate(label, end, xytext=(8, 0), textcoords="offset points", color=label_color, va="center")
     problem = entries[0]["problem"]
-    axes.set_title(
-        f"Projection and loss, forward and backward: D={problem['width']}, V={problem['vocab_size']:,}, float32",
-        color=INK, loc="left", fontsize=11,
-    )  # fmt: skip
+    sizes = f"D={problem['width']}, V={problem['vocab_size']:,}"
+    axes.set_title(f"Projection and loss, forward and backward: {sizes}, float32", color=INK, loc="left", fontsize=11)
     axes.set(xlim=(0, tokens[-1] * 1.02), ylim=(0, None), xlabel="tokens", ylabel="peak memory, MiB")
     axes.set_xticks(tokens[2:], [f"{count:,}" for count in tokens[2:]])
     return figure
 
 
 def _lines(results: Results) -> Any:
-    """The engine's time against N, D and V, with the line through the points."""
+    """Draw the engine's time against N, D and V, with the line through the points."""
     from matplotlib.figure import Figure
 
     found = targets.lines(results)
@@ -133,22 +138,20 @@ def _lines(results: Results) -> Any:
         return None
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     figure.suptitle(f"{ENGINE}, float32, smoothing 0.1; {results['hardware']}, {results['threads']} threads", color=INK)
-    for axes, (name, (sizes, times)) in zip(
-        figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True
-    ):
+    row = figure.subplots(1, len(found), squeeze=False)[0]
+    for axes, (name, (sizes, times)) in zip(row, found.items(), strict=True):
         start, slope, deviations = targets.fit(sizes, times)
         axes.plot([0, sizes[-1]], [start, start + slope * sizes[-1]], color=OTHERS, linewidth=1)
-        axes.plot(sizes, times, "o", color=MINE)
+        axes.plot(sizes, times, "o", color=OURS_BLUE)
         worst = max(map(abs, deviations))
         axes.text(0.05, 0.9, f"largest deviation {worst:.1%}", transform=axes.transAxes)
-        axes.set(
-            xlim=(0, None), ylim=(0, None), xlabel=name, xticks=sizes, xticklabels=[_short(size) for size in sizes]
-        )
+        labels = [_short(size) for size in sizes]
+        axes.set(xlim=(0, None), ylim=(0, None), xlabel=name, xticks=sizes, xticklabels=labels)
         axes.tick_params(axis="x", labelsize=8)
     figure.axes[0].set_ylabel("seconds, forward and backward")
     return figure
 
 
 def _short(size: int) -> str:
-    """Thousands as "8k", where they are whole."""
+    """Return whole thousands as "8k"."""
     return f"{size // 1000}k" if size % 1000 == 0 else str(size)

@@ -1,4 +1,4 @@
-"""The shapes that are measured, and the tensors of one of them.
+"""Define the problems that are measured, and the tensors of one of them.
 
 Shape suffixes: B batch, T time, N rows (B*T), D hidden, V vocabulary.
 """
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 TIME = 64
-"""Time steps of a sentence, where an implementation cuts over time."""
+"""Time steps of a sentence, for implementations that cut over time."""
 IGNORED = -100
 
 
 class Problem(NamedTuple):
-    """Rows, hidden size, vocabulary; label smoothing, dtype, the share of rows that are padding; if there is a bias."""
+    """One loss to compute: its sizes, label smoothing, dtype, the share of rows that are padding, and the bias."""
 
     rows: int
     width: int
@@ -34,17 +34,17 @@ class Problem(NamedTuple):
 
     @property
     def shape(self) -> str:
-        """N, D and V alone."""
+        """Return N, D and V alone."""
         return f"N={self.rows} D={self.width} V={self.vocab_size}"
 
     @property
     def dtype_name(self) -> str:
-        """As torch spells it."""
+        """Return the dtype as torch spells it."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def products(self) -> float:
-        """Floating-point operations of the three matrix products, over the rows that are kept."""
+        """Return the floating-point operations of the three matrix products over the rows that are not padding."""
         return 6.0 * self.rows * (1 - self.padding) * self.width * self.vocab_size
 
 
@@ -56,58 +56,77 @@ SHAPES = [
     Problem(1024, 2048, 256_000),
 ]
 CHECK = Problem(2048, 16, 1024, padding=0.3)
-"""Small enough for float64, with so many classes to a hidden unit that ways which cut finely do."""
+"""Small enough for float64. With so many classes per hidden unit, implementations that cut finely do cut."""
 
 
 class Inputs:
-    """Hidden states, targets and a projection, the same for every implementation."""
+    """Hold hidden states, targets and a projection, the same for every implementation."""
 
-    def __init__(self, problem: Problem, device: str, bias: bool = True) -> None:
+    def __init__(self, problem: Problem, hidden: Tensor, generator: nn.Linear, target: Tensor) -> None:
+        self.problem = problem
+        self.hidden = hidden
+        self.generator = generator
+        self.target = target
+        self.tokens = int((target != IGNORED).sum())
+
+    @classmethod
+    def drawn(cls, problem: Problem, device: str, bias: bool = True) -> Inputs:
+        """Draw the tensors of a problem; `bias=False` zeroes the bias, for implementations without one."""
         torch.manual_seed(0)
-        self.problem, self.device = problem, device
-        self.time = TIME if problem.rows % TIME == 0 else 1
-        width, vocab_size, dtype = problem.width, problem.vocab_size, problem.dtype
-        sizes = {"device": device, "dtype": dtype, "bias": problem.bias}
-        linear = nn.utils.skip_init(nn.Linear, width, vocab_size, **sizes)
-        for parameter in linear.parameters():
+        width = problem.width
+        generator = nn.utils.skip_init(
+            nn.Linear, width, problem.vocab_size, device=device, dtype=problem.dtype, bias=problem.bias
+        )
+        for parameter in generator.parameters():
             nn.init.uniform_(parameter, -(width**-0.5), width**-0.5)
-        if not bias and problem.bias:
-            nn.init.zeros_(linear.bias)
-        self.generator = linear
-        self.hidden = torch.randn(problem.rows, width, device=device, dtype=dtype).requires_grad_()
-        self.target = self._targets().to(device)
-        self.tokens = int((self.target != IGNORED).sum())
+        if problem.bias and not bias:
+            nn.init.zeros_(generator.bias)
+        hidden = torch.randn(problem.rows, width, device=device, dtype=problem.dtype).requires_grad_()
+        return cls(problem, hidden, generator, _drawn_targets(problem).to(device))
 
-    def _targets(self) -> Tensor:
-        """(N,): random classes, then padding at the end of sentences that are of many lengths."""
-        padding, batch = self.problem.padding, self.problem.rows // self.time
-        target_BT = torch.randint(self.problem.vocab_size, (batch, self.time))
-        even_B = (torch.randperm(batch) + 0.5) / batch
-        length_B = (self.time * (1 - 2 * padding * even_B)).round()
-        return target_BT.masked_fill(torch.arange(self.time) >= length_B[:, None], IGNORED).flatten()
+    @property
+    def device(self) -> str:
+        """Return where the tensors are."""
+        return str(self.hidden.device)
 
     @property
     def weight(self) -> Tensor:
-        """(V, D)."""
+        """Return the projection's weight (V, D)."""
         return self.generator.weight
 
     @property
     def bias(self) -> Tensor:
-        """(V,); None where the problem has none."""
+        """Return the projection's bias (V,), or None where the problem has none."""
         return self.generator.bias
 
     def sentences(self) -> tuple[Tensor, Tensor]:
-        """The same hidden states and targets as (B, T, D) and (B, T)."""
-        return self.hidden.view(-1, self.time, self.problem.width), self.target.view(-1, self.time)
+        """Return the same hidden states and targets as (B, T, D) and (B, T)."""
+        time = sentence_length(self.problem)
+        return self.hidden.view(-1, time, self.problem.width), self.target.view(-1, time)
 
     def clear(self) -> None:
-        """Forget gradients."""
+        """Forget the gradients."""
         self.hidden.grad = None
         self.generator.zero_grad()
 
 
-def comfortable(problem: Problem, device: str) -> bool:
-    """Whether all logits at once take less than a quarter of the memory that is free."""
+def sentence_length(problem: Problem) -> int:
+    """Return the time steps of a sentence: TIME where the rows divide into such sentences, else 1."""
+    return TIME if problem.rows % TIME == 0 else 1
+
+
+def _drawn_targets(problem: Problem) -> Tensor:
+    """Return random classes (N,), with padding at the end of sentences of many lengths."""
+    time = sentence_length(problem)
+    batch = problem.rows // time
+    target_BT = torch.randint(problem.vocab_size, (batch, time))
+    even_B = (torch.randperm(batch) + 0.5) / batch
+    length_B = (time * (1 - 2 * problem.padding * even_B)).round()
+    return target_BT.masked_fill(torch.arange(time) >= length_B[:, None], IGNORED).flatten()
+
+
+def fits_comfortably(problem: Problem, device: str) -> bool:
+    """Return whether all logits at once take less than a quarter of the free memory."""
     needed = problem.rows * problem.vocab_size * problem.dtype.itemsize
     if device == "cpu":
         lines = Path("/proc/meminfo").read_text().splitlines()

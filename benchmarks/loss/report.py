@@ -1,4 +1,4 @@
-"""The measurements as Markdown tables, and the file of them."""
+"""Write the measurements as a page of Markdown: the tables first, how they were measured last."""
 
 from __future__ import annotations
 
@@ -9,71 +9,43 @@ from typing import Any
 
 from benchmarks.loss import gpu, plots, targets
 from benchmarks.loss.implementations import ENGINE, PLAIN, known
-from benchmarks.loss.results import Results, fastest_to_floor, floor_seconds, median, stem
-from benchmarks.loss.targets import Entry, shape_title, title
+from benchmarks.loss.results import MIB, Entry, Results, fastest_to_floor, floor_seconds, median, stem
+from benchmarks.loss.targets import shape_title, title
 from benchmarks.loss.timing import CHUNKED
+from seqpar.markdown_table import markdown_table
 
-MIB = 2**20
-INTRODUCTION = """
-Every way takes hidden states, a projection (weight and bias) and targets to a mean loss over the tokens that are
-not padding, and goes back to all three gradients. "Three products" are the matrix products that any exact way needs
-(logits, hidden gradient, weight gradient) of the rows that are not padding, into memory that is there already: all
-rows at once or 512 at a time, whichever is faster here. All ways take turns in one process, round after round, and
-a figure is the median of the rounds; where a table says two steps in a row, only the second is timed, for the first
-one's memory was another's. What compiles has compiled before. The machine is shared: of a problem that was measured
-more than once, the run is kept that scattered least (median over fastest run, mean of all ways). Memory is the peak
-above the inputs, in a fresh process, as the system reports it. "Allowed" is the hidden gradient, the weight gradient
-and 1.3 of the engine's chunks of logits in float32 or wider; "three products' libraries", in MiB, is what MKL and
-oneDNN take beside it for the bare products.
+MEASURED = """\
+Every implementation takes hidden states, a projection (weight and bias) and targets to a mean loss over the tokens
+that are not padding, and goes back to all three gradients. The "three products" are the matrix products that any
+exact implementation needs (logits, hidden gradient, weight gradient), over the rows that are not padding, into memory
+that is there already: all rows at once or 512 at a time, whichever is faster here. All implementations take turns in
+one process, round after round, and a figure is the median of the rounds. Where a table says two steps in a row, only
+the second is timed: the memory of the first was another implementation's. Whatever compiles has compiled before. The
+machine is shared: of a problem that was measured more than once, the run that scattered least is kept (median over
+fastest run, mean of all implementations). Memory is the peak above the inputs, in a fresh process, as the system
+reports it. "Allowed" is the hidden gradient, the weight gradient and 1.3 of the engine's chunks of logits in float32
+or wider. "Three products' libraries", in MiB, is what MKL and oneDNN take in addition for the bare products.
 
 - **plain**: `F.cross_entropy` of `F.linear`; **torch.compile**: the same, compiled; **checkpointed chunks**:
   `torch.utils.checkpoint` around 512 rows at a time.
-- **torch op**: `F.linear_cross_entropy` with `LinearCrossEntropyOptions()`, and with the options that were fastest
-  among those tried (below).
+- **torch op**: `F.linear_cross_entropy` with `LinearCrossEntropyOptions()`, and with the fastest of the options that
+  were tried (above).
 - **cut_cross_entropy**: apple's, `impl="torch_compile"` on a CPU; **torchtune**: `CEWithChunkedOutputLoss`, 8
   chunks.
-- **torchtitan-style** and **2018 loop**: written anew from their descriptions: a backward for each of 8 chunks over
+- **torchtitan-style** and **2018 loop**: rewritten from their descriptions, with a backward for each of 8 chunks over
   time, and for each 5 time steps of sentences of 64.
-- **LossCompute**, **linear_cross_entropy**: seqpar's, gradients by formula; **own generator**: the engine with a
-  projection it cannot know, by autograd.
+- **LossCompute**, **linear_cross_entropy**: seqpar's, gradients in closed form; **own generator**: the engine with a
+  projection whose closed form it cannot know, by autograd.
 """
 LEGEND = """\
 Cells: time / three products (the fastest run / the products' fastest); time / plain's; peak memory. `*`: further
-from float64 than twice plain's error, or a factor on the loss is ignored; the last section says which.
+from float64 than twice plain's error, or a factor on the loss is ignored; the section "Right or wrong" says which.
 """
 CHECKED = """\
 Loss and gradients of a small problem (N=2,048, D=16, V=1,024, 30 % padding) against the plain loss in float64.
-Named here is what lies more than twice as far from it as plain in the same dtype, and further than that dtype
-rounds one number; in float32 that can be a matter of the last digits.
+Listed are those more than twice as far from it as plain in the same dtype, and further than that dtype rounds one
+number; in float32 that can be a matter of the last digits.
 """
-
-
-def write(path: Path) -> None:
-    """Tables and plots, next to the file of measurements."""
-    results: Results = json.loads(path.read_text())
-    beside = path.parent / stem(results["device"])
-    pictures = plots.draw(results, beside)
-    beside.with_suffix(".md").write_text("\n".join(document(results, path.name, pictures)) + "\n")
-    print(f"written: {beside}.md {' '.join(str(path.parent / name) for name in pictures)}")
-
-
-def document(results: Results, source: str, pictures: list[str]) -> list[str]:
-    """The whole page."""
-    found = ["# The loss over a vocabulary, forward and backward", ""]
-    found += ["```", *results["commands"], "```", ""]
-    found += [f"{results['date']}, {results['hardware']}, {results['threads']} threads, {results['device']}."]
-    found += [", ".join(f"{name} {version}" for name, version in results["versions"].items()) + "."]
-    found += [f"Every figure, run by run: [{source}]({source}); `--render` makes this page of it.", INTRODUCTION]
-    found += ["## Reached or not", "", *target_table(results)]
-    found += [line for name in pictures for line in (f"![{name}]({name})", "")]
-    for part in ("shapes", "small", "padding", "memory", "linear", "devices", "gpu"):
-        if part in results["parts"]:
-            found += [f"## {HEADINGS[part]}", "", *part_table(results, part), ""]
-    if results["checks"]:
-        found += ["## Right or wrong", "", *check_table(results), *option_table(results)]
-    return found[:-1]
-
-
 HEADINGS = {
     "shapes": "Shapes",
     "small": "A generator of one's own with few rows at a time",
@@ -85,22 +57,63 @@ HEADINGS = {
 }
 
 
+def write(path: Path) -> None:
+    """Write tables and plots next to the file of measurements."""
+    results: Results = json.loads(path.read_text())
+    beside = path.parent / stem(results["device"])
+    pictures = plots.draw(results, beside)
+    beside.with_suffix(".md").write_text("\n".join(document(results, path.name, pictures)) + "\n")
+    print(f"written: {beside}.md {' '.join(str(path.parent / name) for name in pictures)}")
+
+
+def document(results: Results, source: str, pictures: list[str]) -> list[str]:
+    """Return the lines of the whole page."""
+    page = ["# The loss over a vocabulary, forward and backward", ""]
+    claims = targets.targets(results)
+    if claims:
+        page += [*target_table(claims), verdict(claims), ""]
+    for name in pictures:
+        page += [f"![{name}]({name})", ""]
+    for part, heading in HEADINGS.items():
+        if part in results["parts"]:
+            page += [f"## {heading}", "", *part_table(results, part), ""]
+    if results["checks"]:
+        page += ["## Right or wrong", "", *check_table(results), *option_table(results)]
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    page += ["## How it was measured", "", MEASURED]
+    page += [f"{results['date']}, {results['hardware']}, {results['threads']} threads, {results['device']}."]
+    page += [f"{versions}."]
+    page += [f"Every figure, run by run: [{source}]({source}); `--render` makes this page of it.", ""]
+    return [*page, "```", *results["commands"], "```"]
+
+
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """In Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(cells) + " |" for cells in lines] + [""]
+    """Return the lines of a Markdown table and an empty one."""
+    return [*markdown_table(header, rows).splitlines(), ""]
 
 
-def target_table(results: Results) -> list[str]:
-    """Claims, limits, and the worst that was measured."""
-    rows = [[t.claim, t.limit, t.measured, t.where, "yes" if t.reached else "**no**"] for t in targets.targets(results)]
+def target_table(claims: list[targets.Target]) -> list[str]:
+    """Return claims, limits, and the worst that was measured."""
+    rows = []
+    for claim in claims:
+        reached = "yes" if claim.reached else "**no**"
+        rows.append([claim.claim, claim.limit, claim.measured, claim.where, reached])
     return table(["claim", "limit", "measured, worst", "where the worst is", "reached"], rows)
 
 
+def verdict(claims: list[targets.Target]) -> str:
+    """Return one sentence on the table of claims, and where its terms are explained."""
+    reached = sum(claim.reached for claim in claims)
+    explained = "[How it was measured](#how-it-was-measured) explains the terms."
+    if reached == len(claims):
+        return f"All {reached} limits hold at every problem measured. {explained}"
+    return f"{reached} of {len(claims)} limits hold at every problem measured. {explained}"
+
+
 def part_table(results: Results, part: str) -> list[str]:
-    """The figures of one part."""
+    """Return the figures of one part."""
     entries = list(results["parts"].get(part, {}).values())
-    makers: dict[str, Callable[[list[Entry]], list[str]]] = {
+    tables: dict[str, Callable[[list[Entry]], list[str]]] = {
         "shapes": lambda found: _shapes(results, found),
         "small": lambda found: _shapes(results, found),
         "padding": _padding,
@@ -109,42 +122,45 @@ def part_table(results: Results, part: str) -> list[str]:
         "devices": _devices,
         "gpu": gpu.table,
     }
-    return makers[part](entries) if entries else ["nothing measured", ""]
+    return tables[part](entries) if entries else ["nothing measured", ""]
 
 
 def _shapes(results: Results, entries: list[Entry]) -> list[str]:
-    """Time and memory of every implementation, a table for each dtype and smoothing."""
-    found = []
+    """Return time and memory of every implementation, a table for each dtype and smoothing."""
+    page = [LEGEND]
     for dtype in ("float32", "bfloat16"):
         for smoothing in (0.0, 0.1):
-            here = [e for e in entries if (e["problem"]["dtype"], e["problem"]["smoothing"]) == (dtype, smoothing)]
-            if not here:
-                continue
-            order = list(
-                dict.fromkeys(name for name in known({}) for e in here if name in {**e["seconds"], **e["not run"]})
-            )
-            header = [f"{dtype}, smoothing {smoothing:g}", *map(shape_title, here)]
-            rows = [["three products, s", *(f"{floor_seconds(e):.2f}" for e in here)]]
-            rows += [
-                [f"{name}{_mark(results, e0, name)}", *(_cell(e, name) for e in here)]
-                for e0 in here[:1]
-                for name in order
-            ]
-            rows += [["three products' libraries", *(_mib(e["peak bytes"].get(CHUNKED)) for e in here)]]
-            rows += [["allowed memory", *(f"{e['allowed bytes'] / MIB:,.0f} MiB" for e in here)]]
-            rows += [["rounds", *(str(len(e["seconds"][PLAIN])) for e in here)]]
-            rows += [["steps in a row", *(str(e.get("steps in a row", 1)) for e in here)]]
-            found += table(header, rows)
-    return [LEGEND, *found, *_remarks(entries)]
+            of_table = []
+            for entry in entries:
+                problem = entry["problem"]
+                if problem["dtype"] == dtype and problem["smoothing"] == smoothing:
+                    of_table.append(entry)
+            if of_table:
+                page += _shape_table(results, f"{dtype}, smoothing {smoothing:g}", of_table)
+    return page + _remarks(entries)
+
+
+def _shape_table(results: Results, corner: str, entries: list[Entry]) -> list[str]:
+    names = [name for name in known({}) if any(name in e["seconds"] or name in e["not run"] for e in entries)]
+    rows = [["three products, s", *(f"{floor_seconds(entry):.2f}" for entry in entries)]]
+    rows += [[name + _mark(results, entries[0], name), *(_cell(entry, name) for entry in entries)] for name in names]
+    rows += [
+        ["three products' libraries", *(_mib(entry["peak bytes"].get(CHUNKED)) for entry in entries)],
+        ["allowed memory", *(f"{entry['allowed bytes'] / MIB:,.0f} MiB" for entry in entries)],
+        ["rounds", *(str(len(entry["seconds"][PLAIN])) for entry in entries)],
+        ["steps in a row", *(str(entry.get("steps in a row", 1)) for entry in entries)],
+    ]
+    return table([corner, *map(shape_title, entries)], rows)
 
 
 def _cell(entry: Entry, name: str) -> str:
-    time, plain = median(entry, name), median(entry, PLAIN)
+    time = median(entry, name)
     if time is None:
         return "-"
+    plain = median(entry, PLAIN)
+    to_plain = f" / {time / plain:.2f}" if plain else ""
     peak = entry["peak bytes"].get(name)
     memory = f"{peak / MIB:,.0f} MiB" if isinstance(peak, int) else peak or "memory not measured"
-    to_plain = f" / {time / plain:.2f}" if plain else ""
     return f"{time / floor_seconds(entry):.2f} ({fastest_to_floor(entry, name):.2f}){to_plain}; {memory}"
 
 
@@ -155,38 +171,43 @@ def _mark(results: Results, entry: Entry, name: str) -> str:
 
 
 def _remarks(entries: list[Entry]) -> list[str]:
-    """Why cells are empty, and what else a reader must know, each said once."""
-    said: dict[str, list[str]] = {}
+    """Return why cells are empty, and what else a reader must know, each remark once."""
+    problems_of: dict[str, list[str]] = {}
     for entry in entries:
         for name, why in entry["not run"].items():
-            said.setdefault(f"{name}: not run: {why}", []).append(title(entry))
+            problems_of.setdefault(f"{name}: not run: {why}", []).append(title(entry))
         for name, notes in entry["notes"].items():
             for note in notes:
-                said.setdefault(f"{name}: {note}", []).append(title(entry))
-    return [f"- {text}" + (f" ({where[0]})" if len(where) == 1 else "") for text, where in sorted(said.items())] + [""]
+                problems_of.setdefault(f"{name}: {note}", []).append(title(entry))
+    remarks = []
+    for text, problems in sorted(problems_of.items()):
+        where = f" ({problems[0]})" if len(problems) == 1 else ""
+        remarks.append(f"- {text}{where}")
+    return [*remarks, ""]
 
 
 def _padding(entries: list[Entry]) -> list[str]:
     by_padding = {bool(entry["problem"]["padding"]): entry for entry in entries}
     if len(by_padding) < 2:
         return ["half measured", ""]
-    whole, padded = by_padding[False], by_padding[True]
-    floor = [floor_seconds(entry) for entry in (whole, padded)]
-    rows = [["three products", *(f"{time:.2f}" for time in floor), f"{floor[0] / floor[1]:.2f} x"]]
+    whole = by_padding[False]
+    padded = by_padding[True]
+    floors = [floor_seconds(whole), floor_seconds(padded)]
+    rows = [["three products", *(f"{time:.2f}" for time in floors), f"{floors[0] / floors[1]:.2f} x"]]
     for name in whole["seconds"]:
-        times = [median(entry, name) for entry in (whole, padded)]
-        ratio = targets.faster(whole, padded, name)
-        rows.append([name, *(f"{time:.2f}" for time in times), f"{ratio:.2f} x"])
+        times = [f"{median(whole, name):.2f}", f"{median(padded, name):.2f}"]
+        rows.append([name, *times, f"{targets.faster(whole, padded, name):.2f} x"])
     header = [title(whole), "no padding, s", "30 % padding, s", "faster with padding"]
     return table(header, rows) + _remarks(entries)
 
 
 def _memory(entries: list[Entry]) -> list[str]:
-    names = list(entries[0]["peak bytes"])
     header = ["peak memory, MiB", *(f"N={entry['problem']['rows']:,}" for entry in entries)]
-    rows = [[name, *(_mib(entry["peak bytes"].get(name)) for entry in entries)] for name in names]
-    rows += [["allowed", *(_mib(entry["allowed bytes"]) for entry in entries)]]
-    rows += [[f"{ENGINE}, without the hidden gradient", *(_mib(targets.beyond_hidden(e, ENGINE)) for e in entries)]]
+    rows = [[name, *(_mib(entry["peak bytes"].get(name)) for entry in entries)] for name in entries[0]["peak bytes"]]
+    rows += [
+        ["allowed", *(_mib(entry["allowed bytes"]) for entry in entries)],
+        [f"{ENGINE}, without the hidden gradient", *(_mib(targets.beyond_hidden(e, ENGINE)) for e in entries)],
+    ]
     problem = entries[0]["problem"]
     return [f"D={problem['width']}, V={problem['vocab_size']:,}, {problem['dtype']}.", "", *table(header, rows)]
 
@@ -206,37 +227,31 @@ def _linear(results: Results) -> list[str]:
 
 
 def _devices(entries: list[Entry]) -> list[str]:
-    rows = [
-        [title(entry), name, f"{median(entry, name):.3f}", f"{(median(entry, name) or 0) / floor_seconds(entry):.2f}"]
-        for entry in entries
-        for name in entry["seconds"]
-    ]
+    rows = []
+    for entry in entries:
+        for name in entry["seconds"]:
+            time = median(entry, name) or 0.0
+            rows.append([title(entry), name, f"{time:.3f}", f"{time / floor_seconds(entry):.2f}"])
     return table(["problem", "engine", "seconds", "time / three products"], rows)
 
 
 def check_table(results: Results) -> list[str]:
-    """What lies further from the truth than it may, at a small problem."""
-    rows = [
-        [name, where, "; ".join(checked["wrong"])]
-        for where, names in results["checks"].items()
-        for name, checked in names.items()
-        if checked["wrong"]
-    ]
+    """Return what is further from the truth than it may be, at a small problem."""
+    rows = []
+    for where, names in results["checks"].items():
+        for name, checked in names.items():
+            if checked["wrong"]:
+                rows.append([name, where, "; ".join(checked["wrong"])])
     return [CHECKED, *table(["way", "in", "what is wrong"], rows)]
 
 
 def option_table(results: Results) -> list[str]:
-    """The options of torch's op that were tried, the best first."""
-    found = []
+    """Return the options of torch's op that were tried, the best first."""
+    page = []
     for dtype, tuned in results["torch op options"].items():
-        tried = sorted(tuned["tried"], key=lambda one: (bool(one["wrong"]), one["seconds"]))
-        rows = [
-            [
-                ", ".join(f"{k}={v}" for k, v in one["options"].items()),
-                f"{one['seconds'] * 1e3:.0f}",
-                "; ".join(one["wrong"]),
-            ]
-            for one in tried
-        ]
-        found += table([f"torch op, {dtype}, options", "ms at N=2,048, D=512, V=8,000", "what is wrong"], rows)
-    return found
+        rows = []
+        for tried in sorted(tuned["tried"], key=lambda one: (bool(one["wrong"]), one["seconds"])):
+            options = ", ".join(f"{option}={value}" for option, value in tried["options"].items())
+            rows.append([options, f"{tried['seconds'] * 1e3:.0f}", "; ".join(tried["wrong"])])
+        page += table([f"torch op, {dtype}, options", "ms at N=2,048, D=512, V=8,000", "what is wrong"], rows)
+    return page

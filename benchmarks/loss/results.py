@@ -1,4 +1,4 @@
-"""The file of measurements: what was measured on what, and the figures, part by part.
+"""Read and write the file of measurements: what was measured on what, and the figures, part by part.
 
 {"date", "device", "hardware", "threads", "versions", "commands": [...],
  "torch op options": {dtype: {"best": {...}, "tried": [...]}},
@@ -21,16 +21,19 @@ import torch
 from benchmarks.loss.peers import versions
 
 Results = dict[str, Any]
+Entry = dict[str, Any]
+"""The figures of one problem in one part."""
+MIB = 2**20
 FOLDER = Path("docs/results")
 
 
 def default_path(device: str) -> Path:
-    """Today's file."""
+    """Return today's file."""
     return FOLDER / f"{stem(device)}-{date.today()}.json"
 
 
 def newest_path(device: str) -> Path:
-    """The file of the latest date."""
+    """Return the file of the latest date."""
     found = sorted(FOLDER.glob(f"{stem(device)}-20*.json"))
     if not found:
         raise SystemExit(f"no {stem(device)}-*.json in {FOLDER}; measure first")
@@ -38,15 +41,15 @@ def newest_path(device: str) -> Path:
 
 
 def stem(device: str) -> str:
-    """What the files about that device are called."""
+    """Return how the names of the files about that device begin."""
     return "loss" if device == "cpu" else f"loss-{torch.device(device).type}"
 
 
 def load(path: Path, device: str, command: str) -> Results:
-    """The file's measurements so far, with this command noted."""
+    """Return the file's measurements so far, with this command added."""
+    here = {"hardware": hardware(device), "threads": torch.get_num_threads(), "versions": versions(device)}
     if path.exists():
         results: Results = json.loads(path.read_text())
-        here = {"hardware": hardware(device), "threads": torch.get_num_threads(), "versions": versions(device)}
         for name, value in here.items():
             if results[name] != value:
                 raise SystemExit(f"{path} was measured with {name} {results[name]}; here it is {value}: use --out")
@@ -54,9 +57,7 @@ def load(path: Path, device: str, command: str) -> Results:
         results = {
             "date": str(date.today()),
             "device": device,
-            "hardware": hardware(device),
-            "threads": torch.get_num_threads(),
-            "versions": versions(device),
+            **here,
             "commands": [],
             "torch op options": {},
             "checks": {},
@@ -68,7 +69,7 @@ def load(path: Path, device: str, command: str) -> Results:
 
 
 def save(results: Results, path: Path) -> None:
-    """All of it, in one step: a run that is stopped leaves the file whole."""
+    """Write the file in one step, so that a run that is stopped leaves it whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(results, indent=1) + "\n")
@@ -76,7 +77,7 @@ def save(results: Results, path: Path) -> None:
 
 
 def hardware(device: str) -> str:
-    """What the figures are taken on."""
+    """Return the name of the processor and its cores, or of the GPU."""
     if device != "cpu":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo").read_text().splitlines()
@@ -84,19 +85,19 @@ def hardware(device: str) -> str:
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
-def floor_seconds(entry: dict[str, Any]) -> float:
-    """The three products in the faster of their two ways."""
+def floor_seconds(entry: Entry) -> float:
+    """Return the median time of the three products, all rows at once or in chunks, whichever is faster."""
     return min(statistics.median(times) for times in entry["floor seconds"].values())
 
 
-def fastest_to_floor(entry: dict[str, Any], name: str) -> float | None:
-    """The fastest run of that implementation over the fastest of the products: what a shared machine disturbs least."""
+def fastest_to_floor(entry: Entry, name: str) -> float | None:
+    """Return the fastest run of an implementation over that of the products, which a shared machine disturbs least."""
     times = entry["seconds"].get(name)
     floor = min(time for times in entry["floor seconds"].values() for time in times)
     return min(times) / floor if times else None
 
 
-def median(entry: dict[str, Any], name: str) -> float | None:
-    """Seconds of that implementation, or None where it was not run."""
+def median(entry: Entry, name: str) -> float | None:
+    """Return the median seconds of an implementation, or None where it was not run."""
     times = entry["seconds"].get(name)
     return statistics.median(times) if times else None

@@ -1,22 +1,21 @@
-"""What the library sets out to reach, next to what was measured: the worst case over the problems of each claim."""
+"""Hold what the library sets out to reach against what was measured: the worst case over each claim's problems."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.loss.implementations import ENGINE, OURS, OWN, OWN_SMALL, PLAIN, TORCH_DEFAULT
 from benchmarks.loss.problems import SHAPES
-from benchmarks.loss.results import Results, fastest_to_floor, floor_seconds, median
+from benchmarks.loss.results import Entry, Results, fastest_to_floor, floor_seconds, median
 from benchmarks.loss.timing import CHUNKED
 
-Entry = dict[str, Any]
 Ratio = Callable[[Entry], float | None]
 FOUR = {(shape.rows, shape.width, shape.vocab_size) for shape in SHAPES[:4]}
 
 
 class Target(NamedTuple):
-    """One claim: its limit as text, the worst that was measured, where, and whether it is within the limit."""
+    """State one claim: its limit as text, the worst that was measured, where, and whether that is within the limit."""
 
     claim: str
     limit: str
@@ -26,9 +25,14 @@ class Target(NamedTuple):
 
 
 def targets(results: Results) -> list[Target]:
-    """Every claim that the file has figures for."""
-    found = [*_of_shapes(results), *_of_padding(results), *_of_memory(results), *_of_linear(results)]
-    return found + list(_of_devices(results))
+    """Return every claim that the file has figures for."""
+    return [
+        *_of_shapes(results),
+        *_of_padding(results),
+        *_of_memory(results),
+        *_of_linear(results),
+        *_of_devices(results),
+    ]
 
 
 def _of_shapes(results: Results) -> Iterator[Target]:
@@ -39,24 +43,25 @@ def _of_shapes(results: Results) -> Iterator[Target]:
     half = _entries(results, "shapes", "bfloat16")
     yield from most(f"float32, {engine}: time / three products", single, to_floor, 1.15)
     yield from most(f"float32, {engine}: the same, fastest runs", single, _fastest_to_floor, 1.15)
-    yield from _least(f"float32, smoothing: plain's time / {engine}'s", smooth, _speed(PLAIN), 1.6)
-    yield from _least(f"float32, no smoothing: plain's time / {engine}'s", rough, _speed(PLAIN), 1.3)
+    yield from _least(f"float32, smoothing: plain's time / {engine}'s", smooth, _time_ratio(PLAIN, ENGINE), 1.6)
+    yield from _least(f"float32, no smoothing: plain's time / {engine}'s", rough, _time_ratio(PLAIN, ENGINE), 1.3)
     yield from _least(f"float32: fastest peer's time / {engine}'s", single, _fastest_peer, 1.0)
     yield from most(f"bfloat16, {engine}: time / three products", half, to_floor, 1.4)
     yield from most(f"bfloat16, {engine}: the same, fastest runs", half, _fastest_to_floor, 1.4)
-    yield from _least(f"bfloat16: plain's time / {engine}'s", half, _speed(PLAIN), 2.0)
+    yield from _least(f"bfloat16: plain's time / {engine}'s", half, _time_ratio(PLAIN, ENGINE), 2.0)
     chunked = [entry for entry in half if not entry["problem"]["smoothing"]]
-    yield from _least(f"bfloat16: torch op's time, default options, / {engine}'s", chunked, _speed(TORCH_DEFAULT), 3.0)
+    claim = f"bfloat16: torch op's time, default options, / {engine}'s"
+    yield from _least(claim, chunked, _time_ratio(TORCH_DEFAULT, ENGINE), 3.0)
     yield from _least(f"bfloat16: fastest peer's time / {engine}'s", half, _fastest_peer, 1.0)
     everything = list(results["parts"].get("shapes", {}).values())
     yield from most(f"{engine}: peak memory / what is allowed", everything, _to_allowance, 1.0)
     claim = f"{engine}: the same, less what the bare products' libraries take"
     yield from most(claim, everything, _own_to_allowance, 1.0)
     both = single + half
-    yield from most("own generator: time / plain's", both, lambda entry: _over(_speed(PLAIN, OWN)(entry)), 1.25)
+    yield from most("own generator: time / plain's", both, _time_ratio(OWN, PLAIN), 1.25)
     small = list(results["parts"].get("small", {}).values())
     name = "own generator, 128 rows"
-    yield from most(f"{name}: time / plain's", small, lambda entry: _over(_speed(PLAIN, OWN_SMALL)(entry)), 1.25)
+    yield from most(f"{name}: time / plain's", small, _time_ratio(OWN_SMALL, PLAIN), 1.25)
     yield from most(f"{name}: peak memory / plain's", small, _memory_to_plain, 1 / 8)
 
 
@@ -70,9 +75,8 @@ def _of_padding(results: Results) -> Iterator[Target]:
 
 
 def faster(whole: Entry, padded: Entry, name: str) -> float | None:
-    """How many times as long that implementation takes without padding."""
-    first, second = median(whole, name), median(padded, name)
-    return None if first is None or second is None else first / second
+    """Return how many times as long an implementation takes without padding."""
+    return _ratio(median(whole, name), median(padded, name))
 
 
 def _of_memory(results: Results) -> Iterator[Target]:
@@ -95,17 +99,22 @@ def _of_linear(results: Results) -> Iterator[Target]:
 def _of_devices(results: Results) -> Iterator[Target]:
     entries = list(results["parts"].get("devices", {}).values())
     for name in (ENGINE, OWN):
-        ratio = _speed(f"{name}, 4 replicas", f"{name}, 1 replica")
+        ratio = _time_ratio(f"{name}, 4 replicas", f"{name}, 1 replica")
         yield from most(f"`{name}`: four replicas' time / one's", entries, ratio, 1.05)
 
 
 def _entries(results: Results, part: str, dtype: str) -> list[Entry]:
-    """Those of the first four shapes."""
-    found = [entry for entry in results["parts"].get(part, {}).values() if entry["problem"]["dtype"] == dtype]
-    return [e for e in found if (e["problem"]["rows"], e["problem"]["width"], e["problem"]["vocab_size"]) in FOUR]
+    """Return the entries of the first four shapes in that dtype."""
+    found = []
+    for entry in results["parts"].get(part, {}).values():
+        problem = entry["problem"]
+        if problem["dtype"] == dtype and (problem["rows"], problem["width"], problem["vocab_size"]) in FOUR:
+            found.append(entry)
+    return found
 
 
 def most(claim: str, entries: list[Entry], ratio: Ratio, limit: float) -> Iterator[Target]:
+    """Claim that a ratio is at most the limit in every entry; yield nothing where there is no figure."""
     yield from _judged(claim, entries, ratio, limit, f"<= {limit:.3g}", largest=True)
 
 
@@ -119,86 +128,90 @@ def _judged(
     found = [(value, entry) for entry in entries if (value := ratio(entry)) is not None]
     if not found:
         return
+    ordered = sorted(found, key=lambda pair: pair[0], reverse=largest)
+    worst, entry = ordered[0]
+    measured = f"{worst:.3g}"
+    if len(found) > 1:
+        measured += f" (best {ordered[-1][0]:.3g})"
     inside = sum(value <= limit if largest else value >= limit for value, _ in found)
-    values = sorted((value for value, _ in found), reverse=largest)
-    worst, entry = next(pair for pair in found if pair[0] == values[0])
-    measured = f"{worst:.3g}" + (f" (best {values[-1]:.3g})" if len(found) > 1 else "")
     yield Target(claim, text, measured, f"{title(entry)}; {inside} of {len(found)} inside", inside == len(found))
 
 
 def title(entry: Entry) -> str:
-    """The problem in short."""
+    """Return the problem in short."""
     problem = entry["problem"]
     smoothing = f", smoothing {problem['smoothing']:g}" if problem["smoothing"] else ""
     return f"{shape_title(entry)}{smoothing}, {problem['dtype']}"
 
 
 def shape_title(entry: Entry) -> str:
-    """Its shape in short."""
+    """Return the problem's shape in short."""
     problem = entry["problem"]
     padding = f", {problem['padding']:.0%} padding" if problem["padding"] else ""
     return f"{problem['rows']:,} x {problem['width']:,} x {problem['vocab_size']:,}{padding}"
 
 
 def to_floor(entry: Entry) -> float | None:
-    mine = median(entry, ENGINE)
-    return None if mine is None else mine / floor_seconds(entry)
+    """Return the engine's time over that of the three products."""
+    return _ratio(median(entry, ENGINE), floor_seconds(entry))
 
 
 def _fastest_to_floor(entry: Entry) -> float | None:
     return fastest_to_floor(entry, ENGINE)
 
 
-def _speed(other: str, mine: str = ENGINE) -> Ratio:
-    """How many times as long `other` takes."""
-
-    def ratio(entry: Entry) -> float | None:
-        theirs, ours = median(entry, other), median(entry, mine)
-        return None if theirs is None or ours is None else theirs / ours
-
-    return ratio
+def _time_ratio(name: str, other: str) -> Ratio:
+    """Return a function that gives one implementation's time over another's."""
+    return lambda entry: _ratio(median(entry, name), median(entry, other))
 
 
-def _over(value: float | None) -> float | None:
-    return None if value is None else 1 / value
+def _ratio(value: float | None, other: float | None) -> float | None:
+    return None if value is None or other is None else value / other
 
 
 def _fastest_peer(entry: Entry) -> float | None:
-    mine = median(entry, ENGINE)
     theirs = [median(entry, name) for name in entry["seconds"] if name not in OURS]
-    return None if mine is None else min(time for time in theirs if time is not None) / mine
+    fastest = min((time for time in theirs if time is not None), default=None)
+    return _ratio(fastest, median(entry, ENGINE))
+
+
+def peak(entry: Entry, name: str) -> int | None:
+    """Return the peak bytes of an implementation, or None where there is no figure."""
+    found = entry["peak bytes"].get(name)
+    return found if isinstance(found, int) else None
 
 
 def _to_allowance(entry: Entry) -> float | None:
-    peak = entry["peak bytes"].get(ENGINE)
-    return peak / entry["allowed bytes"] if isinstance(peak, int) else None
+    return _ratio(peak(entry, ENGINE), entry["allowed bytes"])
 
 
 def _own_to_allowance(entry: Entry) -> float | None:
-    peak, libraries = (entry["peak bytes"].get(name) for name in (ENGINE, CHUNKED))
-    measured = isinstance(peak, int) and isinstance(libraries, int)
-    return (peak - libraries) / entry["allowed bytes"] if measured else None
+    whole = peak(entry, ENGINE)
+    libraries = peak(entry, CHUNKED)
+    return None if whole is None or libraries is None else (whole - libraries) / entry["allowed bytes"]
 
 
 def _memory_to_plain(entry: Entry) -> float | None:
-    peak, plain = entry["peak bytes"].get(OWN_SMALL), entry["peak bytes"].get(PLAIN)
-    return peak / plain if isinstance(peak, int) and isinstance(plain, int) else None
+    return _ratio(peak(entry, OWN_SMALL), peak(entry, PLAIN))
 
 
 def beyond_hidden(entry: Entry, name: str) -> int | None:
-    """Peak bytes of that implementation, less those of the hidden gradient, which every one must hand back."""
-    peak, problem = entry["peak bytes"].get(name), entry["problem"]
+    """Return an implementation's peak less the hidden gradient, which every implementation must hand back."""
+    whole = peak(entry, name)
+    if whole is None:
+        return None
+    problem = entry["problem"]
     itemsize = 4 if problem["dtype"] == "float32" else 2
-    return peak - problem["rows"] * problem["width"] * itemsize if isinstance(peak, int) else None
+    return whole - problem["rows"] * problem["width"] * itemsize
 
 
 def lines(results: Results) -> dict[str, tuple[list[int], list[float]]]:
-    """N, D and V: the sizes, and the engine's seconds, where the other two stay as they are."""
+    """Return for each of N, D and V the sizes and the engine's seconds, the other two fixed."""
     entries = list(results["parts"].get("linear", {}).values())
     fields = {"N": "rows", "D": "width", "V": "vocab_size"}
     found = {}
     for name, field in fields.items():
-        # The base is the one problem that lies on all three lines, so the others' commonest value is the base's
+        # All three lines cross at one base problem, so the commonest value of each other field is the base's
         rest = [f for f in fields.values() if f != field]
         values = {f: [entry["problem"][f] for entry in entries] for f in rest}
         base = {f: max(set(seen), key=seen.count) for f, seen in values.items() if seen}
@@ -213,7 +226,10 @@ def lines(results: Results) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def fit(sizes: list[int], times: list[float]) -> tuple[float, float, list[float]]:
-    """Start and slope of the line with the least squared relative deviations; and those deviations."""
+    """Return start and slope of the line with the least squared relative deviations, and those deviations.
+
+    With weights w = 1/t^2, slope = sum w (s - s') (t - t') / sum w (s - s')^2, where ' is the weighted mean.
+    """
     weights = [1 / time**2 for time in times]
     total = sum(weights)
     mean_size = sum(w * s for w, s in zip(weights, sizes, strict=True)) / total

@@ -1,4 +1,4 @@
-"""Interleaved timing of one problem: the three products and every implementation, round after round."""
+"""Time one problem, interleaved: the three products and every implementation, round after round."""
 
 from __future__ import annotations
 
@@ -10,34 +10,41 @@ import torch
 from torch import Tensor
 
 from benchmarks.loss.plain_ways import CHUNK_ROWS, Step
-from benchmarks.loss.problems import IGNORED, Inputs, Problem, comfortable
+from benchmarks.loss.problems import IGNORED, Inputs, Problem, fits_comfortably
 
-WHOLE, CHUNKED = "products, all rows", f"products, {CHUNK_ROWS} rows"
+WHOLE = "products, all rows"
+CHUNKED = f"products, {CHUNK_ROWS} rows"
 LARGE = 1e12
-"""Operations from which on a problem takes so long that nothing is run but to be measured."""
+"""Operations from which on every run of a problem is timed, because runs that only warm up would take too long."""
 LINE_EVERY = 10.0
 """Seconds between two lines of progress."""
 
 
 class Progress:
-    """Lines on stderr: how much of a part is done, how fast, and how long the rest will take.
+    """Print lines on stderr: how much of a part is done, how fast, and how long the rest will take.
 
     Args:
-        title: of the part.
-        total: all of its work, in any unit.
+        title: the part's name.
+        total: all of the part's work, in any unit.
     """
 
     def __init__(self, title: str, total: float) -> None:
-        self.title, self.total, self.done, self.runs = title, total, 0.0, 0
-        self.started = self.said = time.monotonic()
+        self.title = title
+        self.total = total
+        self.done = 0.0
+        self.runs = 0
+        self.started = time.monotonic()
+        self.printed = self.started
 
     def add(self, work: float, what: str) -> None:
-        """A run is done, and with it so much work; says so every now and then."""
-        self.done, self.runs = self.done + work, self.runs + 1
+        """Count a run and its work; print a line if the last one is a while ago."""
+        self.done += work
+        self.runs += 1
         now = time.monotonic()
-        if now - self.said < LINE_EVERY:
+        if now - self.printed < LINE_EVERY:
             return
-        self.said, spent = now, now - self.started
+        self.printed = now
+        spent = now - self.started
         left = spent * max(0.0, self.total / self.done - 1)
         rate = f"{self.runs / spent * 60:.0f} runs a minute"
         print(
@@ -48,17 +55,23 @@ class Progress:
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds."""
+    """Return minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def floor(x: Inputs, rows: int | None) -> Callable[[], None]:
-    """The three matrix products of the rows that are kept, into memory that is there; None is all rows at once."""
+def three_products(x: Inputs, rows: int | None) -> Callable[[], None]:
+    """Return the three matrix products over the rows that are not padding, `rows` at a time or all at once (None).
+
+        logits = hidden weight^T;  hidden gradient = logits weight;  weight gradient = logits^T hidden
+
+    They write into memory that is there already.
+    """
     kept_KD = x.hidden.detach()[x.target != IGNORED]
     weight_VD = x.weight.detach()
     count = len(kept_KD) if rows is None else min(rows, len(kept_KD))
     logits_KV = torch.ones(count, len(weight_VD), dtype=weight_VD.dtype, device=x.device)
-    hidden_grad_KD, weight_grad_VD = torch.ones_like(kept_KD), torch.ones_like(weight_VD)
+    hidden_grad_KD = torch.ones_like(kept_KD)
+    weight_grad_VD = torch.ones_like(weight_VD)
 
     def step() -> None:
         for start in range(0, len(kept_KD), count):
@@ -75,15 +88,15 @@ def floor(x: Inputs, rows: int | None) -> Callable[[], None]:
 
 
 def floors(x: Inputs) -> dict[str, Callable[[], None]]:
-    """The products in both ways; all rows at once only where their logits fit comfortably."""
-    found = {CHUNKED: floor(x, CHUNK_ROWS)}
-    if comfortable(x.problem, x.device):
-        found[WHOLE] = floor(x, None)
+    """Return the products in chunks and, where all logits fit comfortably, all at once."""
+    found = {CHUNKED: three_products(x, CHUNK_ROWS)}
+    if fits_comfortably(x.problem, x.device):
+        found[WHOLE] = three_products(x, None)
     return found
 
 
 def forward_and_backward(x: Inputs, step: Step) -> Callable[[], None]:
-    """The step, and its backward where it has left it to the caller."""
+    """Return the step followed by its backward, unless the step has done that itself."""
 
     def run() -> None:
         loss: Tensor = step()
@@ -94,16 +107,21 @@ def forward_and_backward(x: Inputs, step: Step) -> Callable[[], None]:
 
 
 def seconds(run: Callable[[], None], inputs: Iterable[Inputs]) -> float:
-    """Of one run, from inputs without gradients."""
-    on_device = False
+    """Return the seconds of one run, starting without gradients."""
+    on_accelerator = False
     for x in inputs:
         x.clear()
-        on_device |= x.device != "cpu"
-    if on_device:
+        on_accelerator |= x.device != "cpu"
+    return wall_seconds(run, on_accelerator)
+
+
+def wall_seconds(run: Callable[[], object], on_accelerator: bool) -> float:
+    """Return the seconds from the call to the end of its work, on an accelerator included."""
+    if on_accelerator:
         torch.accelerator.synchronize()
     start = time.perf_counter()
     run()
-    if on_device:
+    if on_accelerator:
         torch.accelerator.synchronize()
     return time.perf_counter() - start
 
@@ -111,23 +129,34 @@ def seconds(run: Callable[[], None], inputs: Iterable[Inputs]) -> float:
 Runs = dict[tuple[Problem, str], Callable[[], None]]
 
 
-def in_a_row(problem: Problem) -> int:
-    """How many steps follow each other, of which the last is timed."""
+def runs_in_a_row(problem: Problem) -> int:
+    """Return how many runs follow each other, of which the last is timed."""
     return 2 if problem.products <= LARGE else 1
 
 
 def interleaved(
-    runs: Runs, inputs: list[Inputs], rounds: int, said: Callable[[str], None], always: int | None = None
+    runs: Runs, inputs: list[Inputs], rounds: int, report: Callable[[str], None], in_a_row: int | None = None
 ) -> dict[tuple[Problem, str], list[float]]:
-    """Seconds of each, of two runs in a row the second, as its own steps follow each other in use: the memory of the
-    first was another's, and comes from the system page by page. Of large problems there is one. Every round starts
-    one further on. `always` says how many runs in a row there are, whatever the size."""
+    """Return the seconds of each run in every round.
+
+    Of two runs in a row the second is timed: in use, a step follows its own kind, while after another implementation
+    its memory comes from the system page by page. Large problems run once. Every round starts one run further on.
+
+    Args:
+        runs: by problem and implementation.
+        inputs: whose gradients are cleared before each run.
+        rounds: how many.
+        report: called after every run with what was run.
+        in_a_row: runs in a row for every problem; None decides by size.
+    """
     keys = list(runs)
     times: dict[tuple[Problem, str], list[float]] = {key: [] for key in keys}
     for number in range(rounds):
-        for key in keys[number % len(keys) :] + keys[: number % len(keys)]:
-            for _ in range((always or in_a_row(key[0])) - 1):
+        first = number % len(keys)
+        for key in keys[first:] + keys[:first]:
+            problem, name = key
+            for _ in range((in_a_row or runs_in_a_row(problem)) - 1):
                 seconds(runs[key], inputs)
             times[key].append(seconds(runs[key], inputs))
-            said(f"{key[0]}: {key[1]}, round {number + 1} of {rounds}")
+            report(f"{problem}: {name}, round {number + 1} of {rounds}")
     return times

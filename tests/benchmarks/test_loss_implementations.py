@@ -1,4 +1,4 @@
-"""What the benchmark of the loss compares is right where it says so, and its figures are read from runs as they are."""
+"""The implementations in the loss benchmark are right where it says so, and its figures are those of the runs."""
 
 import json
 
@@ -10,11 +10,12 @@ from torch.testing import assert_close
 import seqpar
 from benchmarks.gpu_training import plain_loss
 from benchmarks.loss import gpu, ours, peers, plain_ways, report, results, targets
-from benchmarks.loss.checks import answer, errors, truth, what_is_wrong
+from benchmarks.loss.checks import kit_inputs, what_is_wrong
 from benchmarks.loss.implementations import ENGINE, LINEAR, PLAIN, Implementation
 from benchmarks.loss.problems import IGNORED, Inputs, Problem
 from benchmarks.loss.timing import Progress, floors
 from seqpar.core.chunks import rows_per_chunk
+from seqpar.testing.conformance.inputs import parts
 
 TINY = Problem(128, 6, 11, dtype=torch.float64, padding=0.3)
 WAYS = {
@@ -33,9 +34,16 @@ WAYS = {
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("name", WAYS)
 def test_every_way_has_the_plain_gradients_in_float64(name, smoothing):
-    x = Inputs(TINY._replace(smoothing=smoothing), "cpu")
-    found = errors(answer(x, Implementation(WAYS[name])), truth(x, bias=True))
+    x = kit_inputs(Implementation(WAYS[name]), TINY._replace(smoothing=smoothing), "cpu")
+    found = {part.name: part.error for part in parts(x)}
+    assert found.keys() == {"loss", "hidden", "weight", "bias"}
     assert max(found.values()) < 1e-12, found
+
+
+def test_a_part_of_the_targets_the_kit_draws_is_padding():
+    x = kit_inputs(Implementation(plain_ways.plain), TINY, "cpu")
+    ignored = (x.made()["target"] == IGNORED).float().mean()
+    assert abs(ignored - TINY.padding) < 0.05
 
 
 def test_a_factor_on_the_loss_that_is_ignored_is_named():
@@ -53,7 +61,7 @@ def test_a_wrong_gradient_is_named():
 
 
 def test_the_products_are_of_the_kept_rows_whole_and_in_chunks():
-    x = Inputs(TINY, "cpu")
+    x = Inputs.drawn(TINY, "cpu")
     for run in floors(x).values():
         run()
     assert x.tokens == int((x.target != IGNORED).sum()) < TINY.rows
@@ -79,7 +87,7 @@ def test_a_target_is_reached_only_if_every_problem_is_inside():
 
 
 def test_the_part_for_a_gpu_measures_what_runs_and_says_why_the_rest_does_not(monkeypatch, tmp_path):
-    """On the CPU in the GPU's place, with a stand-in for the allocator's peak, which only a GPU has."""
+    """Run on the CPU instead of a GPU, with a stand-in for the allocator's peak, which only a GPU has."""
     monkeypatch.setattr(gpu, "peak_bytes", lambda x, step: 2**20)
     monkeypatch.setattr(plain_ways, "compiled", plain_ways.plain)
     problem = Problem(64, 8, 50, dtype=torch.bfloat16, bias=False)
@@ -89,7 +97,7 @@ def test_the_part_for_a_gpu_measures_what_runs_and_says_why_the_rest_does_not(mo
     assert not {PLAIN, ENGINE, LINEAR} & set(entry["wrong"])
     lines = gpu.table([{"problem": problem._asdict(), **entry}])
     assert any(line.startswith("| 64 x 8 x 50 | LossCompute | ") for line in lines)
-    assert any(line.startswith("- Liger: cannot be imported") for line in lines)
+    assert any(line.startswith("- Liger: not installed") for line in lines)
     kept = {"problem": {**problem._asdict(), "dtype": "bfloat16"}, **entry}
     path = tmp_path / "loss-cuda.json"
     path.write_text(

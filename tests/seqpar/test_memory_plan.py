@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 import seqpar
 from seqpar.core.chunks import cut_rows
 from seqpar.memory_plan import Layout, LossBytes, MemoryPlan, advice, main, memory_plan, table
+from seqpar.testing.peak_memory import can_measure_cpu, peak_bytes, run_in_fresh_process
 
 CASES = [
     ("ddp", 1, "plain", "float32", 2048, 256, 16_000, 0),
@@ -73,12 +71,6 @@ class Head(nn.Module):
         return seqpar.linear_cross_entropy(hidden, weight, target, **options).total
 
 
-def resident(field: str) -> int:
-    """Bytes of this process's memory at its peak (VmHWM)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
 def own_peak(layout: str, devices: int, loss: str, dtype: str, tokens: int, d: int, vocab: int, chunk: int) -> int:
     """This process's peak during one step of one rank, above weight and hidden; the other ranks are not there."""
     import torch.distributed as dist
@@ -95,17 +87,17 @@ def own_peak(layout: str, devices: int, loss: str, dtype: str, tokens: int, d: i
             fully_shard(head)
         hidden = torch.randn(plan.tokens_here, d, dtype=plan.dtype).requires_grad_()
         target = torch.randint(plan.vocab_here, (plan.tokens_here,))
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, as Linux has it
-        before = resident("VmHWM")
-        if layout == "ddp" and devices > 1:
-            head = data_parallel(head, dist.group.WORLD)
-        with Wire({dist.group.WORLD: plan.vocab_here} if layout == "vocab" else None):
-            # DDP fills its first buckets in the first backward and, having made them anew, in the second
-            for _ in range(3 if layout == "ddp" and devices > 1 else 1):
-                head.zero_grad()
-                hidden.grad = None
-                (head(hidden, target) / tokens).backward()
-        return resident("VmHWM") - before
+
+        def steps() -> None:
+            wrapped = data_parallel(head, dist.group.WORLD) if layout == "ddp" and devices > 1 else head
+            with Wire({dist.group.WORLD: plan.vocab_here} if layout == "vocab" else None):
+                # DDP fills its first buckets in the first backward and, having made them anew, in the second
+                for _ in range(3 if layout == "ddp" and devices > 1 else 1):
+                    wrapped.zero_grad()
+                    hidden.grad = None
+                    (wrapped(hidden, target) / tokens).backward()
+
+        return peak_bytes(steps)
 
     with World(devices):
         measured(512 * devices, 1024 * devices)  # code loaded and workspaces made at first use are not the step's
@@ -113,10 +105,7 @@ def own_peak(layout: str, devices: int, loss: str, dtype: str, tokens: int, d: i
 
 
 def peak(case: tuple[Any, ...]) -> int:
-    """In a fresh process whose large blocks go back to the system at once, so that what is resident is what is live."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.seqpar.test_memory_plan", *map(str, case)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_in_fresh_process("-m", "tests.seqpar.test_memory_plan", *map(str, case), threads=1)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
@@ -127,7 +116,7 @@ def planned(case: tuple[Any, ...]) -> LossBytes:
     return memory_plan(layout=layout, dtype=dtype, device="cpu", **sizes).of(loss)
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are measured as Linux has them")
+@pytest.mark.skipif(not can_measure_cpu(), reason="peaks are measured as Linux has them")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_the_plan_agrees_with_measured_peaks_within_a_tenth(case: tuple[Any, ...]) -> None:
     expected, measured = planned(case).peak, peak(case)
@@ -149,10 +138,8 @@ def test_the_plan_agrees_with_the_allocators_peak_on_a_gpu(
     for _ in range(2):  # in the first one kernels are compiled, and cuBLAS takes its workspace
         head.zero_grad()
         hidden.grad = None
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        (head(hidden, target) / tokens).backward()
-    measured, expected = torch.cuda.max_memory_allocated() - before, plan.of(loss).peak
+        measured = peak_bytes(lambda: (head(hidden, target) / tokens).backward(), "cuda")
+    expected = plan.of(loss).peak
     assert abs(measured - expected) <= 0.1 * expected, f"planned {expected / 2**20:.1f} MiB, {measured / 2**20:.1f} MiB"
 
 

@@ -129,8 +129,7 @@ def any_chunks(adapter: Adapter) -> Finding:
 def upstream(adapter: Adapter) -> Finding:
     """An eighth of the loss has an eighth of every gradient."""
     x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter))
-    once, eighth = answer(x), answer(x, FACTOR)
-    off = {n: error(eighth[n], g * FACTOR) for n, g in once.items() if n != "loss" and g is not None and g.any()}
+    off = factor_errors(x)
     name = max(off, key=lambda n: off[n], default="")
     if not name:
         return _no_gradients(x)
@@ -141,6 +140,12 @@ def upstream(adapter: Adapter) -> Finding:
 
 def _no_gradients(x: Inputs) -> Finding:
     return Finding("fail", "no gradients at all", _shown(x, "loss.backward(); print(weight.grad)"))
+
+
+def factor_errors(x: Inputs) -> dict[str, float]:
+    """Return, by name, how far the gradients of an eighth of the loss are from an eighth of the loss's gradients."""
+    once, eighth = answer(x), answer(x, FACTOR)
+    return {n: error(eighth[n], g * FACTOR) for n, g in once.items() if n != "loss" and g is not None and g.any()}
 
 
 def _worst_of(x: Inputs, name: str) -> Part:

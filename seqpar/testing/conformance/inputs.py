@@ -39,6 +39,7 @@ class Inputs:
     """Such as `target[::3] = -100`."""
     frozen: tuple[str, ...] = ()
     seed: int = 0
+    device: str = "cpu"
 
     @property
     def code(self) -> str:
@@ -76,7 +77,8 @@ class Inputs:
     def made(self) -> dict[str, Tensor]:
         """hidden, weight, target and, where it has one, bias."""
         here: dict[str, Tensor | None] = {}
-        exec(self.code, {"torch": torch}, here)
+        with torch.device(self.device):
+            exec(self.code, {"torch": torch}, here)
         return {name: t for name, t in here.items() if t is not None}
 
     def loss(self, tensors: dict[str, Tensor]) -> Tensor:

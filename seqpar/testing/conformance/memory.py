@@ -5,18 +5,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import os
-import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from seqpar.testing.conformance.adapter import Adapter, Options, quietly
 from seqpar.testing.conformance.inputs import Inputs, answer
+from seqpar.testing.peak_memory import can_measure_cpu, peak_bytes, run_in_fresh_process
 
 TIMES = 4
 
@@ -41,7 +36,7 @@ class Growth:
 
 def growth(adapter: Adapter) -> Growth | str:
     """The two peaks, or why there are none."""
-    if not Path("/proc/self/clear_refs").exists():
+    if not can_measure_cpu():
         return "needs Linux's /proc"
     peaks = [_peak(adapter.spec, rows) for rows in (Growth.ROWS, TIMES * Growth.ROWS)]
     words = [peak for peak in peaks if isinstance(peak, str)]
@@ -49,29 +44,16 @@ def growth(adapter: Adapter) -> Growth | str:
 
 
 def _peak(name: str, rows: int) -> int | str:
-    """In a process whose large blocks go back to the system at once, so that what is resident is what is live."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-    command = [sys.executable, "-m", __name__, name, str(rows)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    """Return the peak in a process of its own, or what became of that process."""
+    done = run_in_fresh_process("-m", __name__, name, str(rows))
     return int(done.stdout) if done.returncode == 0 else f"its process ended with {done.returncode}"
 
 
 def own_peak(adapter: Adapter, rows: int) -> int:
-    """This process's peak in the second of two runs: what is compiled or loaded at first use is not the loss's."""
+    """Return this process's peak in the second of two runs; what is loaded or compiled in the first is not counted."""
     x = Inputs(adapter, rows, Growth.WIDTH, Growth.VOCAB, Options(reduction=adapter.reduction))
     quietly(lambda: answer(x))
-    gc.collect()
-    with suppress(OSError, AttributeError):  # only glibc has it: freed memory goes back, so that it is counted again
-        ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, as Linux has it
-    before = _resident()
-    quietly(lambda: answer(x))
-    return _resident() - before
-
-
-def _resident() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return peak_bytes(lambda: quietly(lambda: answer(x)))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from datetime import date
 
 import torch
 
+from seqpar.markdown_table import markdown_table
 from seqpar.testing.conformance.adapter import Adapter
 from seqpar.testing.conformance.checks import CHECKS, Finding
 
@@ -19,12 +20,13 @@ Findings = Mapping[str, Mapping[str, Finding]]
 
 
 def table(findings: Findings) -> str:
-    """A row for each check, a column for each adapter."""
-    lines = [f"| | {' | '.join(findings)} |", "|---" * (len(findings) + 1) + "|"]
+    """Return a Markdown table: a row for each check, a column for each adapter."""
+    rows = []
     for check in CHECKS:
         cells = [_cell(of[check.name]) for of in findings.values() if check.name in of]
-        lines += [f"| {check.name} | {' | '.join(cells)} |"] if cells else []
-    return "\n".join(lines)
+        if cells:
+            rows.append([check.name, *cells])
+    return markdown_table(["", *findings], rows)
 
 
 def _cell(finding: Finding) -> str:
@@ -58,14 +60,15 @@ def printed(code: str) -> str:
 def heading(adapters: list[Adapter]) -> str:
     """The date, the command and the versions."""
     packages = dict.fromkeys(adapter.package for adapter in adapters if adapter.package)
-    versions = [f"{package} {_version(package)}" for package in packages]
+    versions = [f"{package} {installed_version(package)}" for package in packages]
     names = " ".join(adapter.name for adapter in adapters)
     device = "CUDA" if torch.cuda.is_available() else "CPU"
     what = ", ".join([f"Python {platform.python_version()}", f"torch {torch.__version__}", *versions])
     return f"```\npython -m seqpar.testing.conformance {names}\n```\n\n{date.today()}, {device}. {what}."
 
 
-def _version(package: str) -> str:
+def installed_version(package: str) -> str:
+    """Return a package's version, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,10 +1,6 @@
 """Hugging Face models: the chunked loss has the model's own value and gradient, or says that it has not."""
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import seqpar
 from seqpar.integrations.transformers import apply_seqpar_loss
+from seqpar.testing.peak_memory import can_measure_cpu, peak_bytes, run_in_fresh_process
 from seqpar.testing.ranks import ranks
 from tests.seqpar.integrations.tiny_models import (
     MODELS,
@@ -26,7 +23,6 @@ from tests.seqpar.integrations.tiny_models import (
     relative_error,
     tiny,
 )
-from tests.seqpar.test_memory_plan import resident
 
 EXACT = [name for name in MODELS if name not in ("bart-decoder", "bert", "mixtral", "switch")]
 cache = {}
@@ -400,20 +396,15 @@ def own_peaks():
     applied = apply_seqpar_loss(model, chunk_tokens=64)
     model(**batch_of(model, [2])).loss.backward()
     for _ in range(2):
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident("VmHWM")
-        model(**batch).loss.backward()
-        peaks.append(resident("VmHWM") - before)
+        peaks.append(peak_bytes(lambda: model(**batch).loss.backward()))
         applied.remove()
     return peaks
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are measured as Linux has them")
+@pytest.mark.skipif(not can_measure_cpu(), reason="peaks are measured as Linux has them")
 def test_a_training_step_takes_a_small_part_of_the_memory():
     code = "from tests.seqpar.integrations.test_transformers import own_peaks; print(*own_peaks())"
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_in_fresh_process("-c", code, threads=1)
     assert done.returncode == 0, done.stderr
     ours, stock = map(int, done.stdout.split()[-2:])
     logits = 8 * 64 * 30_000 * 4

@@ -1,0 +1,17 @@
+"""Write rows of text as a Markdown table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; every row has as many cells as the header."""
+    lines = [markdown_row(header), "|" + "---|" * len(header)]
+    lines += [markdown_row(row) for row in rows]
+    return "\n".join(lines)
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    """Return one row of a table, for tables that are printed as they are measured."""
+    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)

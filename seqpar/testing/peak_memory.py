@@ -1,0 +1,67 @@
+"""Measure the peak memory of a call, above what was held before it.
+
+On a CPU the figure is what Linux counts as resident for this process; on an accelerator, what torch's allocator has
+handed out. Code that is loaded or compiled at first use counts as well: run the call once before measuring it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+RESET = Path("/proc/self/clear_refs")
+"""Linux forgets a process's peak when "5" is written here."""
+STATUS = Path("/proc/self/status")
+FORGET_PEAK = "5"
+RELEASE_FROM = 2**20
+"""Bytes from which on freed blocks go back to the system at once in `run_in_fresh_process`."""
+
+
+def can_measure_cpu() -> bool:
+    """Return whether this system reports a process's peak memory and lets it be reset, as Linux does."""
+    return RESET.exists()
+
+
+def peak_bytes(call: Callable[[], object], device: str = "cpu") -> int:
+    """Return the peak of one call in bytes, above what this process (or the device) held before it."""
+    gc.collect()
+    if device != "cpu":
+        return _allocated_peak(call)
+    with suppress(OSError, AttributeError):  # only glibc has it: what was freed is returned, so its reuse counts
+        ctypes.CDLL(None).malloc_trim(0)
+    RESET.write_text(FORGET_PEAK)
+    before = process_peak_bytes()
+    call()
+    return process_peak_bytes() - before
+
+
+def process_peak_bytes() -> int:
+    """Return the most bytes this process has had resident, since it began or since the peak was last reset."""
+    lines = STATUS.read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def _allocated_peak(call: Callable[[], object]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def run_in_fresh_process(*arguments: str, threads: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `python <arguments>` where large freed blocks go back to the system at once: what is resident is live."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(RELEASE_FROM)}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
