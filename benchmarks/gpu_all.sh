@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Everything that only a CUDA device can show, in under nine minutes: the GPU tests, the loss against its peers, the
+# Run everything that only a CUDA device can show, in under nine minutes: the GPU tests, the loss beside its peers, the
 # rows of a chunk, training. Logs and figures go to the folder OUT (runs/gpu); one summary is printed last.
 #
 #     SEQPAR_DATA=... benchmarks/gpu_all.sh
 #
 # Peers and packages that are not installed are looked for in .peers/ (pip install --target .peers --no-deps
-# liger-kernel cut-cross-entropy datasets dill multiprocess); what is in neither place is left out, with its reason.
+# liger-kernel cut-cross-entropy datasets dill multiprocess). Peers found in neither place are left out, with the reason.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT="${OUT:-runs/gpu}"
@@ -14,7 +14,7 @@ mkdir -p "$OUT"
 export PYTHONPATH=".:.peers${PYTHONPATH:+:$PYTHONPATH}"
 "$PYTHON" -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu_all: torch sees no CUDA device here")' || exit 1
 
-step() {  # name, seconds it may take, command...
+step() {  # arguments: name, seconds it may take, command...
   local name="$1" limit="$2" began=$SECONDS
   shift 2
   echo "[gpu] $name (at most $limit s)" >&2

@@ -103,7 +103,9 @@ class Wire(TorchDispatchMode):
             if group in self.rows_of:
                 rows = self.rows_of[group]
                 for rank, theirs in enumerate(arguments[0][0]):
-                    theirs[1] = span_number(rank * rows, (rank + 1) * rows)  # the shard's bounds, which VocabShard checks
+                    theirs[1] = span_number(
+                        rank * rows, (rank + 1) * rows
+                    )  # the shard's bounds, which VocabShard checks
 
     @property
     def sent(self) -> Sent:

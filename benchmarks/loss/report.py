@@ -14,43 +14,50 @@ from benchmarks.loss.targets import shape_title, title
 from benchmarks.loss.timing import CHUNKED
 from seqpar.markdown_table import markdown_table
 
+GLOSSARY = """\
+`LossCompute` and `linear_cross_entropy` are seqpar's, with gradients in closed form; "own generator" is the engine
+with a projection for which it has no closed form, so autograd computes the gradient. "Three products" are the matrix
+products that any exact implementation needs (logits, hidden gradient, weight gradient) for the rows that are not
+padding, written to memory that is already allocated: all rows at once or 512 at a time, whichever is faster here.
+"Plain" is `F.cross_entropy` of `F.linear`. The memory "allowed" is the hidden gradient, the weight gradient, and 1.3
+times the engine's chunk of logits in float32 or wider. "Three products' libraries" is the additional memory, in MiB,
+that MKL and oneDNN take for the bare products.
+"""
+LEGEND = """\
+Each cell gives time / three products (in brackets: fastest run / the products' fastest run); time / plain; peak
+memory. A `*` marks an implementation that is more than twice as far from float64 as plain, or that ignores a factor
+on the loss; "Correctness" says which.
+"""
+CHECKED = """\
+The loss and the gradients of a small problem (N=2,048, D=16, V=1,024, 30% padding) are compared with the plain loss
+in float64. The table lists everything that is more than twice as far from it as plain in the same dtype, and further
+than that dtype's rounding of one number. In float32 this can come down to the last digits.
+"""
 MEASURED = """\
 Every implementation takes hidden states, a projection (weight and bias) and targets to a mean loss over the tokens
-that are not padding, and goes back to all three gradients. The "three products" are the matrix products that any
-exact implementation needs (logits, hidden gradient, weight gradient), over the rows that are not padding, into memory
-that is there already: all rows at once or 512 at a time, whichever is faster here. All implementations take turns in
-one process, round after round, and a figure is the median of the rounds. Where a table says two steps in a row, only
-the second is timed: the memory of the first was another implementation's. Whatever compiles has compiled before. The
-machine is shared: of a problem that was measured more than once, the run that scattered least is kept (median over
-fastest run, mean of all implementations). Memory is the peak above the inputs, in a fresh process, as the system
-reports it. "Allowed" is the hidden gradient, the weight gradient and 1.3 of the engine's chunks of logits in float32
-or wider. "Three products' libraries", in MiB, is what MKL and oneDNN take in addition for the bare products.
+that are not padding, and back to all three gradients. The implementations take turns in one process, round after
+round, and a figure is the median over the rounds. Where a table says 2 steps in a row, only the second is timed,
+because the first one runs in memory that another implementation used last. Compilation is finished before timing
+starts. The machine is shared: of a problem that was measured more than once, the run with the least scatter is kept
+(median over fastest run, averaged over all implementations). Memory is the peak above the inputs, in a fresh process,
+as the operating system reports it.
 
 - **plain**: `F.cross_entropy` of `F.linear`; **torch.compile**: the same, compiled; **checkpointed chunks**:
   `torch.utils.checkpoint` around 512 rows at a time.
-- **torch op**: `F.linear_cross_entropy` with `LinearCrossEntropyOptions()`, and with the fastest of the options that
-  were tried (above).
-- **cut_cross_entropy**: apple's, `impl="torch_compile"` on a CPU; **torchtune**: `CEWithChunkedOutputLoss`, 8
-  chunks.
-- **torchtitan-style** and **2018 loop**: rewritten from their descriptions, with a backward for each of 8 chunks over
-  time, and for each 5 time steps of sentences of 64.
-- **LossCompute**, **linear_cross_entropy**: seqpar's, gradients in closed form; **own generator**: the engine with a
-  projection whose closed form it cannot know, by autograd.
-"""
-LEGEND = """\
-Cells: time / three products (the fastest run / the products' fastest); time / plain's; peak memory. `*`: further
-from float64 than twice plain's error, or a factor on the loss is ignored; the section "Right or wrong" says which.
-"""
-CHECKED = """\
-Loss and gradients of a small problem (N=2,048, D=16, V=1,024, 30 % padding) against the plain loss in float64.
-Listed are those more than twice as far from it as plain in the same dtype, and further than that dtype rounds one
-number; in float32 that can be a matter of the last digits.
+- **torch op**: `F.linear_cross_entropy`, once with the default `LinearCrossEntropyOptions()` and once with the
+  fastest of the options that were tried.
+- **cut_cross_entropy**: Apple's, with `impl="torch_compile"` on a CPU; **torchtune**: `CEWithChunkedOutputLoss` with
+  8 chunks.
+- **torchtitan-style** and **2018 loop**: rewritten from their descriptions, with one backward for each of 8 chunks
+  over time, and for every 5 time steps of sentences of 64, respectively.
+- **LossCompute**, **linear_cross_entropy**: seqpar's, with gradients in closed form; **own generator**: the engine
+  with a projection for which it has no closed form, by autograd.
 """
 HEADINGS = {
     "shapes": "Shapes",
-    "small": "A generator of one's own with few rows at a time",
+    "small": "A custom generator with few rows per chunk",
     "padding": "Padding",
-    "memory": "Memory as the rows grow",
+    "memory": "Memory as N grows",
     "linear": "Time as N, D and V grow",
     "devices": "Replicas on one device",
     "gpu": "bfloat16 on a GPU",
@@ -69,21 +76,21 @@ def write(path: Path) -> None:
 def document(results: Results, source: str, pictures: list[str]) -> list[str]:
     """Return the lines of the whole page."""
     page = ["# The loss over a vocabulary, forward and backward", ""]
-    claims = targets.targets(results)
-    if claims:
-        page += [*target_table(claims), verdict(claims), ""]
+    goals = targets.targets(results)
+    if goals:
+        page += [*target_table(goals), verdict(goals), "", GLOSSARY]
     for name in pictures:
         page += [f"![{name}]({name})", ""]
     for part, heading in HEADINGS.items():
         if part in results["parts"]:
             page += [f"## {heading}", "", *part_table(results, part), ""]
     if results["checks"]:
-        page += ["## Right or wrong", "", *check_table(results), *option_table(results)]
+        page += ["## Correctness", "", *check_table(results), *option_table(results)]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    page += ["## How it was measured", "", MEASURED]
+    page += ["## How it was measured", ""]
     page += [f"{results['date']}, {results['hardware']}, {results['threads']} threads, {results['device']}."]
     page += [f"{versions}."]
-    page += [f"Every figure, run by run: [{source}]({source}); `--render` makes this page of it.", ""]
+    page += [f"[{source}]({source}) has every figure, run by run; `--render` makes this page from it.", "", MEASURED]
     return [*page, "```", *results["commands"], "```"]
 
 
@@ -92,22 +99,20 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     return [*markdown_table(header, rows).splitlines(), ""]
 
 
-def target_table(claims: list[targets.Target]) -> list[str]:
-    """Return claims, limits, and the worst that was measured."""
+def target_table(goals: list[targets.Target]) -> list[str]:
+    """Return goals, limits, and the worst that was measured."""
     rows = []
-    for claim in claims:
-        reached = "yes" if claim.reached else "**no**"
-        rows.append([claim.claim, claim.limit, claim.measured, claim.where, reached])
-    return table(["claim", "limit", "measured, worst", "where the worst is", "reached"], rows)
+    for goal in goals:
+        reached = "yes" if goal.reached else "**no**"
+        rows.append([goal.claim, goal.limit, goal.measured, goal.where, reached])
+    return table(["goal", "limit", "worst case", "where", "reached"], rows)
 
 
-def verdict(claims: list[targets.Target]) -> str:
-    """Return one sentence on the table of claims, and where its terms are explained."""
-    reached = sum(claim.reached for claim in claims)
-    explained = "[How it was measured](#how-it-was-measured) explains the terms."
-    if reached == len(claims):
-        return f"All {reached} limits hold at every problem measured. {explained}"
-    return f"{reached} of {len(claims)} limits hold at every problem measured. {explained}"
+def verdict(goals: list[targets.Target]) -> str:
+    """Return how many goals are reached, and how to read their table."""
+    reached = sum(goal.reached for goal in goals)
+    count = f"{reached} of {len(goals)} goals are reached."
+    return f"{count} The table gives the worst case of each goal, and how many cases are inside the limit."
 
 
 def part_table(results: Results, part: str) -> list[str]:
