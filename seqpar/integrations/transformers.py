@@ -53,6 +53,9 @@ from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.losses.criteria import LabelSmoothing
 from seqpar.losses.softmax_loss import check_smoothing
 
+KEPT = 2
+"""Tokens of the window on calls where nothing is to be found out."""
+
 
 def apply_seqpar_loss(
     model: PreTrainedModel, *, label_smoothing: float = 0.0, chunk_tokens: int | None = None
@@ -207,7 +210,7 @@ class AppliedLoss:
         call.reading = self._reading(model, kwargs)
         self.withheld = call.reading if call.target_BT is None else None
         head.__dict__["seqpar_call"] = call
-        return (), kwargs
+        return (), kwargs | {k: kwargs[k][:, :KEPT] for k in ("labels", "shift_labels") if kwargs.get(k) is not None}
 
     def _check_head(self, head: nn.Linear) -> None:
         if self._at_head not in head._forward_pre_hooks.values():
@@ -289,7 +292,8 @@ class AppliedLoss:
         if call.target_BT is not None:
             call.loss = self._token_loss(call.model, call.reading, hidden_BTD, call.target_BT)
         rows_ND = hidden_BTD.detach().flatten(0, 1)
-        some_W = torch.arange(self.window_1W.numel(), device=rows_ND.device) % max(1, len(rows_ND))
+        tokens = KEPT if call.made_up is None else self.window_1W.numel()
+        some_W = torch.arange(tokens, device=rows_ND.device) % max(1, len(rows_ND))
         call.window_1WD = rows_ND[some_W].unsqueeze(0)
         return (call.window_1WD,)
 

@@ -57,8 +57,7 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """A forward inside leaves random states and buffers (batch normalisation's) as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     python, numpy = random.getstate(), np.random.get_state()
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
     random.setstate(python)
     np.random.set_state(numpy)
