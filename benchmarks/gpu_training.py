@@ -51,7 +51,7 @@ def plain_loss(engine: Any, hidden: Tensor | list[Tensor], target: Tensor, **_: 
     ignored = criterion.ignore_index
     logits = engine.head["generator"](hidden).flatten(0, -2)
     total = F.cross_entropy(
-        logits, target.flatten(), ignore_index=ignored, label_smoothing=criterion.smoothing, reduction="sum"
+        logits, target.flatten(), ignore_index=ignored, label_smoothing=criterion.label_smoothing, reduction="sum"
     )
     return seqpar.TokenLoss(total, (target != ignored).sum())
 

@@ -59,8 +59,8 @@ def match_formula(generator: nn.Module, criterion: nn.Module) -> FormulaMatch | 
         if any(getattr(module, hooks) for hooks in HOOKS):
             return NoFormula(f"{type(module).__name__} has hooks")
     if isinstance(criterion, LabelSmoothing):
-        convention = criterion.convention
-        return FormulaMatch(projection, criterion.ignore_index, criterion.smoothing, convention, None)
+        convention = criterion.smoothing_convention
+        return FormulaMatch(projection, criterion.ignore_index, criterion.label_smoothing, convention, None)
     assert isinstance(criterion, nn.CrossEntropyLoss)
     return FormulaMatch(projection, criterion.ignore_index, criterion.label_smoothing, "torch", criterion.weight)
 

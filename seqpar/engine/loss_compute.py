@@ -187,7 +187,7 @@ class LossCompute(nn.Module):
             bias=match.projection.bias,
             ignore_index=match.ignore_index,
             label_smoothing=match.label_smoothing,
-            smoothing=match.smoothing_convention,
+            smoothing_convention=match.smoothing_convention,
             class_weight=match.class_weight,
             loss_scale=loss_scale,
             chunk_tokens=self.chunk_tokens,

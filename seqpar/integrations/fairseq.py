@@ -77,7 +77,7 @@ class ChunkedCrossEntropy(nn.Module):
             bias=projection.bias,
             ignore_index=self.padding_idx,
             label_smoothing=self.label_smoothing,
-            smoothing="fairseq",
+            smoothing_convention="fairseq",
             chunk_tokens=self.chunk_tokens,
         )
         sentences = sample["target"].size(0)

@@ -98,7 +98,7 @@ def apply_seqpar_loss(
 
     To find that out the model runs forward twice there.
     """
-    check_smoothing(label_smoothing, "torch", ("label_smoothing", "smoothing"))
+    check_smoothing(label_smoothing, "torch")
     check_size(chunk_tokens, "chunk_tokens")
     if hasattr(model, "get_base_model"):  # PEFT's: soft prompts are put before its labels on the way to the base
         model = model.get_base_model()

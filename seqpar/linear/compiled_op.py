@@ -36,7 +36,7 @@ class _Arguments(NamedTuple):
     loss_scale: Any = None
     ignore_index: Any = None
     label_smoothing: Any = None
-    smoothing: Any = None
+    smoothing_convention: Any = None
     z_loss: Any = None
     softcap: Any = None
     temperature: Any = None
@@ -81,7 +81,7 @@ def _operator(
     loss_scale: Tensor,
     ignore_index: int,
     label_smoothing: float,
-    smoothing: str,
+    smoothing_convention: str,
     z_loss: float,
     softcap: float | None,
     temperature: float,
@@ -91,7 +91,7 @@ def _operator(
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute `_Results`."""
-    convention: Convention = smoothing  # type: ignore[assignment]
+    convention: Convention = smoothing_convention  # type: ignore[assignment]
     inputs = Inputs(hidden, weight, target, bias, class_weight, token_weight)
     settings = Settings(ignore_index, label_smoothing, convention, z_loss, softcap, temperature, chunk_tokens)
     cast_to = None if dtype == torch.float64 else dtype  # which autocast leaves alone, and takes no name of

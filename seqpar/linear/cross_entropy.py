@@ -24,7 +24,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    smoothing: Convention = "torch",
+    smoothing_convention: Convention = "torch",
     z_loss: float = 0.0,
     softcap: float | None = None,
     temperature: float = 1.0,
@@ -50,8 +50,8 @@ def linear_cross_entropy(
             by rows on a mesh of one axis gives `vocab` by itself.
         target: whole numbers of hidden's leading shape, in [0, vocab_size) or `ignore_index`.
         bias: (V,).
-        label_smoothing, smoothing: how much of q is taken from the target, in [0, 1), and the convention by which it
-            is shared out, as `seqpar.LabelSmoothing` defines "torch", "fairseq" and "harvard".
+        label_smoothing, smoothing_convention: the probability taken from the target, in [0, 1), and which classes get
+            it: "torch", "fairseq" or "harvard", as `seqpar.LabelSmoothing` defines them.
         z_loss: factor of the squared log-partition, which keeps logits near 0 (PaLM, Chowdhery et al. 2022,
             section 5, with 1e-4).
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2, 2024, section 2); None leaves them.
@@ -86,7 +86,7 @@ def linear_cross_entropy(
         RuntimeError: ranks that disagree on sizes, settings, hidden, targets or the validity of their inputs, on every
             rank.
     """
-    settings = Settings(ignore_index, label_smoothing, smoothing, z_loss, softcap, temperature, chunk_tokens)
+    settings = Settings(ignore_index, label_smoothing, smoothing_convention, z_loss, softcap, temperature, chunk_tokens)
     inputs = Inputs(hidden, weight, target, bias, class_weight, token_weight)
     if torch.compiler.is_compiling() and vocab is None:
         return compiled_cross_entropy(inputs, settings, loss_scale)

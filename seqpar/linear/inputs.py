@@ -37,7 +37,7 @@ class Settings(NamedTuple):
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
-    smoothing: Convention = "torch"
+    smoothing_convention: Convention = "torch"
     z_loss: float = 0.0
     softcap: float | None = None
     temperature: float = 1.0
@@ -116,7 +116,9 @@ def _valid(
             f"weight has {rows} rows from class {shard.start} on, beyond the vocabulary [0, {shard.vocab_size})"
         )
     weight_V = _own_part(inputs.class_weight, rows, shard)
-    q = soft_target(float(settings.label_smoothing), settings.smoothing, settings.ignore_index, shard.vocab_size)
+    q = soft_target(
+        float(settings.label_smoothing), settings.smoothing_convention, settings.ignore_index, shard.vocab_size
+    )
     target = inputs.target.long()  # -100 is 156 to bytes
     check_range(target, target != settings.ignore_index, shard.vocab_size)
     excluded = None if q.excluded is None else q.excluded - shard.start
@@ -160,7 +162,7 @@ def _check_settings(settings: Settings) -> None:
     check_ignore_index(settings.ignore_index)
     check_size(settings.chunk_tokens, "chunk_tokens")
     check_number(settings.label_smoothing, "label_smoothing", at_least=0, below=1)
-    check_smoothing(settings.label_smoothing, settings.smoothing, ("label_smoothing", "smoothing"))
+    check_smoothing(settings.label_smoothing, settings.smoothing_convention)
     check_number(settings.z_loss, "z_loss", at_least=0)
     if settings.softcap is not None:
         check_number(settings.softcap, "softcap", above=0)

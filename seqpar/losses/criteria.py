@@ -101,12 +101,13 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
 class LabelSmoothing(nn.Module):
     """Cross-entropy against a smoothed target, summed over the rows whose target is not `ignore_index`.
 
-    Plain equivalent of `convention="torch"`:
-    `F.cross_entropy(logits, target, label_smoothing=smoothing, ignore_index=ignore_index, reduction="sum")`.
+    Plain equivalent of `smoothing_convention="torch"`:
+    `F.cross_entropy(logits, target, label_smoothing=label_smoothing, ignore_index=ignore_index, reduction="sum")`.
 
     Args:
-        smoothing: eps in [0, 1), the probability taken from the target (Szegedy et al. 2016, section 7).
-        convention: how eps is shared out; three are in use and give different numbers, so it is always spelled:
+        label_smoothing: eps in [0, 1), the probability taken from the target (Szegedy et al. 2016, section 7).
+        smoothing_convention: which classes get eps. Three conventions are in use and give different numbers, so
+            it is always named:
             "torch": eps/V to all V classes, the target included (the formula of Szegedy et al.);
             "fairseq": eps/(V-1) to all classes but the target (fairseq's label_smoothed_cross_entropy);
             "harvard": eps/(V-2) to all classes but the target and the padding class `ignore_index`, as KL
@@ -119,16 +120,16 @@ class LabelSmoothing(nn.Module):
 
     Raises:
         TypeError: logits of no floating dtype; targets that are no class indices; an `ignore_index` that is no int.
-        ValueError: smoothing outside [0, 1); an unknown convention; too few classes to share eps out;
+        ValueError: label_smoothing outside [0, 1); an unknown convention; too few classes to share eps out;
             a "harvard" padding class that is not a class; logits and targets of other shapes than the above.
         IndexError: on the CPU, a target outside [0, V) that is not ignored, with value and position.
     """
 
-    def __init__(self, smoothing: float, convention: Convention, *, ignore_index: int = -100) -> None:
+    def __init__(self, label_smoothing: float, smoothing_convention: Convention, *, ignore_index: int = -100) -> None:
         super().__init__()
-        check_smoothing(smoothing, convention)
-        self.smoothing = float(smoothing)
-        self.convention: Convention = convention
+        check_smoothing(label_smoothing, smoothing_convention)
+        self.label_smoothing = float(label_smoothing)
+        self.smoothing_convention: Convention = smoothing_convention
         self.ignore_index = _whole(ignore_index, "ignore_index")
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -138,13 +139,16 @@ class LabelSmoothing(nn.Module):
     def token_loss(self, logits: Tensor, target: Tensor) -> TokenLoss:
         """The summed loss with its counts, from the same pass."""
         target = checked_target(logits, target, self.ignore_index)
-        q = soft_target(self.smoothing, self.convention, self.ignore_index, logits.size(-1))
+        q = soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, logits.size(-1))
         kept = target != self.ignore_index
         return TokenLoss(*_SmoothedCrossEntropy.apply(logits, target.where(kept, 0), kept, q))
 
     def extra_repr(self) -> str:
         """What `print(module)` adds."""
-        return f"smoothing={self.smoothing}, convention={self.convention!r}, ignore_index={self.ignore_index}"
+        return (
+            f"label_smoothing={self.label_smoothing}, smoothing_convention={self.smoothing_convention!r}, "
+            f"ignore_index={self.ignore_index}"
+        )
 
 
 class CrossEntropy(LabelSmoothing):

@@ -52,16 +52,21 @@ class SoftTarget(NamedTuple):
     z_loss: float = 0.0
 
 
-def check_smoothing(smoothing: float, convention: str, names: tuple[str, str] = ("smoothing", "convention")) -> None:
-    """Raise ValueError, by the caller's names, for a number outside [0, 1) or an unknown convention."""
-    check_number(smoothing, names[0], at_least=0, below=1)
-    if convention not in ("torch", "fairseq", "harvard"):
-        raise ValueError(f"{names[1]} is {convention!r}; it must be 'torch', 'fairseq' or 'harvard'")
+def check_smoothing(label_smoothing: float, smoothing_convention: str) -> None:
+    """Raise ValueError for a number outside [0, 1) or an unknown convention."""
+    check_number(label_smoothing, "label_smoothing", at_least=0, below=1)
+    if smoothing_convention not in ("torch", "fairseq", "harvard"):
+        raise ValueError(
+            f"smoothing_convention is {smoothing_convention!r}; it must be 'torch', 'fairseq' or 'harvard'"
+        )
 
 
-def soft_target(smoothing: float, convention: Convention, ignore_index: int, vocab_size: int) -> SoftTarget:
+def soft_target(
+    label_smoothing: float, smoothing_convention: Convention, ignore_index: int, vocab_size: int
+) -> SoftTarget:
     """Return the smoothed target over the whole vocabulary; `LabelSmoothing` says what the conventions are."""
-    eps = smoothing
+    eps = label_smoothing
+    convention = smoothing_convention
     V = vocab_size
     if convention == "torch":
         return SoftTarget(gold=1 - eps, each=eps / V, excluded=None, classes=V)

@@ -258,7 +258,7 @@ CALLS: dict[str, Call] = {
     "CrossEntropy": Call(lambda **given: seqpar.CrossEntropy(**given)(t(1, 6, V), TARGET), dict),
     "LabelSmoothing": Call(
         lambda **given: seqpar.LabelSmoothing(**given)(t(1, 6, V), TARGET),
-        lambda: {"smoothing": 0.1, "convention": "torch"},
+        lambda: {"label_smoothing": 0.1, "smoothing_convention": "torch"},
     ),
     "LabelSmoothing.forward": Call(smoothing(), lambda: {"logits": leaf(1, 6, V), "target": TARGET}),
     "LabelSmoothing.token_loss": Call(smoothing().token_loss, lambda: {"logits": leaf(1, 6, V), "target": TARGET}),

@@ -91,7 +91,7 @@ OVER_RANKS = to(None)
 
 OPTIONS: dict[str, dict[str, Option]] = {
     "CrossEntropy": {"ignore_index": to(2)},
-    "LabelSmoothing": {"smoothing": to(0.3), "convention": to("fairseq"), "ignore_index": to(2)},
+    "LabelSmoothing": {"label_smoothing": to(0.3), "smoothing_convention": to("fairseq"), "ignore_index": to(2)},
     "LabelSmoothing.forward": {"logits": to(leaf(8, 6, V)), "target": to(TARGET.flip(0))},
     "LabelSmoothing.token_loss": {"logits": to(leaf(8, 6, V)), "target": to(TARGET.flip(0))},
     "DataParallel": {
@@ -190,7 +190,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
     "linear_cross_entropy": {
         **LINEAR,
         "label_smoothing": to(0.2),
-        "smoothing": to("fairseq", beside=lambda: {"label_smoothing": 0.2}),
+        "smoothing_convention": to("fairseq", beside=lambda: {"label_smoothing": 0.2}),
         "z_loss": to(0.1),
         "softcap": to(2.0),
         "temperature": to(2.0),

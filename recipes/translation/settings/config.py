@@ -127,7 +127,7 @@ class TrainingConfig:
     """Largest gradient norm; 0 does not clip."""
     label_smoothing: float = 0.1
     """Probability taken from the right token and shared out, by the convention that `smoothing` names."""
-    smoothing: str = "torch"
+    smoothing_convention: str = "torch"
     """torch (eps/V) | fairseq (eps/(V-1)) | harvard (eps/(V-2), the entropy constant subtracted)."""
     precision: str = "float32"
     """float32 | bf16 (autocast) | float64 (to compare layouts: several times slower)."""
@@ -202,7 +202,7 @@ CHOICES = {
     "model.norm": ("pre", "post"),
     "model.tie": ("none", "target", "all"),
     "training.schedule": ("inverse_sqrt", "linear", "noam", "constant"),
-    "training.smoothing": ("torch", "fairseq", "harvard"),
+    "training.smoothing_convention": ("torch", "fairseq", "harvard"),
     "training.precision": ("float32", "bf16", "float64"),
 }
 

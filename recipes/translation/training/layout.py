@@ -172,7 +172,7 @@ class Layout:
     def _engine(self, model: EncoderDecoder, vocab: seqpar.VocabShard | None = None) -> seqpar.LossCompute:
         criterion = seqpar.LabelSmoothing(
             self.settings.label_smoothing,
-            self.settings.smoothing,  # type: ignore[arg-type]
+            self.settings.smoothing_convention,  # type: ignore[arg-type]
             ignore_index=PAD,
         )
         devices = self.devices if vocab is None else None

@@ -111,7 +111,7 @@ def test_twenty_steps_over_the_devices_of_one_process_give_the_same_weights(
 def test_the_loss_is_smoothed_by_the_convention_that_is_asked_for(convention: str, layout: str, tmp_path: Path) -> None:
     """Against the published equation, on the weights that a run begins with."""
     world, changes = (1, {"training.devices": "[cpu]"}) if layout == "one" else LAYOUTS[layout]
-    changes = {**EXACT, "training.label_smoothing": 0.3, "training.smoothing": convention, **changes}
+    changes = {**EXACT, "training.label_smoothing": 0.3, "training.smoothing_convention": convention, **changes}
     config = tiny(
         tmp_path / "run", {**changes, "training.steps": 1, "training.accumulate": 1, "training.validate_bleu": 0}
     )

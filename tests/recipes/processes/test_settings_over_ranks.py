@@ -47,7 +47,7 @@ def trained(rank: int, world: int, config: RunConfig) -> None:
 
 @pytest.mark.parametrize("smoothing", list(LAYOUTS))
 def test_settings_unlike_the_defaults_give_the_same_numbers_in_every_layout(smoothing: str, tmp_path: Path) -> None:
-    changes = {**UNLIKE_DEFAULTS, "training.smoothing": smoothing}
+    changes = {**UNLIKE_DEFAULTS, "training.smoothing_convention": smoothing}
     trained(0, 1, tiny(tmp_path / "one", {**changes, "training.devices": "[cpu]"}))
     expected = steps_of(tmp_path / "one")
     for layout, sizes in LAYOUTS[smoothing].items():

@@ -129,7 +129,7 @@ class Criterion:
         return {
             "ignore_index": case.padding,
             "label_smoothing": self.eps,
-            "smoothing": self.convention,
+            "smoothing_convention": self.convention,
             "class_weight": self.weight(case),
             "chunk_tokens": case.chunk_tokens,
         }

@@ -77,7 +77,7 @@ def frozen(x):
 
 
 def other_smoothing(_):
-    return {"smoothing": "fairseq"}
+    return {"smoothing_convention": "fairseq"}
 
 
 def no_bias(_):
@@ -132,7 +132,7 @@ DISAGREE = {
     "rows": (fewer_rows, "the number of tokens"),
     "targets": (other_targets, "the targets"),
     "frozen hidden": (frozen, "whether hidden needs a gradient: True on ranks [0]; False on ranks [1]"),
-    "convention": (other_smoothing, "smoothing: 'torch' on ranks [0]; 'fairseq' on ranks [1]"),
+    "convention": (other_smoothing, "smoothing_convention: 'torch' on ranks [0]; 'fairseq' on ranks [1]"),
     "bias": (no_bias, "bias: 'given' on ranks [0]; 'none' on ranks [1]"),
     "a bad input": (bad_bias, "what is wrong: 'nothing' on ranks [0]; 'ValueError: bias has shape (2,)"),
     "vocabulary": (other_size, "the vocabulary's size: 11 on ranks [0]; 12 on ranks [1]"),

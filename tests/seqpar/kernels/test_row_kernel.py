@@ -298,7 +298,7 @@ def with_odd_weights(convention, of_nobody):
     made["class_weight"][[*NEVER]] = of_nobody
     target = torch.randint(1, NEVER[0], (5,))
     target[3] = 0
-    return made | {"target": target}, {"smoothing": convention, "ignore_index": 0, "label_smoothing": 0.0}
+    return made | {"target": target}, {"smoothing_convention": convention, "ignore_index": 0, "label_smoothing": 0.0}
 
 
 def in_shards(rank, world, tensors, options, by_kernel):

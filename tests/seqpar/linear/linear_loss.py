@@ -64,7 +64,7 @@ class LinearCase:
         return {
             "ignore_index": self.padding,
             "label_smoothing": self.eps,
-            "smoothing": self.convention,
+            "smoothing_convention": self.convention,
             "z_loss": self.z_loss,
             "softcap": self.softcap,
             "temperature": self.temperature,
@@ -120,7 +120,7 @@ def plain_loss(
     *,
     ignore_index,
     label_smoothing,
-    smoothing,
+    smoothing_convention,
     z_loss,
     softcap,
     temperature=1.0,
@@ -129,9 +129,9 @@ def plain_loss(
     """sum over kept rows of a (sum_k w_k q_k (-log p_k [+ log q_k with harvard]) + z_loss logsumexp(z)^2)."""
     logits, target = plain_logits(hidden, weight, bias, softcap, temperature), target.flatten()
     log_p = torch.log_softmax(logits, -1)
-    q = smoothed_targets(target, logits.size(-1), label_smoothing, smoothing, ignore_index)
+    q = smoothed_targets(target, logits.size(-1), label_smoothing, smoothing_convention, ignore_index)
     terms = -q * log_p
-    if smoothing == "harvard":
+    if smoothing_convention == "harvard":
         terms = terms + torch.special.xlogy(q, q)
     if class_weight is not None:
         terms = terms * class_weight

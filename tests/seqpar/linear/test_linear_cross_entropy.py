@@ -43,7 +43,7 @@ def test_torchs_convention_is_torchs_own_loss_weights_included(case):
             reduction="sum",
         )
 
-    options = case.options | {"smoothing": "torch", "z_loss": 0.0, "softcap": None, "temperature": 1.0}
+    options = case.options | {"smoothing_convention": "torch", "z_loss": 0.0, "softcap": None, "temperature": 1.0}
     tensors.pop("token_weight", None)
     leaves = {name: tensors[name] for name in LEAVES if name in tensors}
     assert_same_gradients(lambda: seqpar.linear_cross_entropy(**tensors, **options).total, torchs, leaves)
@@ -83,7 +83,13 @@ def test_a_softmax_in_its_own_place_is_right_at_any_row_length(vocab_size):
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (5, vocab_size))
     target = torch.randint(vocab_size, (5,))
-    options = {"ignore_index": -100, "label_smoothing": 0.1, "smoothing": "fairseq", "z_loss": 1e-3, "softcap": None}
+    options = {
+        "ignore_index": -100,
+        "label_smoothing": 0.1,
+        "smoothing_convention": "fairseq",
+        "z_loss": 1e-3,
+        "softcap": None,
+    }
     assert_same_gradients(
         lambda: seqpar.linear_cross_entropy(hidden, weight, target, **options, chunk_tokens=2).total,
         lambda: plain_loss(hidden, weight, target, **options),
@@ -315,7 +321,13 @@ def test_a_gpu_has_the_plain_gradient(dtype):
     )
     truth_inputs = [t.to(dtype).double().requires_grad_() for t in (hidden, weight)]
     inputs = [t.detach().to(dtype).requires_grad_() for t in truth_inputs]
-    options = {"ignore_index": -100, "label_smoothing": 0.1, "smoothing": "torch", "z_loss": 1e-4, "softcap": 20.0}
+    options = {
+        "ignore_index": -100,
+        "label_smoothing": 0.1,
+        "smoothing_convention": "torch",
+        "z_loss": 1e-4,
+        "softcap": 20.0,
+    }
     truth = (
         F.cross_entropy(plain_logits(*truth_inputs, softcap=20.0), target, label_smoothing=0.1, reduction="sum")
         + 1e-4 * torch.logsumexp(plain_logits(*truth_inputs, softcap=20.0), -1).square().sum()
@@ -339,8 +351,8 @@ BAD = {
     "class weights": ({"class_weight": torch.ones(8)}, ValueError, r"class_weight has shape \(8,\); it must be \(9,\)"),
     "smoothing of 1": ({"label_smoothing": 1.0}, ValueError, r"label_smoothing is 1\.0"),
     "negative smoothing": ({"label_smoothing": -0.1}, ValueError, r"label_smoothing is -0\.1"),
-    "convention": ({"smoothing": "other"}, ValueError, "smoothing is 'other'"),
-    "harvard": ({"smoothing": "harvard"}, ValueError, "ignore_index is -100; the 'harvard' convention"),
+    "convention": ({"smoothing_convention": "other"}, ValueError, "smoothing_convention is 'other'"),
+    "harvard": ({"smoothing_convention": "harvard"}, ValueError, "ignore_index is -100; the 'harvard' convention"),
     "softcap 0": ({"softcap": 0.0}, ValueError, r"softcap is 0\.0"),
     "softcap inf": ({"softcap": float("inf")}, ValueError, "softcap is inf"),
     "z_loss": ({"z_loss": -1e-4}, ValueError, "z_loss is -0.0001"),
@@ -385,7 +397,7 @@ def test_it_is_the_engines_loss_with_a_linear_generator():
     head.weight = nn.Parameter(weight.detach().clone())
     engine = seqpar.LossCompute(head, seqpar.LabelSmoothing(0.1, "fairseq"), chunk_tokens=5)(hidden, target)
     ours = seqpar.linear_cross_entropy(
-        hidden, head.weight, target, label_smoothing=0.1, smoothing="fairseq", chunk_tokens=5
+        hidden, head.weight, target, label_smoothing=0.1, smoothing_convention="fairseq", chunk_tokens=5
     )
     for a, b in zip(ours, engine, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=0)

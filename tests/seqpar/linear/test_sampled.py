@@ -49,7 +49,13 @@ def test_value_and_gradient_are_those_of_the_estimate(case, samples, uniform):
 @given(linear_cases())
 def test_with_every_class_drawn_once_it_is_the_loss_itself(case):
     tensors = small(case)
-    exact = {"ignore_index": case.padding, "label_smoothing": 0.0, "smoothing": "torch", "z_loss": 0.0, "softcap": None}
+    exact = {
+        "ignore_index": case.padding,
+        "label_smoothing": 0.0,
+        "smoothing_convention": "torch",
+        "z_loss": 0.0,
+        "softcap": None,
+    }
     classes = torch.randperm(case.vocab_size, generator=torch.Generator().manual_seed(case.seed))
     assert_same_gradients(
         lambda: (

@@ -117,9 +117,11 @@ NO_INDEX = values("it must be an int", text="0", a_float=1.5, a_bool=True, a_lis
 
 
 def _settings() -> list[Case]:
-    cases = refused("LabelSmoothing", lambda x: seqpar.LabelSmoothing(x, "torch"), "smoothing", NO_NUMBERS, TypeError)
+    cases = refused(
+        "LabelSmoothing", lambda x: seqpar.LabelSmoothing(x, "torch"), "label_smoothing", NO_NUMBERS, TypeError
+    )
     cases += refused(
-        "LabelSmoothing", lambda x: seqpar.LabelSmoothing(x, "torch"), "smoothing", OUT_OF_RANGE, ValueError
+        "LabelSmoothing", lambda x: seqpar.LabelSmoothing(x, "torch"), "label_smoothing", OUT_OF_RANGE, ValueError
     )
     cases += refused("LabelSmoothing", lambda x: seqpar.LabelSmoothing(0.1, x), "convention", NO_CONVENTION, ValueError)
     cases += refused(

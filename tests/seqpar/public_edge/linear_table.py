@@ -174,8 +174,10 @@ def _numbers() -> Iterator[Case]:
 def _choices() -> Iterator[Case]:
     """Names that mean nothing, and what is no shard."""
     for value in ("Torch", "", None, 3, ["torch"]):
-        odd = {"smoothing": value, "label_smoothing": 0.1}
-        yield raises("linear_cross_entropy", f"smoothing {value!r}", ValueError, (f"smoothing is {value!r}",), **odd)
+        odd = {"smoothing_convention": value, "label_smoothing": 0.1}
+        yield raises(
+            "linear_cross_entropy", f"smoothing {value!r}", ValueError, (f"smoothing_convention is {value!r}",), **odd
+        )
     for value in ("Forward", "", None, 1, ["reverse"]):
         words = (f"direction is {value!r}",)
         yield raises("linear_distillation", f"direction {value!r}", ValueError, words, direction=value)
@@ -191,7 +193,9 @@ def _choices() -> Iterator[Case]:
             name, "a shard of one process with a gap", RuntimeError, ("together they must be [0, 10)",), vocab=part
         )
     words = ("harvard", "ignore_index is -100")
-    yield raises("linear_cross_entropy", "harvard without a padding class", ValueError, words, smoothing="harvard")
+    yield raises(
+        "linear_cross_entropy", "harvard without a padding class", ValueError, words, smoothing_convention="harvard"
+    )
 
 
 PROPOSALS = {

@@ -57,7 +57,9 @@ def test_the_strategies_reach_what_they_promise_and_nothing_else():
     found(masks((2, 3)))(lambda mask: not mask.any())
     found(targets((2, 3), 4, 0))(lambda target: target.count_nonzero() == 3)
     for kind in ("harvard", "fairseq", "torch"):
-        found(criteria(4, 0))(lambda made, kind=kind: getattr(made, "convention", "") == kind and made.smoothing > 0)
+        found(criteria(4, 0))(
+            lambda made, kind=kind: getattr(made, "smoothing_convention", "") == kind and made.label_smoothing > 0
+        )
     found(criteria(4, 0))(lambda made: getattr(made, "weight", None) is not None)
 
 
