@@ -217,7 +217,16 @@ def test_the_first_call_asks_once_and_later_ones_do_not():
     assert len(calls) == 4
 
 
-def test_t5_keeps_its_own_start_and_one_without_a_start_says_what_is_missing():
+def test_of_labels_alone_a_decoder_gets_its_inputs_by_the_text_part_of_the_configuration():
+    small = {"embed_dim": [8] * 4, "num_heads": [1] * 4, "num_groups": [1] * 4, "depths": [1] * 4}
+    text = {"decoder_start_token_id": 2, "pad_token_id": 1}
+    model, batch = working(hf.Florence2ForConditionalGeneration, {"vision_config": small, "text_config": text})
+    for name in text:
+        model.config.__dict__.pop(name, None)
+    assert outcome(model, batch, "labels") == "exact"
+
+
+def test_t5_keeps_its_own_start():
     torch.manual_seed(0)
     model = hf.T5ForConditionalGeneration(hf.T5Config(**T5)).double().train()
     ids = ids_of([5])
