@@ -80,7 +80,7 @@ def prepare(argv: Sequence[str]) -> int:
             return make_subwords(config)
 
     with joined(config.layout.timeout) as ranks:
-        source, target = ranks.from_first(make)
+        source, target = ranks.run_on_main(make)
         print(
             f"[prepare] {len(source):,} source and {len(target):,} target subwords in {Path(config.run) / 'subwords'}"
         )
@@ -155,7 +155,7 @@ def evaluate(argv: Sequence[str]) -> int:
         translator = _load(options, ranks)
         evaluation = evaluate_model(translator, options.split, translator.config.decoding, options.tokenize, ranks)
         print(evaluation.scores)
-        if ranks.speaks:
+        if ranks.is_main:
             with writing_to(Path(options.run)):
                 written = evaluation.write(Path(options.run))
             print("[evaluate] written:", *written)
@@ -184,7 +184,7 @@ def translate(argv: Sequence[str]) -> int:
     with joined(LayoutConfig().timeout) as ranks:
         if typing and ranks.world > 1:
             raise ConfigError("several processes translate sentences given as words, with --file or through a pipe")
-        sentences = [] if typing else ranks.from_first(lambda: options.sentences or _sentences(options.file))
+        sentences = [] if typing else ranks.run_on_main(lambda: options.sentences or _sentences(options.file))
         translator = _load(options, ranks)
         decoding = translator.config.decoding
         for sentence in typed(f"{translator.config.data.source}> ") if typing else ():
@@ -308,7 +308,7 @@ def _load(options: argparse.Namespace, ranks: Ranks) -> Translator:
             )
         return load_translator(folder, "cpu", {name: value for name, value in given.items() if value is not None})
 
-    translator = ranks.from_first(read)
+    translator = ranks.run_on_main(read)
     if torch.cuda.is_available():
         translator.model.to(torch.device("cuda", ranks.local_rank % torch.cuda.device_count()))
     return translator

@@ -37,13 +37,13 @@ def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
         return summary
 
     print(f"[demo] evaluating {run / 'best'} on the held-out test set")
-    translator = ranks.from_first(lambda: load_translator(run / "best"))
+    translator = ranks.run_on_main(lambda: load_translator(run / "best"))
     evaluation = evaluate(translator, "test", translator.config.decoding, ranks=ranks)
     print(evaluation.scores)
     print(f"[demo] the first {SAMPLES} sentences of the test set:")
     for pair, translation in list(zip(evaluation.pairs, evaluation.translations, strict=True))[:SAMPLES]:
         print(Sample(pair.source, translation, pair.target))
-    written = ", ".join(map(str, evaluation.write(run) if ranks.speaks else []))
+    written = ", ".join(map(str, evaluation.write(run) if ranks.is_main else []))
     print(f"[demo] trained and evaluated in {duration(time.monotonic() - began)}")
     print(f"[demo] the model is {run / 'best'}; every step is in {run / 'metrics.jsonl'}; the test set in {written}")
     print(f'[demo] translate a sentence of your own:\n\n  {command("translate", "--run", run)} "{SENTENCE}"\n')

@@ -117,7 +117,7 @@ def evaluate(
     `tokenize` takes the place of the setting `data.tokenize`.
     """
     config = translator.config
-    pairs = ranks.from_first(lambda: load_pairs(config.data, split, config.subwords.lowercase))
+    pairs = ranks.run_on_main(lambda: load_pairs(config.data, split, config.subwords.lowercase))
     references = [pair.target for pair in pairs]
     tokenize = tokenizer_for(tokenize or config.data.tokenize, config.data.target, references)
     check_tokenizer(tokenize)  # before the work of translating

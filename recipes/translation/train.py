@@ -56,15 +56,15 @@ def train(config: RunConfig, *, fresh: bool = False) -> Summary:
     with joined(config.layout.timeout) as ranks, ExitStack() as held:
         ranks.agree(must_agree(config))
         axes, devices = axes_of(config.layout, ranks.world), devices_of(config.training, ranks)
-        lock = sole_writer(Path(config.run)) if ranks.speaks else nullcontext()
-        ranks.together(lambda: held.enter_context(lock))
+        lock = sole_writer(Path(config.run)) if ranks.is_main else nullcontext()
+        ranks.run_on_all(lambda: held.enter_context(lock))
         return train_on(ranks, config, axes, devices, fresh)
 
 
 def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.device], fresh: bool) -> Summary:
     """`train`, in the process that `ranks` describes, in a folder that nobody else writes to."""
     run, settings, sizes = Path(config.run), config.training, model_sizes(config.model)
-    saved = ranks.from_first(lambda: begin(config, fresh))
+    saved = ranks.run_on_main(lambda: begin(config, fresh))
     if settings.threads:
         torch.set_num_threads(settings.threads)
 
@@ -86,7 +86,7 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
 
     steps = Steps(corpus.train, settings.accumulate, layout.share, layout.shares, layout.device)
     batches = steps.after(state.epoch, state.batch)
-    metrics = Metrics(run / "metrics.jsonl" if ranks.speaks else None, after_step=state.step)
+    metrics = Metrics(run / "metrics.jsonl" if ranks.is_main else None, after_step=state.step)
     stopped_by = None
     with StopSignals(ranks.world > 1) as stop, metrics, Progress(state, settings.steps) as progress:
         while state.step < settings.steps and not out_of_patience(state, settings):
@@ -116,10 +116,10 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
                 translator, moments = good_state(config, corpus, layout, optimizer, state)
                 loss_of = layout.whole_forward(translator.model)
-                found = validate(translator, corpus, loss_of, state.step, ranks.in_step())
+                found = validate(translator, corpus, loss_of, state.step, ranks.for_steps())
                 if not math.isfinite(found.loss):
                     raise spoiled(state.step, f"the validation loss is {found.loss}", run)
-                if note_validation(state, found) and ranks.speaks:
+                if note_validation(state, found) and ranks.is_main:
                     save_model(run / "best", translator, found.as_dict())
                 metrics.write(**found.as_dict())
                 save(translator, found.as_dict(), moments, state, ranks)
@@ -127,7 +127,7 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
         if stopped_by:
             translator, moments = good_state(config, corpus, layout, optimizer, state)
             save(translator, {"step": state.step}, moments, state, ranks)
-    return ranks.from_first(lambda: summarize(run, state, settings.steps, stopped_by, corpus))
+    return ranks.run_on_main(lambda: summarize(run, state, settings.steps, stopped_by, corpus))
 
 
 def must_agree(config: RunConfig) -> dict[str, object]:
@@ -148,7 +148,7 @@ def save(
     translator: Translator, facts: dict[str, object], moments: dict[str, Tensor], state: TrainingState, ranks: Ranks
 ) -> None:
     """Write the checkpoint that the run goes on from; rank 0 does."""
-    if ranks.speaks:
+    if ranks.is_main:
         save_training(Path(translator.config.run) / "last", translator, facts, moments, state)
 
 

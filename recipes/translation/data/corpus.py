@@ -32,8 +32,8 @@ class Corpus:
 
 def load_corpus(config: RunConfig, ranks: Ranks = ALONE) -> Corpus:
     """Read the pairs, make or read the subwords (rank 0 does, for all), and cut the batches."""
-    source, target = ranks.from_first(lambda: _prepared(config))
-    return ranks.together(lambda: _read(config, source, target))
+    source, target = ranks.run_on_main(lambda: _prepared(config))
+    return ranks.run_on_all(lambda: _read(config, source, target))
 
 
 def _prepared(config: RunConfig) -> tuple[Subwords, Subwords]:

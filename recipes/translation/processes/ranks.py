@@ -1,4 +1,4 @@
-"""The processes of one run: how they find each other, who speaks, and what the others learn when one fails.
+"""The processes of one run: how they find each other, which one writes, and what the others learn when one fails.
 
 `torchrun` (or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as `mp.spawn` scripts do) starts
 the processes; without it there is one. Rank 0 alone reads and writes the run's folder and prints.
@@ -28,10 +28,10 @@ from seqpar.distributed.collectives import broadcast_object, check_agreement, ga
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=2)
-"""How long a rank waits where another one works alone: subword models, reading data. (A process that ends is noticed at
-once; for rank 0 to save, the others wait as long as for a step.)"""
+"""How long a rank waits while another works alone: on subword models, or reading data. (A process that ends is noticed
+at once; while rank 0 saves, the others wait as long as for a step.)"""
 _joins = itertools.count()
-"""How often this process has joined the others, which all of them do alike: it names keys that are never used again."""
+"""Counts how often this process has joined the others; all ranks count alike, so it names keys that are used once."""
 
 
 @dataclass(frozen=True)
@@ -45,26 +45,27 @@ class Ranks:
     local_world: int = 1
     group: ProcessGroup | None = None
     """All ranks, over the CPU, with PATIENCE."""
-    prompt: ProcessGroup | None = None
-    """The same with the timeout of the settings: for what ranks do side by side."""
+    step_group: ProcessGroup | None = None
+    """The same ranks with the timeout of the settings: for what they do side by side."""
 
     @property
-    def speaks(self) -> bool:
-        """Whether this is the rank that writes and prints."""
+    def is_main(self) -> bool:
+        """Return whether this is the rank that writes and prints."""
         return self.rank == 0
 
-    def in_step(self) -> Ranks:
-        """The same ranks, which wait for each other no longer than the settings say: for steps and validations."""
-        return replace(self, group=self.prompt)
+    def for_steps(self) -> Ranks:
+        """Return the same ranks with the timeout of the settings, for steps and validations."""
+        return replace(self, group=self.step_group)
 
-    def from_first(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, on every rank; where that fails, every rank raises."""
-        made = self.together(lambda: make() if self.speaks else None)
+    def run_on_main(self, make: Callable[[], T]) -> T:
+        """Return, on every rank, what rank 0 makes; if that fails, every rank raises."""
+        made = self.run_on_all(lambda: make() if self.is_main else None)
         return broadcast_object(made, 0, self.group)  # type: ignore[no-any-return]
 
-    def together(self, work: Callable[[], T]) -> T:
-        """What each rank makes by itself; where one fails, every rank raises its error, which names it."""
-        failed, made = None, None
+    def run_on_all(self, work: Callable[[], T]) -> T:
+        """Return what this rank makes; if any rank fails, every rank raises an error that names it."""
+        failed = None
+        made = None
         try:
             made = work()
         except Exception as error:
@@ -79,12 +80,12 @@ class Ranks:
     def _raise_first(self, errors: list[tuple[type[Exception], str] | None], own: Exception | None) -> None:
         rank, (kind, message) = next((rank, error) for rank, error in enumerate(errors) if error)
         text = f"rank {rank}: {message}" if rank else message
-        if self.speaks:
+        if self.is_main:
             raise kind(text) from own
         raise OtherRankError(text) from own
 
     def agree(self, facts: Mapping[str, object]) -> None:
-        """ConfigError, which names facts, values and ranks, unless every rank has the same."""
+        """Raise ConfigError, naming facts, values and ranks, unless every rank has the same facts."""
 
         def check() -> None:
             try:
@@ -92,11 +93,11 @@ class Ranks:
             except RuntimeError as error:
                 raise ConfigError(str(error)) from error
 
-        self.together(check)
+        self.run_on_all(check)
 
     def stopped_by(self, noted: signal.Signals | None) -> signal.Signals | None:
-        """The signal that any rank has noted: all ranks stop after the same step."""
-        number = max(row[0] for row in gather_numbers([noted or 0], self.prompt))
+        """Return the signal that any rank has noted, so that all ranks stop after the same step."""
+        number = max(row[0] for row in gather_numbers([noted or 0], self.step_group))
         return signal.Signals(number) if number else None
 
 
@@ -106,10 +107,10 @@ ALONE = Ranks()
 
 @contextmanager
 def joined(timeout: float) -> Iterator[Ranks]:
-    """The ranks of this run, in one group; one process where none others were started.
+    """Join the ranks of this run; without others, this process is the only rank.
 
-    A group that is there already is used, and left. Within the block only rank 0's output is seen. If the block raises
-    on one rank, the others, whose collectives then fail, raise OtherRankError with that rank's message.
+    A process group that exists already is used and kept. Inside the block only rank 0 prints. If the block raises on one
+    rank, the collectives of the others fail, and they raise OtherRankError with that rank's message.
 
     Args:
         timeout: seconds a rank waits in a step for one that does not come.
@@ -136,7 +137,7 @@ def joined(timeout: float) -> Iterator[Ranks]:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_world))
     failure = f"failure/{next(_joins)}"
     try:
-        with _silent(not ranks.speaks):
+        with _silent(not ranks.is_main):
             yield ranks
     except OtherRankError:
         raise
@@ -150,7 +151,7 @@ def joined(timeout: float) -> Iterator[Ranks]:
 
 
 def _begin() -> None:
-    """Join the default group; each attempt under keys of its own, or a restarted one would find a dead one's."""
+    """Join the default group. Each attempt has keys of its own: a restarted one would find those of a dead one."""
     attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joins)}"
     try:
         store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
@@ -179,7 +180,7 @@ def _silent(silent: bool) -> Iterator[None]:
 
 
 def _portable(error: Exception) -> tuple[type[Exception], str]:
-    """What can be sent to another process and made again there."""
+    """Return an error's type and message in a form that another process can raise again."""
     try:
         type(error)(str(error))
     except Exception:
@@ -188,7 +189,7 @@ def _portable(error: Exception) -> tuple[type[Exception], str]:
 
 
 def _raise_first_cause(ranks: Ranks, key: str, error: Exception) -> None:
-    """Leave this failure's cause for the others; raise OtherRankError if another rank's was first."""
+    """Leave this failure's cause for the others; raise OtherRankError if another rank failed first."""
     lost = isinstance(error, dist.DistError) or "gloo" in str(error)
     own = f"{ranks.rank} {type(error).__name__}: {error}"
     store: Any = dist.distributed_c10d._get_default_store()
@@ -197,7 +198,7 @@ def _raise_first_cause(ranks: Ranks, key: str, error: Exception) -> None:
     except Exception:  # it was in the process that failed
         first = "0 ended"
     rank, _, message = first.partition(" ")
-    if int(rank) != ranks.rank and not (ranks.speaks and own.endswith(message)):  # or all have the same to say
+    if int(rank) != ranks.rank and not (ranks.is_main and own.endswith(message)):  # or all have the same to say
         raise OtherRankError(f"rank {rank} failed first: {message}") from error
     if lost:
         said = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]
