@@ -109,7 +109,7 @@ ALONE = Ranks()
 def joined(timeout: float) -> Iterator[Ranks]:
     """Join the ranks of this run; without others, this process is the only rank.
 
-    A process group that exists already is used and kept. Inside the block only rank 0 prints. If the block raises on one
+    An existing process group is used and kept. Inside the block only rank 0 prints. If the block raises on one
     rank, the collectives of the others fail, and they raise OtherRankError with that rank's message.
 
     Args:
