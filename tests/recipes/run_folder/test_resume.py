@@ -161,7 +161,15 @@ def test_a_best_that_is_gone_is_said_and_replaced_by_the_next_validation(
 
 
 MAY_CHANGE = (
-    *("run", "data.path", "data.test", "training.devices", "training.chunk_tokens", "training.precision"),
+    *(
+        "run",
+        "data.path",
+        "data.test",
+        "data.tokenize",
+        "training.devices",
+        "training.chunk_tokens",
+        "training.precision",
+    ),
     *("training.threads", "layout.data", "layout.shard", "layout.vocab", "layout.sequence", "layout.timeout"),
     *("training.steps", "training.validate_every", "training.validate_bleu", "training.patience"),
     *("decoding.beam", "decoding.length_penalty", "decoding.batch_sentences", "decoding.max_length"),

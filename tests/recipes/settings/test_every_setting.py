@@ -63,6 +63,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     "data.train": [Change(("more.tsv",), ("weights", "subwords"), beside=FILES)],
     "data.valid": [Change(("test.tsv",), ("metrics",), ("weights", "subwords", "translations"), beside=FILES)],
     "data.test": [Change(("valid.tsv",), ("translations",), ("weights", "metrics", "subwords"), beside=FILES)],
+    "data.tokenize": [Change("char", ("scores",), ("weights", "subwords", "translations"))],
     "data.source": [Change("xx", ("weights", "subwords"), beside=FILES)],
     "data.target": [Change("xx", ("weights", "subwords", "scores"), beside=FILES)],
     "data.builtin_pairs": [Change(150, ("weights", "subwords"))],
