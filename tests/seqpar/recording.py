@@ -9,13 +9,13 @@ import seqpar.names  # noqa: F401
 
 
 @contextmanager
-def recorded() -> Iterator[None]:
-    """Answer yes wherever the library asks `recording(device)`."""
+def recorded(answer: bool = True) -> Iterator[None]:
+    """Give this answer wherever the library asks `recording(device)`."""
     asking = [
         name for name, module in sys.modules.items() if name.startswith("seqpar.") and hasattr(module, "recording")
     ]
     assert "seqpar.core.chunks" in asking
     with ExitStack() as patches:
         for name in asking:
-            patches.enter_context(patch(f"{name}.recording", lambda _: True))
+            patches.enter_context(patch(f"{name}.recording", lambda _: answer))
         yield
