@@ -105,7 +105,7 @@ def test_a_users_type_checker_sees_the_signatures(installed, tmp_path):
     ]
     done = subprocess.run([*command, "code.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert 'code.py:2: error: Argument "softcap" to "linear_cross_entropy" has incompatible type' in done.stdout
-    assert "fallback=seqpar.token_loss.TokenLoss" in done.stdout  # as mypy shows a NamedTuple
+    assert "fallback=seqpar.core.token_loss.TokenLoss" in done.stdout  # as mypy shows a NamedTuple
     assert 'Revealed type is "torch._tensor.Tensor"' in done.stdout
     assert done.stdout.count("error:") == 1, done.stdout
 
