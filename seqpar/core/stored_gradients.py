@@ -147,8 +147,8 @@ def narrowed(grad: Tensor, dtype: torch.dtype) -> Tensor:
     narrow_N = grad.view(dtype).flatten()[: grad.numel()]
     done = min(grad.size(-1), grad.numel())
     narrow_N[:done] = wide_N[:done].to(dtype)
-    # Number i of four bytes moves from byte 4i to byte 2i. Numbers [done, 2 done) are read at bytes 4 done and above and
-    # written below that, where all numbers have been converted. So each pass can convert twice as many
+    # Number i of four bytes moves from byte 4i to byte 2i. Numbers [done, 2 done) are read at bytes 4 done and above
+    # and written below, over numbers that have been converted already. So each pass can convert twice as many
     while done < len(wide_N):
         narrow_N[done : 2 * done].copy_(wide_N[done : 2 * done])
         done *= 2

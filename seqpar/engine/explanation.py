@@ -9,7 +9,7 @@ from seqpar.core.token_loss import wide
 from seqpar.engine.first_call import LogitFacts
 from seqpar.engine.formula_match import FormulaMatch, NoFormula
 from seqpar.kernels.row_kernel import why_no_kernel
-from seqpar.linear.formula import product_dtype
+from seqpar.linear.leaves import product_dtype
 
 
 def how_it_is_computed(match: FormulaMatch | NoFormula, head: nn.ModuleDict, device_type: str) -> str:

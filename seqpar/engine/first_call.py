@@ -15,7 +15,7 @@ from seqpar.core.chunks import recording
 from seqpar.engine.contract import check_additive, first_scores, probe_index, project, refuse_mixing
 from seqpar.engine.formula_match import check_class_weight
 from seqpar.engine.shards import Shard, check_targets, rows_of
-from seqpar.linear.formula import product_dtype
+from seqpar.linear.leaves import product_dtype
 from seqpar.multi_device.replicas import bind
 
 

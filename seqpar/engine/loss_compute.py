@@ -30,7 +30,8 @@ from seqpar.engine.shards import (
     scattered,
 )
 from seqpar.linear.cross_entropy import linear_cross_entropy
-from seqpar.linear.formula import LinearFormula, LinearLeaves, Projection, differentiable_loss, product_dtype
+from seqpar.linear.formula import LinearFormula, Projection
+from seqpar.linear.leaves import LinearLeaves, differentiable_loss, product_dtype
 from seqpar.multi_device.devices import Device, check_devices
 from seqpar.multi_device.replicas import bind, check_replicable, parallel_apply, replicate
 
