@@ -66,8 +66,8 @@ def _check_chunk(chunk: object, name: str, rows: int) -> None:
         raise TypeError(f"{name} is a {type(chunk).__name__}; it must be a slice or a vector of int64 indices")
     if chunk.dtype != torch.int64 or chunk.dim() != 1:
         raise TypeError(
-            f"{name} is a {type(chunk).__name__} of shape {tuple(chunk.shape)} and {chunk.dtype}; it must be a slice or a vector of "
-            "int64 indices"
+            f"{name} is a {type(chunk).__name__} of shape {tuple(chunk.shape)} and {chunk.dtype}; it must be a slice "
+            "or a vector of int64 indices"
         )
     if chunk.device.type == "cpu" and len(chunk) and not -rows <= int(chunk.min()) <= int(chunk.max()) < rows:
         raise IndexError(f"{name} has rows from {int(chunk.min())} to {int(chunk.max())}, and there are {rows} rows")

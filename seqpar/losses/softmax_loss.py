@@ -203,11 +203,11 @@ def with_weights(rows: RowSums, q: SoftTarget, index_N: Tensor, owned_N: Tensor 
     if len(q.weight_V):
         gold_weight_N = _owned(q.weight_V[index_N], owned_N)
     if q.each:
-        weight = _included_weight(q.weight_V, q).sum()
+        weight = included_weight(q.weight_V, q).sum()
     return rows._replace(gold_weight_N=gold_weight_N, weight_N=weight.expand_as(gold_weight_N))
 
 
-def _included_weight(weight_V: Tensor, q: SoftTarget) -> Tensor:
+def included_weight(weight_V: Tensor, q: SoftTarget) -> Tensor:
     """Return w with 0 for the excluded class, whose own weight may be inf or nan."""
     if q.excluded is None:
         return weight_V
@@ -255,7 +255,7 @@ def logits_gradient_(
         p_NV *= factor_N.unsqueeze(1)
     if q.each:
         if q.weight_V is not None:
-            p_NV -= q.each * _included_weight(q.weight_V, q)
+            p_NV -= q.each * included_weight(q.weight_V, q)
         else:
             p_NV -= q.each
             if q.excluded is not None:
@@ -298,7 +298,7 @@ def _weighted_sum(logits_NV: Tensor, q: SoftTarget, dtype: torch.dtype) -> Tenso
     if not q.each:
         return None
     if q.weight_V is not None:
-        return logits_NV.to(dtype) @ _included_weight(q.weight_V, q)
+        return logits_NV.to(dtype) @ included_weight(q.weight_V, q)
     sum_N = logits_NV.sum(-1, dtype=dtype)
     if q.excluded is None:
         return sum_N
