@@ -14,4 +14,5 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def markdown_row(cells: Sequence[str]) -> str:
     """Return one row of a table, for tables that are printed row by row while measuring."""
-    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+    padded = [f" {cell}" if cell else "" for cell in cells]
+    return "|" + "".join(f"{cell} |" for cell in padded)

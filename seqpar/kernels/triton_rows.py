@@ -70,7 +70,7 @@ def _row_sums(
     dtype: constexpr,
     BLOCK: constexpr,
 ):
-    """Return the largest logit, its lowest class, lse, the target's logit, Z, and whether the target is on this rank."""
+    """Return the largest logit, its lowest class, lse, z_y, Z, and whether the target is one of this rank's classes."""
     best = tl.full([BLOCK], float("-inf"), dtype)
     total = tl.zeros([BLOCK], dtype)
     sum_ = tl.zeros([BLOCK], dtype)
