@@ -372,7 +372,7 @@ class Part:
     def __init__(self, size):
         self.size = size
 
-    def place(self, target_N, size):
+    def locate(self, target_N, size):
         owned_N = target_N < 5
         return target_N.where(owned_N, 0), owned_N
 
