@@ -1,11 +1,12 @@
-"""Bytes per device of the loss by layout, before anything runs.
+"""Calculate the bytes that the loss needs per device in each layout, before anything runs.
 
     python -m seqpar.memory_plan --tokens 16384 --d 4096 --vocab 256000 --devices 8 --layout vocab
 
-Counted are the tensors that the projection onto the vocabulary and the loss make and read. Not counted: the model
-below the projection, the optimizer's state, vectors (a bias, row sums), and what an allocator or a matrix library keeps
-for itself (a few MiB). Tests hold every figure of the CPU within 10 % of measured peaks, and where there is a CUDA
-device with Triton, its figures, too. Without Triton an accelerator has a float32 softmax of a chunk beside its logits.
+The plan counts the tensors that the projection onto the vocabulary and the loss create and read. It does not count the
+model below the projection, the optimizer's state, vectors (a bias, row sums), and the memory that an allocator or a
+matrix library reserves (a few MiB). Tests compare every figure with measured peaks, within 10 %, on the CPU and, where
+there is one, on a CUDA device with Triton. Without Triton an accelerator needs a float32 softmax of a chunk in addition
+to its logits.
 
 Symbols: N tokens on this device, K rows of one chunk, D hidden, V the classes on this device, P devices.
 """
@@ -32,32 +33,32 @@ DeviceKind = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True)
 class LossBytes:
-    """Bytes on one device of one way to compute the loss. Items do not all live at once; `peak` says what does."""
+    """The bytes on one device of one way to compute the loss. The items do not all exist at the same time."""
 
     loss: Loss
     chunk_rows: int
-    """K, rows whose logits exist at once; all N of the plain loss."""
+    """K, rows whose logits exist at once; for the plain loss all N."""
     logits: int
     beside_logits: int
-    """What is kept beside the logits: their softmax, and what plain torch adds in its backward."""
+    """The tensors as large as the logits that exist in addition to them, such as their softmax."""
     weight: int
-    """What this device holds of the weight between steps."""
+    """The rows of the weight that this device has between steps."""
     gathered_weight: int
-    """The whole weight, and what it was gathered in, while FSDP2 has it unsharded; 0 elsewhere."""
+    """The whole weight and the buffer it was gathered in, while FSDP2 has it unsharded; 0 in other layouts."""
     weight_gradient: int
-    """As the weight's dtype has it, whole on this device (before FSDP2 cuts it)."""
+    """In the weight's dtype, of the whole weight on this device (before FSDP2 shards it)."""
     accumulator: int
-    """The float32 (or wider) sum of the chunks' weight gradients, where it is not the gradient's own memory."""
+    """The float32 (or wider) sum of the chunks' weight gradients, if it is not the gradient's own memory."""
     hidden: int
     hidden_gradient: int
     exchange: int
     """DDP's bucket (0 with gradient_as_bucket_view=True), or the input of FSDP2's reduce-scatter."""
     peak: int
-    """The most that a step takes above weight and hidden, which are there before it."""
+    """The most that a step needs in addition to weight and hidden, which exist before it."""
 
     @property
     def total(self) -> int:
-        """The most that is taken at once, weight and hidden included."""
+        """Return the most that is needed at once, weight and hidden included."""
         return self.weight + self.hidden + self.peak
 
 
@@ -77,11 +78,11 @@ class MemoryPlan:
 
     @property
     def best(self) -> LossBytes:
-        """The one with the smallest total."""
+        """Return the loss with the smallest total."""
         return min(self.losses, key=lambda loss: loss.total)
 
     def of(self, loss: Loss) -> LossBytes:
-        """One of `losses` by its name; raises ValueError if the layout has no such loss."""
+        """Return one of `losses` by its name; raise ValueError if the layout has no such loss."""
         for known in self.losses:
             if known.loss == loss:
                 return known
@@ -90,7 +91,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of the tensors that every loss is made of; `wide` is float32, or float64 where the input has it."""
+    """The bytes of the tensors that the losses consist of; `wide` is float32, or float64 for float64."""
 
     logits: int
     wide_logits: int
@@ -118,22 +119,22 @@ def memory_plan(
     chunk_tokens: int | None = None,
     device: DeviceKind = "cuda",
 ) -> MemoryPlan:
-    """What the loss of one forward and backward takes on each device.
+    """Return the memory of the loss in one forward and backward on each device.
 
     Args:
-        tokens: target tokens of one micro-batch that are not padding, over ALL devices. "ddp" and "fsdp" give each
-            device its share of them; in "vocab" every device has all of them and its share of the classes.
+        tokens: target tokens of one micro-batch that are not padding, over ALL devices. "ddp" and "fsdp" split them
+            over the devices; in "vocab" every device has all of them, and the classes are split.
         d: the width of the hidden states.
         vocab: classes of the whole vocabulary.
         devices: ranks over which tokens (ddp, fsdp) or classes (vocab) are split.
         layout: "ddp"; "fsdp": FSDP2, the generator in a `fully_shard` unit; "vocab": `linear_cross_entropy` with a
-            `VocabShard`, of which "plain" is this device's part of the logits, all of them at once.
-        dtype: of weight, hidden and logits, as torch's or by its name.
-        chunk_tokens: as `LossCompute` takes it; None is its own choice.
-        device: "cuda" for an accelerator with Triton, or "cpu"; they differ in the chunk's size and in what is done in
-            place.
+            `VocabShard`; its "plain" loss has the logits of this device's classes for all tokens at once.
+        dtype: of weight, hidden and logits, a torch dtype or its name.
+        chunk_tokens: as that of `LossCompute`; None is its own choice.
+        device: "cuda" for an accelerator with Triton, or "cpu"; they differ in the size of chunks and in which results
+            overwrite their inputs.
 
-    A `LossCompute` that has its pair by formula (`explain()` says so) is as "linear_cross_entropy".
+    A `LossCompute` whose pair has a closed form (see `explain()`) needs as much as "linear_cross_entropy".
 
     Raises:
         ValueError: a count below 1; an unknown layout, dtype or device.
@@ -146,13 +147,20 @@ def memory_plan(
         if value not in known:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
     dtype = _dtype(dtype)
-    tokens_here, vocab_here = (tokens, -(-vocab // devices)) if layout == "vocab" else (-(-tokens // devices), vocab)
+    tokens_here = tokens
+    vocab_here = vocab
+    if layout == "vocab":
+        vocab_here = -(-vocab // devices)
+    else:
+        tokens_here = -(-tokens // devices)
     most = chunk_tokens or rows_per_chunk(vocab_here, dtype, device)
     chunks = -(-tokens_here // most)
-    rows = -(-tokens_here // chunks)  # even chunks, as `chunks.cut_rows` cuts them
+    # `cut_rows` cuts even chunks
+    rows = -(-tokens_here // chunks)
+    narrow = dtype.itemsize
+    wider = wide(dtype).itemsize
 
     def sizes(rows: int, chunks: int) -> _Sizes:
-        narrow, wider = dtype.itemsize, wide(dtype).itemsize
         return _Sizes(
             logits=rows * vocab_here * narrow,
             wide_logits=rows * vocab_here * wider,
@@ -167,23 +175,24 @@ def memory_plan(
             split=layout == "vocab" and devices > 1,
         )
 
-    whole, part = sizes(tokens_here, 1), sizes(rows, chunks)
-    losses = [_in_layout("plain", whole, tokens_here, layout, devices)]
+    chunked = sizes(rows, chunks)
+    losses = [_in_layout("plain", sizes(tokens_here, 1), tokens_here, layout, devices)]
     if layout != "vocab":
-        losses.append(_in_layout("LossCompute", part, rows, layout, devices))
-    losses.append(_in_layout("linear_cross_entropy", part, rows, layout, devices))
+        losses.append(_in_layout("LossCompute", chunked, rows, layout, devices))
+    losses.append(_in_layout("linear_cross_entropy", chunked, rows, layout, devices))
     return MemoryPlan(layout, devices, tokens_here, vocab_here, dtype, tuple(losses))
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Return the dtype, given by itself or by its name; raise ValueError for one that the losses do not have."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if found not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype is {dtype!r}; it must be float64, float32, bfloat16 or float16")
     return found
 
 
-class _Walk(NamedTuple):
-    """What a loss makes: beside the logits, as accumulator, and its peaks in forward and in backward."""
+class _Peaks(NamedTuple):
+    """Two items of `LossBytes`, and the most bytes that exist at once in forward and in backward."""
 
     beside_logits: int
     accumulator: int
@@ -191,58 +200,76 @@ class _Walk(NamedTuple):
     backward: int
 
 
-def _plain(s: _Sizes) -> _Walk:
-    """`F.cross_entropy(F.linear(hidden, weight), target)`."""
-    # Backward: the kept log-softmax, the gradient with respect to it, and the gradient with respect to the logits
-    return _Walk(2 * s.logits, 0, 2 * s.logits, max(3 * s.logits, s.logits + s.weight + s.hidden))
+def _plain(s: _Sizes) -> _Peaks:
+    """Return the peaks of `F.cross_entropy(F.linear(hidden, weight), target)`."""
+    # Forward: logits and their log-softmax. Backward: the saved log-softmax, its gradient, and the logits' gradient;
+    # then the logits' gradient with those of weight and hidden
+    return _Peaks(
+        beside_logits=2 * s.logits,
+        accumulator=0,
+        forward=2 * s.logits,
+        backward=max(3 * s.logits, s.logits + s.weight + s.hidden),
+    )
 
 
-def _engine(s: _Sizes) -> _Walk:
-    """`LossCompute` where autograd takes each chunk's gradient: a projection of one's own and `LabelSmoothing`."""
+def _engine(s: _Sizes) -> _Peaks:
+    """Return the peaks of a `LossCompute` whose pair has no closed form: a module of one's own and `LabelSmoothing`."""
     accumulator = s.wide_weight if s.chunks > 1 else 0
-    so_far = s.hidden + accumulator
-    # One wide tensor is the softmax, in whose place its gradient is made; narrow logits get a narrow copy of it
-    softmax = so_far + s.logits + s.wide_logits
-    products = so_far + s.logits + s.weight + s.chunk_hidden
-    adding = so_far + s.weight + s.chunk_hidden + (s.added_at_once if s.narrow else 0)
-    # Backward: upstream x gradient, in place unless autograd may share it; a float32 sum is written over by it
+    stored = s.hidden + accumulator
+    # The softmax is one wide tensor, which its gradient overwrites; for narrow logits the gradient is copied once
+    softmax = stored + s.logits + s.wide_logits
+    products = stored + s.logits + s.weight + s.chunk_hidden
+    # A narrow weight gradient is widened in blocks of rows while it is added
+    adding = stored + s.weight + s.chunk_hidden
+    if s.narrow:
+        adding += s.added_at_once
+    # upstream x gradient, in place unless autograd may share the tensor; a float32 sum is overwritten by it
     backward = 2 * s.hidden + (accumulator or 2 * s.weight)
-    return _Walk(s.wide_logits, accumulator, max(softmax, products, adding), backward)
+    return _Peaks(s.wide_logits, accumulator, max(softmax, products, adding), backward)
 
 
-def _formula(s: _Sizes) -> _Walk:
-    """`linear_cross_entropy`: buffers of one chunk that all chunks use again."""
-    # The gradient takes the logits' place, and the softmax between is never whole: Triton has it in registers, the CPU
-    # some rows that fit its cache; but a split vocabulary on the CPU has all rows, to wait for the other ranks once
+def _formula(s: _Sizes) -> _Peaks:
+    """Return the peaks of `linear_cross_entropy`, whose chunks all use the same buffers."""
+    # The gradient overwrites the logits. Triton has the softmax in registers, the CPU has it for a block of rows in its
+    # cache; but with a split vocabulary the CPU computes it for all rows, so that ranks exchange sums once per chunk
     softmax = s.wide_logits if s.cpu and s.narrow and s.split else 0
-    accumulator = s.wide_weight if s.narrow and s.chunks > 1 else 0
-    # The product is added up where the gradient will be; of a narrow one the CPU has some rows at a time in both dtypes
-    product = (2 * s.added_at_once if s.cpu else 0) if accumulator else s.weight
+    accumulator = 0
+    # The products are summed in the gradient's own memory
+    product = s.weight
+    if s.narrow and s.chunks > 1:
+        accumulator = s.wide_weight
+        # An accelerator adds narrow products to the wide sum; the CPU has a block of rows of them, narrow and widened
+        product = 2 * s.added_at_once if s.cpu else 0
     forward = s.logits + softmax + product + accumulator + s.hidden
-    return _Walk(softmax, accumulator, forward, 2 * s.hidden + (accumulator or s.weight))
+    return _Peaks(softmax, accumulator, forward, 2 * s.hidden + (accumulator or s.weight))
 
 
 def _in_layout(loss: Loss, s: _Sizes, rows: int, layout: Layout, devices: int) -> LossBytes:
-    """What the layout adds to one device's loss."""
-    walk = {"plain": _plain, "LossCompute": _engine, "linear_cross_entropy": _formula}[loss](s)
-    weight, gathered, exchange, peak = s.weight, 0, 0, max(walk.forward, walk.backward)
+    """Return one device's bytes of a loss in a layout."""
+    peaks = {"plain": _plain, "LossCompute": _engine, "linear_cross_entropy": _formula}[loss](s)
+    weight = s.weight
+    gathered = 0
+    exchange = 0
+    peak = max(peaks.forward, peaks.backward)
     if layout == "ddp" and devices > 1:
         exchange = s.weight
         peak += exchange
     if layout == "fsdp":
-        # In forward the all-gather's output lives on beside the weight that is copied out of it, until the next unit's
-        weight, gathered, exchange = -(-s.weight // devices), 2 * s.weight, s.weight
+        weight = -(-s.weight // devices)
+        # FSDP2 frees the all-gather's output only when the next unit is gathered; the weight is a copy of it
+        gathered = 2 * s.weight
+        exchange = s.weight
         reduced = s.weight + exchange + weight + s.hidden
-        peak = max(gathered + walk.forward, s.weight + walk.backward, s.weight + reduced)
+        peak = max(gathered + peaks.forward, s.weight + peaks.backward, s.weight + reduced)
     return LossBytes(
         loss=loss,
         chunk_rows=rows,
         logits=s.logits,
-        beside_logits=walk.beside_logits,
+        beside_logits=peaks.beside_logits,
         weight=weight,
         gathered_weight=gathered,
         weight_gradient=s.weight,
-        accumulator=walk.accumulator,
+        accumulator=peaks.accumulator,
         hidden=s.hidden,
         hidden_gradient=s.hidden,
         exchange=exchange,
@@ -279,11 +306,12 @@ def table(plans: Sequence[MemoryPlan]) -> str:
 
 
 def advice(plans: Sequence[MemoryPlan]) -> str:
-    """One line: the simplest of the layouts whose best loss is within a quarter of the smallest."""
+    """Return a line that names the simplest of the layouts whose best loss is at most a quarter above the smallest."""
     least = min(plan.best.total for plan in plans)
     near = [plan for plan in plans if plan.best.total <= 1.25 * least]
     chosen = min(near, key=lambda plan: SIMPLEST_FIRST.index(plan.layout))
-    best, plain = chosen.best, chosen.of("plain")
+    best = chosen.best
+    plain = chosen.of("plain")
     return (
         f"Choose {chosen.layout} with {best.loss}: {best.total / 2**20:,.0f} MiB per device, "
         f"{best.total / plain.total:.0%} of the plain loss in that layout"
@@ -291,7 +319,7 @@ def advice(plans: Sequence[MemoryPlan]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table and which to choose."""
+    """Print the table and the advice."""
     parser = argparse.ArgumentParser(prog="python -m seqpar.memory_plan", description="Bytes of the loss per device.")
     for name, text in (
         ("tokens", "target tokens of a micro-batch, over all devices"),
@@ -299,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("vocab", "classes of the whole vocabulary"),
     ):
         parser.add_argument(f"--{name}", type=int, required=True, help=text)
-    parser.add_argument("--devices", type=int, default=1, help="ranks that share the tokens or the classes out")
+    parser.add_argument("--devices", type=int, default=1, help="ranks that the tokens or the classes are split over")
     parser.add_argument("--layout", default=None, help="ddp, fsdp or vocab; default: all three")
     parser.add_argument("--dtype", default="bfloat16", help="of weight, hidden and logits")
     parser.add_argument("--chunk-tokens", type=int, default=None, help="rows of a chunk; default: chosen by bytes")

@@ -1,4 +1,4 @@
-"""The public names. `import seqpar` has them all; they are loaded with the first one that is asked for."""
+"""Collect the public names of the package, which `seqpar.__getattr__` loads when the first one is used."""
 
 from seqpar.core.chunked_gradient import chunked_gradient
 from seqpar.core.token_loss import TokenLoss

@@ -1,17 +1,17 @@
-"""The core: one autograd node that computes a loss chunk by chunk and stores gradients instead of logits.
+"""One autograd node that computes a loss chunk by chunk and stores gradients instead of logits.
 
     forward:   for each chunk c:  l_c = the chunk's summed loss;  store the gradient of l_c
-    backward:  upstream factor x what was stored, handed to autograd as the gradients of hidden states and parameters
+    backward:  return upstream factor x stored gradient, for the hidden states and for each parameter
 
 Every loss goes through this node as a `ChunkLoss`, a function that computes one chunk's loss and stores its gradient.
-There are two kinds: `AutogradChunkLoss` here asks autograd, for any generator and criterion; the closed forms of
-`seqpar.linear` compute the gradient themselves.
+There are two kinds: `AutogradChunkLoss` in this file calls autograd, for any generator and criterion; the closed forms
+of `seqpar.linear` compute the gradient themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,30 +50,31 @@ def chunked_gradient(
     """Return the sum of `per_chunk` over the chunks, with its gradient, while one chunk's logits exist at a time.
 
     Plain equivalent: `sum((per_chunk(params, [t[c] for t in per_token], c) for c in chunks), start=empty)`, whose
-    graph would keep every chunk's logits. Here each chunk's gradient is taken at once, by `torch.autograd.grad`;
-    nothing is written to `.grad` and no `.backward()` is called. The caller's one backward multiplies what was
-    stored by the upstream factor and hands it to autograd as the gradients of `per_token` and `params`.
+    graph would hold every chunk's logits. Here each chunk's gradient is taken immediately, by `torch.autograd.grad`;
+    nothing is written to `.grad` and no `.backward()` is called. The caller's one backward multiplies the stored
+    gradients by the upstream factor and returns them to autograd as the gradients of `per_token` and `params`.
 
     Args:
         per_chunk: must compute from its arguments alone: a pure function of `params` and the rows.
-        chunks: which rows belong together, slices or int64 indices; a row in no chunk has no loss and the gradient 0,
-            and no row may be in two chunks.
+        chunks: the rows of each chunk, as slices or int64 indices. No row may be in two chunks; a row in no chunk has
+            no loss, and its gradient is 0.
         per_token: tensors whose first dimension is the rows, hidden first.
-        params: what else gradients flow into. Their gradients are summed in float32 or wider.
-        empty: the loss of no tokens, which the sum starts from.
-        loss_scale: gradients are stored this many times as large, and backward divides by it: what `total` will be
-            multiplied by, where small gradients would vanish in float16. A number other than 0, or a tensor of one.
+        params: all other tensors that need a gradient. Their gradients are summed in float32 or wider.
+        empty: the loss of no tokens, to which the chunks' losses are added.
+        loss_scale: the factor that `total` will be multiplied by before backward. Gradients are stored multiplied by
+            it and divided by it in backward, so that small ones do not underflow in float16. A number other than 0, or
+            a tensor of one element.
 
     Returns:
-        the sums; `total` is differentiable, once. Without chunks all gradients are 0, whatever the factor (never
-        nan from 0/0). Without gradients (`torch.no_grad`, or nothing requires any) only sums are kept.
+        the sums; `total` can be differentiated once. Without chunks all gradients are 0, whatever the factor (never
+        nan from 0/0). Without gradients (`torch.no_grad`, or nothing requires any) only the sums are computed.
 
     Raises:
-        TypeError: an argument of another type: not a tensor, a chunk, a `TokenLoss` or a number.
+        TypeError: an argument of the wrong type: not a tensor, a chunk, a `TokenLoss` or a number.
         ValueError: chunks that overlap; per-token tensors of different numbers of rows; a `loss_scale` of 0 or nan.
-        RuntimeError: in backward, the second time (the gradients were handed over) or with `create_graph=True`; where
-            no chunk's loss needed a gradient (torch's own backward raises there, too).
-        RuntimeError: `per_chunk` reached a tensor that needs a gradient and was not given to it, whose gradient
+        RuntimeError: in backward, if it is the second one (the gradients were freed by the first), if
+            `create_graph=True`, or if no chunk's loss required a gradient (torch's own backward raises there, too).
+        RuntimeError: `per_chunk` used a tensor that needs a gradient but was not passed to it, so that its gradient
             would be lost.
     """
     _check_arguments(per_chunk, per_token, params, empty)
@@ -84,23 +85,22 @@ def chunked_gradient(
 
 
 def check_loss_scale(loss_scale: object) -> None:
-    """Raises unless it is a number other than 0, or a floating tensor of one; on an accelerator that is not read."""
-    if not isinstance(loss_scale, Tensor):
-        check_number(loss_scale, "loss_scale")
-        zero = loss_scale == 0
-    else:
+    """Raise unless `loss_scale` is a finite number other than 0, or a tensor of one such number.
+
+    A tensor on an accelerator is not read, because reading it would wait for the device.
+    """
+    value: object = loss_scale
+    if isinstance(loss_scale, Tensor):
         check_dense(loss_scale, "loss_scale")
         if loss_scale.numel() != 1 or loss_scale.is_complex() or loss_scale.dtype == torch.bool:
-            about = f"shape {tuple(loss_scale.shape)} and dtype {loss_scale.dtype}"
-            raise TypeError(f"loss_scale has {about}; it must be a number, or a tensor of one")
+            description = f"shape {tuple(loss_scale.shape)} and dtype {loss_scale.dtype}"
+            raise TypeError(f"loss_scale has {description}; it must be a number, or a tensor of one")
         if loss_scale.device.type != "cpu" or torch.compiler.is_compiling():
             return
-        check_number(loss_scale.item(), "loss_scale")
-        zero = not loss_scale.item()
-    if zero:
-        raise ValueError(
-            "loss_scale is 0; gradients are kept so many times as large and divided by it: pass 1 for none"
-        )
+        value = loss_scale.item()
+    check_number(value, "loss_scale")
+    if value == 0:
+        raise ValueError("loss_scale is 0; gradients are multiplied and later divided by it: pass 1 for no scaling")
 
 
 def _check_arguments(per_chunk: object, per_token: Sequence[Tensor], params: Sequence[Tensor], empty: object) -> None:
@@ -133,7 +133,8 @@ def differentiable_sum(
 ) -> TokenLoss:
     """Return the sum of `chunk_loss` over the chunks as one node of autograd's graph.
 
-    Args and errors as `chunked_gradient`; a None among `per_token` or `params` is a tensor that was not given.
+    Arguments and errors are those of `chunked_gradient`, but nothing is checked: the chunks must not overlap, as those
+    of `cut_rows` and `cut_time` never do. A None among `per_token` or `params` stands for a tensor that was not given.
     """
     leaves = (*per_token, *params)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
@@ -150,7 +151,7 @@ def sum_over_chunks(
     empty: TokenLoss,
     gradients: Gradients | None,
 ) -> TokenLoss:
-    """Return the loss of all chunks, their gradients stored in `gradients` unless that is None; under `no_grad`."""
+    """Return the loss of all chunks, and store its gradients in `gradients` unless that is None; under `no_grad`."""
     losses = []
     for chunk in chunks:
         rows = tuple(None if t is None else t.detach()[chunk] for t in per_token)
@@ -159,6 +160,8 @@ def sum_over_chunks(
 
 
 class _ChunkedGradient(torch.autograd.Function):
+    """The node: forward computes the loss and its gradients, backward scales and returns the gradients."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -175,10 +178,11 @@ class _ChunkedGradient(torch.autograd.Function):
         loss = sum_over_chunks(chunk_loss, chunks, per_token, empty, gradients)
         ctx.gradients = gradients
         ctx.any_chunks = bool(chunks)
-        # A criterion may return a plain 0 where it has nothing to add up
+        # A criterion may return a constant 0 where it has nothing to sum: that is no mistake of the caller's
         ctx.is_detached = 0 < gradients.detached_chunks == len(chunks) and bool(loss.total != 0)
-        ctx.zeros = [(t.shape, t.dtype, t.device) if t is not None and t.requires_grad else None for t in leaves]
+        ctx.shapes = [_Shape(t.shape, t.dtype, t.device) if t is not None and t.requires_grad else None for t in leaves]
         ctx.mark_non_differentiable(*(t for t in loss[1:] if t is not None))
+        # An unused output's gradient arrives as None, not as zeros that would cost memory
         ctx.set_materialize_grads(False)
         return tuple(loss)
 
@@ -202,30 +206,32 @@ class _ChunkedGradient(torch.autograd.Function):
         gradients: Gradients = ctx.gradients
         ctx.gradients = None
         slots = (*gradients.per_token, *gradients.params)
+        # forward's first five arguments are no tensors and have no gradient
         constants = (None,) * 5
         if upstream is None:
             return *constants, *(None for _ in slots)
         if not ctx.any_chunks:
             # Not 0 x upstream: with no tokens the caller may have divided by 0
-            return *constants, *(None if zero is None else _zeros(*zero) for zero in ctx.zeros)
+            return *constants, *(None if shape is None else shape.zeros() for shape in ctx.shapes)
+        # d (factor x total) / d leaf = factor x (stored gradient / scale)
         factor = upstream / _on(gradients.scale, upstream.device)
-        # A list, one by one: each stored gradient is freed as soon as its product exists
+        # Each slot frees its gradient before the next one is scaled
         return *constants, *[None if slot is None else slot.release(factor) for slot in slots]
 
 
 class AutogradChunkLoss:
-    """A chunk's loss by any function of tensors; its gradient by autograd, at once, and its graph let go.
+    """A chunk's loss by any function of tensors, with autograd's gradient; each chunk's graph is freed immediately.
 
     Args:
         function: `(params, rows, chunk) -> TokenLoss`, the chunk's summed loss.
-        params: the parameters whose gradients are wanted where they require one.
+        params: the parameters; those that require a gradient get one.
     """
 
     def __init__(self, function: PerChunk, params: Sequence[Tensor]) -> None:
         self.function = function
-        # Detached, so that a chunk's graph ends here, at leaves of its own
-        trained = torch.is_grad_enabled()
-        self.params = tuple(p.detach().requires_grad_(trained and p.requires_grad) for p in params)
+        # A chunk's graph ends at these detached copies, so the hooks of the real parameters do not fire once per chunk
+        grad_enabled = torch.is_grad_enabled()
+        self.params = tuple(p.detach().requires_grad_(grad_enabled and p.requires_grad) for p in params)
         self.graph_is_checked = False
 
     def __call__(self, rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
@@ -236,10 +242,11 @@ class AutogradChunkLoss:
         for t, slot in zip(given, gradients.per_token, strict=True):
             t.requires_grad_(slot is not None)
         leaves = (*given, *self.params)
+        # The node's forward runs under no_grad
         with torch.enable_grad():
             loss = _checked(self.function(self.params, given, chunk))
         if not self.graph_is_checked:
-            _refuse_strangers(loss.total, {id(t) for t in leaves})
+            _refuse_unknown_leaves(loss.total, {id(t) for t in leaves})
             self.graph_is_checked = True
         if not loss.total.requires_grad:
             gradients.detached_chunks += 1
@@ -248,13 +255,14 @@ class AutogradChunkLoss:
         for slot, grad in zip(gradients.per_token, grads[: len(given)], strict=True):
             if slot is not None and grad is not None:
                 slot.write(chunk, grad)
-        for sum_, grad in zip(gradients.params, grads[len(given) :], strict=True):
-            if sum_ is not None and grad is not None:
-                sum_.add(grad)
+        for param_slot, grad in zip(gradients.params, grads[len(given) :], strict=True):
+            if param_slot is not None and grad is not None:
+                param_slot.add(grad)
         return loss.detach()
 
 
 def _checked(loss: TokenLoss) -> TokenLoss:
+    """Return the loss with a total of no dimensions in float32 or wider; raise unless it is a TokenLoss of a sum."""
     if not isinstance(loss, TokenLoss):
         raise TypeError(f"per_chunk returned a {type(loss).__name__}; it must return a TokenLoss of sums")
     total = loss.total
@@ -264,24 +272,35 @@ def _checked(loss: TokenLoss) -> TokenLoss:
 
 
 def _sum(empty: TokenLoss, losses: Sequence[TokenLoss]) -> TokenLoss:
-    """Add field by field and all at once: a running float32 sum would lose a digit over a thousand chunks."""
+    """Return the sum of the losses, field by field; a field that is None in any of them is None.
+
+    All chunks are added in one reduction: a running float32 sum would lose a digit over a thousand chunks.
+    """
     sums: list[Tensor | None] = []
-    for column in zip(empty, *losses, strict=True):
-        numbers = [t for t in column if t is not None]
-        everyone_knows = len(numbers) == len(losses) + 1
-        sums.append(torch.stack(numbers).sum() if everyone_knows else None)
+    for field in zip(empty, *losses, strict=True):
+        numbers = [t for t in field if t is not None]
+        if len(numbers) == len(field):
+            sums.append(torch.stack(numbers).sum())
+        else:
+            sums.append(None)
     return TokenLoss(*sums)  # type: ignore[arg-type]
 
 
 def _gradients(total: Tensor, leaves: tuple[Tensor, ...], scale: float | Tensor) -> list[Tensor | None]:
+    """Return the gradient of `scale x total` with respect to each leaf; None for a leaf that requires none."""
     wanted = [t for t in leaves if t.requires_grad]
     upstream = torch.ones_like(total) * scale
     found = iter(torch.autograd.grad(total, wanted, upstream, allow_unused=True))
     return [next(found) if t.requires_grad else None for t in leaves]
 
 
-def _refuse_strangers(total: Tensor, known: set[int]) -> None:
-    """Follow the first chunk's graph to its leaves: one we were not given would lose its gradient in silence."""
+def _refuse_unknown_leaves(total: Tensor, known: set[int]) -> None:
+    """Raise RuntimeError if the graph of `total` has a leaf that is not `known`: its gradient would be lost silently.
+
+    Args:
+        total: the first chunk's loss.
+        known: the `id` of each tensor that has a gradient slot.
+    """
     todo = [total.grad_fn]
     seen = set()
     while todo:
@@ -290,6 +309,7 @@ def _refuse_strangers(total: Tensor, known: set[int]) -> None:
             continue
         seen.add(node)
         todo.extend(parent for parent, _ in node.next_functions)
+        # Only AccumulateGrad, the node of a leaf, has this attribute
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:
             raise RuntimeError(
@@ -298,11 +318,20 @@ def _refuse_strangers(total: Tensor, known: set[int]) -> None:
             )
 
 
-def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
+class _Shape(NamedTuple):
+    """The shape, dtype and device of a leaf, stored instead of the leaf so that its memory can be freed."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def zeros(self) -> Tensor:
+        """Return a gradient of zeros."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
 def _on(scale: float | Tensor, device: torch.device) -> float | Tensor:
+    """Return the scale on that device; a plain number needs none."""
     if isinstance(scale, Tensor):
         return scale.to(device)
     return scale

@@ -1,4 +1,4 @@
-"""Gradients that are taken in forward, chunk by chunk, and stored until the one backward asks for them.
+"""Store the gradients that forward takes chunk by chunk until the one backward needs them.
 
 A per-token tensor (hidden states) has one gradient row for each of its own rows: a chunk writes its rows in place. A
 parameter (the projection's weight) has one gradient for all tokens: the chunks' gradients are summed.
@@ -15,8 +15,8 @@ from seqpar.core.chunks import Chunk
 from seqpar.core.token_loss import wide
 
 PRODUCT_ROWS = 2048
-"""Rows of a low-precision weight gradient that the CPU multiplies, widens and adds at a time: they are added while they
-are in a cache (5 ms instead of 22 for 32,000 x 512 on 2 cores), and need no memory of a gradient's size."""
+"""Rows of a low-precision weight gradient that the CPU multiplies, widens and adds at a time. So few are still in a
+cache when they are added (5 ms instead of 22 for 32,000 x 512 on 2 cores), and the temporary is small."""
 
 
 class RowGradient:
@@ -31,7 +31,7 @@ class RowGradient:
         self.rows[chunk] = grad.to(self.rows.dtype)
 
     def write_product(self, chunk: Chunk, a: Tensor, b: Tensor) -> None:
-        """Store `a @ b`, without a copy where the chunk's rows lie side by side."""
+        """Store `a @ b`, without a copy where the chunk's rows are adjacent."""
         assert self.rows is not None
         if isinstance(chunk, slice) and self.rows.dtype == a.dtype:
             torch.mm(a, b, out=self.rows[chunk])
@@ -39,7 +39,7 @@ class RowGradient:
             self.rows[chunk] = (a @ b).to(self.rows.dtype)
 
     def release(self, factor: Tensor | None) -> Tensor | None:
-        """Return the gradient times `factor` (None is 1) and forget it."""
+        """Return the gradient times `factor` (None is 1) and drop the reference to it."""
         rows = self.rows
         self.rows = None
         if rows is None or factor is None:
@@ -51,7 +51,7 @@ class SummedGradient:
     """The gradient of one parameter, summed over chunks in float32 or wider.
 
     Args:
-        leaf: the parameter; only its dtype is kept.
+        leaf: the parameter; only its dtype is used.
         chunks: how many chunks there will be. The gradient of a single chunk needs no sum and stays in its own dtype.
     """
 
@@ -70,14 +70,12 @@ class SummedGradient:
             self.total = grad
             self.shared = True
         else:
-            # A plain bias gradient is one careful reduction, not a running sum: vectors are cheap to keep in float64
-            cheap = grad.dim() < 2 and grad.device.type != "mps"
-            dtype = torch.float64 if cheap else wide(grad.dtype)
-            self.total = grad.to(dtype, copy=True)
+            self.total = grad.to(_sum_dtype(grad), copy=True)
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Add one chunk's gradient, `a @ b`, in as few passes over the sum as the device can do."""
+        """Add one chunk's gradient, `a @ b`, in as few passes over the sum as the device allows."""
         dtype = wide(a.dtype)
+        # addmm adds within the product: no second pass over the sum, and no temporary of its size
         if self.chunks == 1 or (self.total is None and dtype == a.dtype):
             self.total = torch.mm(a, b)
         elif self.total is not None and self.total.dtype == a.dtype:
@@ -96,21 +94,25 @@ class SummedGradient:
                 sum_rows.add_(torch.mm(a_rows, b).to(dtype))
 
     def release(self, factor: Tensor | None) -> Tensor | None:
-        """Return the sum times `factor` (None is 1), in the parameter's dtype, and forget it; None if nothing came."""
+        """Return the sum times `factor` (None is 1), in the parameter's dtype, and drop the reference to it.
+
+        None if no chunk added a gradient.
+        """
         total = self.total
         self.total = None
         if total is None:
             return None
-        if factor is not None:
-            factor = factor.to(total.device)
-            total = total * factor if self.shared else total.mul_(factor)
+        if factor is not None and self.shared:
+            total = total * factor.to(total.device)
+        elif factor is not None:
+            total = total.mul_(factor.to(total.device))
         return narrowed(total, self.dtype)
 
 
 class Gradients:
     """The stored gradients of a loss: one slot for each tensor, None where no gradient is wanted.
 
-    Everything in them is `scale` times as large as the gradient, for float16's sake.
+    Slots store `scale` times the gradient, so that small gradients do not underflow in float16.
     """
 
     def __init__(
@@ -129,15 +131,16 @@ class Gradients:
         self.params = [
             SummedGradient(t, chunks) if t is not None and w else None for t, w in zip(params, sums_wanted, strict=True)
         ]
-        self.scale = scale
+        # Without dimensions, so that it can multiply a loss
+        self.scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
         self.detached_chunks = 0
-        """Chunks whose loss did not depend on any of the tensors, as a detached number does not."""
+        """How many chunks had a loss without a graph, such as a detached number."""
 
 
 def narrowed(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `grad.to(dtype)`, a matrix whose numbers become half as long written over itself.
+    """Return `grad.to(dtype)`; a matrix whose numbers become half as long is overwritten with the result.
 
-    Front to back, so that a float32 sum and its bfloat16 gradient never exist side by side.
+    It is converted from front to back, so that a float32 sum and its bfloat16 gradient never exist at the same time.
     """
     if grad.dim() < 2 or not grad.is_contiguous() or grad.dtype.itemsize != 2 * dtype.itemsize:
         return grad.to(dtype)
@@ -145,13 +148,27 @@ def narrowed(grad: Tensor, dtype: torch.dtype) -> Tensor:
     narrow_N = grad.view(dtype).flatten()[: grad.numel()]
     done = min(grad.size(-1), grad.numel())
     narrow_N[:done] = wide_N[:done].to(dtype)
-    while done < len(wide_N):  # what is read lies behind what is written
+    # Number i of four bytes moves from byte 4i to byte 2i. Numbers [done, 2 done) are read at bytes 4 done and above
+    # and written below, over numbers that have been converted already. So each pass can convert twice as many
+    while done < len(wide_N):
         narrow_N[done : 2 * done].copy_(wide_N[done : 2 * done])
         done *= 2
     return narrow_N.view(grad.shape)
 
 
+def _sum_dtype(grad: Tensor) -> torch.dtype:
+    """Return the dtype that the chunks' gradients are summed in.
+
+    Vectors, such as a bias, are summed in float64 at hardly any cost: the plain gradient is a single careful reduction,
+    whose accuracy a running float32 sum does not reach. The mps device has no float64.
+    """
+    if grad.dim() < 2 and grad.device.type != "mps":
+        return torch.float64
+    return wide(grad.dtype)
+
+
 def _add_rows(total: Tensor, grad: Tensor) -> None:
+    """Add `grad` to `total` in place, in blocks of rows where the CPU has to widen it."""
     # In one call the CPU takes longer to add bfloat16 to float32 than the product took
     if grad.dim() < 2 or grad.dtype == total.dtype or grad.device.type != "cpu":
         total.add_(grad)
@@ -161,5 +178,5 @@ def _add_rows(total: Tensor, grad: Tensor) -> None:
 
 
 def _products_widen(device: torch.device) -> bool:
-    """Return whether bfloat16 products can be summed in float32 there without being rounded in between."""
+    """Return whether the device can add bfloat16 products to a float32 sum without rounding them to bfloat16 first."""
     return device.type == "cuda" and torch.version.hip is None

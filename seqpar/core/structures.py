@@ -1,4 +1,4 @@
-"""Nested containers of tensors taken apart and put together again: dict, list, tuple, NamedTuple, dataclass."""
+"""Flatten and rebuild nested containers of tensors: dict, list, tuple, NamedTuple, dataclass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def leaves(structure: Any) -> Iterator[Any]:
-    """Everything in the structure that is not a container, in a fixed order."""
+    """Yield everything in the structure that is not a container, in a fixed order."""
     for child in _children(structure):
         if child is structure:
             yield structure
@@ -21,7 +21,7 @@ def leaves(structure: Any) -> Iterator[Any]:
 
 
 def rebuild(structure: Any, values: Iterator[Any]) -> Any:
-    """A copy of the structure with its leaves taken, in order, from `values`."""
+    """Return a copy of the structure with its leaves taken, in order, from `values`."""
     if isinstance(structure, PackedSequence):
         raise TypeError("a PackedSequence cannot be cut by rows; pass the padded batch and its lengths instead")
     if isinstance(structure, Mapping):
@@ -36,19 +36,20 @@ def rebuild(structure: Any, values: Iterator[Any]) -> Any:
     if _is_dataclass(structure):
         made = copy.copy(structure)
         for field in dataclasses.fields(structure):
+            # Plain assignment would raise on a frozen dataclass
             object.__setattr__(made, field.name, rebuild(getattr(structure, field.name), values))
         return made
     return next(values)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], structure: Any) -> Any:
-    """The structure with `function` applied to each tensor and everything else as it was."""
+    """Return the structure with `function` applied to each tensor and everything else unchanged."""
     found = leaves(structure)
     return rebuild(structure, (function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in found))
 
 
 def describe(structure: Any) -> str:
-    """The shape of the containers, for error messages: leaves show as their type's name."""
+    """Return the nesting of the containers as text, for error messages; a leaf is the name of its type."""
     if isinstance(structure, Mapping):
         return "{" + ", ".join(f"{k!r}: {describe(v)}" for k, v in structure.items()) + "}"
     if isinstance(structure, (list, tuple)):
@@ -56,11 +57,13 @@ def describe(structure: Any) -> str:
     return type(structure).__name__
 
 
-def _is_dataclass(structure: Any) -> bool:
+def _is_dataclass(structure: object) -> bool:
+    """Return whether it is an instance of a dataclass; `is_dataclass` is true of the class, too."""
     return dataclasses.is_dataclass(structure) and not isinstance(structure, type)
 
 
 def _children(structure: Any) -> Iterator[Any]:
+    """Yield the direct contents of a container, and anything else itself."""
     if isinstance(structure, Mapping):
         yield from structure.values()
     elif isinstance(structure, (list, tuple)):

@@ -1,6 +1,6 @@
-"""What arguments are, checked where they enter: dense tensors, floating dtypes, class indices, numbers in a range.
+"""Check arguments by type: dense tensors, floating dtypes, class indices, numbers in a range.
 
-None of these checks looks at a tensor's data, so none of them waits for a device.
+None of these checks reads a tensor's data, so none of them waits for a device.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from torch import Tensor, nn
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CLASS_INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-"""What torch's own cross-entropy takes (int64, uint8), and the narrower signed dtypes. A narrow target must be widened
-to int64 before it is compared with `ignore_index`, which torch would otherwise wrap round: -100 is 156 in uint8."""
+"""The dtypes of torch's own cross-entropy (int64, uint8), and the narrower signed ones. A narrow target must be widened
+to int64 before it is compared with `ignore_index`, because torch would wrap that around: -100 is 156 in uint8."""
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether it is a DTensor; where nobody has imported those (they take longer than the library), it is none."""
+    """Return whether `value` is a DTensor, without importing DTensor, which takes longer than this whole library."""
+    # A program that has not imported the class cannot have an instance of it
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
 
 
 def check_dense(value: object, name: str, *, dtensor: bool = False) -> None:
-    """Raise TypeError unless `value` is a tensor with numbers in strides; a DTensor passes where `dtensor` says so."""
+    """Raise TypeError unless `value` is a strided tensor with data; a DTensor is allowed if `dtensor` is true."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is {_kind_of(value)}; it must be a tensor")
     if is_dtensor(value):
@@ -38,15 +39,18 @@ def check_dense(value: object, name: str, *, dtensor: bool = False) -> None:
 
 
 def _kind_of(value: object) -> str:
+    """Return what a value is, for an error message."""
     if value is None or isinstance(value, bool):
         return str(value)
     if isinstance(value, str):
         return f"the text {value[:40]!r}"
-    inside = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
-    return f"a {type(value).__name__}{inside}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
 
 
 def _why_not_dense(tensor: Tensor, name: str) -> str:
+    """Return why a tensor is not dense and how to make it so; an empty string if it is."""
     if tensor.is_nested:
         return f"a nested tensor; pad it ({name}.to_padded_tensor(0.0)) and mark the padding as ignored targets"
     if tensor.is_quantized:
@@ -54,7 +58,7 @@ def _why_not_dense(tensor: Tensor, name: str) -> str:
     if tensor.layout is not torch.strided:
         return f"sparse ({tensor.layout}); use {name}.to_dense()"
     if tensor.is_meta:
-        return "on the meta device and has no numbers; make it on the device that computes"
+        return "on the meta device and has no data; create it on the device that computes"
     return ""
 
 
@@ -87,13 +91,13 @@ def check_number(
 ) -> None:
     """Raise TypeError unless `value` is a real number (no bool), ValueError unless it is finite and in the range."""
     bounds = (("at least", at_least), ("above", above), ("at most", at_most), ("below", below))
-    given = " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)
-    wanted = f"a finite number {given}".rstrip()
+    range_text = " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)
+    wanted = f"a finite number {range_text}".rstrip()
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {_kind_of(value)}; it must be {wanted}")
     try:
         number = float(value)
-    except OverflowError:
+    except OverflowError:  # an int above the largest float
         number = math.inf
     inside = (
         math.isfinite(number)
@@ -113,7 +117,7 @@ def check_integer(value: object, name: str) -> None:
 
 
 def check_module(value: object, name: str) -> None:
-    """Raise TypeError unless `value` is a `torch.nn.Module`; a class is told to be called."""
+    """Raise TypeError unless `value` is a `torch.nn.Module`; for a class the message says to call it."""
     if isinstance(value, type):
         raise TypeError(f"{name} is the class {value.__name__}; it must be a torch.nn.Module: {value.__name__}(...)")
     if not isinstance(value, nn.Module):

@@ -1,22 +1,24 @@
-"""What generator and criterion are asked for, and how the first call finds out whether they keep to it.
+"""Check, in the first call, that the generator and the criterion meet the engine's requirements.
 
-A generator treats every token alone; a criterion adds up. A few kept rows are taken, and nothing of the caller's is
-changed: the modules are structural copies with detached parameters and copied buffers, and the random state is forked.
+Chunking is exact only if a token's scores depend on that token alone, and if the criterion is a sum over tokens. Both
+are checked on a few rows that are not ignored. The caller's modules do not change: the checks run on structural copies
+with detached parameters and copied buffers, and with a forked random state.
 
-- By gradient, where gradients are wanted: the scores of one row have no gradient in another. That is exact in every
-  dtype, in every mode and with dropout, for what is multiplied by 0 is 0.
-- By value: the same rows side by side, one below the other in the opposite order, and half of them alone, have the same
-  scores. This finds what has no gradient (a detached mean, a position added), if it is large: a generator may compute
-  in bfloat16 inside whatever the dtype of its scores, so half of bfloat16's digits must agree, no more. A generator
-  that is random is asked again in evaluation mode.
+- By gradient, if gradients are wanted: d scores_i / d hidden_j must be 0 for i != j. This is exact in every dtype, in
+  every mode and with dropout, because a term that does not depend on hidden_j contributes exactly 0.
+- By value: the same rows in one block, in the opposite order, and half of them alone, must have the same scores. This
+  also finds mixing that has no gradient (a detached mean, an added position), if it is large: a generator may compute
+  in bfloat16 internally, whatever the dtype of its scores, so only half of bfloat16's digits must agree. A generator
+  whose scores are random is checked again in evaluation mode.
 
-Neither finds a mixture whose share is 0 on the first call and is learnt later, nor one of rows far apart.
+Neither check finds mixing whose weight is 0 in the first call and is learnt later, nor mixing of distant rows only.
 
 Shape suffixes: N all rows, K probed rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,34 +35,37 @@ PROBE_ROWS = 4
 """Two sequences of two time steps."""
 
 ROUNDING = torch.finfo(torch.bfloat16).eps ** 0.5
-"""Half of bfloat16's digits: a larger difference between the same rows' scores is not rounding."""
+"""Half of bfloat16's digits: a larger relative difference between scores of the same rows is not rounding."""
 
 REPEATS = 16
-"""How often the same rows are asked for, before a generator whose scores differ is held not to be random."""
+"""How often the same rows must give the same scores before the generator counts as deterministic."""
 
 NOT_ADDITIVE = 0.01
-"""A criterion's sum may be so far from that of its parts; one in bfloat16 may be four of its roundings away."""
+"""The relative difference allowed between a criterion's sum over some rows and the sum over their halves. In low
+precision four roundings are allowed if that is more."""
 
 Project = Callable[[tuple[int, ...], Sequence[Tensor]], Tensor]
 """(leading shape, rows of hidden and of each per-token tensor) -> the logits (K, V) of the rows in that shape."""
 
 
 def project(generator: nn.Module, names: Sequence[str], shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:
-    """The generator on some rows, in blocks of that leading shape; logits (K, V).
+    """Return the generator's logits (K, V) of some rows, given to it in the leading shape `shape`.
 
     Raises:
-        ValueError: what comes back is no (..., V) tensor.
+        ValueError: the generator does not return a (..., V) tensor.
     """
     hidden, *extra = (t.reshape(*shape, *t.shape[1:]) for t in rows)
     logits = generator(hidden, **dict(zip(names, extra, strict=True)))
     if not isinstance(logits, Tensor) or logits.shape[:-1] != hidden.shape[:-1]:
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-        raise ValueError(f"the generator made {got} of hidden {tuple(hidden.shape)}; it must return (..., V) scores")
+        returned = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise ValueError(
+            f"the generator returned {returned} for hidden {tuple(hidden.shape)}; it must return (..., V) scores"
+        )
     return logits.flatten(0, -2)
 
 
 def check_roles(generator: nn.Module, criterion: nn.Module) -> None:
-    """Raises TypeError where the two are known to stand in each other's place."""
+    """Raise TypeError if the types show that the two were passed in the wrong order."""
     if isinstance(generator, (LabelSmoothing, _Loss)):
         raise TypeError(f"generator is a {type(generator).__name__}, a criterion; the order is (generator, criterion)")
     if isinstance(criterion, (nn.Linear, nn.Sequential, nn.Embedding)):
@@ -68,7 +73,7 @@ def check_roles(generator: nn.Module, criterion: nn.Module) -> None:
 
 
 def first_scores(generator: nn.Module, scores: Project, shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:
-    """`scores(shape, rows)`, with torch's errors about dtypes and sizes told of hidden.
+    """Return `scores(shape, rows)`; rephrase torch's errors about dtypes and sizes as errors about hidden.
 
     Raises:
         TypeError: hidden has another dtype than all of the generator's parameters. ValueError: another width.
@@ -76,7 +81,8 @@ def first_scores(generator: nn.Module, scores: Project, shape: tuple[int, ...], 
     try:
         return scores(shape, rows)
     except RuntimeError as error:
-        hidden, dtypes = rows[0], {p.dtype for p in generator.parameters() if p.is_floating_point()}
+        hidden = rows[0]
+        dtypes = {p.dtype for p in generator.parameters() if p.is_floating_point()}
         if dtypes and hidden.dtype not in dtypes and not torch.is_autocast_enabled(hidden.device.type):
             names = ", ".join(sorted(str(dtype) for dtype in dtypes))
             raise TypeError(
@@ -90,84 +96,109 @@ def first_scores(generator: nn.Module, scores: Project, shape: tuple[int, ...], 
 
 
 def criterion_loss(criterion: Any, logits: Tensor, target: Tensor) -> TokenLoss:
-    """What the criterion makes of logits (K, V) and targets (K,), with its counts where it has them.
+    """Return the criterion's loss of logits (K, V) and targets (K,), with the counts that it computes.
 
     Raises:
-        TypeError: it returns no tensor, or its `token_loss` no `TokenLoss`.
+        TypeError: it does not return a tensor, or its `token_loss` does not return a `TokenLoss`.
     """
     if hasattr(criterion, "token_loss"):
-        loss = criterion.token_loss(logits, target)
-        if not isinstance(loss, TokenLoss):
-            raise TypeError(f"the criterion's token_loss returned a {type(loss).__name__}; it must return a TokenLoss")
-        for name, value in loss._asdict().items():
-            if not isinstance(value, Tensor) and (value is not None or name in ("total", "tokens")):
-                kind = type(value).__name__
-                raise TypeError(f"the criterion's token_loss returned a TokenLoss whose {name} is a {kind}, no tensor")
-        return loss
+        return _checked_token_loss(criterion.token_loss(logits, target))
     total = criterion(logits, target)
     if not isinstance(total, Tensor):
         raise TypeError(f"the criterion returned a {type(total).__name__}; it must return a tensor, the summed loss")
+    # Chunks contain ignored rows only while a CUDA graph is recorded
     ignored = ignored_target(criterion) if recording(target.device) else None
-    count = torch.full((), len(target), device=target.device) if ignored is None else (target != ignored).sum()
-    return TokenLoss(total, count)
+    if ignored is None:
+        return TokenLoss(total, torch.full((), len(target), device=target.device))
+    return TokenLoss(total, (target != ignored).sum())
+
+
+def _checked_token_loss(loss: object) -> TokenLoss:
+    """Return what a criterion's `token_loss` returned; raise TypeError unless it is a TokenLoss of tensors."""
+    if not isinstance(loss, TokenLoss):
+        raise TypeError(f"the criterion's token_loss returned a {type(loss).__name__}; it must return a TokenLoss")
+    for name, value in loss._asdict().items():
+        if not isinstance(value, Tensor) and (value is not None or name in ("total", "tokens")):
+            kind = type(value).__name__
+            raise TypeError(f"the criterion's token_loss returned a TokenLoss whose {name} is a {kind}, no tensor")
+    return loss
 
 
 def probe_index(kept_N: Tensor) -> Tensor:
-    """`PROBE_ROWS` kept rows spread over the batch, some twice where they are fewer; none where none is kept."""
+    """Return `PROBE_ROWS` rows that are not ignored, spread over the batch.
+
+    Some are repeated if there are fewer; if every row is ignored, the result is empty.
+    """
     indices_K = kept_N.nonzero().squeeze(1)
-    spread = torch.arange(PROBE_ROWS, device=indices_K.device) * len(indices_K) // PROBE_ROWS
-    return indices_K[spread] if len(indices_K) else indices_K
+    if not len(indices_K):
+        return indices_K
+    return indices_K[torch.arange(PROBE_ROWS, device=indices_K.device) * len(indices_K) // PROBE_ROWS]
 
 
 def refuse_mixing(generator: nn.Module, scores: Project, rows: Sequence[Tensor], lead: int, wanted: bool) -> None:
-    """Raises ValueError if a row's scores depend on other rows, or on where it stands among them.
+    """Raise ValueError if a row's scores depend on other rows, or on its position among them.
 
     Args:
-        generator: what `scores` calls; it may be set to evaluation mode.
+        generator: the module that `scores` calls; it may be set to evaluation mode.
         rows: `PROBE_ROWS` rows of hidden and of each per-token tensor.
-        lead: how many leading dimensions the blocks have.
-        wanted: whether gradients are.
+        lead: the number of leading dimensions that the generator expects.
+        wanted: whether gradients are wanted.
     """
-    mixed = _mixed_by_gradient(scores, rows, lead) if wanted else ""
-    mixed = mixed or _mixed_by_value(generator, scores, rows, lead)
+    mixed = ""
+    if wanted:
+        mixed = _mixed_by_gradient(scores, rows, lead)
+    if not mixed:
+        mixed = _mixed_by_value(generator, scores, rows, lead)
     if not mixed:
         return
-    norms = [part for part in generator.modules() if isinstance(part, _BatchNorm)]
-    names = sorted({type(part).__name__ for part in norms if part.training or part.running_mean is None})
-    why = f" ({', '.join(names)} takes statistics over the batch)" if names else ""
+    norms = [module for module in generator.modules() if isinstance(module, _BatchNorm)]
+    names = sorted({type(norm).__name__ for norm in norms if norm.training or norm.running_mean is None})
+    reason = f" ({', '.join(names)} takes statistics over the batch)" if names else ""
     raise ValueError(
-        f"the generator mixes rows: {mixed}{why}. It is called on a few tokens at a time, so each must stand alone; "
-        "compute what mixes before the engine, and pass its result as hidden or as a per-token keyword"
+        f"the generator mixes rows: {mixed}{reason}. It is called on a few tokens at a time, so a token's scores must "
+        "depend on that token alone; compute anything that mixes tokens before the engine, and pass the result as "
+        "hidden or as a per-token keyword"
     )
 
 
 def _mixed_by_gradient(scores: Project, rows: Sequence[Tensor], lead: int) -> str:
-    """What the scores of the first row, and of the last, have a gradient in besides themselves; empty for nothing."""
+    """Return which other rows the scores of the first and the last row have a gradient in, in words; "" for none.
+
+    With two or more leading dimensions the four rows are two sequences of two time steps: row k is sequence k // 2 at
+    time k % 2. So seen from either corner, a row at distance 1 is another time step, at distance 2 another sequence.
+    """
     shape = (PROBE_ROWS,) if lead == 1 else (*(1,) * (lead - 2), 2, PROBE_ROWS // 2)
-    apart: set[int] = set()
+    distances: set[int] = set()
     for own in (0, PROBE_ROWS - 1):
         with torch.enable_grad():
             hidden = rows[0].detach().requires_grad_()
-            # A copy of the leaf, for a generator may change its input in place
+            # A copy, because a generator may change its input in place, and autograd forbids that for a leaf
             logits_KV = scores(shape, (hidden.clone(), *rows[1:]))
             if not logits_KV.requires_grad:
                 return ""
+            # A random weighting of the row's scores: with equal weights a softmax would have the gradient 0
             upstream = torch.zeros_like(logits_KV)
             upstream[own] = torch.rand_like(logits_KV[own]) + 1
             (grad,) = torch.autograd.grad(logits_KV, hidden, upstream)
             size_K = grad.flatten(1).abs().amax(1)
             least = torch.finfo(grad.dtype).eps * size_K[own]
-            apart |= {abs(own - k) for k in ((size_K > least) & size_K.isfinite()).nonzero().flatten().tolist()}
+            has_gradient_K = (size_K > least) & size_K.isfinite()
+            distances |= {abs(own - k) for k in has_gradient_K.nonzero().flatten().tolist()}
+    distances.discard(0)
+    if not distances:
+        return ""
     if lead == 1:
-        return "a row's scores have a gradient in other rows" if apart - {0} else ""
+        return "a row's scores have a gradient in other rows"
     names = {1: "other time steps", 2: "other sequences", 3: "other time steps of other sequences"}
-    where = " and in ".join(name for distance, name in names.items() if distance in apart)
-    return f"a token's scores have a gradient in {where}" if where else ""
+    others = " and in ".join(names[distance] for distance in sorted(distances))
+    return f"a token's scores have a gradient in {others}"
 
 
 def _mixed_by_value(generator: nn.Module, scores: Project, rows: Sequence[Tensor], lead: int) -> str:
-    """How much the scores of the same rows differ with their company and order; empty where they do not."""
-    ones, count = (1,) * (lead - 1), len(rows[0])
+    """Return how much the scores of the same rows change with other rows and their order, in words; "" if not."""
+    ones = (1,) * (lead - 1)
+    count = len(rows[0])
+    # In the opposite order, and as so many sequences of one time step
     backwards = (*(1,) * (lead - 2), count, 1) if lead > 1 else (count,)
     with torch.no_grad():
         for _ in range(2):
@@ -179,37 +210,44 @@ def _mixed_by_value(generator: nn.Module, scores: Project, rows: Sequence[Tensor
                 return ""
             repeats = (scores((*ones, count), rows) for _ in range(REPEATS))
             if all(_difference(logits_KV, again_KV) <= ROUNDING for again_KV in repeats):
-                return f"the same tokens' scores change with their company and order, by {different:.2g} of the largest"
-            generator.eval()  # it is random, such as dropout: without that it can be asked
+                return (
+                    f"a token's scores change with the other tokens and their order, by {different:.2g} of the largest"
+                )
+            # The scores are random, for example by dropout: check the generator without that
+            generator.eval()
     return ""
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """The largest difference of what is finite in both, as a share of the largest number."""
-    a, b = a.float(), b.float()
+    """Return the largest difference relative to the largest number, over numbers that are finite in both."""
+    a = a.float()
+    b = b.float()
     finite = a.isfinite() & b.isfinite()
     largest = float(a.where(finite, 0).abs().max())
-    return float((a - b).where(finite, 0).abs().max()) / largest if largest else 0.0
+    if not largest:
+        return 0.0
+    return float((a - b).where(finite, 0).abs().max()) / largest
 
 
 def check_additive(criterion: nn.Module, logits: Tensor, target: Tensor) -> bool:
-    """Whether these rows could tell if the criterion adds up: not where its loss is 0 or not finite.
+    """Check that the criterion is a sum over rows; return False if these rows cannot show it.
 
-    One that is random cannot be asked at all, and is believed.
+    That is so if the loss is 0 or not finite. A criterion with random losses cannot be checked and passes.
 
     Raises:
-        ValueError: the rows twice, or their two halves, do not give the sums that they should.
+        ValueError: the loss of the rows twice is not twice the loss, or those of two halves do not add up to it.
     """
 
     def total(logits_KV: Tensor, target_K: Tensor) -> Tensor:
         return criterion_loss(criterion, logits_KV, target_K).total.sum()
 
     half = len(target) // 2
-    once, again = total(logits, target), total(logits, target)
+    once = total(logits, target)
+    again = total(logits, target)
     twice = float(total(logits.repeat(2, 1), target.repeat(2)))
-    parts = float(total(logits[:half], target[:half])) + float(total(logits[half:], target[half:]))
+    halves = float(total(logits[:half], target[:half])) + float(total(logits[half:], target[half:]))
     whole = float(once)
-    if whole == 0 or whole != whole or abs(whole) == float("inf"):
+    if whole == 0 or not math.isfinite(whole):
         return False
     if whole != float(again):
         return True
@@ -217,12 +255,13 @@ def check_additive(criterion: nn.Module, logits: Tensor, target: Tensor) -> bool
     if abs(twice - whole) <= rounding * abs(whole):
         raise ValueError(
             f"the criterion gives {whole:.6g} for {len(target)} rows and {twice:.6g} for the same rows twice, so it "
-            "takes a mean; the criterion must sum (reduction='sum'), the one division is by the step's tokens"
+            "takes a mean; the criterion must sum (reduction='sum'): divide once, by the tokens of the step"
         )
-    for what, found, wanted in (("twice", twice, 2 * whole), ("in two halves", whole, parts)):
+    # Float sums in different orders: a difference up to `rounding` is no evidence
+    for which, found, wanted in ((" twice", twice, 2 * whole), ("", whole, halves)):
         if abs(found - wanted) > rounding * (abs(found) + abs(wanted)):
             raise ValueError(
-                f"the criterion gives {found:.6g} for {len(target)} rows {what} and {wanted:.6g} as the sum of the "
-                "parts, so it does not add up; it must return a sum over rows, each of which stands alone"
+                f"the criterion gives {found:.6g} for {len(target)} rows{which} and {wanted:.6g} as the sum over their "
+                "two halves, so it does not add up; it must return a sum of one term per row"
             )
     return True

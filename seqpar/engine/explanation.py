@@ -1,4 +1,4 @@
-"""How the engine computes a loss, in words."""
+"""Describe in words how the engine computes a loss."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from seqpar.core.token_loss import wide
 from seqpar.engine.first_call import LogitFacts
 from seqpar.engine.formula_match import FormulaMatch, NoFormula
 from seqpar.kernels.row_kernel import why_no_kernel
-from seqpar.linear.formula import product_dtype
+from seqpar.linear.leaves import product_dtype
 
 
 def how_it_is_computed(match: FormulaMatch | NoFormula, head: nn.ModuleDict, device_type: str) -> str:
-    """Say whether the gradient has a closed form, and whether a kernel computes it."""
+    """Return whether the gradient has a closed form, and whether a kernel computes it, in words."""
     if isinstance(match, NoFormula):
         return f"by autograd, chunk by chunk ({match.reason})"
     how = f"by formula ({type(head['generator']).__name__}, {type(head['criterion']).__name__})"
@@ -25,9 +25,9 @@ def how_it_is_computed(match: FormulaMatch | NoFormula, head: nn.ModuleDict, dev
 
 
 def how_it_is_cut(tokens: int, chunk_tokens: int | None, facts: LogitFacts | None, device_type: str) -> str:
-    """Say into how many chunks so many tokens are cut, and what the logits of one chunk take."""
+    """Return the number of chunks of so many tokens, and the memory of one chunk's logits, in words."""
     if facts is None:
-        return "how large a chunk is will be known after the first call"
+        return "the size of a chunk will be known after the first call"
     rows = min(tokens, chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, device_type))
     size = rows * facts.vocab_size * wide(facts.dtype).itemsize
     return (

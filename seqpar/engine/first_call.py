@@ -1,6 +1,7 @@
-"""What the first call finds out from a few rows: the vocabulary's size, and whether both modules keep the contract.
+"""Probe the generator and the criterion on a few rows in the first call.
 
-It looks once for each mode and dtype, because batch normalisation mixes rows in training only.
+The probe finds the size of the vocabulary and checks that both modules meet the engine's requirements. It is repeated
+for each mode and dtype, because batch normalisation, for example, mixes rows in training only.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from seqpar.core.chunks import recording
 from seqpar.engine.contract import check_additive, first_scores, probe_index, project, refuse_mixing
 from seqpar.engine.formula_match import check_class_weight
 from seqpar.engine.shards import Shard, check_targets, rows_of
-from seqpar.linear.formula import product_dtype
+from seqpar.linear.leaves import product_dtype
 from seqpar.multi_device.replicas import bind
 
 
 class LogitFacts(NamedTuple):
-    """What is known of the logits."""
+    """What a probe has found about the logits."""
 
     vocab_size: int
     dtype: torch.dtype
     criterion_is_checked: bool
-    """False where the rows could not tell, such as where their loss is 0; the next call then looks again."""
+    """False if the probed rows cannot show it, for example because their loss is 0; the next call probes again."""
 
 
 class Situation(NamedTuple):
-    """What the facts depend on."""
+    """Everything that the facts depend on."""
 
     shapes: tuple[torch.Size, ...]
-    """Of the parameters."""
+    """The shapes of the parameters."""
     modes: tuple[bool, ...]
-    """Which modules are in training mode."""
+    """For each module, whether it is in training mode."""
     dtype: torch.dtype
     wants_gradients: bool
 
@@ -46,16 +47,17 @@ def logit_facts(
     shards: Sequence[Shard],
     kept: Sequence[Tensor],
 ) -> LogitFacts:
-    """Return the facts about these inputs, from `known` or from a few rows, with every target checked.
+    """Return the facts about these inputs, from `known` or from a probe, after checking every target.
 
     Args:
         known: the facts found so far; new ones are added.
-        head: the engine's generator and criterion; `replicas` are theirs, one for each shard.
-        kept: which tokens of each shard are not ignored.
+        head: the engine's generator and criterion.
+        replicas: the replicas of `head`, one per shard.
+        kept: for each shard, which tokens are not ignored.
 
     Raises:
         IndexError: a target outside the vocabulary.
-        TypeError, ValueError: a generator or criterion that does not keep the contract (`seqpar.engine.contract`).
+        TypeError, ValueError: a generator or criterion that violates a requirement (`seqpar.engine.contract`).
         RuntimeError: the facts are not known and a CUDA graph is being recorded.
     """
     hidden = shards[0].hidden
@@ -72,24 +74,31 @@ def logit_facts(
     for replica, shard, keep in zip(replicas, shards, kept, strict=True):
         index_K = probe_index(keep.flatten())
         if len(index_K):
-            known[situation] = _look(replica, shard, index_K, lambda size: check_targets(shards, kept, size))
+            known[situation] = _probe(replica, shard, index_K, lambda size: check_targets(shards, kept, size))
             return known[situation]
-    return LogitFacts(1, hidden.dtype, False)  # every target is ignored: there is nothing to project
+    # Every target is ignored, so there is nothing to project and the size of the vocabulary does not matter
+    return LogitFacts(vocab_size=1, dtype=hidden.dtype, criterion_is_checked=False)
 
 
 def _facts_while_recording(known: Mapping[Situation, LogitFacts], situation: Situation) -> LogitFacts:
-    """Return the facts found in another mode or dtype: while a CUDA graph is recorded nothing can be looked at."""
+    """Return the facts found in any mode or dtype: no number can be read while a CUDA graph is recorded."""
     for earlier, facts in known.items():
         if earlier.shapes == situation.shapes and facts.criterion_is_checked:
             return facts
     raise RuntimeError(
-        "the first call of the engine is being recorded in a CUDA graph, and it looks at the logits; call it once "
-        "before (torch.cuda.graph asks for a warm-up in any case)"
+        "the first call of the engine is being recorded in a CUDA graph, but it has to read some logits; call the "
+        "engine once before recording (torch.cuda.graph needs a warm-up in any case)"
     )
 
 
-def _look(head: nn.ModuleDict, shard: Shard, index_K: Tensor, check_classes: Callable[[int], None]) -> LogitFacts:
-    """Project a few rows on a copy of the head, without touching its buffers or the random state."""
+def _probe(head: nn.ModuleDict, shard: Shard, index_K: Tensor, check_classes: Callable[[int], None]) -> LogitFacts:
+    """Return the facts about the logits of a few rows; the head's buffers and the random state do not change.
+
+    Args:
+        index_K: the rows to project.
+        check_classes: raises if a target is outside a vocabulary of that size. It is called before the criterion is,
+            which on an accelerator would fail with a device-side assertion.
+    """
     copies = {id(p): p.detach() for p in head.parameters()} | {id(b): b.clone() for b in head.buffers()}
     copy = bind(head, copies)
     lead = shard.target.dim()
@@ -111,5 +120,6 @@ def _look(head: nn.ModuleDict, shard: Shard, index_K: Tensor, check_classes: Cal
 
 
 def _wants_gradients(head: nn.Module, shard: Shard) -> bool:
+    """Return whether the loss will need a gradient."""
     tensors = (shard.hidden, *shard.per_token.values(), *head.parameters())
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

@@ -1,4 +1,4 @@
-"""Which generators and criteria have a gradient in closed form."""
+"""Find out which generators and criteria have a gradient in closed form."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class FormulaMatch(NamedTuple):
-    """A pair with a closed form: the projection, and what the criterion compares its logits with."""
+    """A pair with a closed form: the projection, and the settings of the criterion."""
 
-    projection: Any
-    """An `nn.Linear`, or the replica of one."""
+    projection: nn.Linear
+    """The generator's projection, or a replica of it."""
     ignore_index: int
     label_smoothing: float
     smoothing_convention: Convention
@@ -27,18 +27,18 @@ class FormulaMatch(NamedTuple):
 
     @property
     def vocab_size(self) -> int:
-        """The classes of the projection: its rows."""
+        """Return the number of classes of the projection: its rows."""
         return int(self.projection.weight.size(0))
 
     @property
     def soft_target(self) -> SoftTarget:
-        """What the criterion compares a row's logits with."""
+        """Return the target distribution of a row."""
         q = soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, self.vocab_size)
         return q._replace(weight_V=self.class_weight)
 
 
 class NoFormula(NamedTuple):
-    """A pair whose gradient is left to autograd."""
+    """A pair whose gradient autograd computes."""
 
     reason: str
 
@@ -51,6 +51,7 @@ def match_formula(generator: nn.Module, criterion: nn.Module) -> FormulaMatch | 
     module with hooks has none.
     """
     projection = _projection_of(generator)
+    # A parametrised weight is no entry of _parameters; its gradient needs autograd
     if type(projection).forward is not nn.Linear.forward or "weight" not in projection._parameters:
         return NoFormula(f"the generator is a {type(generator).__name__}, not nn.Linear")
     if type(criterion) not in (CrossEntropy, LabelSmoothing, nn.CrossEntropyLoss):
@@ -72,7 +73,7 @@ def match_inputs(head: nn.ModuleDict, shard: Shard) -> FormulaMatch | NoFormula:
     match = match_formula(head["generator"], head["criterion"])
     if isinstance(match, NoFormula) or shard.hidden.dtype == match.projection.weight.dtype:
         return match
-    # Only autocast brings the two together; anywhere else torch's own error follows
+    # Only autocast casts both to one dtype; without it the generator's own error follows
     if torch.is_autocast_enabled(shard.hidden.device.type):
         return match
     return NoFormula("hidden and weight differ in dtype")
@@ -93,7 +94,7 @@ def match_split(head: nn.ModuleDict, per_token: Iterable[str] = ()) -> FormulaMa
 
 
 def check_class_weight(criterion: nn.Module, vocab_size: int) -> None:
-    """Raise ValueError unless the weights of an `nn.CrossEntropyLoss` are those of so many classes."""
+    """Raise ValueError unless an `nn.CrossEntropyLoss` has that many class weights, or none."""
     weight = criterion.weight if type(criterion) is nn.CrossEntropyLoss else None
     if weight is not None and weight.shape != (vocab_size,):
         raise ValueError(
@@ -102,7 +103,8 @@ def check_class_weight(criterion: nn.Module, vocab_size: int) -> None:
         )
 
 
-def _projection_of(generator: nn.Module) -> nn.Module:
+def _projection_of(generator: nn.Module) -> Any:
+    """Return the generator without a final log-softmax, which changes neither the loss nor its gradient."""
     if type(generator) is nn.Sequential and len(generator) == 2:
         last = generator[1]
         if type(last) is nn.LogSoftmax and last.dim == -1:

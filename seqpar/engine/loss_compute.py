@@ -1,4 +1,9 @@
-"""The engine: generator and criterion over any device list, in chunks, with the gradient of the single-device loss.
+"""Compute generator and criterion over any device list, in chunks, with the gradient of the single-device loss.
+
+    forward -> _loss:   check the batch, scatter it over the devices, cut each shard into chunks
+    _formula_loss:      one device's loss, its gradient in closed form
+    _autograd_loss:     one device's loss, its gradient by autograd, chunk by chunk
+    _linear_loss:       the loss of a split vocabulary, or under `torch.compile`
 
 Shape suffixes: B batch, T time, N rows (B*T, or the rows of a 2-D hidden), K rows of one chunk, D hidden, V vocabulary.
 """
@@ -30,34 +35,35 @@ from seqpar.engine.shards import (
     scattered,
 )
 from seqpar.linear.cross_entropy import linear_cross_entropy
-from seqpar.linear.formula import LinearFormula, LinearLeaves, Projection, differentiable_loss, product_dtype
+from seqpar.linear.formula import LinearFormula, Projection
+from seqpar.linear.leaves import LinearLeaves, differentiable_loss, product_dtype
 from seqpar.multi_device.devices import Device, check_devices
 from seqpar.multi_device.replicas import bind, check_replicable, parallel_apply, replicate
 
 
 class LossCompute(nn.Module):
-    """Compute `criterion(generator(hidden), target)`, summed, without ever holding the logits of all tokens.
+    """Compute `criterion(generator(hidden), target)`, summed, while only one chunk's logits exist at a time.
 
     Plain equivalent: `criterion(generator(hidden).flatten(0, -2), target.flatten())`. The pattern is the
-    `MultiGPULossCompute` of The Annotated Transformer (Harvard NLP, 2018), with the gradient kept exact.
+    `MultiGPULossCompute` of The Annotated Transformer (Harvard NLP, 2018), with the exact gradient.
 
-    An `nn.Linear` with `seqpar.CrossEntropy`, `seqpar.LabelSmoothing` or `nn.CrossEntropyLoss` has its gradient in
-    closed form, as in `linear_cross_entropy`; for any other pair autograd takes it, chunk by chunk. `explain()` says
-    which.
+    For an `nn.Linear` with `seqpar.CrossEntropy`, `seqpar.LabelSmoothing` or `nn.CrossEntropyLoss` the gradient is
+    computed in closed form, as in `linear_cross_entropy`; for any other pair by autograd, chunk by chunk. `explain()`
+    says which.
 
     Args:
         generator: any module from hidden states `(..., D)` to scores `(..., V)` of the same number of dimensions
-            that treats every token alone.
-        criterion: any module that sums; `seqpar.losses.criteria` says what is asked of it.
-        devices: where replicas of both compute, each on its share of the rows; None is where hidden is.
+            whose scores of a token depend on that token alone.
+        criterion: any module that returns a sum; `seqpar.losses.criteria` lists the requirements.
+        devices: the devices of the replicas of both, over which the rows are divided; None is hidden's device.
         chunk_tokens: the most tokens whose logits exist at once on a device; None chooses by bytes.
-        chunk_size: instead of that, time steps of the whole batch (2018's way); hidden must be `(B, T, D)`.
-        vocab: which classes the generator's rows are, where the vocabulary is split over ranks, as for
+        chunk_size: instead of chunk_tokens, time steps of the whole batch, as in 2018; hidden must be `(B, T, D)`.
+        vocab: the classes of the generator's rows, if the vocabulary is split over ranks, as for
             `linear_cross_entropy`; needs a pair with a closed form, and no device list.
 
     Raises:
         TypeError, ValueError: a bad device list or chunk size; a generator or criterion that is no module, or has no
-            closed form where `vocab` is given.
+            closed form although `vocab` is given.
         ValueError: a criterion whose `reduction` is not "sum".
     """
 
@@ -71,18 +77,8 @@ class LossCompute(nn.Module):
         vocab: VocabShard | None = None,
     ) -> None:
         super().__init__()
-        for name, module in (("generator", generator), ("criterion", criterion)):
-            if not isinstance(module, nn.Module):
-                raise TypeError(f"{name} is a {type(module).__name__}; it must be a torch.nn.Module")
-            refuse_data_parallel(module, name)
-        check_roles(generator, criterion)
-        check_size(chunk_tokens, "chunk_tokens")
-        check_size(chunk_size, "chunk_size")
-        if chunk_tokens is not None and chunk_size is not None:
-            raise ValueError(f"chunk_tokens={chunk_tokens} and chunk_size={chunk_size}: pass one of them")
-        reduction = getattr(criterion, "reduction", "sum")
-        if reduction != "sum":
-            raise ValueError(f"the criterion has reduction={reduction!r}; the criterion must sum: reduction='sum'")
+        _check_modules(generator, criterion)
+        _check_sizes(chunk_tokens, chunk_size)
         self.head = nn.ModuleDict({"generator": generator, "criterion": criterion})
         self.devices = None if devices is None else check_devices(devices)
         self.chunk_tokens = chunk_tokens
@@ -90,11 +86,7 @@ class LossCompute(nn.Module):
         self.vocab = vocab
         if vocab is not None:
             match_split(self.head)
-            if devices is not None or chunk_size is not None:
-                raise ValueError(
-                    f"vocab is given with devices={devices} and chunk_size={chunk_size}; a split vocabulary takes one "
-                    "device a rank, and chunk_tokens"
-                )
+            _check_split(devices, chunk_size)
         self._facts: dict[Situation, LogitFacts] = {}
 
     def forward(
@@ -108,41 +100,44 @@ class LossCompute(nn.Module):
         """Return the summed loss of all tokens.
 
         Args:
-            hidden: `(N, D)` or `(B, T, D)`; or already scattered, a list of such with one per device.
+            hidden: `(N, D)` or `(B, T, D)`; or already scattered, a list of such tensors, one per device.
             target: int64, hidden's leading shape; or a list like hidden's.
-            loss_scale: what `total` will be multiplied by before `backward`, for float16: `scaler.get_scale() / tokens`
-                with a GradScaler. Gradients are stored that many times as large; any factor gives the right gradient.
-            per_token: further tensors the generator takes as keywords (copy attention, a teacher's states), each
-                with target's shape first; scattered and chunked with the rest, and differentiated where they need
-                it. None passes through.
+            loss_scale: the factor that `total` will be multiplied by before `backward`, for float16:
+                `scaler.get_scale() / tokens` with a GradScaler. Gradients are stored multiplied by it and divided by it
+                in backward; any factor gives the right gradient.
+            per_token: further tensors the generator takes as keywords (copy attention, a teacher's states), whose
+                first dimensions are target's shape. They are scattered and chunked like hidden, and get a gradient if
+                they require one. A None is not passed on.
 
         Returns:
             `TokenLoss` on the first device. `(loss.total / tokens_of_the_step).backward()` is the one backward.
 
         Raises:
-            TypeError, ValueError: what is no dense tensor, or of another dtype or shape than it should be; class
-                weights of another number of classes; a `loss_scale` of 0 or nan.
-            ValueError: on the first call, a generator that mixes rows, or a criterion that does not add up
-                (`seqpar.contract` says what is found and what is not).
+            TypeError, ValueError: an argument that is no dense tensor, or has a wrong dtype or shape; class weights of
+                another number of classes; a `loss_scale` of 0 or nan.
+            ValueError: on the first call, a generator that mixes rows, or a criterion that is no sum over rows
+                (`seqpar.engine.contract` explains what the call detects).
             IndexError: a target outside [0, V) that is not ignored (with value and position).
             RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them; in `backward`, a
                 criterion that returned a detached number or a generator that ran under `torch.no_grad`.
         """
         check_loss_scale(loss_scale)
-        one_device = self.devices is None and self.chunk_size is None
         if self.vocab is not None:
             refuse_sharded(self.head)
-            return self._linear_loss(match_split(self.head, per_token), hidden, target, loss_scale)
+            match = match_split(self.head, per_token)
+            return _linear_loss(match, hidden, target, loss_scale, self.chunk_tokens, self.vocab)
+        one_device = self.devices is None and self.chunk_size is None
         if torch.compiler.is_compiling() and one_device and isinstance(hidden, Tensor) and not per_token:
-            match = match_formula(self.head["generator"], self.head["criterion"])
-            if isinstance(match, FormulaMatch):
-                return self._linear_loss(match, hidden, target, loss_scale)
+            compiled_match = match_formula(self.head["generator"], self.head["criterion"])
+            if isinstance(compiled_match, FormulaMatch):
+                return _linear_loss(compiled_match, hidden, target, loss_scale, self.chunk_tokens, None)
         arguments = (hidden, target, loss_scale, per_token)
         if is_fsdp_unit(self.head["generator"]):
             return inside_unit(self.head["generator"], self._loss, *arguments)  # type: ignore[no-any-return]
         return self._loss(*arguments)
 
     def _loss(self, hidden: Any, target: Any, loss_scale: float | Tensor, per_token: dict[str, Any]) -> TokenLoss:
+        """Return the summed loss over all devices, on the first one."""
         refuse_sharded(self.head)
         check_replicable(self.head)
         given = {name: value for name, value in per_token.items() if value is not None}
@@ -157,58 +152,100 @@ class LossCompute(nn.Module):
                 shards = one_for_each_device(shards)
                 kept = [kept_tokens(self.head["criterion"], shard.target) for shard in shards]
         devices = [shard.hidden.device for shard in shards]
-        at_home = len(shards) == 1 and all(p.device == devices[0] for p in self.head.parameters())
-        heads = [self.head] if at_home else replicate(self.head, devices)
+        needs_no_replica = len(shards) == 1 and all(p.device == devices[0] for p in self.head.parameters())
+        heads = [self.head] if needs_no_replica else replicate(self.head, devices)
         if isinstance(match, FormulaMatch):
             shard_loss = _formula_loss
             facts = LogitFacts(match.vocab_size, product_dtype(shards[0].hidden), True)
         else:
             shard_loss = _autograd_loss
             facts = logit_facts(self._facts, self.head, heads, shards, kept)
-        chunks = [self._chunks(shard, keep, facts) for shard, keep in zip(shards, kept, strict=True)]
-        if at_home and self.devices is None:
+        chunks = [_chunks(keep, facts, self.chunk_tokens, self.chunk_size) for keep in kept]
+        if needs_no_replica and self.devices is None:
             return shard_loss(self.head, shards[0], chunks[0], loss_scale)
-        inputs = [(h, s, c, loss_scale) for h, s, c in zip(heads, shards, chunks, strict=True)]
-        losses = parallel_apply([shard_loss] * len(shards), inputs, devices=devices)
+        arguments = [(h, s, c, loss_scale) for h, s, c in zip(heads, shards, chunks, strict=True)]
+        losses = parallel_apply([shard_loss] * len(shards), arguments, devices=devices)
         return sum((_moved(loss, devices[0]) for loss in losses[1:]), start=losses[0])
 
-    def _chunks(self, shard: Shard, kept: Tensor, facts: LogitFacts) -> list[Chunk]:
-        if self.chunk_size is not None:
-            return cut_time(kept, self.chunk_size)
-        most = self.chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, shard.hidden.device.type)
-        return cut_rows(kept.flatten(), most)
-
-    def _linear_loss(self, match: FormulaMatch, hidden: Any, target: Any, loss_scale: float | Tensor) -> TokenLoss:
-        """Return the loss by `linear_cross_entropy`: one operator under `torch.compile`, and the split vocabulary."""
-        return linear_cross_entropy(
-            hidden,
-            match.projection.weight,
-            target,
-            bias=match.projection.bias,
-            ignore_index=match.ignore_index,
-            label_smoothing=match.label_smoothing,
-            smoothing_convention=match.smoothing_convention,
-            class_weight=match.class_weight,
-            loss_scale=loss_scale,
-            chunk_tokens=self.chunk_tokens,
-            vocab=self.vocab,
-        )
-
     def explain(self, tokens: int = 4096) -> str:
-        """Say how the loss of so many kept tokens of one device is computed, and why; for a person to read."""
+        """Describe how one device computes the loss of so many tokens that are not ignored, and why."""
         generator = self.head["generator"]
         match = match_formula(generator, self.head["criterion"])
         device_type = next((p.device.type for p in generator.parameters()), "cpu")
         how = how_it_is_computed(match, self.head, device_type)
         if self.chunk_size is not None:
             return f"{how}; {self.chunk_size} time steps of the batch at a time"
-        facts = facts_of(match) if isinstance(match, FormulaMatch) else next(reversed(self._facts.values()), None)
+        # The facts that the latest call found, if there was one
+        facts = next(reversed(self._facts.values()), None)
+        if isinstance(match, FormulaMatch):
+            facts = facts_of(match)
         return f"{how}; {how_it_is_cut(tokens, self.chunk_tokens, facts, device_type)}"
 
     def extra_repr(self) -> str:
-        """Return what `print(module)` adds."""
+        """Return the settings for `print(module)`."""
         devices = None if self.devices is None else [str(d) for d in self.devices]
         return f"devices={devices}, chunk_tokens={self.chunk_tokens}, chunk_size={self.chunk_size}"
+
+
+def _check_modules(generator: nn.Module, criterion: nn.Module) -> None:
+    """Raise unless both are modules in the right order, not wrapped, and the criterion sums."""
+    for name, module in (("generator", generator), ("criterion", criterion)):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{name} is a {type(module).__name__}; it must be a torch.nn.Module")
+        refuse_data_parallel(module, name)
+    check_roles(generator, criterion)
+    reduction = getattr(criterion, "reduction", "sum")
+    if reduction != "sum":
+        raise ValueError(f"the criterion has reduction={reduction!r}; the criterion must sum: reduction='sum'")
+
+
+def _check_sizes(chunk_tokens: int | None, chunk_size: int | None) -> None:
+    """Raise ValueError unless at most one of the two is given, and it is at least 1."""
+    check_size(chunk_tokens, "chunk_tokens")
+    check_size(chunk_size, "chunk_size")
+    if chunk_tokens is not None and chunk_size is not None:
+        raise ValueError(f"chunk_tokens={chunk_tokens} and chunk_size={chunk_size}: pass one of them")
+
+
+def _check_split(devices: Sequence[Device] | None, chunk_size: int | None) -> None:
+    """Raise ValueError for settings that a split vocabulary does not have."""
+    if devices is not None or chunk_size is not None:
+        raise ValueError(
+            f"vocab is given with devices={devices} and chunk_size={chunk_size}; with a split vocabulary each rank has "
+            "one device, and chunks are cut by chunk_tokens"
+        )
+
+
+def _chunks(kept: Tensor, facts: LogitFacts, chunk_tokens: int | None, chunk_size: int | None) -> list[Chunk]:
+    """Return the chunks of a shard, given the mask of its tokens that are not ignored."""
+    if chunk_size is not None:
+        return cut_time(kept, chunk_size)
+    most = chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, kept.device.type)
+    return cut_rows(kept.flatten(), most)
+
+
+def _linear_loss(
+    match: FormulaMatch,
+    hidden: Any,
+    target: Any,
+    loss_scale: float | Tensor,
+    chunk_tokens: int | None,
+    vocab: VocabShard | None,
+) -> TokenLoss:
+    """Return the loss by `linear_cross_entropy`, for `torch.compile` and for a split vocabulary."""
+    return linear_cross_entropy(
+        hidden,
+        match.projection.weight,
+        target,
+        bias=match.projection.bias,
+        ignore_index=match.ignore_index,
+        label_smoothing=match.label_smoothing,
+        smoothing_convention=match.smoothing_convention,
+        class_weight=match.class_weight,
+        loss_scale=loss_scale,
+        chunk_tokens=chunk_tokens,
+        vocab=vocab,
+    )
 
 
 def _formula_loss(head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor) -> TokenLoss:
@@ -217,6 +254,7 @@ def _formula_loss(head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_s
     assert isinstance(match, FormulaMatch)
     (hidden_ND,) = rows_of(shard)
     projection = Projection(match.projection.weight, match.projection.bias, product_dtype(hidden_ND))
+    # Chunks contain ignored rows only while a CUDA graph is recorded
     ignored = match.ignore_index if recording(hidden_ND.device) else None
     chunk_loss = LinearFormula(projection, shard.target.flatten(), match.soft_target, ignored=ignored)
     leaves = LinearLeaves(hidden_ND, match.projection.weight, match.projection.bias)
@@ -231,6 +269,7 @@ def _autograd_loss(head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_
 
     def per_chunk(leaves: tuple[Tensor, ...], rows: tuple[Tensor, ...], chunk: Chunk) -> TokenLoss:
         bound = bind(head, {id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
+        # As many dimensions as hidden had: the generator may expect (batch, time, D)
         shape = (*(1,) * (shard.target.dim() - 1), len(rows[0]))
         logits_KV = project(bound["generator"], names, shape, rows)
         return criterion_loss(bound["criterion"], logits_KV, target_N[chunk])
@@ -241,4 +280,5 @@ def _autograd_loss(head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_
 
 
 def _moved(loss: TokenLoss, device: torch.device) -> TokenLoss:
+    """Return the loss on that device."""
     return TokenLoss(*(None if t is None else t.to(device) for t in loss))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`MultiGPULossCompute`: loss, the one backward and the optimizer's step in one call, as in 2018."""
+"""Compute the loss, its backward and the optimizer's step in one call, as in 2018: `MultiGPULossCompute`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from seqpar.multi_device.devices import Device
 
 
 class Stepper(Protocol):
-    """A torch optimizer, or a wrapper round one (2018's NoamOpt) that has `.step()` and `.optimizer`."""
+    """A torch optimizer, or a wrapper of one (NoamOpt of 2018) that has `.step()` and `.optimizer`."""
 
-    def step(self) -> Any:
+    def step(self) -> object:
         """Take one optimizer step."""
 
 
 class MultiGPULossCompute:
-    """The 2018 spelling: loss, the one backward, and the optimizer's step in one call.
+    """Compute loss, backward and optimizer step in one call, with the arguments of 2018.
 
     Plain equivalent of `compute(out, targets, normalize)`:
 
         total = criterion(generator(out).flatten(0, 1), targets.flatten())
         (total / normalize).backward(); opt.step(); opt.zero_grad(); return float(total)
 
-    Source: `MultiGPULossCompute` of The Annotated Transformer (Harvard NLP, 2018), whose arguments it keeps.
+    Source: `MultiGPULossCompute` of The Annotated Transformer (Harvard NLP, 2018), with the same arguments.
 
     Args:
         generator, criterion, devices: as `LossCompute`.
@@ -60,10 +60,10 @@ class MultiGPULossCompute:
         normalize: float | Tensor,
         **per_token: Any,
     ) -> float:
-        """The summed loss as a float; with `opt`, a step has been taken on the gradient of sum / normalize.
+        """Return the summed loss as a float, after a step on the gradient of sum / normalize if there is an `opt`.
 
         Raises:
-            TypeError: with `opt`, `normalize` is no number. ValueError: it is not a finite number above 0 though there
+            TypeError: with `opt`, `normalize` is no number. ValueError: it is not finite, or not above 0 although there
                 are tokens. Everything `LossCompute` raises.
         """
         with torch.set_grad_enabled(self.opt is not None):
@@ -78,7 +78,10 @@ class MultiGPULossCompute:
 
 
 def _check_normalize(normalize: object, loss: TokenLoss) -> None:
-    """Raises unless a sum of these tokens can be divided by it; without tokens 0 / 0 does no harm."""
+    """Raise unless `normalize` is a finite number, above 0 if there are tokens.
+
+    Without tokens 0 is accepted: all gradients are then 0, whatever the factor.
+    """
     if isinstance(normalize, Tensor):
         check_dense(normalize, "normalize")
         if normalize.numel() != 1 or normalize.is_complex():

@@ -1,4 +1,4 @@
-"""What the engine is given for a batch: checked, and shared out over the devices."""
+"""Check the engine's batch and scatter it over the devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from seqpar.multi_device.replicas import scatter
 
 
 class Shard(NamedTuple):
-    """One device's part of the batch."""
+    """The rows of the batch that one device computes."""
 
     hidden: Tensor
     target: Tensor
@@ -29,45 +29,50 @@ def scattered(
     devices: Sequence[torch.device] | None,
     time_steps: int | None,
 ) -> list[Shard]:
-    """One shard for each device; what is scattered already stays where it is.
+    """Return one shard per device; tensors that are already scattered are not moved.
 
     Args:
-        hidden, target, per_token, devices: as `LossCompute` takes them, without the per-token tensors that are None.
-        time_steps: `LossCompute`'s chunk_size.
+        hidden, target, per_token, devices: as those of `LossCompute`, without per-token tensors that are None.
+        time_steps: the chunk_size of `LossCompute`.
 
     Raises:
-        TypeError, ValueError: as `LossCompute` says.
+        TypeError, ValueError: as `LossCompute`.
     """
     if not isinstance(hidden, (list, tuple)):
         _check_batch(hidden, target, per_token, time_steps)
         return [Shard(*s) for s in scatter((hidden, target.long(), per_token), devices or [hidden.device])]
     _check_scattered(hidden)
-    places, sizes = [h.device for h in hidden], [len(h) for h in hidden]
-    targets = _shared_out(target, "target", places, sizes)
-    columns = {name: _shared_out(value, name, places, sizes) for name, value in per_token.items()}
-    shards = [Shard(h, targets[i], {n: c[i] for n, c in columns.items()}) for i, h in enumerate(hidden)]
+    hidden_devices = [h.device for h in hidden]
+    sizes = [len(h) for h in hidden]
+    targets = _scattered_like_hidden(target, "target", hidden_devices, sizes)
+    columns = {name: _scattered_like_hidden(value, name, hidden_devices, sizes) for name, value in per_token.items()}
+    shards = []
+    for i, h in enumerate(hidden):
+        shards.append(Shard(h, targets[i], {name: column[i] for name, column in columns.items()}))
     for shard in shards:
         _check_batch(*shard, time_steps)
     return [shard._replace(target=shard.target.long()) for shard in shards]
 
 
 def _check_scattered(hidden: Sequence[Any]) -> None:
-    """Raises unless it is one tensor for each device; a tuple with a tuple inside is what an LSTM returns."""
+    """Raise unless it is one tensor per device; an LSTM's return value, a tuple with a tuple in it, is not."""
     if not hidden:
         raise ValueError("hidden is an empty list; it must be a tensor, or one tensor for each device")
-    for i, part in enumerate(hidden):
-        if isinstance(part, (list, tuple)):
+    for i, tensor in enumerate(hidden):
+        if isinstance(tensor, (list, tuple)):
             raise TypeError(
-                f"hidden[{i}] is a {type(part).__name__}; hidden must be a tensor, or one tensor for each device (of "
-                "what an LSTM returns, the first: hidden, _ = lstm(inputs))"
+                f"hidden[{i}] is a {type(tensor).__name__}; hidden must be a tensor, or one tensor for each device (an "
+                "LSTM returns a tuple: hidden, _ = lstm(inputs))"
             )
-        check_floating(part, f"hidden[{i}]")
-        if part.dim() < 2:
-            raise ValueError(f"hidden[{i}] has shape {tuple(part.shape)}; it must be (N, D) or (batch, time, D)")
+        check_floating(tensor, f"hidden[{i}]")
+        if tensor.dim() < 2:
+            raise ValueError(f"hidden[{i}] has shape {tuple(tensor.shape)}; it must be (N, D) or (batch, time, D)")
 
 
-def _shared_out(value: Any, name: str, devices: list[torch.device], sizes: list[int]) -> Sequence[Any]:
-    """A tensor of all rows cut as hidden is, or what is scattered like hidden brought to its devices."""
+def _scattered_like_hidden(
+    value: Any, name: str, devices: Sequence[torch.device], sizes: Sequence[int]
+) -> Sequence[Tensor]:
+    """Return one tensor per device, from one tensor of all rows or from a list with one per device."""
     if not isinstance(value, (list, tuple)):
         check_dense(value, name)
         rows = len(value) if value.dim() else 0
@@ -76,13 +81,13 @@ def _shared_out(value: Any, name: str, devices: list[torch.device], sizes: list[
         return scatter(value, devices, sizes=sizes)
     if len(value) != len(devices):
         raise ValueError(f"{name} is scattered over {len(value)} devices and hidden over {len(devices)}")
-    for i, part in enumerate(value):
-        check_dense(part, f"{name}[{i}]")
-    return [part.to(device) for part, device in zip(value, devices, strict=True)]
+    for i, tensor in enumerate(value):
+        check_dense(tensor, f"{name}[{i}]")
+    return [tensor.to(device) for tensor, device in zip(value, devices, strict=True)]
 
 
 def _check_batch(hidden: Any, target: Any, per_token: dict[str, Any], time_steps: int | None) -> None:
-    """Raises TypeError or ValueError unless dtypes and shapes fit each other, and the way they are to be cut."""
+    """Raise TypeError or ValueError unless dtypes and shapes fit each other, and `time_steps`."""
     check_floating(hidden, "hidden")
     if isinstance(target, (list, tuple)):
         raise TypeError(f"hidden is one tensor and target a {type(target).__name__}; scatter both or neither")
@@ -91,8 +96,8 @@ def _check_batch(hidden: Any, target: Any, per_token: dict[str, Any], time_steps
         check_dense(value, name)
         if value.shape[: target.dim()] != target.shape:
             raise ValueError(
-                f"{name} is {tuple(value.shape)}; a per-token tensor must have target's shape {tuple(target.shape)} "
-                "first"
+                f"{name} has shape {tuple(value.shape)}; the first dimensions of a per-token tensor must be target's "
+                f"shape {tuple(target.shape)}"
             )
     if time_steps is not None and hidden.dim() != 3:
         raise ValueError(
@@ -102,7 +107,7 @@ def _check_batch(hidden: Any, target: Any, per_token: dict[str, Any], time_steps
 
 
 def check_width(shards: Sequence[Shard], width: int) -> None:
-    """Raises ValueError unless hidden has the width that the generator takes."""
+    """Raise ValueError unless hidden has the width that the generator takes."""
     for shard in shards:
         if shard.hidden.size(-1) != width:
             raise ValueError(
@@ -111,7 +116,7 @@ def check_width(shards: Sequence[Shard], width: int) -> None:
 
 
 def check_targets(shards: Sequence[Shard], kept: Sequence[Tensor], vocab_size: int) -> None:
-    """Raises IndexError for a kept target outside the vocabulary, at its position in the whole batch."""
+    """Raise IndexError for a target outside the vocabulary that is not ignored; count positions in the whole batch."""
     above = 0
     for shard, keep in zip(shards, kept, strict=True):
         check_range(shard.target, keep, vocab_size, above)
@@ -127,19 +132,25 @@ def kept_tokens(criterion: nn.Module, target: Tensor) -> Tensor:
 
 
 def rows_of(shard: Shard) -> tuple[Tensor, ...]:
-    """Hidden and the per-token tensors with one row per token."""
+    """Return hidden and the per-token tensors with one row per token."""
     lead = shard.target.dim()
     return tuple(t.flatten(0, lead - 1) for t in (shard.hidden, *shard.per_token.values()))
 
 
 def one_for_each_device(shards: list[Shard]) -> list[Shard]:
-    """Shards of one device side by side: to the formula a replica is nothing but one more gradient to add up."""
-    together: dict[torch.device, list[Shard]] = {}
+    """Return the shards with those of the same device joined into one.
+
+    In closed form a second replica on a device would only be a second weight gradient to add.
+    """
+    by_device: dict[torch.device, list[Shard]] = {}
     for shard in shards:
-        together.setdefault(shard.hidden.device, []).append(shard)
-    return [
-        Shard(torch.cat([s.hidden.flatten(0, -2) for s in same]), torch.cat([s.target.flatten() for s in same]), {})
-        if len(same) > 1
-        else same[0]
-        for same in together.values()
-    ]
+        by_device.setdefault(shard.hidden.device, []).append(shard)
+    joined = []
+    for same_device in by_device.values():
+        if len(same_device) == 1:
+            joined.append(same_device[0])
+        else:
+            hidden_ND = torch.cat([shard.hidden.flatten(0, -2) for shard in same_device])
+            target_N = torch.cat([shard.target.flatten() for shard in same_device])
+            joined.append(Shard(hidden_ND, target_N, {}))
+    return joined

@@ -1,7 +1,7 @@
-"""Where Triton's kernels take the place of a dozen torch operations, and how they are called.
+"""Call the Triton kernels that replace a dozen torch operations, on devices that have them.
 
-`TRITON_INTERPRET=1` in the environment runs the same kernels on the CPU, slowly: it is how they are tested without an
-accelerator.
+With `TRITON_INTERPRET=1` in the environment the same kernels run on the CPU, slowly, so that they can be tested without
+an accelerator.
 
 Shape suffixes: K rows of one chunk, V classes here.
 """
@@ -18,43 +18,47 @@ import torch
 from torch import Tensor
 
 from seqpar.core.token_loss import wide
-from seqpar.losses.softmax_loss import RowSums, SoftTarget
+from seqpar.losses.softmax_loss import RowSums, SoftTarget, included_weight
 
 LARGEST_BLOCK = 2048
-"""Classes of a row that one program has in its registers at once; a power of 2."""
+"""The most classes of a row that a program has in its registers at once; a power of 2."""
 CLASSES_A_THREAD = 8
-"""One load of 16 bytes in bfloat16. The compiler then takes 48 to 75 registers (sm_90, Triton 3.9), so that 24 to 40
-warps share a multiprocessor; with 16 classes it takes 96 to 134, and what is not aligned spills."""
+"""One load of 16 bytes in bfloat16. The compiler then uses 48 to 75 registers (sm_90, Triton 3.9), so that 24 to 40
+warps fit on a multiprocessor; with 16 classes it uses 96 to 134, and kernels for unaligned rows spill."""
 ALIGNED = 16
-"""Rows begin at multiples of so many numbers: without, an odd vocabulary (50,257) is read number by number."""
+"""Rows begin at multiples of so many numbers. Otherwise rows of an odd vocabulary (50,257) would be read one number at
+a time."""
 
 
 def why_no_kernel(device_type: str) -> str:
-    """Why a device of that kind does without the kernels; empty where it has them."""
+    """Return why the kernels are not used on that kind of device; an empty string if they are."""
     if device_type == "cpu":
-        return "" if os.environ.get("TRITON_INTERPRET") == "1" and _installed() else "Triton has none for the CPU"
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1" and _installed()
+        return "" if interpreted else "Triton has none for the CPU"
     if device_type not in ("cuda", "xpu"):
         return f"Triton has none for {device_type}"
     return "" if _installed() else "Triton is not installed"
 
 
 def aligned(classes: int) -> int:
-    """How far rows of so many classes should begin from each other."""
+    """Return the distance in memory between rows of so many classes: the next multiple of `ALIGNED`."""
     return -(-classes // ALIGNED) * ALIGNED
 
 
 @functools.cache
 def _installed() -> bool:
+    """Return whether Triton is installed, without importing it."""
     return importlib.util.find_spec("triton") is not None
 
 
 class RowKernel:
-    """The kernels for one projection, and what its logits are held against.
+    """The kernels for one projection and target distribution.
 
     Args:
-        q: of the classes here.
-        bias_V, softcap, temperature: of the projection; a kernel adds the bias itself, before it rounds.
-        ignored: the target of rows that count for nothing though they are in a chunk; None where none is.
+        q: the target distribution over this rank's classes.
+        bias_V, softcap, temperature: those of the projection. The kernels add the bias, in float32, so that the sum is
+            not rounded to the product's dtype.
+        ignored: the target of rows that a chunk contains but that do not count; None if no chunk contains such rows.
     """
 
     def __init__(
@@ -63,37 +67,42 @@ class RowKernel:
         from seqpar.kernels import triton_rows
 
         self.kernels: Any = triton_rows
-        self.q, self.bias_V, self.ignored = q, bias_V, ignored
+        self.q = q
+        self.bias_V = bias_V
+        self.ignored = ignored
         self.weight_sum: Tensor | None = None
         if q.weight_V is not None:
-            shared_V = q.weight_V.clone()
-            if q.excluded is not None:
-                shared_V[q.excluded] = 0
-            self.weight_sum = shared_V.sum().reshape(1)
-        self.shared = {"each": q.each, "excluded": q.excluded, "softcap": softcap, "temperature": float(temperature)}
+            # W = sum_k w_k without the excluded class
+            self.weight_sum = included_weight(q.weight_V, q).sum().reshape(1)
+        self.settings = {"each": q.each, "excluded": q.excluded, "softcap": softcap, "temperature": float(temperature)}
 
     def whole_(
         self, product_KV: Tensor, target_K: Tensor, factor: float | Tensor, gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Each row's loss, nll and whether it is correct (0 or 1), in float32 or wider; all classes are here.
+        """Return each row's loss, nll and whether it is correct (0 or 1), in float32 or wider; all classes are here.
 
-        With `gradient`, that of the products takes their place, `factor` times as large: a number, or one for each row.
+        With `gradient`, the products are overwritten with `factor` times their gradient; `factor` is one number, or one
+        for each row.
         """
-        q, out_3K = self.q, self._out(3, product_KV)
+        q = self.q
+        out_3K = self._out(3, product_KV)
         settings = {
             "ignored": self.ignored, "gold_q": q.gold, "classes": float(q.classes), "kl_gold": q.kl_gold,
-            "kl_each": q.kl_each, "z_loss": q.z_loss, "GRADIENT": gradient, **self.shared,
+            "kl_each": q.kl_each, "z_loss": q.z_loss, "GRADIENT": gradient, **self.settings,
         }  # fmt: skip
-        given = (self.bias_V, q.weight_V, self.weight_sum, *self._factor(factor, out_3K), out_3K, out_3K.stride(0))
-        self._launch(self.kernels._whole_rows, product_KV, target_K, *given, **settings)
+        arguments = (self.bias_V, q.weight_V, self.weight_sum, *self._factor(factor, out_3K), out_3K, out_3K.stride(0))
+        self._launch(self.kernels._whole_rows, product_KV, target_K, *arguments, **settings)
         loss_K, nll_K, correct_K = out_3K
         return loss_K, nll_K, correct_K
 
     def part_sums(self, product_KV: Tensor, index_K: Tensor) -> RowSums:
-        """The sums over the classes here of rows whose targets are `index_K`, below 0 or above V where elsewhere."""
+        """Return the row sums over this rank's classes.
+
+        `index_K` has the targets, counted from this rank's first class; those of other ranks are outside [0, V).
+        """
         out_5K = self._out(5, product_KV)
-        given = (self.bias_V, self.q.weight_V, out_5K, out_5K.stride(0))
-        self._launch(self.kernels._part_sums, product_KV, index_K, *given, **self.shared)
+        arguments = (self.bias_V, self.q.weight_V, out_5K, out_5K.stride(0))
+        self._launch(self.kernels._part_sums, product_KV, index_K, *arguments, **self.settings)
         best_K, argbest_K, lse_K, gold_K, sum_K = out_5K
         argbest_K = argbest_K.long()
         return RowSums(best_K, lse_K, gold_K, argbest_K == index_K, argbest_K, sum_K if self.q.each else None)
@@ -101,30 +110,50 @@ class RowKernel:
     def part_gradient_(
         self, product_KV: Tensor, index_K: Tensor, lse_K: Tensor, mass: float | Tensor, factor: float | Tensor
     ) -> None:
-        """The gradient of the products here takes their place: factor x (mass p - w q), p over the whole vocabulary."""
+        """Overwrite this rank's products with their gradient, factor x (mass p - w q).
+
+        p_k = exp(z_k - lse), so all that is needed from the other ranks is lse of the whole vocabulary.
+        """
         mass_K, stride = self._factor(mass, lse_K)
         if mass_K is None:
-            mass_K, stride = torch.ones_like(lse_K), 1
-        given = (self.bias_V, self.q.weight_V, lse_K.contiguous(), mass_K, stride, *self._factor(factor, lse_K))
-        self._launch(self.kernels._part_gradient, product_KV, index_K, *given, gold_q=self.q.gold, **self.shared)
+            mass_K = torch.ones_like(lse_K)
+            stride = 1
+        arguments = (self.bias_V, self.q.weight_V, lse_K.contiguous(), mass_K, stride, *self._factor(factor, lse_K))
+        self._launch(self.kernels._part_gradient, product_KV, index_K, *arguments, gold_q=self.q.gold, **self.settings)
 
-    def _launch(self, kernel: Any, product_KV: Tensor, target_K: Tensor, *given: object, **settings: object) -> None:
+    def _launch(
+        self, kernel: Any, product_KV: Tensor, target_K: Tensor, *arguments: object, **settings: object
+    ) -> None:
+        """Run a kernel with one program per row."""
         rows, classes = product_KV.shape
         block = min(LARGEST_BLOCK, 1 << max(0, classes - 1).bit_length())
+        # The numbers between the last class and the next row belong to the row, so whole vectors may be read there
         width = min(product_KV.stride(0), aligned(classes))
-        on_accelerator = product_KV.device.type != "cpu"
-        here = torch.accelerator.device_index(product_KV.device.index) if on_accelerator else contextlib.nullcontext()
-        with here:
-            warps = max(1, block // (32 * CLASSES_A_THREAD))
-            strided = product_KV, product_KV.stride(0), classes, width, target_K.contiguous()
-            kernel[(rows,)](*strided, *given, **settings, BLOCK=block, num_warps=warps)
+        warps = max(1, block // (32 * CLASSES_A_THREAD))
+        strided = (product_KV, product_KV.stride(0), classes, width, target_K.contiguous())
+        # Triton launches on the current device, which need not be the tensors'
+        with _current_device(product_KV.device):
+            kernel[(rows,)](*strided, *arguments, **settings, BLOCK=block, num_warps=warps)
 
     def _out(self, columns: int, product_KV: Tensor) -> Tensor:
+        """Return memory for so many results per row."""
         return product_KV.new_empty((columns, len(product_KV)), dtype=wide(product_KV.dtype))
 
     def _factor(self, factor: float | Tensor, like: Tensor) -> tuple[Tensor | None, int]:
-        """A number for each row, and how far apart they lie; None where all are 1."""
-        if not isinstance(factor, Tensor):
-            return (None, 0) if factor == 1 else (torch.full((1,), factor, dtype=like.dtype, device=like.device), 0)
-        factor = factor.to(like.device, like.dtype).contiguous()
-        return factor, int(factor.dim() > 0 and factor.numel() > 1)
+        """Return the factors as a tensor, and the distance between those of two rows: 0 if there is one for all rows.
+
+        The tensor is None if the factor is 1.
+        """
+        if isinstance(factor, Tensor):
+            factor = factor.to(like.device, like.dtype).contiguous()
+            return factor, int(factor.dim() > 0 and factor.numel() > 1)
+        if factor == 1:
+            return None, 0
+        return torch.full((1,), factor, dtype=like.dtype, device=like.device), 0
+
+
+def _current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which the device is the current one; a CPU needs none."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.accelerator.device_index(device.index)

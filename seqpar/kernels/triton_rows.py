@@ -1,14 +1,18 @@
-"""A chunk of products with the vocabulary becomes, in place, its own gradient: Triton kernels, one program to a row.
+"""Overwrite a chunk of products with their gradient, in Triton kernels with one program per row.
 
-Every row is read twice and written once. The first reading keeps, for each lane, a running maximum and the sum of
-exponentials below it (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"), so that one
-exponential is taken of each logit; the second writes the gradient where the product was. `seqpar.criteria` has the
-formulas; those here are the same, and tests hold the two against each other.
+Every row is read twice and written once. The first pass computes, for each lane, a running maximum m and the sum of
+exponentials relative to it (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"), with one
+exponential per logit z:
 
-Only `seqpar.row_kernel` imports this module, where Triton is installed.
+    s <- s exp(m - max(m, z)) + exp(z - max(m, z)),   m <- max(m, z);     in the end  lse = m + log s
 
-V is the number of classes here; WIDTH how many numbers of a row's memory may be read and written, so that steps of 16
-bytes need no look at where the classes end.
+The second pass overwrites the product with its gradient. The formulas are those of `seqpar.losses.softmax_loss`, and
+tests compare the two.
+
+Only `seqpar.kernels.row_kernel` imports this module, if Triton is installed.
+
+V is the number of classes on this rank. WIDTH is how many numbers of a row's memory may be read and written: V rounded
+up to whole vectors, which therefore need not stop at the last class.
 """
 
 from __future__ import annotations
@@ -20,12 +24,16 @@ from triton.language import constexpr
 
 @triton.jit
 def _logits(x_ptr, bias_ptr, k, there, here, softcap: constexpr, temperature: constexpr, dtype: constexpr):
-    """Some classes' logits of one row, and the tanh they came through; `there`: where the row's memory goes on."""
+    """Return the logits of some classes of one row, and the tanh of the softcap.
+
+    `there` masks numbers within the row's memory, `here` those that are classes.
+    """
     z = tl.load(x_ptr + k, there, other=0.0).to(dtype)
     if bias_ptr is not None:
         z += tl.load(bias_ptr + k, here, other=0.0).to(dtype)
     tanh = z
     if softcap is not None:
+        # tanh |x| = (1 - e^(-2|x|)) / (1 + e^(-2|x|)), which cannot overflow
         shrunk = tl.exp(-2.0 * tl.abs(z) / softcap)
         tanh = (1.0 - shrunk) / (1.0 + shrunk)
         tanh = tl.where(z < 0, -tanh, tanh)
@@ -37,11 +45,11 @@ def _logits(x_ptr, bias_ptr, k, there, here, softcap: constexpr, temperature: co
 
 @triton.jit
 def _class_weights(weight_ptr, k, here, excluded: constexpr, dtype: constexpr):
-    """w of some classes; 0 for the excluded one and for what is no class here."""
-    kept = here
+    """Return w of some classes; 0 for the excluded one and beyond the last class."""
+    included = here
     if excluded is not None:
-        kept = here & (k != excluded)
-    w = kept.to(dtype)
+        included = here & (k != excluded)
+    w = included.to(dtype)
     if weight_ptr is not None:
         w *= tl.load(weight_ptr + k, here, other=0.0).to(dtype)
     return w
@@ -62,7 +70,7 @@ def _row_sums(
     dtype: constexpr,
     BLOCK: constexpr,
 ):
-    """The largest logit, its lowest class, log-sum-exp, the target's logit, and the weighted sum of all logits."""
+    """Return the largest logit, its lowest class, lse, z_y, Z, and whether the target is one of this rank's classes."""
     best = tl.full([BLOCK], float("-inf"), dtype)
     total = tl.zeros([BLOCK], dtype)
     sum_ = tl.zeros([BLOCK], dtype)
@@ -73,10 +81,11 @@ def _row_sums(
         z, _ = _logits(x_ptr, bias_ptr, k, k < WIDTH, here, softcap, temperature, dtype)
         if each != 0.0:
             w = _class_weights(weight_ptr, k, here, excluded, dtype)
+            # A logit may be -inf, and 0 x inf is nan
             sum_ += tl.where(w != 0, w * z, 0.0)
         z = tl.where(here, z, float("-inf"))
         larger = z > best
-        # Where both are -inf their difference is nan; what is added then is multiplied by exp(-inf) in the end
+        # If both are -inf, their difference is nan; the 1 added instead is multiplied by exp(-inf) = 0 in the end
         shrink = tl.where(z == best, 1.0, tl.exp(-tl.abs(z - best)))
         total = tl.where(larger, total * shrink + 1.0, total + shrink)
         argbest = tl.where(larger, k, argbest)
@@ -91,7 +100,7 @@ def _row_sums(
 
 @triton.jit
 def _gold_weight(weight_ptr, target, inside, dtype: constexpr):
-    """w of the target; 0 where it is no class here."""
+    """Return w of the target; 0 if it is no class of this rank."""
     w = inside.to(dtype)
     if weight_ptr is not None:
         w *= tl.load(weight_ptr + target, inside, other=0.0).to(dtype)
@@ -118,7 +127,10 @@ def _row_gradient(
     dtype: constexpr,
     BLOCK: constexpr,
 ):
-    """factor x (mass p - w q), carried back to the product, in its place; 0 in a row that is not kept."""
+    """Overwrite the product with its gradient, 0 in an ignored row.
+
+    factor x (mass p - w q) x (1 - tanh^2) / temperature
+    """
     for start in range(0, V, BLOCK):
         k = start + tl.arange(0, BLOCK)
         here = k < V
@@ -162,7 +174,7 @@ def _whole_rows(
     GRADIENT: constexpr,
     BLOCK: constexpr,
 ):
-    """Loss, nll and correctness of a row whose vocabulary is all here; with GRADIENT, its product's gradient, too."""
+    """Store loss, nll and correctness of a row with all classes; with GRADIENT, overwrite its product, too."""
     dtype: constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
@@ -170,12 +182,14 @@ def _whole_rows(
     _, argbest, lse, gold, sum_, inside = _row_sums(
         x_ptr, V, WIDTH, target, bias_ptr, weight_ptr, softcap, temperature, each, excluded, dtype, BLOCK
     )
-    gold = tl.where(inside, gold, float("nan"))  # a target that nobody could check is seen in the loss
+    # While a CUDA graph is recorded no target can be checked; nan shows one outside the vocabulary
+    gold = tl.where(inside, gold, float("nan"))
     gold_share = gold_q * _gold_weight(weight_ptr, target, inside, dtype)
     nll = lse - gold
     loss = gold_share * nll
     mass = gold_share
     if weight_ptr is None:
+        # Without weights q sums to 1: gold + each x classes = 1
         mass = tl.full((), 1.0, dtype)
         if each != 0.0:
             loss += each * (classes * lse - sum_)
@@ -185,7 +199,8 @@ def _whole_rows(
         if each != 0.0:
             loss += each * (weights * lse - sum_)
             mass += each * weights
-        if kl_gold != 0.0:  # else the weight of a class that nobody has would be multiplied by 0, and may be inf
+        # The weight of a class that no term uses may be inf, and 0 x inf is nan
+        if kl_gold != 0.0:
             loss += (kl_gold - kl_each) * _gold_weight(weight_ptr, target, inside, dtype) + kl_each * weights
     if z_loss != 0.0:
         loss += z_loss * lse * lse
@@ -224,7 +239,7 @@ def _part_sums(
     temperature: constexpr,
     BLOCK: constexpr,
 ):
-    """A row's sums over the classes here: the largest logit, its class, log-sum-exp, the target's logit, the sum."""
+    """Store a row's sums over this rank's classes: the largest logit, its class, lse, the target's logit, Z."""
     dtype: constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     best, argbest, lse, gold, sum_, _ = _row_sums(
@@ -235,7 +250,7 @@ def _part_sums(
     tl.store(out_ptr, best)
     tl.store(out_ptr + out_stride, argbest.to(dtype))
     tl.store(out_ptr + 2 * out_stride, lse)
-    tl.store(out_ptr + 3 * out_stride, gold)  # 0 where the target is another rank's
+    tl.store(out_ptr + 3 * out_stride, gold)  # 0 for a target on another rank
     tl.store(out_ptr + 4 * out_stride, sum_)
 
 
@@ -260,10 +275,11 @@ def _part_gradient(
     temperature: constexpr,
     BLOCK: constexpr,
 ):
-    """The gradient of a row's products here, from the log-sum-exp over the whole vocabulary."""
+    """Overwrite a row's products on this rank with their gradient, given lse of the whole vocabulary."""
     dtype: constexpr = lse_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    target, lse = tl.load(target_ptr + row), tl.load(lse_ptr + row)
+    target = tl.load(target_ptr + row)
+    lse = tl.load(lse_ptr + row)
     inside = (target >= 0) & (target < V)
     factor = tl.full((), 1.0, dtype)
     if factor_ptr is not None:

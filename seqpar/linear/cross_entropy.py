@@ -1,4 +1,4 @@
-"""A projection onto the vocabulary and its cross-entropy in chunks, every gradient by formula.
+"""Compute a projection onto the vocabulary and its cross-entropy in chunks, with all gradients in closed form.
 
 Shape suffixes: N rows (batch x time), D hidden, V vocabulary.
 """
@@ -11,8 +11,8 @@ from torch import Tensor
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.compiled_op import compiled_cross_entropy
-from seqpar.linear.formula import differentiable_loss
-from seqpar.linear.inputs import Inputs, Settings, checked, local_parts, plan
+from seqpar.linear.inputs import Inputs, Settings, checked, local_tensors, plan
+from seqpar.linear.leaves import differentiable_loss
 from seqpar.losses.softmax_loss import Convention
 
 
@@ -34,7 +34,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     vocab: VocabShard | None = None,
 ) -> TokenLoss:
-    """The summed cross-entropy of `hidden @ weight.T + bias`, while one chunk's logits exist at a time.
+    """Return the summed cross-entropy of `hidden @ weight.T + bias`, while one chunk's logits exist at a time.
 
     Plain equivalent, with its gradients, to the last digits of float64:
 
@@ -46,42 +46,43 @@ def linear_cross_entropy(
 
     Args:
         hidden: (rows, D) or (batch, time, D).
-        weight: (V, D), `nn.Linear`'s and `nn.Embedding`'s layout, so it may be tied to an embedding. A DTensor split
-            by rows on a mesh of one axis gives `vocab` by itself.
-        target: whole numbers of hidden's leading shape, in [0, vocab_size) or `ignore_index`.
+        weight: (V, D), the layout of `nn.Linear` and `nn.Embedding`, so it may be tied to an embedding. A DTensor split
+            by rows on a mesh of one axis defines `vocab` itself.
+        target: class indices of hidden's leading shape, in [0, vocab_size) or `ignore_index`.
         bias: (V,).
         label_smoothing, smoothing_convention: the probability taken from the target, in [0, 1), and which classes get
             it: "torch", "fairseq" or "harvard", as `seqpar.LabelSmoothing` defines them.
         z_loss: factor of the squared log-partition, which keeps logits near 0 (PaLM, Chowdhery et al. 2022,
             section 5, with 1e-4).
-        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2, 2024, section 2); None leaves them.
-        temperature: what logits are then divided by; above 0.
-        class_weight: (V,), w: each class's term of the sum times its weight, in "harvard" the whole KL term
-            `q_k (log q_k - log p_k)`. For "torch" these are the weights of `torch.nn.CrossEntropyLoss`. Not
-            differentiated.
-        token_weight: target's shape, a: each token's loss times its weight (an advantage, the weight of its sequence),
-            of either sign. `tokens`, `nll` and `correct` count every token once. Differentiated where it needs it.
-        loss_scale: what `total` will be multiplied by before `backward`, a number other than 0 or a tensor of one. For
-            float16, where the gradients kept would be too small: `scaler.get_scale() / tokens` with a GradScaler. They
-            are kept so many times as large, and divided again; any factor gives the right gradient.
+        softcap: replaces logits by `softcap * tanh(logits / softcap)` (Gemma 2, 2024, section 2); None does not.
+        temperature: divides the logits, after softcap; above 0.
+        class_weight: (V,), w: multiplies each class's term of the sum, in "harvard" the whole KL term
+            `q_k (log q_k - log p_k)`. For "torch" these are the weights of `torch.nn.CrossEntropyLoss`. It gets no
+            gradient.
+        token_weight: target's shape, a: multiplies each token's loss (an advantage, the weight of its sequence), of
+            either sign. `tokens`, `nll` and `correct` count every token once. It gets a gradient if it requires one.
+        loss_scale: the factor that `total` will be multiplied by before `backward`, a number other than 0 or a tensor
+            of one. For float16, whose small gradients would underflow: `scaler.get_scale() / tokens` with a GradScaler.
+            Gradients are stored multiplied by it and divided by it in backward; any factor gives the right gradient.
         chunk_tokens: the most rows whose logits exist at once; None chooses by bytes.
-        vocab: which classes `weight` holds, where the vocabulary is split over ranks. Then hidden and target are the
+        vocab: which classes `weight` has, if the vocabulary is split over ranks. Then hidden and target must be the
             same on every rank of the group, or every rank raises (hidden states are compared by sums of them, up to
-            rounding); weight and bias are this rank's rows, and class_weight is this rank's part, or all of it. Per
-            chunk two all-reduces, per call one small all-gather, per backward one all-reduce of the hidden gradient.
+            rounding); weight and bias are this rank's rows, and class_weight is for this rank's classes, or for all.
+            Costs two all-reduces per chunk, one small all-gather per call, and one all-reduce of the hidden gradient
+            per backward.
 
     Returns:
         `TokenLoss`, the same on every rank of the group: `total` in float32 or wider; `nll` without smoothing, weights
-        and z-loss, at this temperature; `correct` by the lowest of the most likely classes. `total` can be
-        differentiated once.
+        and z-loss, at this temperature; `correct` counts targets that are the most likely class, the lowest one if
+        several are. `total` can be differentiated once.
 
-    Under autocast the products are in autocast's dtype, as `F.linear`'s are. Under `torch.compile` it is one operator
-    of the graph (`fullgraph=True` holds) with the same numbers, unless the vocabulary is split.
+    Under autocast the products are in autocast's dtype, as those of `F.linear`. Under `torch.compile` the loss is one
+    operator of the graph (it works with `fullgraph=True`) with the same numbers, unless the vocabulary is split.
 
     Raises:
-        TypeError: what is no dense tensor or no number; a float target; tensors of different dtypes; a DTensor of
-            another layout.
-        ValueError: shapes or devices that disagree; a number out of its range; a shard beyond the vocabulary.
+        TypeError: an argument that is no dense tensor or no number; a float target; tensors of different dtypes; a
+            DTensor of another layout.
+        ValueError: shapes or devices that do not fit; a number out of its range; a shard beyond the vocabulary.
         IndexError: a target outside [0, vocab_size) that is not ignored (with value and position), on every rank.
         RuntimeError: ranks that disagree on sizes, settings, hidden, targets or the validity of their inputs, on every
             rank.
@@ -90,7 +91,7 @@ def linear_cross_entropy(
     inputs = Inputs(hidden, weight, target, bias, class_weight, token_weight)
     if torch.compiler.is_compiling() and vocab is None:
         return compiled_cross_entropy(inputs, settings, loss_scale)
-    inputs, vocab = local_parts(inputs, vocab)
+    inputs, vocab = local_tensors(inputs, vocab)
     shard, q = checked(inputs, settings, vocab, loss_scale)
     leaves, chunks, chunk_loss = plan(inputs, settings, shard, q)
     return differentiable_loss(chunk_loss, chunks, leaves, loss_scale)

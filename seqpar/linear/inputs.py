@@ -1,7 +1,7 @@
-"""What a loss over a projection is given: checked once, at the edge, on every rank; and how it is cut.
+"""Check the arguments of a loss over a projection, on every rank, and prepare its chunks.
 
-Shape suffixes: N rows (batch x time), D hidden, V this rank's part of the vocabulary; `vocab_size` is always the global
-one.
+Shape suffixes: N rows (batch x time), D hidden, V this rank's classes; `vocab_size` is always that of the whole
+vocabulary.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from seqpar.core.chunks import Chunk, check_size, cut_rows, recording, rows_per_
 from seqpar.core.tensor_checks import check_floating, check_integer_target, check_number, is_dtensor
 from seqpar.distributed.collectives import copy_to_group, world_size
 from seqpar.distributed.vocab_parallel import VocabShard, local_copy, local_rows
-from seqpar.linear.formula import LinearFormula, LinearLeaves, Projection, product_dtype
+from seqpar.linear.formula import LinearFormula, Projection
+from seqpar.linear.leaves import LinearLeaves, product_dtype
 from seqpar.losses.softmax_loss import Convention, SoftTarget, check_smoothing, soft_target
 from seqpar.losses.target_checks import check_ignore_index, check_range
 
 
 class Inputs(NamedTuple):
-    """The tensors, as the caller gave them."""
+    """The tensors that the caller passed."""
 
     hidden: Tensor
     weight: Tensor
@@ -33,7 +34,7 @@ class Inputs(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The numbers, in which the ranks of a group must agree."""
+    """The numbers that the caller passed; they must be the same on all ranks of a group."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -44,82 +45,96 @@ class Settings(NamedTuple):
     chunk_tokens: int | None = None
 
 
-def local_parts(inputs: Inputs, vocab: VocabShard | None) -> tuple[Inputs, VocabShard | None]:
-    """What this rank holds, where weight is a DTensor, which says itself how the vocabulary is split."""
+def local_tensors(inputs: Inputs, vocab: VocabShard | None) -> tuple[Inputs, VocabShard | None]:
+    """Return this rank's tensors and its shard if the weight is a DTensor, else the arguments unchanged."""
     if not is_dtensor(inputs.weight):
         return inputs, vocab
     if vocab is not None:
-        raise TypeError("weight is a DTensor, which says itself how it is split; leave vocab out")
+        raise TypeError("weight is a DTensor and vocab is given; omit vocab: the weight already defines the split")
     weight, bias, vocab = local_rows(inputs.weight, inputs.bias)
-    hidden, target = local_copy(inputs.hidden, "hidden"), local_copy(inputs.target, "target")
-    class_weight, token_weight = inputs.class_weight, inputs.token_weight
-    class_weight = None if class_weight is None else local_copy(class_weight, "class_weight")
-    token_weight = None if token_weight is None else local_copy(token_weight, "token_weight")
+    class_weight = inputs.class_weight
+    if class_weight is not None:
+        class_weight = local_copy(class_weight, "class_weight")
+    token_weight = inputs.token_weight
+    if token_weight is not None:
+        token_weight = local_copy(token_weight, "token_weight")
+    hidden = local_copy(inputs.hidden, "hidden")
+    target = local_copy(inputs.target, "target")
     return Inputs(hidden, weight, target, bias, class_weight, token_weight), vocab
 
 
 def plan(
     inputs: Inputs, settings: Settings, shard: VocabShard, q: SoftTarget
 ) -> tuple[LinearLeaves, list[Chunk], LinearFormula]:
-    """Return the tensors by rows, how the rows are cut into chunks, and the loss of a chunk."""
-    hidden, target_N, dtype = inputs.hidden, inputs.target.flatten().long(), product_dtype(inputs.hidden)
+    """Return the tensors with one row per token, the chunks of rows, and the function that computes a chunk's loss."""
+    hidden = inputs.hidden
+    target_N = inputs.target.flatten().long()
+    dtype = product_dtype(hidden)
     softcap = None if settings.softcap is None else float(settings.softcap)
     projection = Projection(inputs.weight, inputs.bias, dtype, softcap, float(settings.temperature))
-    # Alone, the softmax here is the whole one; in a group, `shard` makes it so
+    # A group of one rank has all classes and needs no sums over ranks
     part = shard if world_size(shard.group) > 1 else None
+    # Every rank must cut the same chunks, also where ranks have different numbers of classes
     most = settings.chunk_tokens or rows_per_chunk(shard.largest_even_part, dtype, hidden.device.type)
     chunks = cut_rows(target_N != settings.ignore_index, most)
+    # Chunks contain ignored rows only while a CUDA graph is recorded
     ignored = settings.ignore_index if recording(hidden.device) else None
     formula = LinearFormula(projection, target_N, q, part, ignored)
+    # Each rank's hidden gradient covers its own classes only; the backward of this copy sums them over the group
     hidden_ND = copy_to_group(hidden, shard.group).flatten(0, -2)
     token_weight_N = None if inputs.token_weight is None else inputs.token_weight.flatten()
     return LinearLeaves(hidden_ND, inputs.weight, inputs.bias, token_weight_N), chunks, formula
 
 
 def checked(
-    inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor = 1.0, of: str = ""
+    inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor = 1.0, prefix: str = ""
 ) -> tuple[VocabShard, SoftTarget]:
-    """The shard, and the soft target as this rank's classes see it; or what is wrong, on every rank of the group.
+    """Return the shard and the soft target over this rank's classes, after checking all arguments.
 
-    `of` is what the names of hidden, weight and bias begin with in the caller's arguments.
+    An invalid argument raises an error on every rank of the group.
+
+    Args:
+        prefix: the beginning of the names of hidden, weight and bias among the caller's arguments.
     """
     if vocab is not None and not isinstance(vocab, VocabShard):
         raise TypeError(f"vocab is a {type(vocab).__name__}; it must be a seqpar.VocabShard, or None")
     wrong: Exception | None = None
     try:
-        found = _valid(inputs, settings, vocab, loss_scale, of)
+        shard, q = _checked_on_this_rank(inputs, settings, vocab, loss_scale, prefix)
     except (TypeError, ValueError, IndexError) as error:
         wrong = error
     if wrong is not None:
         if vocab is not None:
-            _tell(wrong, vocab)
+            _send_error_to_group(wrong, vocab)
         raise wrong
     if vocab is not None:
         vocab.check(len(inputs.weight), _facts(inputs, settings, vocab), inputs.hidden)
-    return found
+    return shard, q
 
 
-def _valid(
-    inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor, of: str
+def _checked_on_this_rank(
+    inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor, prefix: str
 ) -> tuple[VocabShard, SoftTarget]:
+    """Return the shard and the soft target over this rank's classes; raise for arguments invalid on this rank."""
     _check_settings(settings)
     check_loss_scale(loss_scale)
-    _check_kinds(inputs, of)
-    _check_sizes(inputs, of)
-    _check_places(inputs, of)
+    _check_kinds(inputs, prefix)
+    _check_shapes(inputs, prefix)
+    _check_devices_and_dtypes(inputs, prefix)
     rows = inputs.weight.size(0)
     if vocab is None and not rows:
-        raise ValueError(f"{of}weight has shape {tuple(inputs.weight.shape)}; it must have at least one class")
+        raise ValueError(f"{prefix}weight has shape {tuple(inputs.weight.shape)}; it must have at least one class")
     shard = vocab or VocabShard(None, 0, rows)
     if shard.start + rows > shard.vocab_size:
         raise ValueError(
             f"weight has {rows} rows from class {shard.start} on, beyond the vocabulary [0, {shard.vocab_size})"
         )
-    weight_V = _own_part(inputs.class_weight, rows, shard)
+    weight_V = _local_class_weight(inputs.class_weight, rows, shard)
     q = soft_target(
         float(settings.label_smoothing), settings.smoothing_convention, settings.ignore_index, shard.vocab_size
     )
-    target = inputs.target.long()  # -100 is 156 to bytes
+    # In the target's own dtype -100 may be another number, such as 156 in uint8
+    target = inputs.target.long()
     check_range(target, target != settings.ignore_index, shard.vocab_size)
     excluded = None if q.excluded is None else q.excluded - shard.start
     if excluded is not None and not 0 <= excluded < rows:
@@ -130,8 +145,8 @@ def _valid(
 NOTHING_WRONG = {"what is wrong": "nothing"}
 
 
-def _tell(wrong: Exception, vocab: VocabShard) -> None:
-    """Raises RuntimeError unless the other ranks have the same fault; they would wait for this one."""
+def _send_error_to_group(wrong: Exception, vocab: VocabShard) -> None:
+    """Let the other ranks, which would otherwise wait for this one, raise; raise RuntimeError if theirs differ."""
     try:
         vocab.meet({"what is wrong": f"{type(wrong).__name__}: {wrong}"})
     except RuntimeError as disagreement:
@@ -139,7 +154,10 @@ def _tell(wrong: Exception, vocab: VocabShard) -> None:
 
 
 def _facts(inputs: Inputs, settings: Settings, vocab: VocabShard) -> dict[str, object]:
-    """What the ranks of a group must have alike: otherwise they would wait for each other, or add up nonsense."""
+    """Return everything that must be the same on all ranks of a group, by its name in the error message.
+
+    Ranks that differ in any of it would wait for each other, or add up sums of different things.
+    """
     hidden, weight, target = inputs.hidden, inputs.weight, inputs.target
     flat_N = target.flatten().long()
     return {
@@ -153,12 +171,13 @@ def _facts(inputs: Inputs, settings: Settings, vocab: VocabShard) -> dict[str, o
         "token_weight": "none" if inputs.token_weight is None else "given",
         "whether hidden needs a gradient": hidden.requires_grad and torch.is_grad_enabled(),
         **settings._asdict(),
-        # Other targets would be other chunks; a checksum finds it for the price of one number
+        # Different targets would give different chunks; a checksum of them costs one number
         "the targets": int((flat_N * torch.arange(1, len(flat_N) + 1, device=flat_N.device)).sum()),
     }
 
 
 def _check_settings(settings: Settings) -> None:
+    """Raise unless all numbers are in their ranges."""
     check_ignore_index(settings.ignore_index)
     check_size(settings.chunk_tokens, "chunk_tokens")
     check_number(settings.label_smoothing, "label_smoothing", at_least=0, below=1)
@@ -169,61 +188,67 @@ def _check_settings(settings: Settings) -> None:
     check_number(settings.temperature, "temperature", above=0)
 
 
-def _check_kinds(inputs: Inputs, of: str) -> None:
-    check_floating(inputs.hidden, f"{of}hidden")
-    check_floating(inputs.weight, f"{of}weight")
+def _check_kinds(inputs: Inputs, prefix: str) -> None:
+    """Raise TypeError unless the target has class indices and all other tensors have a floating dtype."""
+    check_floating(inputs.hidden, f"{prefix}hidden")
+    check_floating(inputs.weight, f"{prefix}weight")
     check_integer_target(inputs.target)
-    optional = {f"{of}bias": inputs.bias, "class_weight": inputs.class_weight, "token_weight": inputs.token_weight}
+    optional = {f"{prefix}bias": inputs.bias, "class_weight": inputs.class_weight, "token_weight": inputs.token_weight}
     for name, tensor in optional.items():
         if tensor is not None:
             check_floating(tensor, name)
 
 
-def _check_sizes(inputs: Inputs, of: str) -> None:
+def _check_shapes(inputs: Inputs, prefix: str) -> None:
+    """Raise ValueError unless the shapes fit each other."""
     hidden, weight, target, bias, _, token_weight = inputs
     if hidden.dim() < 2 or hidden.shape[:-1] != target.shape:
         raise ValueError(
-            f"{of}hidden has shape {tuple(hidden.shape)} and target {tuple(target.shape)}; target must have hidden's "
-            "leading shape: (N, D) with (N,), or (batch, time, D) with (batch, time)"
+            f"{prefix}hidden has shape {tuple(hidden.shape)} and target {tuple(target.shape)}; target must have "
+            "hidden's leading shape: (N, D) with (N,), or (batch, time, D) with (batch, time)"
         )
     if weight.dim() != 2 or weight.size(1) != hidden.size(-1):
         raise ValueError(
-            f"{of}hidden has shape {tuple(hidden.shape)} and {of}weight {tuple(weight.shape)}; {of}weight must be "
-            f"(V, D) with {of}hidden's last size D, the layout of nn.Linear.weight"
+            f"{prefix}hidden has shape {tuple(hidden.shape)} and {prefix}weight {tuple(weight.shape)}; "
+            f"{prefix}weight must be (V, D) with {prefix}hidden's last size D, the layout of nn.Linear.weight"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"{of}bias has shape {tuple(bias.shape)} and {of}weight {tuple(weight.shape)}; {of}bias must be (V,)"
+            f"{prefix}bias has shape {tuple(bias.shape)} and {prefix}weight {tuple(weight.shape)}; "
+            f"{prefix}bias must be (V,)"
         )
     if token_weight is not None and token_weight.shape != target.shape:
         raise ValueError(
-            f"token_weight has shape {tuple(token_weight.shape)} and target {tuple(target.shape)}; it needs one number "
-            "for each token"
+            f"token_weight has shape {tuple(token_weight.shape)} and target {tuple(target.shape)}; it must have "
+            "one number for each token"
         )
 
 
-def _check_places(inputs: Inputs, of: str) -> None:
-    """Raise ValueError for another device than hidden's, TypeError for another dtype, but for autocast."""
-    hidden, autocast = inputs.hidden, torch.is_autocast_enabled(inputs.hidden.device.type)
+def _check_devices_and_dtypes(inputs: Inputs, prefix: str) -> None:
+    """Raise ValueError for a device other than hidden's, TypeError for another dtype unless autocast is on."""
+    hidden = inputs.hidden
+    autocast = torch.is_autocast_enabled(hidden.device.type)
     for name, tensor in inputs._asdict().items():
         if tensor is None:
             continue
-        shown = f"{of}{name}" if name in ("weight", "bias") else name
+        shown = f"{prefix}{name}" if name in ("weight", "bias") else name
         if tensor.device != hidden.device:
             raise ValueError(
-                f"{of}hidden is on {hidden.device} and {shown} on {tensor.device}; move them to one device"
+                f"{prefix}hidden is on {hidden.device} and {shown} on {tensor.device}; move them to one device"
             )
         if name in ("weight", "bias") and tensor.dtype != hidden.dtype and not autocast:
             raise TypeError(
-                f"{of}hidden has dtype {hidden.dtype} and {shown} {tensor.dtype}; cast one, or use autocast"
+                f"{prefix}hidden has dtype {hidden.dtype} and {shown} {tensor.dtype}; cast one, or use autocast"
             )
 
 
-def _own_part(class_weight: Tensor | None, rows: int, shard: VocabShard) -> Tensor | None:
-    """This rank's class weights; the whole vocabulary's are cut."""
+def _local_class_weight(class_weight: Tensor | None, rows: int, shard: VocabShard) -> Tensor | None:
+    """Return the weights of this rank's classes, given those or the weights of the whole vocabulary."""
     if class_weight is None or class_weight.shape == (rows,):
         return class_weight
     if class_weight.shape != (shard.vocab_size,):
-        sizes = f"({rows},)" if rows == shard.vocab_size else f"({rows},), this rank's part, or ({shard.vocab_size},)"
-        raise ValueError(f"class_weight has shape {tuple(class_weight.shape)}; it must be {sizes}")
+        allowed = f"({rows},)"
+        if rows != shard.vocab_size:
+            allowed += f" for this rank's classes, or ({shard.vocab_size},) for all"
+        raise ValueError(f"class_weight has shape {tuple(class_weight.shape)}; it must be {allowed}")
     return class_weight[shard.start : shard.start + rows]

@@ -1,6 +1,6 @@
-"""The log-probability of each target under a projection, in chunks, with the logits computed again in backward.
+"""Compute the log-probability of each target under a projection in chunks, and the logits again in backward.
 
-Shape suffixes: N rows (batch x time), D hidden, V vocabulary (this rank's part of it, where it is split).
+Shape suffixes: N rows (batch x time), D hidden, V vocabulary (this rank's classes, if it is split).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor
 from seqpar.core.chunks import Chunk
 from seqpar.core.token_loss import wide
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.formula import LinearFormula, LinearLeaves, LinearWanted, loss_and_gradients
-from seqpar.linear.inputs import Inputs, Settings, checked, local_parts, plan
+from seqpar.linear.formula import LinearFormula
+from seqpar.linear.inputs import Inputs, Settings, checked, local_tensors, plan
+from seqpar.linear.leaves import LinearLeaves, LinearWanted, loss_and_gradients
 
 
 def token_scores(
@@ -30,7 +31,7 @@ def token_scores(
     chunk_tokens: int | None = None,
     vocab: VocabShard | None = None,
 ) -> Tensor:
-    """log p(target) of every token, while one chunk's logits exist at a time.
+    """Return log p(target) of every token, while one chunk's logits exist at a time.
 
     Plain equivalent:
 
@@ -38,8 +39,8 @@ def token_scores(
         logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)  # and 0 where target is ignore_index
 
     For losses that are not a sum over tokens: ratios of policies (PPO, GRPO), preferences (DPO), scores of sequences.
-    Backward computes the logits again, since the factor of each token is known only there: five matrix products
-    instead of three. Where the factors are known in forward, `linear_cross_entropy(..., token_weight=...)` is cheaper.
+    Backward computes the logits again, because the factor of each token is known only there: five matrix products
+    instead of three. If the factors are known in forward, `linear_cross_entropy(..., token_weight=...)` is cheaper.
 
     Args:
         hidden, weight, target, bias, ignore_index, softcap, temperature, chunk_tokens, vocab: as
@@ -53,7 +54,7 @@ def token_scores(
         RuntimeError: in backward with `create_graph=True`.
     """
     settings = Settings(ignore_index=ignore_index, softcap=softcap, temperature=temperature, chunk_tokens=chunk_tokens)
-    inputs, vocab = local_parts(Inputs(hidden, weight, target, bias), vocab)
+    inputs, vocab = local_tensors(Inputs(hidden, weight, target, bias), vocab)
     shard, q = checked(inputs, settings, vocab)
     leaves, chunks, formula = plan(inputs, settings, shard, q)
     scores_N: Tensor = _TokenScores.apply(formula, chunks, leaves.hidden, leaves.weight, leaves.bias)
@@ -61,6 +62,8 @@ def token_scores(
 
 
 class _TokenScores(torch.autograd.Function):
+    """The node: it saves no logits and computes them again in backward."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -76,6 +79,7 @@ class _TokenScores(torch.autograd.Function):
         scores_N = hidden_ND.new_zeros(len(hidden_ND), dtype=wide(formula.projection.weight_VD.dtype))
         for chunk in chunks:
             scores_N[chunk] = formula.scores(hidden_ND.detach()[chunk], chunk)
+        # The formula is needed until backward, its buffers are not
         formula.projection.buffers.clear()
         return scores_N
 
@@ -84,7 +88,7 @@ class _TokenScores(torch.autograd.Function):
         """Return the gradient of sum_i upstream_i log p_i: that of the cross-entropy with token weights -upstream."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "token_scores was asked for a second derivative (create_graph=True), and it keeps no graph of its "
+                "token_scores was asked for a second derivative (create_graph=True), and it stores no graph of its "
                 "chunks; use log_softmax on the plain logits where you need one"
             )
         hidden_ND, weight, bias = ctx.saved_tensors

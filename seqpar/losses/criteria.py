@@ -1,14 +1,14 @@
-"""Cross-entropy and label smoothing as summed losses, and the contract a criterion keeps.
+"""Compute cross-entropy and label smoothing as summed losses; define what the engine requires of a criterion.
 
-The contract, for any criterion given to the engine:
+The engine accepts any criterion that meets these requirements:
 
 - it is a module, called with `(logits, target)` of shapes `(rows, V)` and `(rows,)`;
 - it returns the SUM over rows, one number (a mean cannot be added up over chunks and devices, nor can anything else
-  in which rows meet);
-- a target it ignores stands in its attribute `ignore_index` or `padding_idx`, so that those rows need no logits;
-- if it has `token_loss(logits, target) -> TokenLoss`, `nll` and `correct` are taken from there.
+  that is not a sum of one term per row);
+- its attribute `ignore_index` or `padding_idx` is the target that it ignores, so that those rows need no logits;
+- if it has `token_loss(logits, target) -> TokenLoss`, `nll` and `correct` are taken from its result.
 
-`torch.nn.CrossEntropyLoss(reduction="sum")`, the 2018 `LabelSmoothing` and the two classes here all keep it.
+`torch.nn.CrossEntropyLoss(reduction="sum")`, the `LabelSmoothing` of 2018 and the two classes in this file meet them.
 
 Shape suffixes: N rows, V vocabulary.
 """
@@ -38,10 +38,10 @@ from seqpar.losses.target_checks import checked_target
 
 
 def ignored_target(criterion: nn.Module) -> int | None:
-    """The target value a criterion ignores: its `ignore_index`, else its `padding_idx`, else None.
+    """Return the target value a criterion ignores: its `ignore_index`, else its `padding_idx`, else None.
 
     Raises:
-        TypeError: it is no whole number, so that nobody would know which targets count.
+        TypeError: the value is no whole number.
     """
     for name in ("ignore_index", "padding_idx"):
         value = getattr(criterion, name, None)
@@ -51,7 +51,7 @@ def ignored_target(criterion: nn.Module) -> int | None:
 
 
 def _whole(value: object, name: str) -> int:
-    """An int, or what stands for one: numpy's, or a tensor of one."""
+    """Return `value` as an int; numpy's integers and tensors of one integer are accepted, too."""
     if not isinstance(value, bool):
         with contextlib.suppress(TypeError):
             return operator.index(value)  # type: ignore[arg-type]
@@ -59,40 +59,45 @@ def _whole(value: object, name: str) -> int:
 
 
 class _SmoothedCrossEntropy(torch.autograd.Function):
-    """The sum over kept rows of `row_losses`. The softmax is the one V-sized tensor it makes.
+    """The sum of `row_losses` over the rows that are not ignored. The softmax is its only tensor of the logits' size.
 
-    The gradient is made in the softmax's own place, so there is one backward.
+    Backward overwrites the softmax with the gradient, so it can run only once.
     """
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, kept_N: Tensor, q: SoftTarget) -> tuple[Tensor, ...]:
-        """Returns the sums of loss, tokens, nll and correct predictions."""
+        """Return the sums of loss, tokens, nll and correct predictions."""
         p_NV, rows = softmax_and_sums(logits_NV, target_N, q)
         zero = rows.lse_N.new_zeros(())
         nll_N = rows.lse_N - rows.gold_N
-        counts = kept_N.sum(), nll_N.where(kept_N, zero).sum(), (rows.correct_N & kept_N).sum()
-        ctx.mark_non_differentiable(*counts)
+        total = row_losses(rows, q).where(kept_N, zero).sum()
+        tokens = kept_N.sum()
+        nll = nll_N.where(kept_N, zero).sum()
+        correct = (rows.correct_N & kept_N).sum()
+        ctx.mark_non_differentiable(tokens, nll, correct)
+        # On ctx itself rather than by save_for_backward, so that backward can free and overwrite the softmax
         ctx.stored = (p_NV, target_N, kept_N, rows)
-        ctx.q, ctx.dtype = q, logits_NV.dtype
-        return row_losses(rows, q).where(kept_N, zero).sum(), *counts
+        ctx.q = q
+        ctx.dtype = logits_NV.dtype
+        return total, tokens, nll, correct
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
-        """upstream x the gradient in the kept rows."""
+        """Return upstream x the gradient, and 0 in the ignored rows."""
         if ctx.stored is None:
             raise RuntimeError(
-                "backward went through the criterion a second time, and its gradient took the place of what it had "
-                "stored; call the criterion again, or add the losses up and call backward once"
+                "backward went through the criterion a second time, and the first one overwrote what it had stored; "
+                "call the criterion again, or add the losses up and call backward once"
             )
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "the criterion was asked for a second derivative (create_graph=True), and it keeps only the first; "
+                "the criterion was asked for a second derivative (create_graph=True), and it computes only the first; "
                 "use torch.nn.functional.cross_entropy where you need one"
             )
         p_NV, target_N, kept_N, rows = ctx.stored
         ctx.stored = None
         grad_NV = logits_gradient_(p_NV, target_N, rows, ctx.q)
-        # Elsewhere than on the CPU, looking whether the factors are all 1 would wait for the device
+        # On the CPU a pass over the logits is saved if all factors are 1; on other devices reading them would wait
         if upstream.device.type != "cpu" or upstream != 1 or not kept_N.all():
             grad_NV *= (upstream * kept_N).unsqueeze(1)
         return grad_NV.to(ctx.dtype), None, None, None
@@ -107,20 +112,20 @@ class LabelSmoothing(nn.Module):
     Args:
         label_smoothing: eps in [0, 1), the probability taken from the target (Szegedy et al. 2016, section 7).
         smoothing_convention: which classes get eps. Three conventions are in use and give different numbers, so
-            it is always named:
+            there is no default:
             "torch": eps/V to all V classes, the target included (the formula of Szegedy et al.);
             "fairseq": eps/(V-1) to all classes but the target (fairseq's label_smoothed_cross_entropy);
             "harvard": eps/(V-2) to all classes but the target and the padding class `ignore_index`, as KL
             divergence: the entropy of the smoothed target is subtracted, so a perfect prediction costs 0
             (The Annotated Transformer, 2018).
-        ignore_index: the target that counts for nothing; with "harvard" it is a class, the padding.
+        ignore_index: the target whose rows are ignored; with "harvard" it must be a class, the padding.
 
-    Logits (rows, V) may be unnormalised or log-probabilities; targets (rows,) are int64. The sum is in nats, kept in
-    float32 or wider.
+    Logits (rows, V) may be unnormalised or log-probabilities; targets (rows,) are int64. The sum is in nats, in float32
+    or wider.
 
     Raises:
         TypeError: logits of no floating dtype; targets that are no class indices; an `ignore_index` that is no int.
-        ValueError: label_smoothing outside [0, 1); an unknown convention; too few classes to share eps out;
+        ValueError: label_smoothing outside [0, 1); an unknown convention; too few classes for the convention;
             a "harvard" padding class that is not a class; logits and targets of other shapes than the above.
         IndexError: on the CPU, a target outside [0, V) that is not ignored, with value and position.
     """
@@ -133,18 +138,19 @@ class LabelSmoothing(nn.Module):
         self.ignore_index = _whole(ignore_index, "ignore_index")
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        """The summed loss, a tensor without dimensions."""
+        """Return the summed loss, a tensor without dimensions."""
         return self.token_loss(logits, target).total
 
     def token_loss(self, logits: Tensor, target: Tensor) -> TokenLoss:
-        """The summed loss with its counts, from the same pass."""
+        """Return the summed loss with its counts, from one pass over the logits."""
         target = checked_target(logits, target, self.ignore_index)
         q = soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, logits.size(-1))
         kept = target != self.ignore_index
+        # An ignored target need not be a class; class 0 stands in for it
         return TokenLoss(*_SmoothedCrossEntropy.apply(logits, target.where(kept, 0), kept, q))
 
     def extra_repr(self) -> str:
-        """What `print(module)` adds."""
+        """Return the settings for `print(module)`."""
         return (
             f"label_smoothing={self.label_smoothing}, smoothing_convention={self.smoothing_convention!r}, "
             f"ignore_index={self.ignore_index}"
@@ -161,5 +167,5 @@ class CrossEntropy(LabelSmoothing):
         super().__init__(0.0, "torch", ignore_index=ignore_index)
 
     def extra_repr(self) -> str:
-        """What `print(module)` adds."""
+        """Return the settings for `print(module)`."""
         return f"ignore_index={self.ignore_index}"

@@ -36,19 +36,19 @@ class SoftTarget(NamedTuple):
     """The target distribution q of a row, with class weights w and the factor of the z-loss."""
 
     gold: float
-    """What q has on the target beyond `each`."""
+    """q of the target, less `each`."""
     each: float
-    """q of every class but the target and the excluded one."""
+    """q of every class except the target and the excluded one."""
     excluded: int | None
     """The class whose q is 0, such as padding."""
     classes: int
-    """How many classes have `each`, in the whole vocabulary."""
+    """How many classes of the whole vocabulary are not excluded."""
     kl_gold: float = 0.0
     """q log q of the target in the KL form, else 0."""
     kl_each: float = 0.0
     """q log q of the other classes in the KL form, else 0."""
     weight_V: Tensor | None = None
-    """w; None where every class counts alike."""
+    """w; None if all class weights are 1."""
     z_loss: float = 0.0
 
 
@@ -64,21 +64,21 @@ def check_smoothing(label_smoothing: float, smoothing_convention: str) -> None:
 def soft_target(
     label_smoothing: float, smoothing_convention: Convention, ignore_index: int, vocab_size: int
 ) -> SoftTarget:
-    """Return the smoothed target over the whole vocabulary; `LabelSmoothing` says what the conventions are."""
+    """Return the smoothed target over the whole vocabulary; `LabelSmoothing` defines the conventions."""
     eps = label_smoothing
     convention = smoothing_convention
     V = vocab_size
     if convention == "torch":
         return SoftTarget(gold=1 - eps, each=eps / V, excluded=None, classes=V)
-    # fairseq leaves out the target; harvard the padding class, too
+    # fairseq gives nothing to the target, harvard nothing to the padding class either
     others = {"fairseq": V - 1, "harvard": V - 2}[convention]
     if convention == "harvard" and not 0 <= ignore_index < V:
         raise ValueError(
-            f"ignore_index is {ignore_index}; the 'harvard' convention leaves the padding class out, so it "
-            f"must be one of the {V} classes"
+            f"ignore_index is {ignore_index}; the 'harvard' convention excludes the padding class, so it must be one "
+            f"of the {V} classes"
         )
     if others < 1 and eps:
-        raise ValueError(f"{V} classes are too few to share smoothing out by the {convention!r} convention")
+        raise ValueError(f"{V} classes are too few for label smoothing in the {convention!r} convention")
     each = eps / max(1, others)
     gold = 1 - eps - each
     if convention == "fairseq":
@@ -105,7 +105,7 @@ class RowSums(NamedTuple):
     correct_N: Tensor
     """Whether the target is the lowest class with the largest logit."""
     argbest_N: Tensor | None = None
-    """That class, counted from the first one here; None where the whole vocabulary is here."""
+    """The lowest class with the largest logit, counted from this rank's first; None if no rank has to know it."""
     sum_N: Tensor | None = None
     """Z; None without smoothing."""
     gold_weight_N: Tensor | None = None
@@ -113,64 +113,88 @@ class RowSums(NamedTuple):
     weight_N: Tensor | None = None
     """W, the same in every row; None without class weights."""
     share_N: Tensor | None = None
-    """The sum of p over the classes here, the factor from their own softmax to p; None where all classes are here."""
+    """The sum of p over this rank's classes: their own softmax times share_N is p. None if all classes are here."""
 
 
 class VocabPart(Protocol):
-    """The classes of a split vocabulary that are on this rank."""
+    """The classes of a split vocabulary that this rank has."""
 
     def locate(self, target_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Return each target's index among the `size` classes here, and whether it is here (if not, any index)."""
+        """Return each target's index among this rank's `size` classes, and whether it is one of them.
+
+        The index of a target on another rank is any valid one.
+        """
 
     def combine(self, rows: RowSums, target_N: Tensor) -> RowSums:
-        """Return the sums over the whole vocabulary, given those over the classes here."""
+        """Return the sums over the whole vocabulary, given those over this rank's classes."""
 
 
 def softmax_and_sums(
     logits_NV: Tensor, target_N: Tensor, q: SoftTarget, part: VocabPart | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, RowSums]:
-    """Return the softmax over the classes here, in float32 or wider, and the row sums over all classes.
+    """Return the softmax over this rank's classes, in float32 or wider, and the row sums over all classes.
 
-    `out`, where given, is the memory of the softmax; it may be that of the logits, which then may be written to.
-    `q.excluded` and `q.weight_V` are about the classes here.
+    Args:
+        q: the target distribution; its `excluded` and `weight_V` count this rank's classes.
+        part: the classes of a split vocabulary that this rank has; None if it has all of them.
+        out: memory for the softmax, or None. It may be that of the logits, which may then be overwritten.
     """
     dtype = wide(logits_NV.dtype)
     if logits_NV.dtype != dtype and logits_NV.device.type == "cpu":
-        # One conversion up front: the CPU's reductions over bfloat16 take several times as long
+        # One conversion before all passes: the CPU's reductions over bfloat16 take several times as long
         logits_NV = out = logits_NV.to(dtype) if out is None else out.copy_(logits_NV)
-    ours = out is not None and out.data_ptr() == logits_NV.data_ptr()
-    index_N, owned_N = (target_N, None) if part is None else part.locate(target_N, logits_NV.size(1))
-    if not logits_NV.size(1):  # a rank without classes
-        none = torch.full(target_N.shape, -math.inf, dtype=dtype, device=logits_NV.device)
-        p_NV = logits_NV.to(dtype)
-        rows = RowSums(best_N=none, lse_N=none, gold_N=torch.zeros_like(none), correct_N=index_N < 0, argbest_N=index_N)
+    if part is None:
+        p_NV, rows = _softmax_and_local_sums(logits_NV, target_N, q, dtype, out, argbest_is_needed=False)
+        return p_NV, with_weights(rows, q, target_N, None)
+    index_N, owned_N = part.locate(target_N, logits_NV.size(1))
+    if logits_NV.size(1):
+        p_NV, rows = _softmax_and_local_sums(logits_NV, index_N, q, dtype, out, argbest_is_needed=True)
     else:
-        gold_N = _take(logits_NV, index_N).to(dtype)
-        sum_N = _weighted_sum(logits_NV, q, dtype)
-        argbest_N = None
-        if part is None and ours and logits_NV.device.type == "cpu":
-            best_N, correct_N = _best(logits_NV, index_N, gold_N)
-        else:
-            best_N, argbest_N = logits_NV.max(-1)
-            best_N = best_N.to(dtype)
-            correct_N = argbest_N == index_N
-        p_NV = torch.softmax(logits_NV, -1, dtype=dtype, out=out)
-        # log sum exp(z) = z_k - log p_k for any k; the largest p is at least 1/V, so its log is exact
-        lse_N = best_N - p_NV.amax(-1).log()
-        rows = RowSums(best_N, lse_N, gold_N, correct_N, argbest_N, sum_N)
-    if owned_N is not None:
-        gold_N = rows.gold_N.where(owned_N, torch.zeros_like(rows.gold_N))
-        rows = rows._replace(gold_N=gold_N, correct_N=rows.correct_N & owned_N)
-    if q.each and rows.sum_N is None:
-        rows = rows._replace(sum_N=torch.zeros_like(rows.lse_N))
-    rows = with_weights(rows, q, index_N, owned_N)
-    return p_NV, rows if part is None else part.combine(rows, target_N)
+        p_NV = logits_NV.to(dtype)
+        rows = _no_classes(index_N, q, dtype)
+    gold_N = rows.gold_N.where(owned_N, torch.zeros_like(rows.gold_N))
+    rows = rows._replace(gold_N=gold_N, correct_N=rows.correct_N & owned_N)
+    return p_NV, part.combine(with_weights(rows, q, index_N, owned_N), target_N)
+
+
+def _softmax_and_local_sums(
+    logits_NV: Tensor, index_N: Tensor, q: SoftTarget, dtype: torch.dtype, out: Tensor | None, argbest_is_needed: bool
+) -> tuple[Tensor, RowSums]:
+    """Return the softmax over at least one class, and the row sums over the same classes, without class weights."""
+    gold_N = _take(logits_NV, index_N).to(dtype)
+    sum_N = _weighted_sum(logits_NV, q, dtype)
+    argbest_N = None
+    may_overwrite = out is not None and out.data_ptr() == logits_NV.data_ptr()
+    if may_overwrite and not argbest_is_needed and logits_NV.device.type == "cpu":
+        best_N, correct_N = _best(logits_NV, index_N, gold_N)
+    else:
+        best_N, argbest_N = logits_NV.max(-1)
+        best_N = best_N.to(dtype)
+        correct_N = argbest_N == index_N
+    p_NV = torch.softmax(logits_NV, -1, dtype=dtype, out=out)
+    # log sum exp(z) = z_k - log p_k for any k; the largest p is at least 1/V, so its log is exact
+    lse_N = best_N - p_NV.amax(-1).log()
+    return p_NV, RowSums(best_N, lse_N, gold_N, correct_N, argbest_N, sum_N)
+
+
+def _no_classes(index_N: Tensor, q: SoftTarget, dtype: torch.dtype) -> RowSums:
+    """Return the row sums of a rank without classes: an empty maximum is -inf, an empty sum 0."""
+    lowest_N = torch.full(index_N.shape, -math.inf, dtype=dtype, device=index_N.device)
+    zero_N = torch.zeros_like(lowest_N)
+    return RowSums(
+        best_N=lowest_N,
+        lse_N=lowest_N,
+        gold_N=zero_N,
+        correct_N=index_N < 0,
+        argbest_N=index_N,
+        sum_N=zero_N if q.each else None,
+    )
 
 
 def with_weights(rows: RowSums, q: SoftTarget, index_N: Tensor, owned_N: Tensor | None) -> RowSums:
-    """Add w_y and W to the sums, where there are class weights.
+    """Return the sums with w_y and W added, if there are class weights.
 
-    The weight of a class that is no target and has no `each` is not multiplied, not even by 0: it may be inf.
+    The weight of a class that no term uses is not multiplied by 0 either, because it may be inf.
     """
     if q.weight_V is None:
         return rows
@@ -179,11 +203,11 @@ def with_weights(rows: RowSums, q: SoftTarget, index_N: Tensor, owned_N: Tensor 
     if len(q.weight_V):
         gold_weight_N = _owned(q.weight_V[index_N], owned_N)
     if q.each:
-        weight = _shared_weight(q.weight_V, q).sum()
+        weight = included_weight(q.weight_V, q).sum()
     return rows._replace(gold_weight_N=gold_weight_N, weight_N=weight.expand_as(gold_weight_N))
 
 
-def _shared_weight(weight_V: Tensor, q: SoftTarget) -> Tensor:
+def included_weight(weight_V: Tensor, q: SoftTarget) -> Tensor:
     """Return w with 0 for the excluded class, whose own weight may be inf or nan."""
     if q.excluded is None:
         return weight_V
@@ -193,14 +217,16 @@ def _shared_weight(weight_V: Tensor, q: SoftTarget) -> Tensor:
 
 
 def _owned(values_N: Tensor, owned_N: Tensor | None) -> Tensor:
-    """Return 0 for targets on another rank; multiplying by 0 would turn an infinite class weight into nan."""
-    return values_N if owned_N is None else values_N.where(owned_N, torch.zeros_like(values_N))
+    """Return the values with 0 for targets on another rank; multiplying an infinite weight by 0 would give nan."""
+    if owned_N is None:
+        return values_N
+    return values_N.where(owned_N, torch.zeros_like(values_N))
 
 
 def row_losses(rows: RowSums, q: SoftTarget) -> Tensor:
     """Return each row's loss: gold w_y (lse - z_y) + each (W lse - Z) + z_loss lse^2, and the KL form's constant."""
     gold_weight_N, weight_N = _weights(rows, q)
-    # Differences first: each is 0 or more, while its two sides may be hundreds
+    # Each difference is taken before anything is added: lse and z_y may be in the hundreds, and their difference near 0
     loss_N = q.gold * gold_weight_N * (rows.lse_N - rows.gold_N)
     if rows.sum_N is not None:
         loss_N = loss_N + q.each * (weight_N * rows.lse_N - rows.sum_N)
@@ -214,7 +240,7 @@ def row_losses(rows: RowSums, q: SoftTarget) -> Tensor:
 def logits_gradient_(
     p_NV: Tensor, target_N: Tensor, rows: RowSums, q: SoftTarget, part: VocabPart | None = None
 ) -> Tensor:
-    """Turn p into the gradient of the summed `row_losses` with respect to the logits here, in place.
+    """Turn p into the gradient of the summed `row_losses` with respect to this rank's logits, in place.
 
     (gold w_y + each W + 2 z_loss lse) p_k - w_k q_k
     """
@@ -222,19 +248,22 @@ def logits_gradient_(
         return p_NV
     factor_N = softmax_factor(rows, q)
     if rows.share_N is not None:
-        # Where nothing here has a share of the softmax, the one over these classes alone may be nan (all -inf)
+        # If all logits of this rank are -inf, its own softmax is 0/0 = nan, while p is 0
         p_NV.masked_fill_((rows.share_N == 0).unsqueeze(1), 0)
         factor_N = factor_N * rows.share_N
     if isinstance(factor_N, Tensor):
         p_NV *= factor_N.unsqueeze(1)
     if q.each:
         if q.weight_V is not None:
-            p_NV -= q.each * _shared_weight(q.weight_V, q)
+            p_NV -= q.each * included_weight(q.weight_V, q)
         else:
             p_NV -= q.each
             if q.excluded is not None:
                 p_NV[:, q.excluded] += q.each
-    index_N, owned_N = (target_N, None) if part is None else part.locate(target_N, p_NV.size(1))
+    index_N = target_N
+    owned_N = None
+    if part is not None:
+        index_N, owned_N = part.locate(target_N, p_NV.size(1))
     gold_N = p_NV.new_full(index_N.shape, -q.gold)
     if q.weight_V is not None:
         gold_N = gold_N * q.weight_V[index_N]
@@ -242,10 +271,11 @@ def logits_gradient_(
 
 
 def _best(logits_NV: Tensor, index_N: Tensor, gold_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit, and whether the target is the lowest class that has it; the logits do not change.
+    """Return the largest logit, and whether the target is the lowest class that has it.
 
     The CPU takes five to twenty times as long for the index of a maximum as for its value. So the target is compared
-    with the best of the other classes, and the index is looked for only where the two tie.
+    with the best of the other classes, and the index is computed only for rows where the two tie. For this the target's
+    logit is overwritten for a moment; afterwards the logits are the same as before.
     """
     at_N1 = index_N.unsqueeze(1)
     logits_NV.scatter_(1, at_N1, -math.inf)
@@ -259,16 +289,20 @@ def _best(logits_NV: Tensor, index_N: Tensor, gold_N: Tensor) -> tuple[Tensor, T
 
 
 def _take(values_NV: Tensor, index_N: Tensor) -> Tensor:
+    """Return one value of each row."""
     return values_NV.gather(1, index_N.unsqueeze(1)).squeeze(1)
 
 
 def _weighted_sum(logits_NV: Tensor, q: SoftTarget, dtype: torch.dtype) -> Tensor | None:
+    """Return Z = sum_k w_k z_k without the excluded class; None without smoothing, where no term uses it."""
     if not q.each:
         return None
-    if q.weight_V is None:
-        sum_N = logits_NV.sum(-1, dtype=dtype)
-        return sum_N if q.excluded is None else sum_N - logits_NV[:, q.excluded]
-    return logits_NV.to(dtype) @ _shared_weight(q.weight_V, q)
+    if q.weight_V is not None:
+        return logits_NV.to(dtype) @ included_weight(q.weight_V, q)
+    sum_N = logits_NV.sum(-1, dtype=dtype)
+    if q.excluded is None:
+        return sum_N
+    return sum_N - logits_NV[:, q.excluded]
 
 
 def _weights(rows: RowSums, q: SoftTarget) -> tuple[Tensor | float, Tensor | float]:
@@ -279,7 +313,8 @@ def _weights(rows: RowSums, q: SoftTarget) -> tuple[Tensor | float, Tensor | flo
 
 
 def softmax_factor(rows: RowSums, q: SoftTarget) -> Tensor | float:
-    """Return what multiplies p in the gradient: gold w_y + each W + 2 z_loss lse, where q sums to 1 without weights."""
+    """Return the factor of p in the gradient: gold w_y + each W + 2 z_loss lse."""
+    # Without class weights w_y = 1 and W = classes, and q sums to 1: gold + each classes = 1
     mass_N: Tensor | float = 1.0
     if rows.gold_weight_N is not None and rows.weight_N is not None:
         mass_N = q.gold * rows.gold_weight_N

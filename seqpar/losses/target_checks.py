@@ -1,4 +1,4 @@
-"""Targets: class indices of hidden's or the logits' leading shape, inside the vocabulary."""
+"""Check that targets are class indices inside the vocabulary, with the leading shape of hidden or the logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from seqpar.core.tensor_checks import check_dense, check_floating, check_integer
 
 
 def check_target(hidden: Tensor, target: Tensor) -> None:
-    """Raises TypeError for targets that are no class indices, ValueError unless they have hidden's leading shape."""
+    """Raise TypeError for targets that are no class indices, ValueError unless they have hidden's leading shape."""
     check_dense(hidden, "hidden")
     check_integer_target(target)
     if hidden.dim() < 2 or hidden.shape[:-1] != target.shape:
@@ -23,9 +23,13 @@ def check_target(hidden: Tensor, target: Tensor) -> None:
 
 
 def check_range(target: Tensor, kept: Tensor, vocab_size: int, above: int = 0) -> None:
-    """Raises IndexError for a kept target outside [0, vocab_size); positions are counted from `above` rows on.
+    """Raise IndexError if a target that is not ignored is outside [0, vocab_size).
 
-    While a CUDA graph is recorded nothing can be looked at, and nothing is checked.
+    Nothing is checked while a CUDA graph is recorded, because no target can be read then.
+
+    Args:
+        kept: which targets are not ignored.
+        above: how many rows of the batch come before these; the message counts positions in the whole batch.
     """
     if recording(target.device):
         return
@@ -39,11 +43,11 @@ def check_range(target: Tensor, kept: Tensor, vocab_size: int, above: int = 0) -
 
 
 def checked_target(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """The targets (rows,) as int64, once they are known to fit the logits (rows, V).
+    """Return the targets (rows,) as int64, after checking them against the logits (rows, V).
 
     Raises:
-        TypeError, ValueError, IndexError: as `LabelSmoothing` says. The range is looked at on the CPU alone: elsewhere
-            it would wait for the device once a chunk, and the engine has looked at the whole batch.
+        TypeError, ValueError, IndexError: as `LabelSmoothing`. The range is checked on the CPU only: on other devices
+            the check would wait for the device in every chunk, and the engine has checked the whole batch.
     """
     check_floating(logits, "logits")
     check_integer_target(target)
@@ -61,7 +65,7 @@ def checked_target(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 
 
 def check_ignore_index(value: object) -> None:
-    """Raise TypeError unless it is a whole number, ValueError if int64 has no room for it."""
+    """Raise TypeError unless it is a whole number, ValueError unless it fits in int64."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"ignore_index is {value!r}; it must be a whole number, such as -100")
     if not -(2**63) <= int(value) < 2**63:

@@ -145,7 +145,7 @@ def test_a_criterion_must_return_one_tensor():
 
 
 def test_a_generator_must_return_scores_per_token():
-    with pytest.raises(ValueError, match=r"the generator made \(16,\) of hidden \(4, 4\)"):
+    with pytest.raises(ValueError, match=r"the generator returned shape \(16,\) for hidden \(4, 4\)"):
         engine(generator=nn.Flatten(0))(hidden(6), zeros(6))
 
 

@@ -35,7 +35,7 @@ def test_other_layouts_of_dtensors_are_refused_with_the_way_out():
         assert "weight is a DTensor with (Shard(dim=1),)" in first[1]
         assert "bias is a plain tensor" in second[1]
         assert "hidden.redistribute(placements=[Replicate()])" in third[1]
-        assert "leave vocab out" in fourth[1]
+        assert "omit vocab" in fourth[1]
 
 
 def faulty(rank, world, changes):
@@ -189,7 +189,7 @@ def gap(x):
 
 ALIKE = {
     "a target out of range": (target_out_of_range, "IndexError", "target 11 at position (1, 2) is outside"),
-    "class weights": (one_weight_too_few, "ValueError", "this rank's part, or (11,)"),
+    "class weights": (one_weight_too_few, "ValueError", "for this rank's classes, or (11,) for all"),
     "shards that overlap": (gap, "RuntimeError", "[0, 4) on rank 0; [0, 7) on rank 1; together they must be [0, 11)"),
 }
 

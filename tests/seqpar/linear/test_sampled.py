@@ -84,15 +84,15 @@ def test_it_nears_the_loss_as_more_classes_are_drawn():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"classes": torch.tensor([9])}, IndexError, r"classes lie in \[9, 9\]; they must be in \[0, 9\)"),
+        ({"classes": torch.tensor([9])}, IndexError, r"classes are in \[9, 9\]; they must be in \[0, 9\)"),
         (
             {"classes": torch.tensor([0.5])},
             TypeError,
             "classes has dtype torch.float32; it must hold class indices, int64",
         ),
-        ({"classes": torch.zeros(0, dtype=torch.int64)}, ValueError, "it must be one class or more"),
+        ({"classes": torch.zeros(0, dtype=torch.int64)}, ValueError, r"it must be \(S,\), with one class or more"),
         ({"proposal": torch.ones(8)}, ValueError, r"proposal has shape \(8,\); it must be \(9,\)"),
-        ({"proposal": torch.zeros(9)}, ValueError, "the probability 0"),
+        ({"proposal": torch.zeros(9)}, ValueError, "proposal is 0 for a drawn class"),
         ({"target": torch.full((6,), 9)}, IndexError, "target 9 at position"),
     ],
 )

@@ -87,7 +87,8 @@ def _refused() -> list[Case]:
         words = ("chunks[1]", f"to {max(bad)}", "there are 6")
         call = partial(_walk, [slice(1, 3), torch.tensor(bad)])
         cases.append(Case(f"{NAME}: indices {bad}", call, Raises(IndexError, words)))
-    backwards = {"backwards": (lambda: [slice(5, 0, -1)], "[0] is slice(5, 0, -1); a slice of rows goes forwards")}
+    words = "[0] is slice(5, 0, -1); a slice of rows must have a positive step"
+    backwards = {"backwards": (lambda: [slice(5, 0, -1)], words)}
     cases += refused(NAME, _walk, "chunks", backwards, ValueError)
     for name in ("per_token", "params"):
         cases += refused(NAME, _in_a_list(name), f"{name}[0]", NOT_TENSORS, TypeError)

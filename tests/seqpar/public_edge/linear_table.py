@@ -211,9 +211,9 @@ def _samples() -> Iterator[Case]:
         yield raises("sampled_cross_entropy", f"proposal {kind}", ValueError, ("proposal ",), **odd)
     for value in (V, -1):
         odd = {"classes": torch.tensor([0, value])}
-        yield raises("sampled_cross_entropy", f"classes with {value}", IndexError, ("classes lie in [",), **odd)
+        yield raises("sampled_cross_entropy", f"classes with {value}", IndexError, ("classes are in [",), **odd)
     bytes_ = {"classes": torch.tensor([255], dtype=torch.uint8)}
-    yield raises("sampled_cross_entropy", "classes of bytes", IndexError, ("classes lie in [255, 255]",), **bytes_)
+    yield raises("sampled_cross_entropy", "classes of bytes", IndexError, ("classes are in [255, 255]",), **bytes_)
 
 
 def _devices() -> Iterator[Case]:
