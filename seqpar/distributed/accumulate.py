@@ -1,8 +1,8 @@
 """Accumulate the gradient of a step's mean loss over micro-batches and ranks, exactly.
 
-The gradient wanted is that of (summed loss of all tokens) / (number of all tokens). A mean of micro-batches' means is
-something else wherever their token counts differ. So the tokens of the whole step are counted before its first backward,
-and each micro-batch's summed loss is divided by that one number.
+The gradient wanted is that of (summed loss of all tokens) / (number of all tokens). A mean of the micro-batches' means
+is something else wherever their token counts differ. So the tokens of the whole step are counted before its first
+backward, and each micro-batch's summed loss is divided by that one number.
 """
 
 from __future__ import annotations
@@ -96,14 +96,15 @@ def accumulate_gradients(
     group = _group_of(model, group)
     step = _exchange_counts(len(mine), _counted([tokens_of(m) for m in mine]), _facts(model, agree), group)
     longest = max(step.micro_batches)
+    factors = [_loss_factor(model, step, group)] * len(mine)
+    to_run = mine
     if min(step.micro_batches) < longest:
-        # All ranks must run as many forwards and backwards, because their hooks communicate; the factor 0 undoes them
-        filler = [_filler(mine, step, group)]
-    else:
-        filler = []
-    factors = [_loss_factor(model, step, group)] * len(mine) + [0.0] * (longest - len(mine))
+        # Hooks communicate in forward and backward, so every rank must run the same number of them
+        missing = longest - len(mine)
+        to_run = mine + [_filler(mine, step, group)] * missing
+        factors += [0.0] * missing
     losses: list[TokenLoss] = []
-    for i, micro_batch in enumerate(mine + filler * (longest - len(mine))):
+    for i, micro_batch in enumerate(to_run):
         with _reducing(model, i == longest - 1 or (i == 0 and _records_static_graph(model))):
             loss = _checked(loss_of(micro_batch))
             backward(loss.total * factors[i])

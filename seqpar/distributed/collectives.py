@@ -115,26 +115,27 @@ def broadcast_object(value: Any, source: int, group: ProcessGroup | None) -> Any
 def copy_to_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return the tensor itself; its gradient is the sum of all ranks' gradients."""
     check_dense(tensor, "tensor")
-    if world_size(group) == 1:
-        return tensor
-    return _CopyToGroup.apply(tensor, group)
+    if world_size(group) > 1:
+        tensor = _CopyToGroup.apply(tensor, group)
+    return tensor
 
 
 def sum_from_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return the sum over the group; each rank's gradient is that of the sum, which all ranks must use alike."""
-    if world_size(group) == 1:
-        return tensor
-    return _SumFromGroup.apply(tensor, group)
+    if world_size(group) > 1:
+        tensor = _SumFromGroup.apply(tensor, group)
+    return tensor
 
 
 def join_from_group(tensor: Tensor, sizes: Sequence[int], dim: int, group: ProcessGroup | None) -> Tensor:
     """Concatenate all ranks' slices along `dim`, in rank order; rank r's slice has `sizes[r]` entries, or none.
 
-    Each rank's gradient is the sum over the ranks of the gradient of its slice, so ranks may use the result differently.
+    Each rank's gradient is the sum over the ranks of the gradient of its slice, so ranks may use the result in
+    different ways.
     """
-    if world_size(group) == 1:
-        return tensor
-    return _JoinFromGroup.apply(tensor, sizes, dim, group)
+    if world_size(group) > 1:
+        tensor = _JoinFromGroup.apply(tensor, sizes, dim, group)
+    return tensor
 
 
 class _CopyToGroup(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """Make the hooks of FSDP2 and DDP run once a step instead of once a chunk.
 
 FSDP2's hooks run around a module's call: an all-gather before its forward, a reduce-scatter after its backward. The
-engine calls a structural copy of the generator once per chunk. So a generator that is a `fully_shard` unit of its own is
-called once, with the loop over all chunks as its forward, and the copies that the loop calls have no hooks.
+engine calls a structural copy of the generator once per chunk. So a generator that is a `fully_shard` unit of its own
+is called once, with the loop over all chunks as its forward, and the copies that the loop calls have no hooks.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.core.tensor_checks import is_dtensor as is_dtensor
-
-Result = TypeVar("Result")
 
 WRAP_BOTH = (
     "wrap both in one module, seqpar.ModelWithLoss(model, loss), and give that to DistributedDataParallel or "
@@ -52,15 +50,14 @@ def refuse_sharded(head: nn.Module) -> None:
             )
 
 
-def inside_unit(generator: nn.Module, compute: Callable[..., Result], *inputs: Any) -> Result:
+def inside_unit(generator: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
     """Return `compute(*inputs)`, called between the hooks of the generator if that is a `fully_shard` unit."""
     if not is_fsdp_unit(generator):
         return compute(*inputs)
     unit: Any = generator
     unit.forward = compute  # an attribute of the instance goes before the class's forward; the hooks run around it
     try:
-        result: Result = unit(*inputs)
-        return result
+        return unit(*inputs)
     finally:
         del unit.forward
 

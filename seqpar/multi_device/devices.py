@@ -1,4 +1,4 @@
-"""A device list, checked once where it enters."""
+"""Check a list of devices, once, where the user passes it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Device = int | str | torch.device
 
 
 def accelerator() -> str | None:
-    """The kind of accelerator this machine has ("cuda", "mps", ...), or None."""
+    """Return the kind of accelerator this machine has ("cuda", "mps", ...), or None."""
     current = torch.accelerator.current_accelerator(check_available=True)
-    return None if current is None else current.type
+    return current and current.type
 
 
 def available() -> list[torch.device]:
-    """Every accelerator device of this machine, or the CPU where there is none."""
+    """Return every accelerator device of this machine, or the CPU if there is none."""
     kind = accelerator()
     if kind is None:
         return [torch.device("cpu")]
@@ -35,7 +35,10 @@ def _check_one(device: object, name: str) -> torch.device:
     if isinstance(device, int) and kind is None:
         raise ValueError(f"{name}: device {device} is an accelerator's index, and there is none; {_what_exists()}")
     try:
-        found = torch.device(kind, device) if isinstance(device, int) and kind else torch.device(device)
+        if isinstance(device, int) and kind:  # torch.device(1) alone would ask for the default accelerator
+            found = torch.device(kind, device)
+        else:
+            found = torch.device(device)
     except RuntimeError:
         raise ValueError(f"{name}: {device!r} is not a device; {_what_exists()}") from None
     if found.type == "cpu":
@@ -44,7 +47,9 @@ def _check_one(device: object, name: str) -> torch.device:
         return torch.device("cpu")
     if found.type != kind:
         raise ValueError(f"{name}: {found} does not exist or cannot compute; {_what_exists()}")
-    index = torch.accelerator.current_device_index() if found.index is None else found.index
+    index = found.index
+    if index is None:
+        index = torch.accelerator.current_device_index()
     count = torch.accelerator.device_count()
     if not 0 <= index < count:
         raise ValueError(f"{name}: index {index} of {found} is not below {count}; {_what_exists()}")
@@ -52,7 +57,9 @@ def _check_one(device: object, name: str) -> torch.device:
 
 
 def check_devices(devices: Sequence[Device], name: str = "devices") -> tuple[torch.device, ...]:
-    """The list as `torch.device`s with an index each. Repeats and a mix of CPU and one accelerator are fine.
+    """Return the list as `torch.device`s, each accelerator with its index.
+
+    A device may be repeated, and the CPU may be combined with one kind of accelerator.
 
     Raises:
         TypeError: a string or a single device instead of a list; a bool or another type inside it.
