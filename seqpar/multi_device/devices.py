@@ -12,7 +12,9 @@ Device = int | str | torch.device
 def accelerator() -> str | None:
     """Return the kind of accelerator this machine has ("cuda", "mps", ...), or None."""
     current = torch.accelerator.current_accelerator(check_available=True)
-    return current and current.type
+    if current is None:
+        return None
+    return current.type
 
 
 def available() -> list[torch.device]:
@@ -35,10 +37,7 @@ def _check_one(device: object, name: str) -> torch.device:
     if isinstance(device, int) and kind is None:
         raise ValueError(f"{name}: device {device} is an accelerator's index, and there is none; {_what_exists()}")
     try:
-        if isinstance(device, int) and kind:  # torch.device(1) alone would ask for the default accelerator
-            found = torch.device(kind, device)
-        else:
-            found = torch.device(device)
+        found = torch.device(kind, device) if isinstance(device, int) and kind else torch.device(device)
     except RuntimeError:
         raise ValueError(f"{name}: {device!r} is not a device; {_what_exists()}") from None
     if found.type == "cpu":
@@ -47,9 +46,7 @@ def _check_one(device: object, name: str) -> torch.device:
         return torch.device("cpu")
     if found.type != kind:
         raise ValueError(f"{name}: {found} does not exist or cannot compute; {_what_exists()}")
-    index = found.index
-    if index is None:
-        index = torch.accelerator.current_device_index()
+    index = torch.accelerator.current_device_index() if found.index is None else found.index
     count = torch.accelerator.device_count()
     if not 0 <= index < count:
         raise ValueError(f"{name}: index {index} of {found} is not below {count}; {_what_exists()}")

@@ -10,7 +10,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ def bind(module: Module, tensors: Mapping[int, Tensor]) -> Module:
     copies: dict[int, nn.Module | None] = {id(None): None}
 
     def bound(tensor: Tensor | None) -> Tensor | None:
-        return tensors.get(id(tensor), tensor)  # type: ignore[arg-type]
+        return tensors.get(id(tensor), tensor)
 
     def copy(original: nn.Module | None) -> nn.Module | None:
         # By identity, so that a submodule that occurs twice is one submodule in the copy as well
@@ -64,7 +64,7 @@ def bind(module: Module, tensors: Mapping[int, Tensor]) -> Module:
                 _rebuild_flat_weights(replica)
         return copies[id(original)]
 
-    return copy(module)  # type: ignore[return-value]
+    return cast(Module, copy(module))
 
 
 def _rebuild_flat_weights(replica: Any) -> None:
@@ -288,17 +288,9 @@ def parallel_apply(
         ValueError: lists of different lengths.
         Any error of a module, with a note that names the replica and its device.
     """
-    for name, values in (("modules", modules), ("inputs", inputs), ("kwargs_tup", kwargs_tup)):
-        if not isinstance(values, (list, tuple, nn.ModuleList)) and (values is not None or name != "kwargs_tup"):
-            raise TypeError(f"{name} is a {type(values).__name__}; it must be a list with one for each replica")
-    for i, module in enumerate(modules):
-        if not callable(module):
-            raise TypeError(f"modules[{i}] is a {type(module).__name__}; it must be a module or a function")
+    _check_jobs(modules, inputs, kwargs_tup)
     if kwargs_tup is None:
         kwargs_tup = [{}] * len(modules)
-    for i, keywords in enumerate(kwargs_tup):
-        if not isinstance(keywords, Mapping):
-            raise TypeError(f"kwargs_tup[{i}] is a {type(keywords).__name__}; it must be a dict of keyword arguments")
     where = _devices_of(inputs) if devices is None else list(check_devices(devices))
     if not len(modules) == len(inputs) == len(kwargs_tup) == len(where):
         raise ValueError(
@@ -318,6 +310,18 @@ def parallel_apply(
             raise
 
     return side_by_side(job, where)
+
+
+def _check_jobs(modules: object, inputs: object, kwargs_tup: object) -> None:
+    for name, values in (("modules", modules), ("inputs", inputs), ("kwargs_tup", kwargs_tup)):
+        if not isinstance(values, (list, tuple, nn.ModuleList)) and (values is not None or name != "kwargs_tup"):
+            raise TypeError(f"{name} is a {type(values).__name__}; it must be a list with one for each replica")
+    for i, module in enumerate(cast(Sequence[object], modules)):
+        if not callable(module):
+            raise TypeError(f"modules[{i}] is a {type(module).__name__}; it must be a module or a function")
+    for i, keywords in enumerate(cast(Sequence[object], kwargs_tup or ())):
+        if not isinstance(keywords, Mapping):
+            raise TypeError(f"kwargs_tup[{i}] is a {type(keywords).__name__}; it must be a dict of keyword arguments")
 
 
 def side_by_side(job: Callable[[int], Result], where: Sequence[object]) -> list[Result]:
