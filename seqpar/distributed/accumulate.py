@@ -1,4 +1,9 @@
-"""Exact gradients over micro-batches and ranks: the tokens of the whole step are counted before its first backward."""
+"""Accumulate the gradient of a step's mean loss over micro-batches and ranks, exactly.
+
+The gradient wanted is that of (summed loss of all tokens) / (number of all tokens). A mean of the micro-batches' means
+is something else wherever their token counts differ. So the tokens of the whole step are counted before its first
+backward, and each micro-batch's summed loss is divided by that one number.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +31,10 @@ MicroBatch = TypeVar("MicroBatch")
 
 
 class _Step(NamedTuple):
-    """What the ranks know of each other before the first forward."""
+    """The counts of all ranks, exchanged before the first forward."""
 
     micro_batches: list[int]
-    """How many each rank has."""
+    """The number of each rank's micro-batches."""
     tokens: int
     """The target tokens of all ranks."""
 
@@ -44,7 +49,7 @@ def accumulate_gradients(
     backward: Callable[[Tensor], Any] = Tensor.backward,
     agree: Mapping[str, object] | None = None,
 ) -> TokenLoss:
-    """Leaves in `.grad` the gradient of (summed loss) / (tokens) of all micro-batches of all ranks, as if one batch.
+    """Add to `.grad` the gradient of (summed loss) / (tokens) over the micro-batches of all ranks, as if one batch.
 
     Plain equivalent, with every rank's micro-batches on one device:
     `loss = sum(loss_of(m) for m in all_micro_batches); (loss.total / loss.tokens).backward()`.
@@ -57,50 +62,55 @@ def accumulate_gradients(
         )
         optimizer.step()
 
-    One small collective at the start tells every rank the tokens of the step and the largest number of micro-batches,
-    one at the end adds up the loss. Forward and backward of all micro-batches but the last run without the gradients'
-    reduction. A rank that has fewer micro-batches, or none, does not leave the others waiting: it runs one of its own
-    again, or one that it borrows, with the factor 0. A rank that raises leaves the others to the group's timeout.
+    One small collective at the start exchanges the counts of tokens and micro-batches, and one at the end sums the
+    loss. Gradients are reduced over the ranks in the last micro-batch only. A rank with fewer micro-batches than the
+    others still takes part in every forward and backward: it runs one of its own again, or one borrowed from another
+    rank, with the factor 0. If one rank raises an error, the others wait until the group's timeout.
 
     Args:
-        micro_batches: this rank's, any objects; to be lent to a rank that has none they must be picklable.
-        loss_of: the summed loss of one micro-batch; with `model`, it calls the model.
-        tokens_of: how many of its targets are not ignored: what `loss_of(m).tokens` will say.
-        model: what reduces the gradients: a DistributedDataParallel, or a module `fully_shard` was called on. Both
-            take the mean over ranks (leave FSDP2's divide factor as it is), which is undone. None: gradients stay
-            this rank's part of the sum, and whoever adds them up over `group` has the gradient.
-        group: the ranks that hold different tokens, and no others (ranks that share the same tokens, as with a split
-            vocabulary, would count them twice): those that the gradients are reduced over. None is DDP's own group;
-            without a model, this process alone. FSDP2 needs it named: `dist.group.WORLD` for the whole mesh.
+        micro_batches: this rank's micro-batches, of any type. They must be picklable if another rank may have none.
+        loss_of: returns the summed loss of one micro-batch; with `model`, it calls the model.
+        tokens_of: returns the number of its targets that are not ignored, the same as `loss_of(m).tokens`.
+        model: the module that reduces the gradients: a DistributedDataParallel, or a module `fully_shard` was called
+            on. Both take the mean over ranks (leave FSDP2's divide factor unchanged), which is compensated for. None:
+            gradients are this rank's contribution, and their sum over `group` is the gradient.
+        group: the ranks that gradients are reduced over and that hold different tokens. Ranks with the same tokens, as
+            with a split vocabulary, must not be in it: they would be counted twice. None is DDP's own group; without a
+            model, this process alone. FSDP2 needs an explicit group: `dist.group.WORLD` for the whole mesh.
         backward: takes the scaled loss, as `lambda loss: scaler.scale(loss).backward()`.
-        agree: what else must be the same on all ranks, by name (`{"step": step, "vocabulary": len(vocab)}`); costs no
-            further collective. The number and size of the parameters are always compared.
+        agree: further values that must be the same on all ranks, by name (`{"step": step, "vocabulary": len(vocab)}`);
+            no further collective is needed. The number and size of the parameters are always compared.
 
     Returns:
-        `TokenLoss` of the whole step, detached, the same on every rank; `.mean` is the number to log. No tokens at
-        all give zero gradients.
+        `TokenLoss` of the whole step, detached, the same on every rank; `.mean` is the number to log. A step without
+        tokens has zero gradients.
 
     Raises:
-        RuntimeError: on every rank: ranks that disagree; a `tokens_of` that does not count what the losses do.
-        ValueError: on every rank: no rank has a micro-batch. No group for FSDP2, or another than DDP's.
-        TypeError: a model that does not reduce gradients; an argument, or what a function returned, of another kind.
+        RuntimeError: on every rank: the ranks disagree, or `tokens_of` counts other tokens than the losses do.
+        ValueError: on every rank: no rank has a micro-batch. FSDP2 without a group, or a group that is not DDP's.
+        TypeError: a model that does not reduce gradients; an argument or a returned value of a wrong type.
     """
     _check_arguments(micro_batches, loss_of, tokens_of, backward, agree)
     check_group(group)
     mine = list(micro_batches)
     group = _group_of(model, group)
-    step = _meet(len(mine), _counted([tokens_of(m) for m in mine]), _facts(model, agree), group)
+    step = _exchange_counts(len(mine), _counted([tokens_of(m) for m in mine]), _facts(model, agree), group)
     longest = max(step.micro_batches)
-    spare = _spare(mine, step, group) if min(step.micro_batches) < longest else None
-    factor = (1 if model is None else world_size(group)) / max(1, step.tokens)
+    factors = [_loss_factor(model, step, group)] * len(mine)
+    to_run = mine
+    if min(step.micro_batches) < longest:
+        # Hooks communicate in forward and backward, so every rank must run the same number of them
+        missing = longest - len(mine)
+        to_run = mine + [_filler(mine, step, group)] * missing
+        factors += [0.0] * missing
     losses: list[TokenLoss] = []
-    for i in range(longest):
-        counts = i < len(mine)
-        with _reducing(model, i == longest - 1 or (i == 0 and _learns_its_graph(model))):
-            loss = _checked(loss_of(mine[i] if counts else spare))  # type: ignore[arg-type]
-            backward(loss.total * (factor if counts else 0.0))
-        loss = loss.detach()
-        losses.append(loss if counts else TokenLoss(*(None if t is None else torch.zeros_like(t) for t in loss)))  # type: ignore[arg-type]
+    for i, micro_batch in enumerate(to_run):
+        with _reducing(model, i == longest - 1 or (i == 0 and _records_static_graph(model))):
+            loss = _checked(loss_of(micro_batch))
+            backward(loss.total * factors[i])
+        losses.append(loss.detach())
+        if i >= len(mine):
+            losses[i] = _zeros_like(losses[i])
     whole = sum_over_ranks(sum(losses[1:], start=losses[0]), group)
     if int(whole.tokens) != step.tokens:
         raise RuntimeError(
@@ -110,20 +120,34 @@ def accumulate_gradients(
     return whole
 
 
+def _loss_factor(model: nn.Module | None, step: _Step, group: ProcessGroup | None) -> float:
+    """Return what each summed loss is multiplied by: 1 / tokens, times the ranks where the model averages over them."""
+    averaged_over = 1
+    if model is not None:
+        averaged_over = world_size(group)
+    return averaged_over / max(1, step.tokens)
+
+
+def _zeros_like(loss: TokenLoss) -> TokenLoss:
+    return TokenLoss(*(t if t is None else torch.zeros_like(t) for t in loss))  # type: ignore[arg-type]
+
+
 def sum_over_ranks(loss: TokenLoss, group: ProcessGroup | None) -> TokenLoss:
-    """The loss of all ranks' tokens, detached: each field summed over the group in one collective."""
+    """Return the loss of all ranks' tokens, detached: each field summed over the group, in one collective."""
     if not isinstance(loss, TokenLoss):
         raise TypeError(f"loss is {_kind(loss)}; it must be a seqpar.TokenLoss")
     if world_size(group) == 1:
         return loss.detach()
-    fields = [torch.zeros_like(loss.total) if t is None else t for t in loss]
-    sums = group_sum(torch.stack([t.detach().to(torch.float64) for t in fields]), group)
-    whole = (None if t is None else s.to(t.dtype) for t, s in zip(loss, sums, strict=True))
-    return TokenLoss(*whole)  # type: ignore[arg-type]
+    fields = {name: t for name, t in loss._asdict().items() if t is not None}
+    # In float64 counts of tokens are exact up to 2^53, so they may share the losses' collective
+    sums = group_sum(torch.stack([t.detach().to(torch.float64) for t in fields.values()]), group)
+    return TokenLoss(**{name: s.to(t.dtype) for (name, t), s in zip(fields.items(), sums, strict=True)})
 
 
 def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    if value is None:
+        return "None"
+    return f"a {type(value).__name__}"
 
 
 def _check_arguments(
@@ -139,10 +163,11 @@ def _check_arguments(
 
 
 def _counted(counts: Sequence[int | Tensor]) -> int:
-    """Their sum, which a device is waited for once."""
+    """Return the sum of the counts; tensors are summed where they are, so that a device is waited for only once."""
     for count in counts:
         _check_count(count)
-    total = float(sum(count.reshape(()) if isinstance(count, Tensor) else count for count in counts))
+    total = float(sum(count.reshape(()) for count in counts if isinstance(count, Tensor)))
+    total += float(sum(count for count in counts if not isinstance(count, Tensor)))
     if not total >= 0 or total % 1:
         raise ValueError(f"tokens_of counted {total:g} tokens; it must return whole numbers, at least 0")
     return int(total)
@@ -176,8 +201,12 @@ def _group_of(model: nn.Module | None, group: ProcessGroup | None) -> ProcessGro
             f"model is a {type(model).__name__}; it must be what reduces the gradients, a DistributedDataParallel or a "
             "module that fully_shard was called on; pass None where nothing does"
         )
-    if model is None or (own is not None and (group is None or group.size() == own.size())):
-        return own if group is None else group
+    if model is None:
+        return group
+    if own is not None and group is None:
+        return own
+    if own is not None and group is not None and group.size() == own.size():
+        return group
     if group is None:
         raise ValueError("name the group of ranks that FSDP2 reduces over: group=torch.distributed.group.WORLD for all")
     if own is not None:
@@ -194,8 +223,8 @@ def _facts(model: nn.Module | None, agree: Mapping[str, object] | None) -> dict[
     return facts
 
 
-def _meet(micro_batches: int, tokens: int, facts: dict[str, object], group: ProcessGroup | None) -> _Step:
-    """The one collective before the first forward."""
+def _exchange_counts(micro_batches: int, tokens: int, facts: dict[str, object], group: ProcessGroup | None) -> _Step:
+    """Return every rank's counts, after the one collective before the first forward, which also compares the facts."""
     everyone = check_agreement(facts, group, [micro_batches, tokens])
     step = _Step([row[0] for row in everyone], sum(row[1] for row in everyone))
     if not max(step.micro_batches):
@@ -203,31 +232,38 @@ def _meet(micro_batches: int, tokens: int, facts: dict[str, object], group: Proc
     return step
 
 
-def _spare(mine: list[MicroBatch], step: _Step, group: ProcessGroup | None) -> MicroBatch | None:
-    """A micro-batch to run with the factor 0: this rank's first, or, on a rank that has none, another rank's.
+def _filler(mine: list[MicroBatch], step: _Step, group: ProcessGroup | None) -> MicroBatch:
+    """Return a micro-batch to run with the factor 0: this rank's first, or, on a rank that has none, another rank's.
 
-    Where a rank has none, every rank comes here, and the first that has some lends: its tensors go over the CPU.
+    Where any rank has none, all ranks take part in the broadcast, from the first rank that has one. Its tensors are
+    sent through the CPU.
     """
     if min(step.micro_batches):
         return mine[0]
     lender = next(rank for rank, count in enumerate(step.micro_batches) if count)
-    lent = _without_accelerator(mine[0]) if rank_in(group) == lender else None
+    lent: tuple[MicroBatch, bool] | None = None
+    if rank_in(group) == lender:
+        lent = _without_accelerator(mine[0])
     borrowed, was_on_accelerator = broadcast_object(lent, lender, group)
     if mine:
         return mine[0]
-    here = torch.accelerator.current_accelerator() if was_on_accelerator else None
-    return borrowed if here is None else map_tensors(lambda t: t.to(here), borrowed)  # type: ignore[no-any-return]
+    here = torch.accelerator.current_accelerator()
+    if was_on_accelerator and here is not None:
+        borrowed = map_tensors(lambda t: t.to(here), borrowed)
+    return borrowed  # type: ignore[no-any-return]
 
 
-def _without_accelerator(micro_batch: Any) -> tuple[Any, bool]:
+def _without_accelerator(micro_batch: MicroBatch) -> tuple[MicroBatch, bool]:
+    """Return the micro-batch with its tensors on the CPU, and whether any was elsewhere."""
     on_accelerator = any(isinstance(leaf, Tensor) and not leaf.is_cpu for leaf in leaves(micro_batch))
     return map_tensors(lambda t: t.detach().cpu(), micro_batch), on_accelerator
 
 
-def _learns_its_graph(model: nn.Module | None) -> bool:
-    """Whether DDP with `static_graph` is before its first backward, which must reduce.
+def _records_static_graph(model: nn.Module | None) -> bool:
+    """Return whether a DDP with `static_graph` is before its first backward, which must not run under `no_sync`.
 
-    A reduction more does no harm: the mean of what is the same on all ranks already leaves it as it is.
+    The extra reduction does no harm: the last micro-batch takes the mean again of gradients that are already equal on
+    all ranks, which does not change them.
     """
     return bool(getattr(model, "static_graph", False)) and not getattr(
         model, "_static_graph_delay_allreduce_enqueued", True
@@ -236,7 +272,7 @@ def _learns_its_graph(model: nn.Module | None) -> bool:
 
 @contextlib.contextmanager
 def _reducing(model: nn.Module | None, reduce: bool) -> Iterator[None]:
-    """Forward and backward of a micro-batch, after which gradients are reduced over the ranks, or are not yet."""
+    """Enter the context of one micro-batch's forward and backward; `reduce` says whether it reduces the gradients."""
     wrapper: Any = model
     if model is None or reduce:
         yield

@@ -1,4 +1,7 @@
-"""Each process-group sum beside its adjoint: the one file that calls `torch.distributed` collectives.
+"""Sum, join and compare values over a process group; the only file that calls `torch.distributed` collectives.
+
+A collective that autograd goes through has an adjoint, which runs in backward: a value that every rank uses receives
+gradients from every rank, so copying it is the adjoint of summing it, and the other way round.
 
 A `group` of None is this process alone: nothing is communicated. (`torch.distributed.group.WORLD` is all ranks.)
 
@@ -6,13 +9,13 @@ A `group` of None is this process alone: nothing is communicated. (`torch.distri
 |---|---|---|
 | identity | sum over the group | `copy_to_group`: a value every rank has, used differently on each |
 | sum over the group | identity | `sum_from_group`: partial results that every rank needs whole |
-| every rank's part, joined | sum over the group, cut | `join_from_group`: parts that every rank needs whole |
+| concatenation over the group | sum over the group, sliced | `join_from_group`: slices that every rank needs whole |
 | sum or maximum, no gradient | - | `group_sum`, `group_max` |
 | every rank's, no gradient | - | `group_gather`, `gather_numbers` |
 | every rank's object, one rank's object | - | `gather_objects`, `broadcast_object` |
 
-Ranks that wait for one that never comes give up after the group's timeout. Half an hour is torch's default; a trainer
-sets its own where the group is made: `init_process_group(..., timeout=timedelta(minutes=2))`, or `new_group(...)`.
+Ranks that wait for a missing rank raise an error after the group's timeout. torch's default for gloo is half an hour; a
+trainer sets its own when it creates the group: `init_process_group(..., timeout=timedelta(minutes=2))`.
 """
 
 from __future__ import annotations
@@ -40,24 +43,28 @@ def check_group(group: object) -> None:
 
 
 def world_size(group: ProcessGroup | None) -> int:
-    """The number of ranks in the group; 1 for None."""
+    """Return the number of ranks in the group; 1 for None."""
     check_group(group)
-    return 1 if group is None else group.size()
+    if group is None:
+        return 1
+    return group.size()
 
 
 def rank_in(group: ProcessGroup | None) -> int:
-    """This process's rank in the group; 0 for None."""
+    """Return this process's rank in the group; 0 for None."""
     check_group(group)
-    return 0 if group is None else group.rank()
+    if group is None:
+        return 0
+    return group.rank()
 
 
 def group_sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """A new tensor, the sum over the group, without a gradient."""
+    """Return the sum over the group as a new tensor, without a gradient."""
     return _reduced(tensor, group, dist.ReduceOp.SUM)
 
 
 def group_max(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """A new tensor, the maximum over the group, without a gradient."""
+    """Return the maximum over the group as a new tensor, without a gradient."""
     return _reduced(tensor, group, dist.ReduceOp.MAX)
 
 
@@ -70,7 +77,7 @@ def _reduced(tensor: Tensor, group: ProcessGroup | None, operation: Any) -> Tens
 
 
 def group_gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
-    """Every rank's tensor, in rank order, without a gradient; all ranks' must have one shape and dtype."""
+    """Return every rank's tensor, in rank order, without a gradient; all must have the same shape and dtype."""
     if world_size(group) == 1:
         return [tensor.detach()]
     everyone = [torch.empty_like(tensor) for _ in range(world_size(group))]
@@ -79,15 +86,16 @@ def group_gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
 
 
 def gather_numbers(numbers: Sequence[int], group: ProcessGroup | None) -> list[list[int]]:
-    """Every rank's whole numbers, in rank order; all ranks must give as many."""
+    """Return every rank's whole numbers, in rank order; all ranks must give the same count of them."""
     check_group(group)
-    nccl = group is not None and dist.get_backend(group) == "nccl"
-    device = torch.accelerator.current_accelerator() if nccl else None
+    device = None
+    if group is not None and dist.get_backend(group) == "nccl":  # which has no collectives for CPU tensors
+        device = torch.accelerator.current_accelerator()
     return [t.tolist() for t in group_gather(torch.tensor(numbers, dtype=torch.int64, device=device), group)]
 
 
 def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """Every rank's (pickled) value, in rank order."""
+    """Return every rank's value, in rank order; it is pickled on the way."""
     if world_size(group) == 1:
         return [value]
     everyone: list[Any] = [None] * world_size(group)
@@ -96,7 +104,7 @@ def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
 
 
 def broadcast_object(value: Any, source: int, group: ProcessGroup | None) -> Any:
-    """The (pickled) value of the group's rank `source`."""
+    """Return the value of the group's rank `source` on every rank; it is pickled on the way."""
     if world_size(group) == 1:
         return value
     box = [value]
@@ -105,22 +113,29 @@ def broadcast_object(value: Any, source: int, group: ProcessGroup | None) -> Any
 
 
 def copy_to_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The tensor itself; its gradient is the sum of all ranks' gradients."""
+    """Return the tensor itself; its gradient is the sum of all ranks' gradients."""
     check_dense(tensor, "tensor")
-    return tensor if world_size(group) == 1 else _CopyToGroup.apply(tensor, group)
+    if world_size(group) > 1:
+        tensor = _CopyToGroup.apply(tensor, group)
+    return tensor
 
 
 def sum_from_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum over the group; each rank's gradient is that of the sum, which all ranks must use alike."""
-    return tensor if world_size(group) == 1 else _SumFromGroup.apply(tensor, group)
+    """Return the sum over the group; each rank's gradient is that of the sum, which all ranks must use alike."""
+    if world_size(group) > 1:
+        tensor = _SumFromGroup.apply(tensor, group)
+    return tensor
 
 
 def join_from_group(tensor: Tensor, sizes: Sequence[int], dim: int, group: ProcessGroup | None) -> Tensor:
-    """All ranks' parts, one behind the other along `dim`, where rank r's has `sizes[r]`; a part may be empty.
+    """Concatenate all ranks' slices along `dim`, in rank order; rank r's slice has `sizes[r]` entries, or none.
 
-    Each rank's gradient is the sum of all ranks' gradients of its part, so ranks may use the whole differently.
+    Each rank's gradient is the sum over the ranks of the gradient of its slice, so ranks may use the result in
+    different ways.
     """
-    return tensor if world_size(group) == 1 else _JoinFromGroup.apply(tensor, sizes, dim, group)
+    if world_size(group) > 1:
+        tensor = _JoinFromGroup.apply(tensor, sizes, dim, group)
+    return tensor
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -147,13 +162,16 @@ class _SumFromGroup(torch.autograd.Function):
 class _JoinFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, sizes: Sequence[int], dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.start, ctx.size, ctx.group = dim, sum(sizes[: group.rank()]), tensor.size(dim), group
+        ctx.dim = dim
+        ctx.start = sum(sizes[: group.rank()])
+        ctx.size = tensor.size(dim)
+        ctx.group = group
         shape = list(tensor.shape)
-        shape[dim] = max(sizes)  # what is gathered must have one shape
+        shape[dim] = max(sizes)  # all_gather takes tensors of the same shape only, so shorter slices are padded
         padded = tensor.new_zeros(shape)
         padded.narrow(dim, 0, ctx.size).copy_(tensor)
-        parts = group_gather(padded, group)
-        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+        gathered = group_gather(padded, group)
+        return torch.cat([t.narrow(dim, 0, size) for t, size in zip(gathered, sizes, strict=True)], dim)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
@@ -163,25 +181,31 @@ class _JoinFromGroup(torch.autograd.Function):
 def check_agreement(
     facts: Mapping[str, object], group: ProcessGroup | None, numbers: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Raises RuntimeError on every rank, naming the ranks, unless all of them have the same facts.
+    """Raise RuntimeError on every rank, naming the ranks, unless all of them have the same facts.
 
-    Call it at start and where sizes may change: ranks that disagree would otherwise wait for each other, or add up
-    what does not belong together. Ranks that agree pay for one all-gather of one number each, and of `numbers`, which
-    may differ.
+    Call it at the start and wherever sizes may change: ranks that disagree would otherwise wait for each other until
+    the timeout, or sum unrelated numbers. While the ranks agree, it costs one all-gather of a digest and `numbers`.
+
+    Args:
+        facts: what must be the same on all ranks, by name.
+        group: the ranks to compare.
+        numbers: whole numbers that may differ between ranks, exchanged in the same collective.
 
     Returns:
         every rank's `numbers`, in rank order.
 
     Raises:
-        TypeError, ValueError: facts that are no dict by name, numbers that are not int64.
+        TypeError, ValueError: `facts` is not a dict with text keys, or `numbers` are not int64.
     """
     _check_facts(facts, numbers)
     if world_size(group) == 1:
         return [list(numbers)]
+    # 7 bytes, so that the digest fits into a signed int64
     digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=7).digest()
     gathered = gather_numbers([int.from_bytes(digest), *numbers], group)
     if len({theirs[0] for theirs in gathered}) == 1:
         return [theirs[1:] for theirs in gathered]
+    # Every rank has seen the difference, so all of them take part in this second, more expensive collective
     everyone = gather_objects(dict(facts), group)
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Model and loss in one module: what DistributedDataParallel and FSDP2 should wrap."""
+"""Combine model and loss in one module, for DistributedDataParallel or FSDP2 to wrap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seqpar.distributed.wrappers import refuse_data_parallel
 
 
 class ModelWithLoss(nn.Module):
-    """`loss(model(*inputs), target)`, so that one wrapped forward starts at the inputs and ends in the loss.
+    """`loss(model(*inputs), target)` as one module, whose wrapped forward begins at the inputs and ends in the loss.
 
     Plain equivalent: `hidden = model(*inputs, **keywords); return loss(hidden, target)`. Under data parallelism:
 
@@ -28,23 +28,23 @@ class ModelWithLoss(nn.Module):
     Args:
         model: any module that returns hidden states, or `(hidden, per_token)` where the generator needs more per
             token (copy attention): a dict of tensors, handed to the loss as keywords.
-        loss: a module called with `(hidden, target, **per_token)`, as `LossCompute`. What is a part of the model
-            too (its generator) has one set of parameters, and `state_dict` names it once, as the model does.
+        loss: a module called with `(hidden, target, **per_token)`, as `LossCompute`. A submodule of both (the
+            generator) has one set of parameters, and `state_dict` contains it once, under the model's name.
 
-    FSDP2: call `fully_shard` on blocks of the model as usual, then on this module. The generator may be a unit of
-    its own, or be tied to the embedding and left to this module's unit; either way a step has the all-gathers and
-    reduce-scatters of an un-chunked loss. Leave `output_dtype` unset: it would round the summed loss.
+    FSDP2: call `fully_shard` on blocks of the model as usual, then on this module. The generator may be a unit of its
+    own, or belong to this module's unit (as it must when it is tied to the embedding); either way a step has the
+    all-gathers and reduce-scatters of an un-chunked loss. Leave `output_dtype` unset: it would round the summed loss.
 
     Pipeline parallelism (`torch.distributed.pipelining`): no wrapper is needed. The last stage returns hidden states
     and the schedule takes `loss_fn=lambda hidden, target: engine(hidden, target).total / tokens` and
-    `scale_grads=False`: it would divide by the number of micro-batches, and the tokens of the step are all there is
-    to divide by. The last stage's module should have the generator as a submodule, so that schedule and optimizer see
-    its parameters. GPipe, 1F1B and interleaved 1F1B work; zero-bubble schedules go through the loss's backward twice,
-    which it refuses with an error.
+    `scale_grads=False`, because the loss is already divided by the tokens of the step and must not be divided by the
+    number of micro-batches as well. The last stage's module should have the generator as a submodule, so that schedule
+    and optimizer see its parameters. GPipe, 1F1B and interleaved 1F1B work; zero-bubble schedules run the loss's
+    backward twice, which raises an error.
 
     Raises:
-        RuntimeError: the model or the loss is wrapped in DistributedDataParallel already.
-        TypeError: either is no module.
+        RuntimeError: the model or the loss is already wrapped in DistributedDataParallel.
+        TypeError: either of them is not a module.
     """
 
     def __init__(self, model: nn.Module, loss: nn.Module) -> None:
@@ -60,7 +60,7 @@ class ModelWithLoss(nn.Module):
     def forward(
         self, *inputs: Any, target: Any, per_token: Mapping[str, Tensor] | None = None, **keywords: Any
     ) -> TokenLoss:
-        """The loss of `target` given the model's hidden states of the inputs.
+        """Return the loss of `target` given the model's hidden states of the inputs.
 
         Args:
             inputs, keywords: the model's arguments.
@@ -68,9 +68,9 @@ class ModelWithLoss(nn.Module):
             per_token: further per-token tensors for the generator; those that the model returns are added.
 
         Raises:
-            TypeError: `per_token` is no dict.
-            RuntimeError: parameters are sharded here, because a part was called that `fully_shard` does not wrap.
-            Everything that `LossCompute` raises.
+            TypeError: `per_token` is not a dict.
+            RuntimeError: parameters are sharded here, because a submodule was called that `fully_shard` does not wrap.
+            All errors of `LossCompute`.
         """
         if per_token is not None and not isinstance(per_token, Mapping):
             raise TypeError(f"per_token is a {type(per_token).__name__}; it must be a dict of per-token tensors")
@@ -82,9 +82,9 @@ class ModelWithLoss(nn.Module):
         return self.loss(hidden, target, **extra)  # type: ignore[no-any-return]
 
     def _shared_parts(self) -> dict[str, str]:
-        """Parts of the loss that are parts of the model: their path here, and the model's."""
-        paths = {id(part): name for name, part in self.model.named_modules(prefix="model")}
-        return {n: paths[id(part)] for n, part in self.loss.named_modules(prefix="loss") if id(part) in paths}
+        """Return the path inside the loss of each submodule that is also in the model, with its path there."""
+        paths = {id(module): name for name, module in self.model.named_modules(prefix="model")}
+        return {n: paths[id(module)] for n, module in self.loss.named_modules(prefix="loss") if id(module) in paths}
 
 
 def _drop_second_names(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

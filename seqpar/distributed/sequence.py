@@ -1,10 +1,10 @@
-"""Time steps split over ranks: who has which, and next-token targets across the seams.
+"""Split time steps over ranks, and make next-token targets across the boundaries between them.
 
-The loss itself needs nothing new: each rank gives the engine its time steps, and the one division is by the tokens of
-data x sequence ranks. Parameter gradients are summed over the sequence ranks as over the data ranks, by one
+The loss itself does not change: each rank gives the engine its own time steps, and the sum is divided by the tokens of
+all data x sequence ranks. Parameter gradients are summed over the sequence ranks as over the data ranks, by one
 DistributedDataParallel or `fully_shard` over both (`accumulate_gradients` with that group), or by hand, with
-`copy_to_group(parameter, group)`. Where hidden states are whole on every rank and only the loss is split, cut
-`copy_to_group(hidden, group)`: its gradient is the sum of all ranks' parts.
+`copy_to_group(parameter, group)`. Where every rank has all hidden states and only the loss is split, split
+`copy_to_group(hidden, group)`: its gradient is the sum of the ranks' gradients.
 
 Shape suffixes: B batch, T all time steps, t this rank's.
 """
@@ -26,30 +26,30 @@ from seqpar.distributed.vocab_parallel import check_whole
 from seqpar.losses.target_checks import check_ignore_index
 
 Order = Literal["contiguous", "zigzag"]
-"""Which time steps a rank has.
+"""The time steps that each rank has.
 
 "contiguous": one piece; rank r has the r-th of `world` pieces.
-"zigzag": two pieces, the r-th and the r-th last of 2 x `world`, so that under a causal mask, where later steps attend
-to more, every rank has the same work (the order of Llama 3's context parallelism).
+"zigzag": two pieces, the r-th and the r-th last of 2 x `world`. Under a causal mask later steps attend to more, and
+this order gives every rank the same amount of work (as in the context parallelism of Llama 3).
 """
 
 
 def time_steps(time: int, rank: int, world: int, order: Order = "contiguous") -> Tensor:
-    """The time steps of a rank, as int64 indices in the order it holds them: also the position ids its model needs.
+    """Return the time steps of a rank (int64, in its own order), which are also the position ids for its model.
 
-    Pieces differ by one step at most, larger ones first; with fewer steps than pieces the last pieces are empty.
+    The lengths of the pieces differ by at most one step, longer ones first; with fewer steps than pieces the last
+    pieces are empty.
 
     Raises:
-        ValueError: an unknown order; a rank outside [0, world); time below 0.
-        TypeError: what is no whole number.
+        ValueError: an unknown order, a rank outside [0, world), or a negative time.
+        TypeError: an argument that is not a whole number.
     """
     _check_order(order)
     for name, value, least in (("time", time, 0), ("world", world, 1), ("rank", rank, 0)):
         check_whole(value, name, least)
     if rank >= world:
         raise ValueError(f"rank is {rank}; it must be in [0, {world})")
-    pieces = world if order == "contiguous" else 2 * world
-    sizes = part_sizes(time, pieces)
+    sizes = part_sizes(time, world * len(_pieces_of(rank, world, order)))
     ends = list(accumulate(sizes))
     return torch.cat([torch.arange(ends[p] - sizes[p], ends[p]) for p in _pieces_of(rank, world, order)])
 
@@ -67,22 +67,27 @@ def _check_dim(dim: object, tensor: Tensor) -> None:
 
 
 def part_sizes(length: int, parts: int) -> list[int]:
-    """How many of `length` each of `parts` has: sizes that differ by one at most, larger ones first; some may be 0."""
+    """Return `parts` sizes that add up to `length` and differ by at most one, larger ones first; some may be 0."""
     sizes = even_sizes(length, parts)
     return sizes + [0] * (parts - len(sizes))
 
 
 def _pieces_of(rank: int, world: int, order: Order) -> list[int]:
-    return [rank] if order == "contiguous" else [rank, 2 * world - 1 - rank]
+    """Return the numbers, in the order of time, of the pieces that a rank has."""
+    if order == "contiguous":
+        return [rank]
+    return [rank, 2 * world - 1 - rank]
 
 
 def split_time(tensor: Tensor, group: ProcessGroup | None, dim: int = 1, order: Order = "contiguous") -> Tensor:
-    """This rank's time steps of a tensor that every rank has whole; differentiable, with this rank's gradient alone.
+    """Return this rank's time steps of a tensor that every rank has whole.
+
+    It is differentiable; the gradient of the whole tensor is that of this rank's steps only.
 
     Plain equivalent: `tensor.index_select(dim, time_steps(tensor.size(dim), rank, world, order))`.
 
     Raises:
-        TypeError, ValueError: what is no dense tensor, has no such dimension, is no group; an unknown order.
+        TypeError, ValueError: not a dense tensor, no such dimension, not a group, or an unknown order.
     """
     check_dense(tensor, "tensor")
     _check_dim(dim, tensor)
@@ -91,19 +96,19 @@ def split_time(tensor: Tensor, group: ProcessGroup | None, dim: int = 1, order: 
 
 
 def join_time(parts: Sequence[Tensor], dim: int = 1, order: Order = "contiguous") -> Tensor:
-    """The whole tensor from all ranks' parts, in rank order: the opposite of `split_time`; differentiable.
+    """Return the whole tensor, given all ranks' tensors in rank order: the inverse of `split_time`; differentiable.
 
     Raises:
-        ValueError: parts whose sizes are not those of `split_time`; no parts; an unknown order or dimension.
-        TypeError: parts that are no dense tensors of one dtype.
+        ValueError: sizes other than those of `split_time`, no tensors, or an unknown order or dimension.
+        TypeError: not dense tensors, or not all of the same dtype.
     """
     _check_order(order)
     _check_parts(parts, dim)
     sizes = [part.size(dim) for part in parts]
     steps = [time_steps(sum(sizes), rank, len(parts), order) for rank in range(len(parts))]
     _check_sizes(sizes, [len(s) for s in steps], order)
-    back = torch.argsort(torch.cat(steps)).to(parts[0].device)
-    return torch.cat(list(parts), dim).index_select(dim, back)
+    inverse = torch.argsort(torch.cat(steps)).to(parts[0].device)  # step t is at position inverse[t] of the join
+    return torch.cat(list(parts), dim).index_select(dim, inverse)
 
 
 def _check_parts(parts: Sequence[Tensor], dim: int) -> None:
@@ -139,20 +144,20 @@ def _check_sizes(sizes: list[int], expected: list[int], order: Order) -> None:
 def next_token_targets(
     tokens: Tensor, group: ProcessGroup | None, *, order: Order = "contiguous", ignore_index: int = -100
 ) -> Tensor:
-    """Each token's successor, where every rank has only its own time steps of `tokens` (B, t): a decoder's targets.
+    """Return each token's successor, a decoder's targets, where every rank has only its time steps of `tokens` (B, t).
 
     Plain equivalent, on whole tokens (B, T):
     `split_time(torch.cat([tokens[:, 1:], torch.full((B, 1), ignore_index)], 1), group, order=order)`.
 
-    They are int64, whatever the tokens are: narrower ones have no room for every `ignore_index`.
+    The targets are int64 whatever dtype the tokens have, because a narrower one cannot hold every `ignore_index`.
 
-    The last target of a piece is the first token of the next piece, wherever that is: one small collective carries
-    the first tokens. Pieces may be empty. In contiguous order ranks may have any numbers of steps.
+    The last target of a piece is the first token of the next piece, on whichever rank that is; one small collective
+    exchanges the first tokens. Pieces may be empty. In contiguous order ranks may have any number of steps.
 
     Raises:
-        TypeError, ValueError: tokens that are not (batch, time) indices; zigzag pieces that `split_time` did not cut;
-            an unknown order; an ignore_index that is no int64.
-        RuntimeError: ranks that disagree on the batch size.
+        TypeError, ValueError: tokens that are not (batch, time) indices, zigzag sizes other than those of `split_time`,
+            an unknown order, or an ignore_index that is not an int64.
+        RuntimeError: the ranks disagree on the batch size.
     """
     _check_order(order)
     check_ignore_index(ignore_index)
@@ -160,32 +165,40 @@ def next_token_targets(
     if tokens.dtype not in CLASS_INDICES or tokens.dim() != 2:
         raise TypeError(f"tokens have shape {tuple(tokens.shape)}, {tokens.dtype}; they must be (batch, time) indices")
     tokens = tokens.long()
-    rank, world = rank_in(group), world_size(group)
+    rank = rank_in(group)
+    world = world_size(group)
     everyone = gather_numbers(list(tokens.shape), group)
     if len({batch for batch, _ in everyone}) > 1:
         raise RuntimeError(f"ranks disagree on the batch size: ranks 0 to {world - 1} have {[b for b, _ in everyone]}")
     times = [time for _, time in everyone]
     if order == "zigzag":
         _check_sizes(times, [len(time_steps(sum(times), r, world, order)) for r in range(world)], order)
-    count = 1 if order == "contiguous" else 2
-    # even_sizes puts larger pieces first: of a rank's two, the first has the odd step
-    mine_pBt = tokens.tensor_split([-(-tokens.size(1) // 2)] if count == 2 else [], dim=1)
-    firsts = _firsts(mine_pBt, tokens.size(0), order, group)
+    pieces = _pieces_of(rank, world, order)
+    # even_sizes puts larger pieces first, so of a rank's two pieces the first has the odd step
+    mine_pBt = tokens.tensor_split([-(-tokens.size(1) // 2)][: len(pieces) - 1], dim=1)
+    first_tokens = _first_tokens(mine_pBt, tokens.size(0), order, group)
+    after_the_end_B1 = tokens.new_full((tokens.size(0), 1), ignore_index)
     targets = []
-    for piece, piece_Bt in zip(_pieces_of(rank, world, order), mine_pBt, strict=True):
-        following = next((firsts[p] for p in range(piece + 1, len(firsts)) if firsts[p] is not None), None)
-        last = tokens.new_full((tokens.size(0), 1), ignore_index) if following is None else following
-        targets.append(torch.cat([piece_Bt[:, 1:], last], 1)[:, : piece_Bt.size(1)])
+    for piece, piece_Bt in zip(pieces, mine_pBt, strict=True):
+        following = (first_tokens[p] for p in sorted(first_tokens) if p > piece)
+        next_B1 = next(following, after_the_end_B1)
+        targets.append(torch.cat([piece_Bt[:, 1:], next_B1], 1)[:, : piece_Bt.size(1)])
     return torch.cat(targets, 1)
 
 
-def _firsts(pieces: Sequence[Tensor], batch: int, order: Order, group: ProcessGroup | None) -> list[Tensor | None]:
-    """The first tokens (B, 1) of all pieces of all ranks, in the order of time; None of an empty piece."""
-    columns = [p[:, :1] if p.size(1) else p.new_zeros(batch, 1) for p in pieces]
-    there = [p.new_full((1, 1), int(p.size(1) > 0)) for p in pieces]
-    mine = torch.stack([torch.cat(pair) for pair in zip(there, columns, strict=True)])
-    found: dict[int, Tensor | None] = {}
-    for rank, theirs in enumerate(group_gather(mine, group)):
+def _first_tokens(pieces: Sequence[Tensor], batch: int, order: Order, group: ProcessGroup | None) -> dict[int, Tensor]:
+    """Return the first tokens (B, 1) of all ranks' pieces by the number of the piece, without the empty ones."""
+    columns = []
+    for piece_Bt in pieces:
+        # A row in front of the tokens says whether the piece has any: every rank must send the same shape
+        column = piece_Bt.new_zeros(1 + batch, 1)
+        if piece_Bt.size(1):
+            column[0] = 1
+            column[1:] = piece_Bt[:, :1]
+        columns.append(column)
+    found: dict[int, Tensor] = {}
+    for rank, theirs in enumerate(group_gather(torch.stack(columns), group)):
         for piece, column in zip(_pieces_of(rank, world_size(group), order), theirs, strict=True):
-            found[piece] = column[1:] if column[0] else None
-    return [found[piece] for piece in sorted(found)]
+            if column[0]:
+                found[piece] = column[1:]
+    return found

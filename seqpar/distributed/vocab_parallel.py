@@ -1,11 +1,16 @@
-"""The vocabulary split over ranks: each has some rows of the weight, and the loss is that of all of them.
+"""Split the vocabulary over ranks: each rank has some rows of the weight, and the loss is over all classes.
 
 Every rank of the group has the same hidden states and targets. Per chunk, one all-reduce finds the largest logit and a
-second one, stacked, adds up everything else (the layout of Megatron-LM, Shoeybi et al. 2019, section 3). The softmax is
-taken locally and scaled by this rank's share of it, so one rank and many run the same formula. The hidden gradient is
-summed over the group once a step; the weight's stays where its rows are.
+second one, stacked, sums everything else (as Megatron-LM does; Shoeybi et al. 2019, section 3). With lse_r the
+log-sum-exp of rank r's classes, and best the largest logit of all ranks:
 
-Shape suffixes: N rows, V this rank's part of the vocabulary, D hidden. `vocab_size` is always the global one.
+    lse = best + log sum_r exp(lse_r - best)
+    p_k = softmax_r(z)_k exp(lse_r - lse)       for a class k on rank r
+
+So each rank takes the softmax of its own classes and scales it by their total probability, and one rank and many run
+the same formula. The hidden gradient is summed over the group once a step; the weight's needs no communication.
+
+Shape suffixes: N rows, V this rank's classes, D hidden. `vocab_size` is always the number of all ranks' classes.
 """
 
 from __future__ import annotations
@@ -43,18 +48,18 @@ def check_whole(value: object, name: str, least: int | None = None) -> None:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which classes this rank has: `start` up to `start` plus the rows of its weight, of `vocab_size` in all.
+    """This rank's classes: from `start` to `start` plus the number of its weight's rows, of `vocab_size` in all.
 
     Args:
-        group: the ranks that share the vocabulary out between them; None is this process alone. On a mesh of data x
+        group: the ranks among which the vocabulary is divided; None is this process alone. On a mesh of data x
             vocabulary it is the vocabulary's group, and each data rank counts its own tokens.
-        start: this rank's first class. Shards lie in any order, without gaps; they may be uneven, and empty (but FSDP2
-            takes no parameter without rows).
-        vocab_size: the classes of all ranks together.
+        start: this rank's first class. The ranks may have their classes in any order, but without gaps; shards may be
+            of different sizes, and empty (although FSDP2 does not take a parameter without rows).
+        vocab_size: the number of all ranks' classes.
 
     Raises:
         ValueError: a start outside [0, vocab_size], or a vocabulary without classes.
-        TypeError: what is no whole number, or no group.
+        TypeError: a number that is not a whole number, or a group that is not a process group.
     """
 
     group: ProcessGroup | None
@@ -72,9 +77,9 @@ class VocabShard:
 
     @classmethod
     def of(cls, weight_rows: int, group: ProcessGroup | None) -> VocabShard:
-        """The shard of a rank whose weight has `weight_rows` rows, the ranks' parts lying in rank order.
+        """Return the shard of a rank whose weight has `weight_rows` rows, where the classes are in rank order.
 
-        Every rank of the group calls it, once, when the weight is made: it is one small collective.
+        Every rank of the group must call it, once, when the weight is created: it is one small collective.
         """
         check_whole(weight_rows, "weight_rows", 0)
         rows = [count for (count,) in gather_numbers([weight_rows], group)]
@@ -82,38 +87,46 @@ class VocabShard:
 
     @property
     def largest_even_part(self) -> int:
-        """The rows of an even split, rounded up: what ranks with different parts plan their chunks by."""
+        """Return the classes per rank of an even split, rounded up.
+
+        All ranks plan their chunks by it, because chunks must be the same on every rank.
+        """
         return -(-self.vocab_size // world_size(self.group))
 
     def meet(self, facts: Mapping[str, object], rows: int = 0, hidden: Tensor | None = None) -> list[list[int]]:
-        """Every rank's span of classes and sums of `hidden`, a number each (`span_number`); one collective.
+        """Return every rank's classes and checksum of `hidden`, as one number each, after one collective.
 
-        Raises RuntimeError, on every rank, unless the ranks agree on `facts`.
+        `span_number` and `_checksum_number` encode the two numbers. Raises RuntimeError on every rank unless the ranks
+        agree on `facts`.
         """
-        sums = (0.0, 0.0)
+        checksum = (0.0, 0.0)
         if hidden is not None and world_size(self.group) > 1:
-            sums = _sums(hidden.detach().flatten(0, -2))
-        numbers = span_number(self.start, self.start + rows), _sums_number(sums)
+            checksum = _checksum(hidden.detach().flatten(0, -2))
+        numbers = span_number(self.start, self.start + rows), _checksum_number(checksum)
         return check_agreement(facts, self.group, numbers)
 
     def check(self, rows: int, facts: Mapping[str, object], hidden: Tensor) -> None:
-        """Raises RuntimeError, on every rank, unless the ranks agree on `facts` and hidden, and make up the vocabulary.
+        """Raise RuntimeError on every rank unless the ranks agree on `facts` and hidden and have every class once.
 
-        One small collective; none where the group is one rank.
+        It is one small collective; none for a group of one rank.
         """
         everyone = self.meet(facts, rows, hidden)
         spans = [divmod(number, SPAN) for number, _ in everyone]
         reached = 0
         for start, end in sorted((start, end) for start, end in spans if start < end):
-            reached = end if start == reached else -1
+            if start != reached:
+                reached = -1  # a gap or an overlap, which no later span can mend
+                break
+            reached = end
         if reached != self.vocab_size:
             said = "; ".join(f"[{start}, {end}) on rank {rank}" for rank, (start, end) in enumerate(spans))
             raise RuntimeError(
                 f"the weight's rows are the classes {said}; together they must be [0, {self.vocab_size}), each class "
                 "once; VocabShard.of(weight_rows, group) works the starts out"
             )
-        sums = [_sums_of(number) for _, number in everyone]
-        others = [rank for rank, theirs in enumerate(sums) if _differ(theirs, sums[0], torch.finfo(hidden.dtype).eps)]
+        checksums = [_checksum_from(number) for _, number in everyone]
+        eps = torch.finfo(hidden.dtype).eps
+        others = [rank for rank, theirs in enumerate(checksums) if _differ(theirs, checksums[0], eps)]
         if others:
             raise RuntimeError(
                 f"ranks disagree on hidden: ranks {others} have other hidden states than rank 0, and the ranks that "
@@ -121,15 +134,15 @@ class VocabShard:
             )
 
     def locate(self, target_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Each target's row of this rank's weight (any row where another rank has it), and whether it has one."""
+        """Return each target's row in this rank's weight (any row if another rank has it), and whether it is here."""
         index_N = target_N - self.start
         owned_N = (index_N >= 0) & (index_N < size)
         return index_N.clamp(0, max(0, size - 1)), owned_N
 
     def combine(self, rows: RowSums, target_N: Tensor) -> RowSums:
-        """The row sums of the whole vocabulary: one maximum over the group, then one stacked sum."""
+        """Return the row sums over the whole vocabulary: one maximum over the group, then one stacked sum."""
         best_N = group_max(rows.best_N, self.group)
-        # Classes that are all masked out (-inf), or none, have no share; their own softmax would be 0/0
+        # Classes that are all masked out (-inf), or none, have no probability; their own softmax would be 0/0
         here_N = rows.lse_N.where(rows.best_N != -math.inf, rows.best_N)
         assert rows.argbest_N is not None
         tied_N = rows.best_N == best_N
@@ -140,8 +153,9 @@ class VocabShard:
         columns = [(here_N - best_N).exp(), rows.gold_N, hit_N, *(t for t in optional if t is not None)]
         sums = iter(group_sum(torch.stack(columns), self.group))
         lse_N = best_N + next(sums).log()
-        gold_N, correct_N = next(sums), next(sums) == 1
-        sum_N, gold_weight_N, weight_N = (None if t is None else next(sums) for t in optional)
+        gold_N = next(sums)
+        correct_N = next(sums) == 1
+        sum_N, gold_weight_N, weight_N = (t if t is None else next(sums) for t in optional)
         return RowSums(
             best_N=best_N,
             lse_N=lse_N,
@@ -155,21 +169,24 @@ class VocabShard:
 
 
 ROUNDINGS = 4
-"""Hidden states that are computed on two ranks may differ by so many roundings of their dtype, in all."""
+"""How many roundings of their dtype the checksums of hidden states computed on two ranks may differ by."""
 SPAN = 2**32
-"""More than any vocabulary has classes."""
+"""A number larger than any vocabulary."""
 
 
 def span_number(start: int, end: int) -> int:
-    """First class and the one after the last, in one number: a collective of few numbers costs the least."""
+    """Encode the first class and the one after the last in one number, which makes the collective cheaper."""
     return start * SPAN + end
 
 
-def _sums(hidden_ND: Tensor) -> tuple[float, float]:
-    """A weighted sum of the hidden states, and how large the numbers are that were added up, in float32."""
+def _checksum(hidden_ND: Tensor) -> tuple[float, float]:
+    """Return a weighted sum of the hidden states, and the norm of its terms, in float32.
+
+    sum_nd cos(1.3 n + 0.5) cos(d + 0.5) hidden_nd: swapped rows or features change it, as they would not a plain sum.
+    """
     rows, width = hidden_ND.shape
     device = hidden_ND.device
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False):  # which would round the products to bfloat16
         column_D = (torch.arange(width, device=device) + 0.5).cos()
         rows_N = (hidden_ND @ column_D.to(hidden_ND.dtype)).float()
         weighted_N = rows_N * (1.3 * torch.arange(rows, device=device) + 0.5).cos()
@@ -178,47 +195,54 @@ def _sums(hidden_ND: Tensor) -> tuple[float, float]:
 
 
 def _differ(theirs: tuple[float, float], first: tuple[float, float], eps: float) -> bool:
-    """Whether two ranks' sums are further apart than rounding, at least float32's; nan is the same as nan."""
-    a, b, allowed = theirs[0], first[0], ROUNDINGS * max(eps, torch.finfo(torch.float32).eps) * first[1]
+    """Return whether two ranks' checksums differ by more than rounding, at least float32's; nan equals nan."""
+    a = theirs[0]
+    b, norm = first
+    allowed = ROUNDINGS * max(eps, torch.finfo(torch.float32).eps) * norm
     return not (abs(a - b) <= allowed or a == b or (math.isnan(a) and math.isnan(b)))
 
 
-def _sums_number(sums: tuple[float, float]) -> int:
-    """Both in the 64 bits of one number."""
-    (bits,) = struct.unpack("<q", struct.pack("<ff", *sums))
+def _checksum_number(checksum: tuple[float, float]) -> int:
+    """Encode two float32 numbers in the 64 bits of one int64."""
+    (bits,) = struct.unpack("<q", struct.pack("<ff", *checksum))
     return int(bits)
 
 
-def _sums_of(number: int) -> tuple[float, float]:
-    total, size = struct.unpack("<ff", struct.pack("<q", number))
-    return float(total), float(size)
+def _checksum_from(number: int) -> tuple[float, float]:
+    """Decode what `_checksum_number` encoded."""
+    total, norm = struct.unpack("<ff", struct.pack("<q", number))
+    return float(total), float(norm)
 
 
 def local_rows(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, VocabShard]:
-    """This rank's rows of a DTensor weight and bias, and which they are; their gradients come back as DTensors.
+    """Return this rank's rows of a DTensor weight and bias, and their shard; their gradients arrive as DTensors.
 
     Raises:
-        TypeError: a weight or bias that is not split by rows, and only so, on a mesh of one axis.
+        TypeError: a weight or bias that is not split by rows, or not by rows only, or on a mesh of several axes.
     """
     from torch.distributed.tensor import DTensor, Shard
 
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and (not isinstance(tensor, DTensor) or tuple(tensor.placements) != (Shard(0),)):
-            is_now = f"a DTensor with {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
+            is_now = "a plain tensor"
+            if isinstance(tensor, DTensor):
+                is_now = f"a DTensor with {tensor.placements}"
             raise TypeError(
                 f"{name} is {is_now}; a sharded weight and bias must both be DTensors split by rows, [Shard(0)], on a "
                 "mesh of one axis; give other layouts as local tensors with vocab=VocabShard(...)"
             )
     assert isinstance(weight, DTensor)
     mesh = weight.device_mesh
-    # How DTensor cuts: even parts, rounded up, the last ones smaller or empty
-    part = -(-weight.size(0) // mesh.size())
-    shard = VocabShard(mesh.get_group(), min(mesh.get_local_rank() * part, weight.size(0)), weight.size(0))
-    return _local(weight, Shard(0)), None if bias is None else _local(bias, Shard(0)), shard
+    # DTensor splits into even sizes, rounded up, so the last ranks may have fewer rows or none
+    most_rows = -(-weight.size(0) // mesh.size())
+    shard = VocabShard(mesh.get_group(), min(mesh.get_local_rank() * most_rows, weight.size(0)), weight.size(0))
+    if bias is not None:
+        bias = _local(bias, Shard(0))
+    return _local(weight, Shard(0)), bias, shard
 
 
 def local_copy(tensor: Tensor, name: str) -> Tensor:
-    """The tensor every rank has; raises TypeError for a DTensor that is cut."""
+    """Return a plain tensor that every rank has whole; raise TypeError for a DTensor that is sharded."""
     if not is_dtensor(tensor):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate

@@ -1,8 +1,8 @@
-"""The engine beside FSDP2 and DDP: their hooks run once a step, never once a chunk.
+"""Make the hooks of FSDP2 and DDP run once a step instead of once a chunk.
 
-FSDP2's hooks sit on a module's call: one all-gather before, one reduce-scatter after its backward. The engine calls a
-structural copy of the generator once a chunk, so a generator that is a unit of its own is entered once, with the whole
-walk inside, and the copies inside have no hooks of their own.
+FSDP2's hooks run around a module's call: an all-gather before its forward, a reduce-scatter after its backward. The
+engine calls a structural copy of the generator once per chunk. So a generator that is a `fully_shard` unit of its own
+is called once, with the loop over all chunks as its forward, and the copies that the loop calls have no hooks.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ WRAP_BOTH = (
 
 
 def is_fsdp_unit(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on it."""
+    """Return whether `fully_shard` was called on the module."""
+    # Where FSDP was never imported no module is a unit; importing it here would slow down every start
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and isinstance(module, kind)
 
 
 def refuse_data_parallel(module: nn.Module, what: str) -> None:
-    """Raises RuntimeError if a part of `module` is wrapped in DistributedDataParallel."""
-    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+    """Raise RuntimeError if the module or one of its submodules is a DistributedDataParallel."""
+    if any(isinstance(submodule, DistributedDataParallel) for submodule in module.modules()):
         raise RuntimeError(
             f"{what} is, or has inside, a DistributedDataParallel, whose reducer must see one forward that ends in the "
             f"loss; {WRAP_BOTH}"
@@ -39,7 +40,7 @@ def refuse_data_parallel(module: nn.Module, what: str) -> None:
 
 
 def refuse_sharded(head: nn.Module) -> None:
-    """Raises RuntimeError if a parameter of the head is sharded now."""
+    """Raise RuntimeError if a parameter of the head is sharded at this moment."""
     for name, parameter in head.named_parameters():
         if is_dtensor(parameter):
             raise RuntimeError(
@@ -49,32 +50,33 @@ def refuse_sharded(head: nn.Module) -> None:
             )
 
 
-def inside_unit(generator: nn.Module, walk: Callable[..., Any], *inputs: Any) -> Any:
-    """`walk(*inputs)`; where the generator is a `fully_shard` unit of its own, between its hooks."""
+def inside_unit(generator: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
+    """Return `compute(*inputs)`, called between the hooks of the generator if that is a `fully_shard` unit."""
     if not is_fsdp_unit(generator):
-        return walk(*inputs)
+        return compute(*inputs)
     unit: Any = generator
-    unit.forward = walk  # shadows the class's own; the hooks run round whatever forward is
+    unit.forward = compute  # an attribute of the instance goes before the class's forward; the hooks run around it
     try:
         return unit(*inputs)
     finally:
         del unit.forward
 
 
-def structural_copy(part: nn.Module) -> Any:
-    """A replica without parameters, as torch makes it; of a `fully_shard` unit, the module from before, without hooks.
+def structural_copy(module: nn.Module) -> Any:
+    """Return a replica of the module without parameters, as torch makes it; without hooks for a `fully_shard` unit.
 
-    `inside_unit` has run a unit's hooks already, and the unit's class makes no bare instances.
+    `inside_unit` has already run a unit's hooks. The copy has the class that the module had before `fully_shard`,
+    because torch forbids creating an instance of the unit's class.
     """
-    if not is_fsdp_unit(part):
-        return part._replicate_for_data_parallel()
-    before: Any = type(part).__mro__[2]  # fully_shard made a class of (FSDPModule, the module's own)
-    copy: Any = before.__new__(before)
-    kept = {name: value for name, value in part.__dict__.items() if name != "forward"}
-    copy.__dict__ = kept | {
+    if not is_fsdp_unit(module):
+        return module._replicate_for_data_parallel()
+    original_class: Any = type(module).__mro__[2]  # after the unit's own class and FSDPModule
+    copy: Any = original_class.__new__(original_class)
+    attributes = {name: value for name, value in module.__dict__.items() if name != "forward"}
+    copy.__dict__ = attributes | {
         "_parameters": {},
-        "_buffers": part._buffers.copy(),
-        "_modules": part._modules.copy(),
+        "_buffers": module._buffers.copy(),
+        "_modules": module._modules.copy(),
         "_forward_pre_hooks": OrderedDict(),
         "_forward_hooks": OrderedDict(),
         "_is_replica": True,

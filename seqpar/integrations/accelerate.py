@@ -1,7 +1,8 @@
-"""Accelerate: a step over micro-batches and ranks whose gradient is that of one batch on one device.
+"""Take a step with Accelerate over micro-batches and ranks, with the gradient of one batch on one device.
 
-`accelerator.backward` divides by `gradient_accumulation_steps`, and DDP takes the mean over ranks; the mean of means is
-another gradient. Here the tokens of the step are counted first, and the steps of `Accelerator` stay at 1:
+`accelerator.backward` divides by `gradient_accumulation_steps`, and DDP takes the mean over ranks; where token counts
+differ, that mean of means is not the gradient of the batch. Here the tokens of the step are counted first, and
+`gradient_accumulation_steps` stays at 1:
 
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -39,14 +40,14 @@ def accumulated_step(
     loss_of: Callable[[MicroBatch], TokenLoss],
     tokens_of: Callable[[MicroBatch], int | Tensor],
 ) -> TokenLoss:
-    """Leaves in `.grad` the gradient of (summed loss) / (tokens) of all micro-batches of all ranks, as if one batch.
+    """Add to `.grad` the gradient of (summed loss) / (tokens) over the micro-batches of all ranks, as if one batch.
 
     Plain equivalent, with every rank's micro-batches on one device:
     `loss = sum(loss_of(m) for m in all_micro_batches); (loss.total / loss.tokens).backward()`.
 
     Args:
-        accelerator: backward goes through it, and so through its gradient scaler.
-        model: what `accelerator.prepare` returned; `loss_of` calls it.
+        accelerator: its `backward` is used, and with it its gradient scaler.
+        model: the module that `accelerator.prepare` returned; `loss_of` calls it.
         micro_batches, loss_of, tokens_of: as `seqpar.accumulate_gradients` takes them.
 
     Returns:
@@ -54,9 +55,10 @@ def accumulated_step(
 
     Raises:
         ValueError: an accelerator that divides by accumulation steps itself.
-        TypeError: several ranks and a model that is not in DistributedDataParallel.
-        RuntimeError: everything `seqpar.accumulate_gradients` raises.
+        TypeError: several ranks, and a model that is not a DistributedDataParallel.
+        All errors of `seqpar.accumulate_gradients`.
     """
+    # `accelerator.backward` divides the loss by this number, which is already divided by the tokens of the step
     steps = accelerator.gradient_accumulation_steps
     if steps != 1:
         raise ValueError(
@@ -69,7 +71,7 @@ def accumulated_step(
 
 
 def _reducer(accelerator: Accelerator, model: nn.Module) -> DistributedDataParallel | None:
-    """What reduces the gradients over ranks."""
+    """Return the module that reduces the gradients over ranks; None for a single process."""
     if accelerator.num_processes == 1:
         return None
     if isinstance(model, DistributedDataParallel):

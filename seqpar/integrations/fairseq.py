@@ -1,7 +1,7 @@
-"""fairseq: its label-smoothed cross-entropy without the logits of all tokens.
+"""Compute fairseq's label-smoothed cross-entropy without the logits of all tokens.
 
-Written against the documented interface of fairseq 0.12 (which no longer installs on a current Python), and tested with
-stand-ins for its models. Register it, with the configuration and the metrics of fairseq's own criterion:
+It is written for the documented interface of fairseq 0.12 (which cannot be installed on a current Python), and tested
+with stand-ins for its models. Register it with the configuration and the metrics of fairseq's own criterion:
 
     @register_criterion("seqpar_cross_entropy", dataclass=LabelSmoothedCrossEntropyCriterionConfig)
     class Chunked(LabelSmoothedCrossEntropyCriterion):
@@ -24,16 +24,16 @@ from seqpar.linear.cross_entropy import linear_cross_entropy
 
 
 class ChunkedCrossEntropy(nn.Module):
-    """What a fairseq criterion is asked for: `(summed loss, sample size, what to log)` of a sample.
+    """The result that fairseq asks of a criterion: `(summed loss, sample size, logged numbers)` of a sample.
 
-    Plain equivalent: fairseq's `label_smoothed_cross_entropy`, which shares the smoothing out over all classes but the
-    target (eps/(V-1); its versions of before 2021 eps/V). fairseq's trainer divides by the sample sizes of all
+    Plain equivalent: fairseq's `label_smoothed_cross_entropy`, which divides the smoothing evenly among all classes but
+    the target (eps/(V-1); eps/V in versions before 2021). fairseq's trainer divides by the sample sizes of all
     micro-batches and ranks, so the gradient is exact.
 
     Args:
-        padding_idx: the target that counts for nothing.
+        padding_idx: the target that is ignored.
         label_smoothing: eps in [0, 1).
-        sentence_avg: the sample size is the number of sentences, not of tokens.
+        sentence_avg: whether the sample size is the number of sentences instead of tokens.
         chunk_tokens: the most tokens whose logits exist at once; None chooses by bytes.
     """
 
@@ -54,17 +54,18 @@ class ChunkedCrossEntropy(nn.Module):
     def forward(
         self, model: nn.Module, sample: Mapping[str, Any], reduce: bool = True
     ) -> tuple[Tensor, Any, dict[str, Any]]:
-        """The loss of one sample.
+        """Return the loss of one sample.
 
         Args:
-            model: called with `sample["net_input"]` and `features_only=True`, it returns `(features, extra)`; it has
-                `get_targets(sample, net_output)` and a `decoder` whose `output_projection` is an `nn.Linear`.
-            sample: with `net_input`, `target` (batch, time) and `ntokens`.
-            reduce: sums are all there is; `seqpar.token_scores` has losses token by token.
+            model: a model that, called with `sample["net_input"]` and `features_only=True`, returns `(features,
+                extra)`; it has `get_targets(sample, net_output)` and a `decoder` whose `output_projection` is an
+                `nn.Linear`.
+            sample: a dict with `net_input`, `target` (batch, time) and `ntokens`.
+            reduce: must be True; `seqpar.token_scores` computes losses token by token.
 
         Raises:
             ValueError: `reduce=False`.
-            TypeError: an output projection that is no plain `nn.Linear` (an adaptive softmax).
+            TypeError: an output projection that is not a plain `nn.Linear`, such as an adaptive softmax.
         """
         if not reduce:
             raise ValueError("reduce=False asks for the loss of every token; take seqpar.token_scores for that")
@@ -77,11 +78,13 @@ class ChunkedCrossEntropy(nn.Module):
             bias=projection.bias,
             ignore_index=self.padding_idx,
             label_smoothing=self.label_smoothing,
-            smoothing_convention="fairseq",
+            smoothing_convention="fairseq",  # eps / (V - 1) on every class but the target
             chunk_tokens=self.chunk_tokens,
         )
         sentences = sample["target"].size(0)
-        sample_size = sentences if self.sentence_avg else sample["ntokens"]
+        sample_size = sample["ntokens"]
+        if self.sentence_avg:
+            sample_size = sentences
         logged = {
             "loss": loss.total.detach(),
             "nll_loss": loss.nll,
@@ -95,7 +98,7 @@ class ChunkedCrossEntropy(nn.Module):
 
     @staticmethod
     def logging_outputs_can_be_summed() -> bool:
-        """What fairseq asks before it adds the logged numbers up over ranks."""
+        """Return True: fairseq may sum the logged numbers over ranks."""
         return True
 
 

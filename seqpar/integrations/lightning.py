@@ -1,7 +1,8 @@
-"""Lightning: a step over micro-batches and ranks whose gradient is that of one batch on one device.
+"""Take a step in Lightning over micro-batches and ranks, with the gradient of one batch on one device.
 
-A loss that `training_step` returns is divided by `accumulate_grad_batches` and averaged over ranks, and the mean of
-means is another gradient. Optimise by hand instead, with a data loader whose batches are lists of micro-batches:
+A loss that `training_step` returns is divided by `accumulate_grad_batches` and averaged over ranks; where token counts
+differ, that mean of means is not the gradient of the batch. Use manual optimisation instead, with a data loader whose
+batches are lists of micro-batches:
 
     class Translation(lightning.LightningModule):
         def __init__(self):
@@ -44,24 +45,24 @@ def accumulated_step(
     loss_of: Callable[[MicroBatch], TokenLoss],
     tokens_of: Callable[[MicroBatch], int | Tensor],
 ) -> TokenLoss:
-    """Leaves in `.grad` the gradient of (summed loss) / (tokens) of all micro-batches of all ranks, as if one batch.
+    """Add to `.grad` the gradient of (summed loss) / (tokens) over the micro-batches of all ranks, as if one batch.
 
     Plain equivalent, with every rank's micro-batches on one device:
     `loss = sum(loss_of(m) for m in all_micro_batches); (loss.total / loss.tokens).backward()`.
 
     Args:
-        module: the one whose `training_step` this is called in, with `automatic_optimization = False`; backward goes
-            through its `manual_backward`, and so through the Trainer's precision plugin.
-        micro_batches, loss_of, tokens_of: as `seqpar.accumulate_gradients` takes them. `loss_of` calls the module's own
-            parts, as any `training_step` does.
+        module: the module whose `training_step` calls this, with `automatic_optimization = False`; its
+            `manual_backward` is used, and with it the Trainer's precision plugin.
+        micro_batches, loss_of, tokens_of: as `seqpar.accumulate_gradients` takes them. `loss_of` calls submodules of
+            `module`, as any `training_step` does.
 
     Returns:
         `TokenLoss` of the whole step, detached, the same on every rank.
 
     Raises:
-        ValueError: a module that is optimised automatically.
+        ValueError: a module with automatic optimisation.
         TypeError: a strategy other than one device or DDP.
-        RuntimeError: everything `seqpar.accumulate_gradients` raises.
+        All errors of `seqpar.accumulate_gradients`.
     """
     if module.automatic_optimization:
         raise ValueError(
@@ -74,7 +75,7 @@ def accumulated_step(
 
 
 def _reducer(module: LightningModule) -> DistributedDataParallel | None:
-    """What reduces the gradients over ranks."""
+    """Return the module that reduces the gradients over ranks; None for a single device."""
     strategy = module.trainer.strategy
     if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
         return strategy.model

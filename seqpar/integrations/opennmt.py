@@ -1,7 +1,7 @@
-"""OpenNMT-py 3 and Eole: their `LossCompute` without the logits of all tokens.
+"""Replace the `LossCompute` of OpenNMT-py 3 and Eole by one that never has the logits of all tokens.
 
-Written against the documented interface of both (neither installs beside a current torch), and tested with stand-ins.
-It takes the place of the trainer's loss objects, and never runs a backward:
+It is written for the documented interface of both (neither can be installed with a current torch), and tested with
+stand-ins. It replaces the trainer's loss objects; the backward remains the trainer's:
 
     from onmt.utils import Statistics
     trainer.train_loss = ChunkedLossCompute(
@@ -29,24 +29,24 @@ from seqpar.engine.loss_compute import LossCompute
 
 
 class ChunkedLossCompute(nn.Module):
-    """`(summed loss, statistics)` of a batch, as those trainers ask their loss for it.
+    """A module that returns `(summed loss, statistics)` of a batch, as these trainers expect of their loss.
 
     Plain equivalent: `criterion(generator(output).flatten(0, 1), target.flatten())`, where target is `batch["tgt"]`
-    from step `tgt_shift_index` on. The trainer divides by its normalization and runs the one backward.
+    from step `tgt_shift_index` on. The trainer divides by its normalization and runs the only backward.
 
     Args:
-        generator: from hidden states to scores, a module that treats every token alone.
-        criterion: one that sums, with its `ignore_index`; `seqpar.criteria` says what is asked of it. The trainers' own
-            is `seqpar.LabelSmoothing(eps, "torch", ignore_index=padding)`.
+        generator: a module from hidden states to scores that treats every token independently.
+        criterion: a criterion that sums, with an `ignore_index`, as for `seqpar.LossCompute`. The trainers' own is
+            `seqpar.LabelSmoothing(eps, "torch", ignore_index=padding)`.
         statistics: the trainer's `Statistics`, called with `loss`, `n_batchs`, `n_sents`, `n_words` and `n_correct`.
         tgt_shift_index: 1 where `batch["tgt"]` begins with the start token (translation), 0 where it does not.
         chunk_tokens: the most tokens whose scores exist at once; None chooses by bytes.
 
-    Copy attention, coverage and alignment losses are not known here; keep the trainer's own for those.
+    Copy attention, coverage and alignment losses are not supported; keep the trainer's own loss for those.
 
     Raises:
         TypeError: a criterion that does not count its correct predictions.
-        Everything that `seqpar.LossCompute` raises.
+        All errors of `seqpar.LossCompute`.
     """
 
     def __init__(
@@ -76,20 +76,24 @@ class ChunkedLossCompute(nn.Module):
         trunc_start: int = 0,
         trunc_size: int | None = None,
     ) -> tuple[Tensor, Any]:
-        """The loss of one batch, or of some of its time steps.
+        """Return the loss of one batch, or of some of its time steps, and its statistics.
 
         Args:
-            batch: with `tgt`, (batch, time) or (batch, time, 1), and `srclen`, one number for each sentence.
-            output: the decoder's, (batch, time, D).
+            batch: a dict with `tgt`, (batch, time) or (batch, time, 1), and `srclen`, one number per sentence.
+            output: the decoder's output (batch, time, D).
             attns: not used.
-            trunc_start, trunc_size: the time steps of truncated backpropagation; all of them unless given.
+            trunc_start, trunc_size: the time steps of truncated backpropagation; by default all of them.
         """
         target = batch["tgt"]
-        target = target[..., 0] if target.dim() == 3 else target
-        size = target.size(1) - trunc_start if trunc_size is None else trunc_size
-        end = trunc_start + size
+        if target.dim() == 3:
+            target = target[..., 0]
+        end = target.size(1)
+        if trunc_size is not None:
+            end = trunc_start + trunc_size
         loss = self.engine(output[:, trunc_start:end], target[:, trunc_start + self.tgt_shift_index : end])
-        sentences = len(batch["srclen"]) if trunc_start == 0 else 0  # each counts once
+        sentences = 0
+        if trunc_start == 0:  # a batch in several pieces of time counts its sentences once, in the first
+            sentences = len(batch["srclen"])
         statistics = self.statistics(
             loss=loss.total.item(),
             n_batchs=int(sentences > 0),

@@ -1,12 +1,12 @@
-"""Whether a Hugging Face model's loss is what it was taken for: its own logits and loss of a few made-up tokens.
+"""Check that the chunked loss is a Hugging Face model's own loss, by running the model on a few made-up labels.
 
-The model runs as it is, but for its output embeddings: these return random logits, in float32 or wider whatever the
-model's precision, from -50 to 50, so that a soft cap, a factor or a clamp shows far above rounding. What the model
-makes of them, and its loss of made-up labels (among them every token id that the configuration names), must be ours.
-The loss must also be a function of nothing else: random logits need no gradient, so neither does a loss that is made of
-them alone.
+The model runs unchanged except for its output embeddings: these return random logits from -50 to 50, in float32 or
+wider whatever the model's precision, so that the effect of a soft cap, a factor or a clamp is far above rounding. The
+logits and the loss that the model returns must then equal ours. The labels include every token id that the
+configuration names. The loss must also depend on nothing else: the random logits need no gradient, so a loss that needs
+one depends on something besides them.
 
-Shape suffixes: W tokens of the window, V vocabulary.
+Shape suffixes: W tokens of the window (the made-up labels), V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from seqpar.core.token_loss import wide
 from seqpar.integrations.transformers_model import IGNORED, Reading
 
 WINDOW = 8
-"""Tokens of the window beside those of special labels."""
+"""The number of tokens in the window besides special labels."""
 
 SPREAD = 50.0
 """The largest made-up logit."""
@@ -34,19 +34,20 @@ WITHOUT = "use the model without apply_seqpar_loss"
 
 
 class RefusedModelError(TypeError):
-    """A model whose loss is not known here."""
+    """The model does not compute its loss in a way that the chunked loss supports."""
 
 
 def made_up_labels(special: set[int], vocab_size: int) -> Tensor:
-    """(1, W): labels from all over the vocabulary, all different, and one that counts for nothing."""
+    """Return labels (1, W): different ones spread over the vocabulary, the special ones, and one that is ignored."""
     spread = torch.linspace(0, vocab_size - 1, WINDOW).long().tolist()
     labels = torch.tensor([*sorted({*special, *spread}), IGNORED])
+    # In random order, so that neighbours differ in no regular way and a shift by any number of positions shows
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     return labels[order].unsqueeze(0)
 
 
 def made_up_logits(labels_1W: Tensor, like: Tensor) -> Tensor:
-    """(1, W, V), in the precision that sums are kept in."""
+    """Return random logits (1, W, V) in float32 or wider."""
     generator = torch.Generator().manual_seed(1)
     logits_1WV = torch.empty(*labels_1W.shape, like.size(-1), dtype=wide(like.dtype))
     return logits_1WV.uniform_(-SPREAD, SPREAD, generator=generator).to(like.device)
@@ -54,22 +55,24 @@ def made_up_logits(labels_1W: Tensor, like: Tensor) -> Tensor:
 
 @contextmanager
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """A forward inside leaves random states and buffers (batch normalisation's) as they were."""
+    """Restore random states and buffers (those of batch normalisation) after the block."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    python, numpy = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
-    random.setstate(python)
-    np.random.set_state(numpy)
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
 
 
 def own_outputs(model: nn.Module, kwargs: dict[str, Any], forget: Callable[[], None]) -> Any:
-    """What the model makes of the window. Its errors are the batch's own only if they come without labels, too.
+    """Return the model's outputs for the window.
 
-    `forget` lets the output embeddings be called once more.
+    An error of the model is the batch's own if it also occurs without labels; otherwise the labels caused it. `forget`
+    makes a second call of the output embeddings possible.
     """
     try:
         return model.forward(**kwargs)
@@ -95,17 +98,19 @@ def check_shapes(name: str, scores: Tensor, target_BT: Tensor) -> None:
 
 
 def examine(name: str, ways: list[Reading], logits_1WV: Tensor, target_1W: Tensor, outputs: Any) -> Reading:
-    """What the model does to logits; raises unless its logits and loss of the window are ours."""
-    if not isinstance(outputs, Mapping) or outputs.get("logits") is None:
-        fields = list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
-        raise RefusedModelError(f"{name} returns no field logits but {fields}; {WITHOUT}")
+    """Return what the model does to its logits; raise an error unless its logits and loss of the window are ours."""
+    if not isinstance(outputs, Mapping):
+        raise RefusedModelError(f"{name} returns no field logits but {type(outputs).__name__}; {WITHOUT}")
+    if outputs.get("logits") is None:
+        raise RefusedModelError(f"{name} returns no field logits but {list(outputs)}; {WITHOUT}")
     refuse_added(name, outputs)
     theirs = outputs["logits"].detach()
     reading = next((way for way in ways if same_logits(way.applied(logits_1WV), theirs)), None)
     if reading is None:
-        same_shape = logits_1WV.shape == theirs.shape
-        errors = [(way.applied(logits_1WV) - theirs).abs().max().item() for way in ways] if same_shape else []
-        by = f"by up to {min(errors):.3g}" if errors else f"in shape ({tuple(theirs.shape)})"
+        by = f"in shape ({tuple(theirs.shape)})"
+        if logits_1WV.shape == theirs.shape:
+            errors = [(way.applied(logits_1WV) - theirs).abs().max().item() for way in ways]
+            by = f"by up to {min(errors):.3g}"
         raise RuntimeError(
             f"{name}'s own logits of a few tokens differ {by} from hidden x output embeddings with the bias, softcap "
             f"and scale its configuration names: it does something else to them as well; {WITHOUT}"
@@ -123,10 +128,12 @@ def examine(name: str, ways: list[Reading], logits_1WV: Tensor, target_1W: Tenso
 
 
 def refuse_added(name: str, outputs: Any) -> None:
-    """Raises RuntimeError where something is added to the cross-entropy that would be lost."""
-    fields = isinstance(outputs, Mapping)
-    named = fields and any(key.endswith(("aux_loss", "z_loss")) for key in outputs)
-    loss = outputs.get("loss") if fields else None
+    """Raise RuntimeError if the model adds something to the cross-entropy, which the chunked loss would lose."""
+    named = False
+    loss = None
+    if isinstance(outputs, Mapping):
+        named = any(key.endswith(("aux_loss", "z_loss")) for key in outputs)
+        loss = outputs.get("loss")
     if named or (isinstance(loss, Tensor) and loss.requires_grad):
         raise RuntimeError(
             f"{name} adds an auxiliary loss to its own (output_router_logits), or parameters behind its output "
@@ -135,21 +142,29 @@ def refuse_added(name: str, outputs: Any) -> None:
 
 
 def mean_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """The plain loss; nan where no target is kept."""
+    """Return the plain mean loss; nan if every target is ignored."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten().to(logits.device), ignore_index=IGNORED)
 
 
 def same_logits(ours: Tensor, theirs: Tensor) -> bool:
+    """Return whether logits are the same, in shape and up to rounding."""
     return ours.shape == theirs.shape and close(ours, theirs)
 
 
 def close(ours: Tensor, theirs: Tensor) -> bool:
-    """Up to a few roundings of float32, whatever the model's precision: the logits it was given are no narrower."""
+    """Return whether numbers are the same up to a few roundings of float32.
+
+    That holds whatever the model's precision, because the logits that it was given have at least that precision.
+    """
     finite = ours[ours.isfinite()]
-    largest = float(finite.abs().max()) if len(finite) else 1.0
-    tolerance = 8 * torch.finfo(torch.float32).eps * max(1.0, largest)
+    scale = 1.0
+    if len(finite):
+        scale = max(scale, float(finite.abs().max()))
+    tolerance = 8 * torch.finfo(torch.float32).eps * scale
     return torch.allclose(ours.double(), theirs.double(), rtol=0, atol=tolerance)
 
 
 def _shown(loss: Tensor) -> str:
-    return f"{loss.item():.6g}" if loss.dim() == 0 else f"of shape {tuple(loss.shape)}"
+    if loss.dim() == 0:
+        return f"{loss.item():.6g}"
+    return f"of shape {tuple(loss.shape)}"

@@ -1,6 +1,6 @@
-"""What a Hugging Face model does with labels, hidden states and logits, by what it and its configuration say.
+"""Read from a Hugging Face model and its configuration what it does with labels, hidden states and logits.
 
-Nothing here is believed: `transformers_check` holds it against the model's own logits and loss.
+None of it is taken on trust: `transformers_check` compares it with the model's own logits and loss.
 
 Shape suffixes: B batch, T time, V vocabulary.
 """
@@ -18,30 +18,30 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 IGNORED = -100
-"""The label that Hugging Face models count for nothing."""
+"""The label that Hugging Face models ignore."""
 
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-"""Names of factors of the logits. Some models multiply by them, some divide, and some ignore them."""
+"""The names of factors of the logits. Some models multiply by them, some divide, and some ignore them."""
 
 Settings = tuple[Any, ...]
 
 
 class Reading(NamedTuple):
-    """What a model does to its logits before the softmax."""
+    """The function that a model applies to its logits before the softmax: softcap tanh(z / softcap) / temperature."""
 
     softcap: float | None
     temperature: float
 
     def applied(self, logits: Tensor) -> Tensor:
-        """The same, written plainly."""
+        """Apply it to logits."""
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits / self.temperature
 
 
 def configurations(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """The configuration and those of its parts."""
+    """Yield the configuration and the configurations nested in it."""
     yield config
     for value in vars(config).values():
         if isinstance(value, PretrainedConfig):
@@ -49,7 +49,7 @@ def configurations(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 
 def readings(model: PreTrainedModel) -> list[Reading]:
-    """Every way in which the configuration's settings may be meant; the model's own logits decide between them."""
+    """Return every possible meaning of the configuration's settings; the model's own logits decide between them."""
     named: dict[str, set[float]] = {name: set() for name in SOFTCAPS + SCALES}
     for config in configurations(model.config):
         for name, values in named.items():
@@ -58,53 +58,69 @@ def readings(model: PreTrainedModel) -> list[Reading]:
                 values.add(float(value))
     softcaps = [None, *sorted(value for name in SOFTCAPS for value in named[name])]
     scales = {value for name in SCALES for value in named[name]}
+    # z * scale is a temperature of 1 / scale, z / scale one of scale, and a scale that is ignored one of 1
     temperatures = sorted({1.0, *scales, *(1 / scale for scale in scales)})
     return [Reading(softcap, temperature) for softcap in softcaps for temperature in temperatures]
 
 
 def final_bias(model: PreTrainedModel, like: Tensor) -> Tensor | None:
-    """(V,): what Marian and BART add to the logits outside of their output embeddings."""
+    """Return the bias (V,) that Marian and BART add to the logits outside of their output embeddings, or None."""
     bias: Tensor | None = getattr(model, "final_logits_bias", None)
-    return None if bias is None else bias.flatten().to(like.device, like.dtype)
+    if bias is None:
+        return None
+    return bias.flatten().to(like.device, like.dtype)
 
 
 def special_labels(model: PreTrainedModel, vocab_size: int) -> set[int]:
-    """The token ids that a configuration names: what a model treats as no other label is among them."""
-    found: set[int] = set()
+    """Return the token ids in the configuration: a label that a model treats specially is among them."""
+    found: list[Any] = []
     for config in configurations(model.config):
         for name, value in vars(config).items():
-            if "token" in name:
-                found.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
-    return {v for v in found if 0 <= v < vocab_size}
+            if "token" in name and isinstance(value, list):
+                found += value
+            elif "token" in name:
+                found.append(value)
+    return {v for v in found if isinstance(v, int) and 0 <= v < vocab_size}
 
 
 def settings_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Settings:
-    """What decides which way a forward goes: the arguments that are given, its flags, and the configuration."""
-    given = ((k, v if isinstance(v, bool | str) else type(v)) for k, v in sorted(kwargs.items()) if v is not None)
+    """Return everything that a forward may branch on: which arguments are given, its flags, and the configuration."""
+    given: list[tuple[str, object]] = []
+    for name, value in sorted(kwargs.items()):
+        if isinstance(value, bool | str):
+            given.append((name, value))
+        elif value is not None:
+            given.append((name, type(value)))
     plain = (bool, int, float, str)
     configured = (v for c in configurations(model.config) for v in vars(c).items() if isinstance(v[1], plain))
     return *given, *configured
 
 
 def shifts_labels(model: PreTrainedModel) -> bool:
-    """Whether the model predicts label t + 1 from position t; an unnamed loss is the one that does (GPT-2's is)."""
+    """Return whether the model predicts label t + 1 from position t.
+
+    Models without a `loss_type` use transformers' default, which does so (GPT-2 is one).
+    """
     loss = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss)
     return loss is ForCausalLMLoss and not getattr(model.config, "is_encoder_decoder", False)
 
 
 def next_labels(labels_BT: Tensor) -> Tensor:
-    """The label after each position, and none after the last."""
+    """Return the label after each position; the last position has none."""
     return F.pad(labels_BT, (0, 1), value=IGNORED)[..., 1:]
 
 
 def lacks_decoder_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
-    """Whether the model has a decoder whose inputs are not among the arguments."""
+    """Return whether the model has a decoder whose inputs are not among the arguments."""
     given = any(kwargs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
     return bool(getattr(model.config, "is_encoder_decoder", False)) and not given
 
 
 def decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
-    """Labels shifted right, by the model's own function: it will not see all labels, and cannot do so itself."""
+    """Return the labels shifted right by the model's own function.
+
+    The model makes its decoder's inputs of the labels it is given, and here it is not given all of them.
+    """
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
         return prepare(labels_BT)  # type: ignore[no-any-return]
@@ -123,11 +139,13 @@ def decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
 
 
 def plain_head(model: PreTrainedModel) -> nn.Linear:
-    """The output embeddings; raises TypeError unless they are a plain `nn.Linear`."""
+    """Return the output embeddings; raise TypeError unless they are a plain `nn.Linear`."""
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
         return head
-    kind = f"{type(head).__module__}.{type(head).__qualname__}" if isinstance(head, nn.Module) else type(head).__name__
+    kind = type(head).__name__
+    if isinstance(head, nn.Module):
+        kind = f"{type(head).__module__}.{type(head).__qualname__}"
     raise TypeError(
         f"the output embeddings of {type(model).__name__} are a {kind}; the chunked loss needs a torch.nn.Linear "
         "(without an adapter: leave them out of PEFT's target_modules and modules_to_save), else use the model without "

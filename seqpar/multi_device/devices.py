@@ -1,4 +1,4 @@
-"""A device list, checked once where it enters."""
+"""Check a list of devices, once, where the user passes it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ Device = int | str | torch.device
 
 
 def accelerator() -> str | None:
-    """The kind of accelerator this machine has ("cuda", "mps", ...), or None."""
+    """Return the kind of accelerator this machine has ("cuda", "mps", ...), or None."""
     current = torch.accelerator.current_accelerator(check_available=True)
-    return None if current is None else current.type
+    if current is None:
+        return None
+    return current.type
 
 
 def available() -> list[torch.device]:
-    """Every accelerator device of this machine, or the CPU where there is none."""
+    """Return every accelerator device of this machine, or the CPU if there is none."""
     kind = accelerator()
     if kind is None:
         return [torch.device("cpu")]
@@ -52,7 +54,9 @@ def _check_one(device: object, name: str) -> torch.device:
 
 
 def check_devices(devices: Sequence[Device], name: str = "devices") -> tuple[torch.device, ...]:
-    """The list as `torch.device`s with an index each. Repeats and a mix of CPU and one accelerator are fine.
+    """Return the list as `torch.device`s, each accelerator with its index.
+
+    A device may be repeated, and the CPU may be combined with one kind of accelerator.
 
     Raises:
         TypeError: a string or a single device instead of a list; a bool or another type inside it.

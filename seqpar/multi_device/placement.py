@@ -1,8 +1,8 @@
-"""Layers on different devices: inputs follow the layers by themselves (model parallelism)."""
+"""Place the layers of a model on different devices, and move their inputs there (model parallelism)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,24 +14,27 @@ from seqpar.multi_device.devices import Device, check_devices
 
 
 def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
-    """Moves named parts of a model to devices and lets their inputs follow. Changes the model and returns it.
+    """Move named submodules to devices and make their inputs follow; change the model in place and return it.
 
-    Plain equivalent: `part.to(device)` for each part and `x = x.to(device)` in front of each call, with what a part
-    inside another returns sent back to the outer one's device. Autograd sees the transfers, so gradients arrive
-    where the parameters are. Everything in nested dict, list, tuple, NamedTuple and dataclass arguments is moved.
+    Plain equivalent: `module.to(device)` for each submodule and `x = x.to(device)` in front of each call; the output of
+    a submodule inside another placed one is sent back to the outer one's device. Autograd sees the transfers, so
+    gradients arrive where the parameters are. Tensors in nested dict, list, tuple, NamedTuple and dataclass arguments
+    are moved, too.
 
         seqpar.place(model, {"": "cuda:0", "src_embed": "cpu"})          # embedding on the CPU, the rest on the GPU
         seqpar.place(resnet, {"stem": 0, "layer1": 0, "layer2": 1, "head": 1})   # a stack cut in two
 
     Args:
         model: any module.
-        parts: name of a submodule (as in `named_modules`; "" is the model) -> device. The longest name wins.
+        parts: the device of each submodule, by its name in `named_modules` ("" is the model). A name inside another
+            one takes precedence.
 
     Raises:
-        TypeError: a model that is no module; parts that are no dict; something else than a device; a tensor on the
-            meta device.
-        KeyError: a name that is no submodule.
-        ValueError: a parameter in no part; one tensor shared by parts on different devices; a bad device.
+        TypeError: a model that is not a module, `parts` that is not a dict, a value that is not a device, or a tensor
+            on the meta device.
+        KeyError: a name that is not a submodule.
+        ValueError: a parameter outside all named submodules, one tensor shared by submodules on different devices, or a
+            device that does not exist.
     """
     check_module(model, "model")
     if not isinstance(parts, Mapping):
@@ -46,14 +49,17 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
             )
     devices = {name: check_devices([device], f"parts[{name!r}]")[0] for name, device in parts.items()}
     _check_tensors(model, devices)
-    for name, module in modules.items():  # straight to its place: no device ever holds more than its parts
+    for (
+        name,
+        module,
+    ) in modules.items():  # each tensor goes directly to its device, so none ever holds more than its own
         part = _part_of(name, devices)
         if part is not None:
             _move_own_tensors(module, devices[part])
     for name, device in devices.items():
         modules[name].register_forward_pre_hook(_bring_inputs(device), with_kwargs=True)
-        outer = _part_of(name.rpartition(".")[0], devices) if name else None
-        if outer is not None and devices[outer] != device:
+        outer = _part_of(name.rpartition(".")[0], devices)
+        if name and outer is not None and devices[outer] != device:
             modules[name].register_forward_hook(_send_output(devices[outer]))
     return model
 
@@ -63,7 +69,7 @@ def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
 
 
 def _part_of(name: str, devices: Mapping[str, torch.device]) -> str | None:
-    """The longest part that the named module or tensor lies in."""
+    """Return the longest name in `devices` that contains the named module."""
     while name not in devices:
         if not name:
             return None
@@ -88,17 +94,22 @@ def _check_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> Non
             )
 
 
-def _bring_inputs(device: torch.device) -> Any:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        moved: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(lambda t: _to(t, device), (args, kwargs))
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional arguments and the keywords of a call."""
+
+
+def _bring_inputs(device: torch.device) -> Callable[..., CallArguments]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+        moved: CallArguments = map_tensors(lambda t: _to(t, device), (args, kwargs))
         return moved
 
     return hook
 
 
-def _send_output(device: torch.device) -> Any:
+def _send_output(device: torch.device) -> Callable[..., Any]:
     return lambda _, __, output: map_tensors(lambda t: _to(t, device), output)
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, non_blocking=device.type != "cpu")  # what runs on the CPU next waits for no stream
+    # A copy to the CPU must be synchronous: the next operation there does not wait for the accelerator's stream
+    return tensor.to(device, non_blocking=device.type != "cpu")

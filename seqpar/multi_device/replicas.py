@@ -1,7 +1,7 @@
-"""replicate, scatter, parallel_apply, gather: `torch.nn.parallel`'s four primitives for any device list.
+"""Replicate, scatter, apply and gather: the four primitives of `torch.nn.parallel`, for any device list.
 
-A device may be listed more than once (`["cpu"] * 3`, `["cuda:0"] * 2`), and the CPU may stand beside one kind of
-accelerator. Several distinct CUDA devices go through torch's own NCCL-backed broadcast, scatter and reduction.
+A device may be listed more than once (`["cpu"] * 3`, `["cuda:0"] * 2`), and the CPU may be combined with one kind of
+accelerator. Several distinct CUDA devices use torch's own NCCL-backed broadcast, scatter and reduction.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,45 +35,55 @@ def _distinct_cuda(devices: Sequence[torch.device]) -> bool:
 
 
 def bind(module: Module, tensors: Mapping[int, Tensor]) -> Module:
-    """A copy of the module's structure in which each parameter and buffer `t` is `tensors[id(t)]`.
+    """Return a copy of the module's structure in which each parameter and buffer `t` is `tensors[id(t)]`.
 
-    What is not in `tensors` is shared. Ties, parametrizations, hooks and RNN flat weights keep working; nothing is
-    copied but the containers, so binding costs microseconds a submodule.
+    Tensors that are not in `tensors` are shared. Ties, parametrizations, hooks and the flat weights of RNNs keep
+    working; only the containers are copied, so binding costs microseconds per submodule.
 
     Raises:
-        TypeError: a part is compiled, scripted or lazy, on the meta device or sharded (and how to mend it).
+        TypeError: a submodule is compiled, scripted, lazy, on the meta device or sharded; the message has the remedy.
     """
-    made: dict[int, nn.Module] = {}
+    copies: dict[int, nn.Module | None] = {id(None): None}
 
-    def copy(part: nn.Module) -> nn.Module:
-        if id(part) not in made:
-            _refuse(part)
-            replica = structural_copy(part)
-            made[id(part)] = replica
-            for name, parameter in part._parameters.items():
-                replica._parameters[name] = None if parameter is None else tensors.get(id(parameter), parameter)
-            for name, buffer in part._buffers.items():
-                replica._buffers[name] = None if buffer is None else tensors.get(id(buffer), buffer)
-            for name, child in part._modules.items():
-                replica._modules[name] = None if child is None else copy(child)
+    def bound(tensor: Tensor | None) -> Tensor | None:
+        return tensors.get(id(tensor), tensor)
+
+    def copy(original: nn.Module | None) -> nn.Module | None:
+        # By identity, so that a submodule that occurs twice is one submodule in the copy as well
+        if original is not None and id(original) not in copies:
+            _refuse(original)
+            replica = structural_copy(original)
+            copies[id(original)] = replica
+            for name, parameter in original._parameters.items():
+                replica._parameters[name] = bound(parameter)
+            for name, buffer in original._buffers.items():
+                replica._buffers[name] = bound(buffer)
+            for name, child in original._modules.items():
+                replica._modules[name] = copy(child)
             if isinstance(replica, nn.RNNBase):
-                replica._flat_weights = [getattr(replica, name, None) for name in replica._flat_weights_names]
-                replica._flat_weight_refs = [None if w is None else weakref.ref(w) for w in replica._flat_weights]
-        return made[id(part)]
+                _rebuild_flat_weights(replica)
+        return copies[id(original)]
 
-    return copy(module)  # type: ignore[return-value]
+    return cast(Module, copy(module))
 
 
-def _refuse(part: nn.Module) -> None:
-    kind = type(part).__name__
-    if isinstance(part, torch.jit.ScriptModule):
+def _rebuild_flat_weights(replica: Any) -> None:
+    """Make an RNN's second list of its weights, which its forward reads, agree with its parameters."""
+    replica._flat_weights = [getattr(replica, name, None) for name in replica._flat_weights_names]
+    replica._flat_weight_refs = [None if w is None else weakref.ref(w) for w in replica._flat_weights]
+
+
+def _refuse(module: nn.Module) -> None:
+    """Raise TypeError, with the remedy, unless the module itself (not its submodules) can be replicated."""
+    kind = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"{kind} is scripted and cannot be replicated; pass the module from before torch.jit.script")
-    if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
+    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
         raise TypeError(
             f"{kind} is compiled and cannot be replicated: the compiled code keeps the original's parameters; "
             "pass the module from before torch.compile (module._orig_mod)"
         )
-    for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is None:
             continue
         if is_lazy(tensor):
@@ -88,14 +98,14 @@ def _refuse(part: nn.Module) -> None:
 
 
 def replicate(module: Module, device_ids: Sequence[Device]) -> list[Module]:
-    """One replica per listed device; gradients of the replicas' parameters sum into the original's.
+    """Return one replica per listed device; the gradients of their parameters are summed into the original's.
 
     As `torch.nn.parallel.replicate`, for any device list. A replica's parameters are tensors linked to the original
     by autograd (not leaves), and `.parameters()` lists them. The first replica on the original's own device shares
-    its buffers, so running statistics are kept; the other replicas have copies.
+    its buffers, so that updates of running statistics persist; the other replicas have copies.
 
     Raises:
-        TypeError, ValueError: a bad device list; a module that cannot be replicated (see `bind`).
+        TypeError, ValueError: an invalid device list, or a module that cannot be replicated (see `bind`).
     """
     check_module(module, "module")
     devices = check_devices(device_ids, "device_ids")
@@ -109,20 +119,21 @@ def replicate(module: Module, device_ids: Sequence[Device]) -> list[Module]:
         tensors = {id(p): copy for p, copy in zip(parameters, copies, strict=True)}
         for buffer in buffers:
             shared = device == buffer.device and device not in own_buffers
-            tensors[id(buffer)] = buffer if shared else buffer.to(device, copy=True)
+            if not shared:
+                tensors[id(buffer)] = buffer.to(device, copy=True)
         own_buffers.add(device)
         replicas.append(bind(module, tensors))
     return replicas
 
 
 def check_replicable(module: nn.Module) -> None:
-    """Raises TypeError, with the remedy, if a part is compiled, scripted, lazy, on the meta device or sharded."""
-    for part in module.modules():
-        _refuse(part)
+    """Raise TypeError, with the remedy, if a submodule is compiled, scripted, lazy, on the meta device or sharded."""
+    for submodule in module.modules():
+        _refuse(submodule)
 
 
 def _linked_parameters(parameters: list[nn.Parameter], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """Per device, the parameters there: one transfer per distinct device, an alias for each repeat."""
+    """Return the parameters on each device: one transfer per distinct device, an alias for each repeat."""
     distinct = list(dict.fromkeys(devices))
     if _distinct_cuda(distinct) and parameters and all(p.is_cuda for p in parameters):
         flat = Broadcast.apply([d.index for d in distinct], *parameters)
@@ -130,6 +141,7 @@ def _linked_parameters(parameters: list[nn.Parameter], devices: Sequence[torch.d
         there = {d: list(flat[i * count : (i + 1) * count]) for i, d in enumerate(distinct)}
     else:
         there = {d: [p.to(d) for p in parameters] for d in distinct}
+    # On its own device `to` returns the parameter itself; an alias makes it a non-leaf in every replica alike
     return [[t.view_as(t) for t in there[d]] for d in devices]
 
 
@@ -137,7 +149,7 @@ def _linked_parameters(parameters: list[nn.Parameter], devices: Sequence[torch.d
 
 
 def batch_rows(inputs: Any, dim: int = 0) -> int | None:
-    """The common size of all tensors along `dim`; None where there is no tensor with dimensions.
+    """Return the common size of all tensors along `dim`; None if there is no tensor with dimensions.
 
     Raises:
         TypeError: a tensor is sparse, nested, quantised, on the meta device or sharded.
@@ -154,31 +166,36 @@ def batch_rows(inputs: Any, dim: int = 0) -> int | None:
                 f"{tensors[0].size(dim)} and {t.size(dim)} rows; give every tensor the batch's rows (expand it), or "
                 "pass what is not per row as a non-tensor or a tensor without dimensions"
             )
-    return tensors[0].size(dim) if tensors else None
+    if not tensors:
+        return None
+    return tensors[0].size(dim)
 
 
 def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequence[int] | None = None) -> list[Any]:
-    """The inputs cut along `dim` into even shards, shard i on `device_ids[i]`; differentiable.
+    """Split the inputs along `dim` into even shards, shard i on `device_ids[i]`; differentiable.
 
     As `torch.nn.parallel.scatter`, for any device list. Takes nested dict, list, tuple, NamedTuple and dataclass.
-    Non-tensors and tensors without dimensions go to every shard. 6 rows on 4 devices are cut 2, 2, 1, 1 (torch cuts
-    2, 2, 2 and leaves a device idle); fewer rows than devices use the first devices only. `sizes` names the cut.
+    Non-tensors and tensors without dimensions go to every shard. 6 rows on 4 devices are split 2, 2, 1, 1 (torch splits
+    2, 2, 2 and leaves a device idle); fewer rows than devices use the first devices only. `sizes` overrides this.
 
     Raises:
-        TypeError: a tensor that has no plain numbers (sparse, nested, meta, ...); a `dim` or sizes that are no int.
-        ValueError: tensors of different sizes along `dim`; `sizes` that do not add up to the rows.
+        TypeError: a tensor that is not dense (sparse, nested, meta, ...), or a `dim` or sizes that are not ints.
+        ValueError: tensors of different sizes along `dim`, or `sizes` that do not add up to the rows.
     """
     devices = check_devices(device_ids, "device_ids")
     check_integer(dim, "dim")
     rows = batch_rows(inputs, dim)
     if rows is None:
-        cut = [0] * len(devices)
+        shard_rows = [0] * len(devices)
+    elif sizes is None:
+        shard_rows = even_sizes(rows, len(devices))
     else:
-        cut = even_sizes(rows, len(devices)) if sizes is None else _checked_sizes(sizes)
-        if sum(cut) != rows or len(cut) > len(devices) or min(cut, default=0) < 0:
-            raise ValueError(f"sizes {cut} do not cut {rows} rows for {len(devices)} devices")
-    used = devices[: len(cut)]
-    scattered = [_scatter_leaf(leaf, used, dim, cut) for leaf in leaves(inputs)]
+        shard_rows = _checked_sizes(sizes)
+    fits = sum(shard_rows) == (rows or 0) and len(shard_rows) <= len(devices) and min(shard_rows, default=0) >= 0
+    if not fits:
+        raise ValueError(f"sizes {shard_rows} do not cut {rows} rows for {len(devices)} devices")
+    used = devices[: len(shard_rows)]
+    scattered = [_scatter_leaf(leaf, used, dim, shard_rows) for leaf in leaves(inputs)]
     return [rebuild(inputs, iter(shard)) for shard in zip(*scattered, strict=True)] or [inputs for _ in used]
 
 
@@ -199,18 +216,18 @@ def _scatter_leaf(leaf: Any, devices: Sequence[torch.device], dim: int, sizes: l
         return Scatter.apply([d.index for d in devices], sizes, dim, leaf)  # type: ignore[no-any-return]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     pieces = (leaf.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True))
-    # A copy to the CPU must be waited for: what runs there next does not wait for the accelerator's stream
+    # A copy to the CPU must be synchronous: the next operation there does not wait for the accelerator's stream
     return [piece.to(d, non_blocking=d.type != "cpu") for piece, d in zip(pieces, devices, strict=True)]
 
 
 def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
-    """The replicas' outputs joined along `dim` on one device; differentiable, the opposite of `scatter`.
+    """Concatenate the replicas' outputs along `dim` on one device; differentiable, the inverse of `scatter`.
 
     As `torch.nn.parallel.gather`. Tensors without dimensions become a vector with one entry per replica.
 
     Raises:
-        TypeError: outputs that are no list; tensors that have no plain numbers.
-        ValueError: structures or shapes that do not fit; non-tensors that differ between replicas.
+        TypeError: outputs that are not a list, or tensors that are not dense.
+        ValueError: structures or shapes that do not match, or non-tensors that differ between replicas.
     """
     (device,) = check_devices([output_device], "output_device")
     check_integer(dim, "dim")
@@ -234,21 +251,21 @@ def _gather_leaf(column: Sequence[Any], device: torch.device, dim: int) -> Any:
                     f"replica 0 returned {column[0]!r} and replica {i} {other!r}; return tensors to have them joined"
                 )
         return column[0]
-    for i, part in enumerate(column):
-        check_dense(part, f"the output of replica {i}")
-    parts = [t.reshape(1) if t.dim() == 0 else t for t in column]
-    if any(not -p.dim() <= dim < p.dim() for p in parts):
-        raise ValueError(f"cannot gather along dim {dim}: replica 0 returned shape {tuple(parts[0].shape)}")
-    shapes = [[size for axis, size in enumerate(p.shape) if axis != dim % p.dim()] for p in parts]
+    for i, output in enumerate(column):
+        check_dense(output, f"the output of replica {i}")
+    outputs = [torch.atleast_1d(t) for t in column]
+    if any(not -t.dim() <= dim < t.dim() for t in outputs):
+        raise ValueError(f"cannot gather along dim {dim}: replica 0 returned shape {tuple(outputs[0].shape)}")
+    shapes = [[size for axis, size in enumerate(t.shape) if axis != dim % t.dim()] for t in outputs]
     for i, shape in enumerate(shapes):
         if shape != shapes[0]:
             raise ValueError(
-                f"cannot gather along dim {dim}: replica 0 returned shape {tuple(parts[0].shape)} and "
-                f"replica {i} {tuple(parts[i].shape)}"
+                f"cannot gather along dim {dim}: replica 0 returned shape {tuple(outputs[0].shape)} and "
+                f"replica {i} {tuple(outputs[i].shape)}"
             )
-    if device.type == "cuda" and _distinct_cuda([p.device for p in parts]):
-        return Gather.apply(device.index, dim, *parts)
-    return torch.cat([p.to(device) for p in parts], dim)
+    if device.type == "cuda" and _distinct_cuda([t.device for t in outputs]):
+        return Gather.apply(device.index, dim, *outputs)
+    return torch.cat([t.to(device) for t in outputs], dim)
 
 
 # parallel_apply
@@ -260,26 +277,20 @@ def parallel_apply(
     kwargs_tup: Sequence[Mapping[str, Any]] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> list[Result]:
-    """`[module(*input, **kwargs) for ...]`, distinct devices side by side, one worker each.
+    """Return `[module(*input, **kwargs) for ...]`, computed with one thread per distinct device.
 
-    As `torch.nn.parallel.parallel_apply`. An input that is a list or tuple is the positional arguments. What shares
-    a device runs there one after another, in order: threads gain nothing there and make dropout irreproducible.
-    Workers have the caller's grad mode, inference mode and autocast (with its dtype).
+    As `torch.nn.parallel.parallel_apply`. An input that is a list or tuple is the positional arguments. Modules on the
+    same device run there one after another, in order: threads gain nothing there and make dropout irreproducible.
+    The threads have the caller's grad mode, inference mode and autocast (with its dtype).
 
     Raises:
-        TypeError: modules, inputs or keyword arguments that are no lists of such. ValueError: not as many of each.
-        Whatever a module raises, with a note that names the replica and its device.
+        TypeError: modules, inputs or keyword arguments that are not lists of such.
+        ValueError: lists of different lengths.
+        Any error of a module, with a note that names the replica and its device.
     """
-    for name, values in (("modules", modules), ("inputs", inputs), ("kwargs_tup", kwargs_tup)):
-        if not isinstance(values, (list, tuple, nn.ModuleList)) and (values is not None or name != "kwargs_tup"):
-            raise TypeError(f"{name} is a {type(values).__name__}; it must be a list with one for each replica")
-    for i, module in enumerate(modules):
-        if not callable(module):
-            raise TypeError(f"modules[{i}] is a {type(module).__name__}; it must be a module or a function")
-    kwargs_tup = [{}] * len(modules) if kwargs_tup is None else kwargs_tup
-    for i, keywords in enumerate(kwargs_tup):
-        if not isinstance(keywords, Mapping):
-            raise TypeError(f"kwargs_tup[{i}] is a {type(keywords).__name__}; it must be a dict of keyword arguments")
+    _check_jobs(modules, inputs, kwargs_tup)
+    if kwargs_tup is None:
+        kwargs_tup = [{}] * len(modules)
     where = _devices_of(inputs) if devices is None else list(check_devices(devices))
     if not len(modules) == len(inputs) == len(kwargs_tup) == len(where):
         raise ValueError(
@@ -288,7 +299,9 @@ def parallel_apply(
         )
 
     def job(i: int) -> Result:
-        arguments = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
+        arguments = inputs[i]
+        if not isinstance(arguments, (list, tuple)):
+            arguments = (arguments,)
         try:
             with _on(where[i]):
                 return modules[i](*arguments, **kwargs_tup[i])
@@ -299,30 +312,44 @@ def parallel_apply(
     return side_by_side(job, where)
 
 
+def _check_jobs(modules: object, inputs: object, kwargs_tup: object) -> None:
+    for name, values in (("modules", modules), ("inputs", inputs), ("kwargs_tup", kwargs_tup)):
+        if not isinstance(values, (list, tuple, nn.ModuleList)) and (values is not None or name != "kwargs_tup"):
+            raise TypeError(f"{name} is a {type(values).__name__}; it must be a list with one for each replica")
+    for i, module in enumerate(cast(Sequence[object], modules)):
+        if not callable(module):
+            raise TypeError(f"modules[{i}] is a {type(module).__name__}; it must be a module or a function")
+    for i, keywords in enumerate(cast(Sequence[object], kwargs_tup or ())):
+        if not isinstance(keywords, Mapping):
+            raise TypeError(f"kwargs_tup[{i}] is a {type(keywords).__name__}; it must be a dict of keyword arguments")
+
+
 def side_by_side(job: Callable[[int], Result], where: Sequence[object]) -> list[Result]:
-    """`[job(0), job(1), ...]`: jobs of one place in order, different places in threads of their own."""
-    places: dict[object, list[int]] = {}
-    for i, place in enumerate(where):
-        places.setdefault(place, []).append(i)
-    if len(places) < 2:
+    """Return `[job(0), job(1), ...]`; jobs with the same `where` run in order, all others in parallel threads."""
+    jobs_of: dict[object, list[int]] = {}
+    for i, device in enumerate(where):
+        jobs_of.setdefault(device, []).append(i)
+    if len(jobs_of) < 2:
         return [job(i) for i in range(len(where))]
+    # Grad mode, autocast and streams belong to a thread, so the new ones must be given the caller's
     modes = _modes()
 
     def worker(indices: list[int]) -> list[Result]:
         with modes():
             return [job(i) for i in indices]
 
-    with ThreadPoolExecutor(len(places)) as pool:
-        done = [pool.submit(worker, indices) for indices in places.values()]
-    results = {
-        i: r for indices, d in zip(places.values(), done, strict=True) for i, r in zip(indices, d.result(), strict=True)
-    }
+    with ThreadPoolExecutor(len(jobs_of)) as pool:
+        futures = [pool.submit(worker, indices) for indices in jobs_of.values()]
+    results: dict[int, Result] = {}
+    for indices, future in zip(jobs_of.values(), futures, strict=True):
+        results.update(zip(indices, future.result(), strict=True))
     return [results[i] for i in range(len(where))]
 
 
 def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """This thread's grad mode, inference mode, autocast and streams, to be entered in another thread."""
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    """Return a context manager that sets this thread's grad mode, inference mode, autocast and streams in another."""
+    grad = torch.is_grad_enabled()
+    inference = torch.is_inference_mode_enabled()
     kinds = {"cpu", accelerator() or "cpu"}
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)]
     cache = torch.is_autocast_cache_enabled()
@@ -343,9 +370,13 @@ def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+    """Return a context in which the device is the current one, so that "cuda" without an index means this one."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.accelerator.device_index(device.index)
 
 
 def _devices_of(inputs: Sequence[Any]) -> list[torch.device]:
-    found = (next((t.device for t in leaves(i) if isinstance(t, Tensor)), None) for i in inputs)
-    return [torch.device("cpu") if device is None else device for device in found]
+    """Return the device of each input's first tensor; the CPU for an input without tensors."""
+    cpu = torch.device("cpu")
+    return [next((t.device for t in leaves(i) if isinstance(t, Tensor)), cpu) for i in inputs]

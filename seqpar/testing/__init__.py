@@ -1,10 +1,12 @@
-"""What proves a loss: hold any implementation against the plain one, value and every gradient.
+"""Compare any implementation of the loss with the plain one, by value and by every gradient.
 
-- `assert_same_loss`, `assert_same_gradients`: your generator, criterion, devices and loss against the plain
+- `assert_same_loss`, `assert_same_gradients`: compare your generator, criterion, devices and loss with the plain
   single-device computation; a failure names the likely cause.
+- `plain_linear_cross_entropy`, `plain_value_and_gradients`: the plain reference of `linear_cross_entropy` with every
+  option, in a few lines of torch without chunks.
 - `seqpar.testing.strategies` (needs hypothesis) draws the cases.
 - `rank_pool`, a pytest fixture (`seqpar.testing.plugin`), and `seqpar.testing.ranks`: live ranks over gloo.
-- `python -m seqpar.testing.conformance`: any linear cross-entropy held against the same checks.
+- `python -m seqpar.testing.conformance`: the same checks for any linear cross-entropy.
 """
 
 from importlib import import_module
@@ -12,12 +14,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from seqpar.testing.gradients import assert_same_gradients, assert_same_results, plain_loss
+    from seqpar.testing.plain_reference import plain_linear_cross_entropy, plain_value_and_gradients
     from seqpar.testing.same_loss import assert_same_loss
 
-__all__ = ["assert_same_gradients", "assert_same_loss", "assert_same_results", "plain_loss"]
+_FILES = {
+    "assert_same_gradients": "gradients",
+    "assert_same_loss": "same_loss",
+    "assert_same_results": "gradients",
+    "plain_linear_cross_entropy": "plain_reference",
+    "plain_loss": "gradients",
+    "plain_value_and_gradients": "plain_reference",
+}
+"""The file of each public name."""
+
+__all__ = [
+    "assert_same_gradients",
+    "assert_same_loss",
+    "assert_same_results",
+    "plain_linear_cross_entropy",
+    "plain_loss",
+    "plain_value_and_gradients",
+]
 
 
-def __getattr__(name: str) -> Any:  # so that pytest can load the plugin in here without torch
-    if name not in __all__:
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use, so that pytest can load the plugin in this package without torch."""
+    if name not in _FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{'same_loss' if name == 'assert_same_loss' else 'gradients'}"), name)
+    return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)

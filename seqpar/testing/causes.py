@@ -1,7 +1,7 @@
-"""What is probably wrong with a loss, told from its numbers.
+"""Infer from a wrong loss's numbers what is probably wrong with it.
 
-A cause is a function of the evidence that returns a sentence, or nothing where the numbers do not show it; `EXAMPLES`
-has the lines that show the mistake and its remedy. The first cause that speaks is the likely one.
+Each cause is a function of the evidence that returns a sentence, or None if the numbers do not show this cause;
+`EXAMPLES` has the lines that show the mistake and its remedy. `CAUSES` lists them in the order in which they are tried.
 """
 
 from __future__ import annotations
@@ -20,65 +20,75 @@ from torch.utils._pytree import tree_map
 Result = tuple[Tensor, Mapping[str, Tensor | None]]
 """A loss and its gradients by name."""
 FACTOR = 0.125
-"""What a loss is multiplied by to see whether its gradients follow; a power of 2, so that no rounding comes of it."""
+"""The factor of the loss in the check that gradients follow it; a power of 2, so that it causes no rounding."""
 SAME = 1e-6
-"""Two ratios that lie so near each other are one: a mistake made in float32 is still that mistake."""
+"""The relative difference up to which two ratios count as equal: mistakes are recognised in float32, too."""
 FLOAT32 = 1e-5
-"""Relative differences below it are what float32 rounds by."""
+"""The relative difference up to which float32 rounding is the likely cause."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The numbers of a loss that is wrong, and what is known of where they come from."""
+    """The numbers of a wrong loss, and how they were computed."""
 
     got: Result
     expected: Result
     eighth: Result | None = None
     """The same loss times `FACTOR`."""
     uses: Mapping[str, Sequence[tuple[str, Tensor]]] = field(default_factory=dict)
-    """The plain gradient of each tensor, use by use: the operation and the gradient through it."""
+    """The plain gradient of each tensor, split by use: the operation and the gradient through it."""
     per_token: frozenset[str] = frozenset()
-    """The tensors whose dimensions but the last are tokens."""
+    """The tensors all of whose dimensions but the last are tokens."""
     tokens: int | None = None
-    """Targets here that are not ignored."""
+    """The number of targets on this rank that are not ignored."""
     rows: int | None = None
-    """All targets here."""
+    """The number of all targets on this rank."""
     divisor: float = 1
-    """What the plain sum was divided by."""
+    """The number that the plain sum was divided by."""
     world: int = 1
 
     def pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Name, gradient and plain gradient, where the plain one is not 0 and the shapes agree."""
+        """Yield name, gradient and plain gradient, where the plain one is not 0 and the shapes agree."""
         for name, plain in self.expected[1].items():
-            if plain is not None and plain.count_nonzero():
-                got = self.got[1][name]
-                if got is None or got.shape == plain.shape:
-                    yield name, torch.zeros_like(plain) if got is None else got, plain
+            if plain is None or not plain.count_nonzero():
+                continue
+            got = self.got[1][name]
+            if got is None:
+                got = torch.zeros_like(plain)
+            if got.shape == plain.shape:
+                yield name, got, plain
 
     def ratio(self) -> float | None:
-        """By how much all gradients alike are too large; None where they are not one multiple of the plain ones."""
+        """Return r if all gradients are r times the plain ones, with the same r; else None."""
         ratios = [ratio(got, plain) for _, got, plain in self.pairs()]
-        first = ratios[0] if ratios else None
-        return first if first and all(r is not None and math.isclose(r, first, rel_tol=SAME) for r in ratios) else None
+        first = next(iter(ratios), None)
+        if first and all(r is not None and math.isclose(r, first, rel_tol=SAME) for r in ratios):
+            return first
+        return None
 
 
 def ratio(got: Tensor, plain: Tensor) -> float | None:
-    """r, where got is r times plain; None where it is no multiple."""
+    """Return r if got is r times plain; None if it is not a multiple."""
+    # The least-squares r: <got, plain> / <plain, plain>
     times = float((got.to(plain) * plain).sum() / plain.square().sum())
-    return times if (got.to(plain) - times * plain).norm() <= SAME * abs(times) * plain.norm() else None
+    if (got.to(plain) - times * plain).norm() <= SAME * abs(times) * plain.norm():
+        return times
+    return None
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """The same numbers in strides: an embedding may leave a sparse gradient."""
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+    """Return the same numbers in a dense layout: an embedding's gradient may be sparse."""
+    if gradient.layout == torch.strided:
+        return gradient
+    return gradient.to_dense()
 
 
 def likely_cause(evidence: Evidence) -> str:
-    """One sentence on what the numbers look like, and the mistake beside its remedy."""
+    """Return a sentence on what the numbers look like, and an example of the mistake with its remedy."""
     for cause in CAUSES:
-        said = cause(evidence)
-        if said:
-            return f"Likely cause: {said}\n{EXAMPLES.get(cause, '')}".rstrip()
+        sentence = cause(evidence)
+        if sentence:
+            return f"Likely cause: {sentence}\n{EXAMPLES.get(cause, '')}".rstrip()
     return "Likely cause: none of the usual ones; the gradients are no simple multiple or part of the plain ones"
 
 
@@ -108,26 +118,33 @@ def _ignored_factor(e: Evidence) -> str | None:
 
 def _dropped_rows(e: Evidence) -> str | None:
     for name, got, plain in e.pairs():
-        if name in e.per_token:
-            cuts = {"rows": [t.flatten(0, -2) for t in (got, plain)]}
-            cuts |= {"time steps": [t.transpose(0, 1) for t in (got, plain)]} if got.dim() == 3 else {}
-            for what, parts in cuts.items():
-                count = _lost_at_the_end(*parts)
-                if count:
-                    return (
-                        f"the last chunk is dropped: {name} has no gradient in its last {count} {what}, of "
-                        f"{len(parts[0])}, and the right one before them"
-                    )
+        if name not in e.per_token:
+            continue
+        views = {"rows": (got.flatten(0, -2), plain.flatten(0, -2))}
+        if got.dim() == 3:  # (B, T, D), which may be cut over time
+            views["time steps"] = got.transpose(0, 1), plain.transpose(0, 1)
+        for what, (got_view, plain_view) in views.items():
+            count = _lost_at_the_end(got_view, plain_view)
+            if count:
+                return (
+                    f"the last chunk is dropped: {name} has no gradient in its last {count} {what}, of "
+                    f"{len(got_view)}, and the right one before them"
+                )
     return None
 
 
 def _lost_at_the_end(got: Tensor, plain: Tensor) -> int:
-    """How many entries along dim 0 are 0 at the end of one and not of the other, where the two are else the same."""
+    """Return how many entries at the end of dim 0 are 0 in `got` only, if the two agree before them; else 0."""
     filled = got.flatten(1).any(1).nonzero()
-    kept = int(filled.max()) + 1 if len(filled) else 0
-    same = ratio(got[:kept], plain[:kept]) if kept and plain[:kept].any() else None
-    whole = same is not None and math.isclose(same, 1, rel_tol=SAME)
-    return len(got) - kept if whole and plain[kept:].any() else 0
+    if not len(filled):
+        return 0
+    end = int(filled.max()) + 1
+    if not plain[:end].any() or not plain[end:].any():
+        return 0
+    same = ratio(got[:end], plain[:end])
+    if same is None or not math.isclose(same, 1, rel_tol=SAME):
+        return 0
+    return len(got) - end
 
 
 def _counted_padding(e: Evidence) -> str | None:
@@ -140,8 +157,10 @@ def _counted_padding(e: Evidence) -> str | None:
 
 
 def _wrong_divisor(e: Evidence) -> str | None:
-    """A mean, this rank's token count, all rows, no division at all."""
-    times, n, rows = e.ratio(), e.tokens, e.rows
+    """Recognise a mean over the tokens or over all rows, and a division that is missing."""
+    times = e.ratio()
+    n = e.tokens
+    rows = e.rows
     if times is None or math.isclose(times, 1, rel_tol=SAME):
         return None
     looks = f"all gradients are {_spelt(times)} times the plain ones"
@@ -155,14 +174,18 @@ def _wrong_divisor(e: Evidence) -> str | None:
 
 
 def _local_count(e: Evidence) -> str | None:
+    if not e.tokens or e.world == 1:
+        return None
+    # Only a per-token gradient shows it: a parameter's mixes the wrong factors of all ranks
+    expected_ratio = e.divisor / (e.tokens * e.world)
     for name, got, plain in e.pairs():
         times = ratio(got, plain)
-        count = e.tokens if name in e.per_token and e.world > 1 else None
-        wrong = times is not None and not math.isclose(times, 1, rel_tol=SAME)
-        if count and times and wrong and math.isclose(times, e.divisor / (count * e.world), rel_tol=SAME):
+        if name not in e.per_token or not times or math.isclose(times, 1, rel_tol=SAME):
+            continue
+        if math.isclose(times, expected_ratio, rel_tol=SAME):
             return (
-                f"the local token count: here {count} of the step's {e.divisor:g} tokens, and {name}'s gradient is "
-                f"{_spelt(times)} times the plain one, {e.divisor:g} / ({count} x {e.world} ranks)"
+                f"the local token count: here {e.tokens} of the step's {e.divisor:g} tokens, and {name}'s gradient is "
+                f"{_spelt(times)} times the plain one, {e.divisor:g} / ({e.tokens} x {e.world} ranks)"
             )
     return None
 
@@ -179,9 +202,11 @@ def _world_size(e: Evidence) -> str | None:
 def _missed_tie(e: Evidence) -> str | None:
     for name, got, _ in e.pairs():
         uses = e.uses.get(name, ())
-        for number, (operation, part) in enumerate(uses, 1):
-            times = ratio(got, part) if part.count_nonzero() else None
-            if len(uses) > 1 and times is not None and math.isclose(times, 1, rel_tol=SAME):
+        for number, (operation, gradient) in enumerate(uses, 1):
+            if len(uses) == 1 or not gradient.count_nonzero():
+                continue
+            times = ratio(got, gradient)
+            if times is not None and math.isclose(times, 1, rel_tol=SAME):
                 return (
                     f"a missed tie: {name} is used {len(uses)} times, and its gradient is that of use {number} "
                     f"({operation}) alone"
@@ -204,10 +229,10 @@ def _accumulated(e: Evidence) -> str | None:
 
 def _rounding(e: Evidence) -> str | None:
     pairs = [(e.got[0], e.expected[0]), *((got, plain) for _, got, plain in e.pairs())]
-    apart = [float((got.to(plain) - plain).norm() / plain.norm().clamp(min=1e-300)) for got, plain in pairs]
-    if not all(one <= FLOAT32 for one in apart):  # nor where one is nan
+    errors = [float((got.to(plain) - plain).norm() / plain.norm().clamp(min=1e-300)) for got, plain in pairs]
+    if not all(error <= FLOAT32 for error in errors):  # false for nan, too
         return None
-    worst = max(apart)
+    worst = max(errors)
     return f"float32 on the way: nothing is off by more than {worst:.1g} of its size, and float64 keeps 1e-16"
 
 
@@ -263,13 +288,15 @@ EXAMPLES: dict[Callable[[Evidence], str | None], str] = {
 
 
 def _spelt(times: float) -> str:
-    """A ratio as a fraction where it is a simple one."""
+    """Return a ratio as a fraction if it is a simple one, else as a decimal number."""
     simple = Fraction(times).limit_denominator(1000)
-    return str(simple) if math.isclose(simple, times, rel_tol=SAME) else f"{times:.6g}"
+    if math.isclose(simple, times, rel_tol=SAME):
+        return str(simple)
+    return f"{times:.6g}"
 
 
 class _Uses(TorchFunctionMode):
-    """Hands every operation an alias of its own of the tensors that are watched; an alias's gradient is that use's."""
+    """Give every operation an alias of its own of each watched tensor, whose gradient is that of this one use."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -278,7 +305,7 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        if name == "__get__":  # a property such as .shape, which is no use
+        if name == "__get__":  # reading a property such as .shape contributes nothing to a gradient
             return func(*args, **(kwargs or {}))
 
         def aliased(value: Any) -> Any:
@@ -293,7 +320,7 @@ class _Uses(TorchFunctionMode):
 
 
 def gradients_by_use(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[str, Tensor]]]:
-    """The gradient of each tensor through each operation it goes into; their sum is its gradient."""
+    """Return the gradient of each tensor through each operation that uses it; their sum is its gradient."""
     with _Uses(tensors) as watched:
         value = loss()
     named = [(name, use, alias) for name, uses in watched.aliases.items() for use, alias in uses if alias.requires_grad]

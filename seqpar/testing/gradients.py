@@ -1,4 +1,4 @@
-"""The plain, un-chunked, single-device loss, and the comparison of two losses by value and gradient."""
+"""Compare two losses by value and by every gradient; the plain, un-chunked, single-device loss is one of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from seqpar.core.tensor_checks import check_number
 from seqpar.testing.causes import FACTOR, Evidence, Result, dense, gradients_by_use, likely_cause
 
 ROUNDING = 1e-14
-"""What float64 sums may differ by where the reference is 0 or nearly so, as a share of the largest number in play:
-the loss, the largest gradient of any tensor, or 1."""
+"""The difference of float64 sums that counts as rounding where the reference is 0 or nearly so, relative to the largest
+of the loss, the gradients and 1."""
 
 
 def plain_loss(generator: nn.Module, criterion: nn.Module, hidden: Tensor, target: Tensor, **per_token: Any) -> Tensor:
-    """`criterion(generator(hidden), target)` on all tokens at once: what every other path must equal."""
+    """Return `criterion(generator(hidden), target)` on all tokens at once, which every other path must equal."""
     logits = generator(hidden, **per_token)
     total: Tensor = criterion(logits.flatten(0, -2), target.flatten())
     return total
@@ -31,23 +31,24 @@ def assert_same_gradients(
     *,
     tokens: int | None = None,
 ) -> None:
-    """Asserts that two scalar losses agree, and so do their gradients with respect to `tensors`.
+    """Assert that two scalar losses are equal, and that their gradients with respect to `tensors` are.
 
-    Plain equivalent: `torch.autograd.grad` of both, compared. The candidate's gradients are taken by
-    `.backward()`, as a training loop does, from `.grad` set to None; frozen tensors must get none from either.
-    `assert_same_loss` makes both callables of a generator and a criterion.
+    Plain equivalent: compare `torch.autograd.grad` of both. The candidate's gradients are taken by `.backward()`, as a
+    training loop does, with `.grad` set to None before; frozen tensors must not receive a gradient from either.
+    `assert_same_loss` makes both functions from a generator and a criterion.
 
     Args:
-        candidate: calls the loss under test; once, and if it is wrong once more, to find out why.
-        reference: calls the plain loss; once, and if the candidate is wrong once more.
+        candidate: returns the loss under test; called once, and if it is wrong once more, to find the cause.
+        reference: returns the plain loss; called once, and if the candidate is wrong once more.
         tensors: leaves by name; every one that requires a gradient is compared.
-        rtol: the largest difference allowed, as a share of the reference's largest entry. Up to 1e-14 of the largest
-            number of all, or of 1, is taken for rounding: multiply a loss that is nowhere larger by a factor.
-        tokens: how many targets are not ignored; it only helps to name the cause.
+        rtol: the largest difference allowed, relative to the reference's largest entry. Differences up to 1e-14 of the
+            largest number of all, or of 1, count as rounding: scale up a loss whose numbers are all smaller.
+        tokens: the number of targets that are not ignored; it only helps to name the cause.
 
     Raises:
-        AssertionError: naming the tensor, the difference, the reference's size and the likely cause; also on nan.
-        ValueError: nothing to compare: no tensors, a tensor that is not a leaf, no gradient on either side.
+        AssertionError: the losses differ or are nan; the message names the tensor, the difference, the reference's size
+            and the likely cause.
+        ValueError: nothing to compare: no tensors, a tensor that is not a leaf, or no gradient on either side.
         TypeError: a loss that is not a function, or does not return a tensor.
     """
     check_tolerance(rtol)
@@ -68,39 +69,40 @@ def assert_same_gradients(
 
 
 def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> None:
-    """Asserts that two losses and their gradients, taken already (on another rank, say), agree.
+    """Assert that two losses and their gradients, computed before (on another rank, say), are equal.
+
+    An infinite number equals only the same infinity in the same position; nan equals nothing.
 
     Args:
         got: the loss under test, and its gradients by name.
         expected: the plain ones, under the same names. A gradient of None counts as 0.
         rtol: as `assert_same_gradients`.
 
-    An infinite number agrees with the same infinity in the same place alone; nan agrees with nothing.
-
     Raises:
-        AssertionError: naming the tensor, the difference and the reference's size; also on nan.
+        AssertionError: they differ or are nan; the message names the tensor, the difference and the reference's size.
     """
     check_tolerance(rtol)
-    (value, gradients), (plain, plain_gradients) = _dense(got), _dense(expected)
+    value, gradients = _dense(got)
+    plain, plain_gradients = _dense(expected)
     assert gradients.keys() == plain_gradients.keys(), f"{sorted(gradients)} is not {sorted(plain_gradients)}"
     largest = max(_size(t) for t in (plain, *plain_gradients.values()) if t is not None)
     floor = ROUNDING * max(1.0, largest)
     _assert_close("the loss", value, plain, rtol, floor)
     for name, plain_gradient in plain_gradients.items():
         pair = gradients[name], plain_gradient
-        shape = next((g for g in pair if g is not None), None)
-        if shape is not None:
-            found, reference = (torch.zeros_like(shape) if g is None else g for g in pair)
+        zeros = next((torch.zeros_like(g) for g in pair if g is not None), None)
+        if zeros is not None:
+            found, reference = (zeros if g is None else g for g in pair)
             _assert_close(f"the gradient of {name}", found, reference, rtol, floor)
 
 
 def check_tolerance(rtol: float) -> None:
-    """Raises ValueError for a tolerance that would let everything pass, or nothing."""
+    """Raise ValueError for a tolerance that everything would pass, or nothing."""
     check_number(rtol, "rtol", at_least=0)
 
 
 def refuse_no_gradients(got: Result, expected: Result, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError if neither loss reached a tensor that needs a gradient: there would be nothing to compare."""
+    """Raise ValueError if neither loss has a gradient for any tensor, so that there would be nothing to compare."""
     wanted = [name for name, tensor in tensors.items() if tensor.requires_grad]
     if wanted and all(of[1][name] is None for of in (got, expected) for name in wanted):
         raise ValueError(
@@ -110,7 +112,7 @@ def refuse_no_gradients(got: Result, expected: Result, tensors: Mapping[str, Ten
 
 
 def value_and_gradients(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor], what: str = "loss") -> Result:
-    """The loss, and what one `backward()` leaves in each tensor's `.grad`, which is None before and after."""
+    """Return the loss, and each tensor's `.grad` after one `backward()`; `.grad` is None before and after."""
     for tensor in tensors.values():
         tensor.grad = None
     if not callable(loss):
@@ -131,10 +133,10 @@ def value_and_gradients(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor
 
 
 def an_eighth(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> Result | None:
-    """The loss times `FACTOR` and its gradients; None where the loss cannot be called again."""
+    """Return the loss times `FACTOR` and its gradients; None if the loss cannot be called again."""
     try:
         return value_and_gradients(lambda: loss() * FACTOR, tensors)
-    except Exception:  # there is a failure to report already
+    except Exception:  # the caller is about to report the first failure, which this one must not hide
         return None
 
 
@@ -154,22 +156,26 @@ def _check_leaves(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _dense(result: Result) -> Result:
-    """The same numbers without sparse layouts."""
+    """Return the same numbers without sparse layouts."""
     value, gradients = result
-    return value, {name: None if g is None else dense(g) for name, g in gradients.items()}
+    return value, {name: g if g is None else dense(g) for name, g in gradients.items()}
 
 
 def _size(tensor: Tensor) -> float:
-    """The largest finite entry's size; 0 of none."""
+    """Return the largest absolute value among the finite entries; 0 if there are none."""
     finite = tensor[tensor.isfinite()]
-    return finite.abs().max().item() if finite.numel() else 0.0
+    if not finite.numel():
+        return 0.0
+    return finite.abs().max().item()
 
 
 def _assert_close(what: str, got: Tensor, expected: Tensor, rtol: float, floor: float) -> None:
     assert got.shape == expected.shape, f"{what} has shape {tuple(got.shape)}, not {tuple(expected.shape)}"
     assert not expected.isnan().any(), f"{what} is off: the reference is nan there, which nothing can be held against"
+    # In the wider dtype, so that a large float64 number is not rounded to float32's infinity
     wider = torch.promote_types(got.dtype, expected.dtype)
-    got, expected = got.to(expected.device, wider), expected.to(wider)
+    got = got.to(expected.device, wider)
+    expected = expected.to(wider)
     infinite = expected.isinf()
     assert torch.equal(got[infinite], expected[infinite]), f"{what} is off where the reference is infinite"
     size = _size(expected)

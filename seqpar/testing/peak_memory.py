@@ -1,7 +1,7 @@
-"""Measure the peak memory of a call, above what was held before it.
+"""Measure the peak memory of a call, above the memory in use before it.
 
-On a CPU the figure is what Linux counts as resident for this process; on an accelerator, what torch's allocator has
-handed out. Code that is loaded or compiled at first use counts as well: run the call once before measuring it.
+On a CPU the figure is the resident memory that Linux counts for this process; on an accelerator, the memory allocated
+through torch. Code that is loaded or compiled at first use counts as well: run the call once before measuring it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def can_measure_cpu() -> bool:
 
 
 def peak_bytes(call: Callable[[], object], device: str = "cpu") -> int:
-    """Return the peak of one call in bytes, above what this process (or the device) held before it."""
+    """Return the peak of one call in bytes, above the memory in use by this process (or on the device) before it."""
     gc.collect()
     if device != "cpu":
         return _allocated_peak(call)
-    with suppress(OSError, AttributeError):  # only glibc has it: what was freed is returned, so its reuse counts
+    # Return freed memory to the system, or its reuse would not show as a rise of the peak; only glibc can
+    with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     RESET.write_text(FORGET_PEAK)
     before = process_peak_bytes()

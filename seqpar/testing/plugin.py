@@ -1,13 +1,13 @@
-"""A pytest plugin with one fixture, `rank_pool`: live ranks over gloo for the tests of your own losses.
+"""Provide pytest with one fixture, `rank_pool`: live ranks over gloo for the tests of your own losses.
 
     def work(rank, world, x):                    # module-level; runs in every rank
         ...
 
     def test_two_ranks_agree(rank_pool):
-        first, second = rank_pool(2, work, x)    # what each rank returned; assert here, in the parent
+        first, second = rank_pool(2, work, x)    # the ranks' results; assert here, in the parent
 
-It is loaded wherever seqpar is installed. A fixture of your own with that name goes before it. Nothing is imported and
-no process is started before the first test asks for the fixture.
+pytest loads it wherever seqpar is installed. A fixture of your own with that name overrides it. Nothing is imported and
+no process is started before the first test that uses the fixture.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import pytest
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[Callable[..., list[Any]]]:
-    """`rank_pool(world, function, *arguments, **keywords)`: the function's results in rank order.
+    """Return `rank_pool(world, function, *arguments, **keywords)`, which returns the function's results in rank order.
 
-    `seqpar.testing.ranks.ranks` says what it asks of the function. A rank that raises or dies fails the test with its
-    traceback (`seqpar.testing.ranks.RankError`); the next call has new processes. They end with the session.
+    See `seqpar.testing.ranks.ranks` for its arguments. If a rank raises an error or dies, the test fails with its
+    traceback (`seqpar.testing.ranks.RankError`), and the next call starts new processes. They end with the session.
     """
     from seqpar.testing.ranks import close_all, ranks
 

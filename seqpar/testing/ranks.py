@@ -1,13 +1,14 @@
-"""A live pool of real ranks over gloo: forked once, asked many times; all assertions stay in the parent.
+"""Run functions in real ranks over gloo: processes that are forked once and called many times.
 
     def work(rank, world, x): ...          # a module-level function; runs in every rank, returns something picklable
     results = ranks(2, work, x)            # [rank 0's, rank 1's]
 
-A rank that fails, or all of them when one is silent too long, ends the pool: a rank's next collective could pair with
-a peer's earlier one. The next call makes a new pool. A rank knows the modules that were imported, or could be, when it
-was forked; warnings are ignored, shown or raised in it as in the parent at the call.
+All assertions belong in the parent process. If a rank fails or does not answer in time, all processes of the pool are
+ended, because a rank's next collective could be matched with an earlier one of another rank; the next call starts new
+ones. A rank sees the modules that could be imported when it was forked. Warnings are ignored, shown or raised in it as
+in the parent at the time of the call.
 
-It needs `fork`, so Linux or macOS. Importing this file does not import torch: pytest's plugin stands on it.
+It needs `fork`, so Linux or macOS. Importing this file does not import torch, because the pytest plugin uses it.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT = 60.0
-"""Seconds that a call may take; a collective gives up earlier, after COLLECTIVE_TIMEOUT."""
+"""The longest time in seconds between two answers of a call."""
 COLLECTIVE_TIMEOUT = 20.0
+"""The longest time in seconds of a collective; shorter, so that its own error message arrives before the call's."""
 
 
 class RankError(AssertionError):
-    """A rank raised; the message has every rank's traceback."""
+    """A rank raised an error; the message has every failed rank's traceback."""
 
 
 class Pool:
-    """`world` forked processes in one gloo group."""
+    """A pool of `world` forked processes in one gloo group."""
 
     def __init__(self, world: int) -> None:
         context = get_context("fork")
@@ -51,7 +53,7 @@ class Pool:
             self.processes.append(process)
 
     def call(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
-        """`function(rank, world, *arguments, **keywords)` in every rank; the results in rank order."""
+        """Call `function(rank, world, *arguments, **keywords)` in every rank; return the results in rank order."""
         message = pickle.dumps((function, arguments, keywords, warnings.filters))
         for pipe in self.pipes:
             pipe.send_bytes(message)
@@ -113,17 +115,18 @@ _pools: dict[int, Pool] = {}
 
 
 def ranks(world: int, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
-    """`[function(rank, world, *arguments, **keywords) for rank in range(world)]`, each in a process of its own.
+    """Return `[function(rank, world, *arguments, **keywords) for rank in range(world)]`, each from its own process.
 
     The processes are one gloo group (`torch.distributed` is initialised in each) and stay alive between calls.
 
     Args:
-        world: how many ranks.
-        function: module-level, so that a rank finds it by its name.
-        arguments, keywords: what it is called with; picklable, as is what it returns.
+        world: the number of ranks.
+        function: a module-level function, which a rank can find by its name.
+        arguments, keywords: its arguments. They must be picklable, and so must its result.
 
     Raises:
-        RankError: a rank raised (the message has every failed rank's traceback), died or was silent for `TIMEOUT` s.
+        RankError: a rank raised an error (the message has every failed rank's traceback), died, or did not answer for
+            `TIMEOUT` seconds.
     """
     if world not in _pools:
         _pools[world] = Pool(world)

@@ -1,4 +1,4 @@
-"""A user's generator, criterion and way to compute their loss, held against the plain single-device computation."""
+"""Compare a user's generator, criterion and way to compute their loss with the plain single-device computation."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ from seqpar.testing.gradients import (
 Loss = Callable[..., Tensor | TokenLoss]
 """`loss(generator, criterion, hidden, target, **per_token)`."""
 SMALLER_TRIES = 40
+"""How many smaller inputs are tried in search of the smallest failure."""
 SHOWN = 12
-"""Targets that a message shows."""
+"""The largest number of targets that a message shows."""
 
 
 def assert_same_loss(
@@ -50,35 +51,36 @@ def assert_same_loss(
     rtol: float = 1e-12,
     **per_token: Tensor,
 ) -> None:
-    """Asserts that a loss and its gradients are those of the plain single-device computation, in float64.
+    """Assert that a loss and its gradients equal those of the plain single-device computation, in float64.
 
     Plain equivalent: `criterion(generator(hidden).flatten(0, -2), target.flatten()) / tokens` on the tokens of all
-    ranks at once, and its gradients by autograd. The loss is called as it is and times 1/8, for what comes from above
-    must reach every gradient.
+    ranks at once, and its gradients by autograd. The loss is compared as it is and times 1/8, because a factor on the
+    loss must reach every gradient.
 
         assert_same_loss(my_generator, my_criterion, hidden, target, devices=["cuda:0", "cuda:1"], chunk_size=5)
         assert_same_loss(my_generator, my_criterion, hidden, target, loss=my_training_loss)
 
     Args:
-        generator, criterion: as `seqpar.LossCompute`. Where either is not float64, float64 copies of both take part.
-        hidden: `(N, D)` or `(B, T, D)`, of which a float64 leaf is made.
+        generator, criterion: as `seqpar.LossCompute`. If either is not float64, float64 copies of both are used.
+        hidden: `(N, D)` or `(B, T, D)`; a float64 leaf is made of it.
         target: hidden's leading shape.
-        loss: the way to compute it that is under test, `loss(generator, criterion, hidden, target, **per_token)`: what
-            `backward()` is called on, or a `TokenLoss`, whose total is divided by `tokens` (and multiplied by the world
-            size). It must use the modules that it is given. None is seqpar's engine, with `devices`, `chunk_tokens` and
-            `chunk_size` as `LossCompute` has them.
-        tokens: what the step's sum is divided by; 1 is the sum itself.
-        group: ranks that share the step out; every one of them calls this with its own hidden and target, and
-            parameters' gradients are averaged over them, as DDP does.
+        loss: the function under test, `loss(generator, criterion, hidden, target, **per_token)`. It returns the tensor
+            that `backward()` is called on, or a `TokenLoss`, whose total is divided by `tokens` (and multiplied by the
+            world size). It must use the modules that it is given. None is seqpar's engine, with `devices`,
+            `chunk_tokens` and `chunk_size` as for `LossCompute`.
+        tokens: the number that the step's sum is divided by; 1 leaves the sum as it is.
+        group: the ranks among which the step is divided; each of them calls this with its own hidden and target, and
+            gradients of parameters are averaged over them, as DDP does.
         rtol: as `assert_same_gradients`.
-        per_token: further tensors with target's shape first, for the generator; floating ones are differentiated.
+        per_token: further tensors for the generator, whose first dimensions are target's; floating ones are
+            differentiated.
 
     Raises:
-        AssertionError: on every rank, naming what is off and by how much, the likely cause told from the numbers, and
-            the smallest part of these inputs that is off as well.
-        ValueError: `loss` and what only seqpar's engine takes, together; a number out of its range; no gradient on
+        AssertionError: on every rank; the message says what differs and by how much, the likely cause, and the smallest
+            subset of these inputs that fails as well.
+        ValueError: `loss` together with arguments of seqpar's engine, a number out of its range, or no gradient on
             either side (`torch.no_grad`).
-        TypeError: an argument of another kind.
+        TypeError: an argument of a wrong type.
     """
     engine_only = {"devices": devices, "chunk_tokens": chunk_tokens, "chunk_size": chunk_size}
     given = [name for name, value in engine_only.items() if value is not None]
@@ -90,19 +92,19 @@ def assert_same_loss(
     if loss is None:
         engine = LossCompute(head["generator"], head["criterion"], devices, chunk_tokens, chunk_size)
         loss = _engines(engine)
-    inputs = {name: t.detach().double() if t.is_floating_point() else t for name, t in per_token.items()}
-    trial = _Trial(head, loss, hidden.detach().double(), target, inputs, tokens, group, rtol)
-    said = trial.failure()
-    everyones = {rank: text for rank, text in enumerate(gather_objects(said, group)) if text}
-    if everyones:
-        rank, text = next(iter(everyones.items()))
-        where = f"rank {rank}: " if world_size(group) > 1 else ""
-        raise AssertionError(f"{where}{text}{trial.smallest_failure()}")
+    floating = {name: t.detach().double() for name, t in per_token.items() if t.is_floating_point()}
+    trial = _Trial(head, loss, hidden.detach().double(), target, per_token | floating, tokens, group, rtol)
+    failures = {rank: text for rank, text in enumerate(gather_objects(trial.failure(), group)) if text}
+    if failures:
+        rank, message = next(iter(failures.items()))
+        if world_size(group) > 1:
+            message = f"rank {rank}: {message}"
+        raise AssertionError(f"{message}{trial.smallest_failure()}")
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """One loss, on some tokens, against the plain one."""
+    """The comparison of a loss with the plain one, on some tokens."""
 
     head: nn.ModuleDict
     loss: Loss
@@ -114,8 +116,9 @@ class _Trial:
     rtol: float
 
     def failure(self) -> str:
-        """What is off, and the likely cause; empty where nothing is."""
-        head, hidden = (self.head["generator"], self.head["criterion"]), self.hidden.detach().requires_grad_()
+        """Return what differs, and the likely cause; empty if nothing does."""
+        head = self.head["generator"], self.head["criterion"]
+        hidden = self.hidden.detach().requires_grad_()
         extra = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in self.per_token.items()}
         parameters = {n: p for name in self.head for n, p in _named(self.head, name)}
         tensors = {"hidden": hidden, **{n: t for n, t in extra.items() if t.requires_grad}, **parameters}
@@ -125,12 +128,13 @@ class _Trial:
             return self._scaled(self.loss(*head, hidden, self.target, **extra))
 
         def plain() -> Tensor:
-            parts = [*whole]
-            parts[rank_in(self.group)] = hidden, self.target, extra
-            losses = [plain_loss(*head, h, t, **keywords) for h, t, keywords in parts]
+            inputs = [*whole]
+            inputs[rank_in(self.group)] = hidden, self.target, extra  # this rank's own leaves, to be differentiated
+            losses = [plain_loss(*head, h, t, **keywords) for h, t, keywords in inputs]
             return torch.stack(losses).sum() / self.tokens
 
-        expected, got = value_and_gradients(plain, tensors), self._reduced(candidate, tensors)
+        expected = value_and_gradients(plain, tensors)
+        got = self._reduced(candidate, tensors)
         refuse_no_gradients(got, expected, tensors)
         eighth = self._reduced(lambda: candidate() * FACTOR, tensors)
         try:
@@ -141,41 +145,55 @@ class _Trial:
         return ""
 
     def _scaled(self, loss: Tensor | TokenLoss) -> Tensor:
-        return loss.total * world_size(self.group) / self.tokens if isinstance(loss, TokenLoss) else loss
+        """Return the tensor to call `backward()` on: the sum over the tokens of a step, times the ranks of its mean."""
+        if isinstance(loss, TokenLoss):
+            return loss.total * world_size(self.group) / self.tokens
+        return loss
 
     def _reduced(self, loss: Callable[[], Tensor], tensors: dict[str, Tensor]) -> Result:
-        """Value and gradients as the step has them: the ranks' average, and this rank's share of hidden's."""
-        (value, gradients), world = value_and_gradients(loss, tensors), world_size(self.group)
+        """Return value and gradients of the whole step: the mean over the ranks, as DDP takes it.
+
+        Per-token tensors belong to one rank, so their gradients are divided by the number of ranks without a sum.
+        """
+        value, gradients = value_and_gradients(loss, tensors)
+        world = world_size(self.group)
         if world == 1:
             return value, gradients
-        averaged = {}
+        averaged: dict[str, Tensor | None] = {}
         for name, tensor in tensors.items():
-            found = gradients[name]
-            found = torch.zeros_like(tensor) if found is None else found
-            own = name == "hidden" or name in self.per_token
-            averaged[name] = found / world if own else group_sum(found, self.group) / world
+            gradient = gradients[name]
+            if gradient is None:
+                gradient = torch.zeros_like(tensor)
+            if name != "hidden" and name not in self.per_token:
+                gradient = group_sum(gradient, self.group)
+            averaged[name] = gradient / world
         return group_sum(value, self.group) / world, averaged
 
     def _evidence(self, got: Result, expected: Result, eighth: Result, uses: Any) -> Evidence:
         ignored = ignored_target(self.head["criterion"])
-        kept = torch.ones_like(self.target) if ignored is None else self.target != ignored
-        counts = int(kept.sum()), self.target.numel(), self.tokens, world_size(self.group)
+        tokens = self.target.numel()
+        if ignored is not None:
+            tokens = int((self.target != ignored).sum())
+        counts = tokens, self.target.numel(), self.tokens, world_size(self.group)
         return Evidence(got, expected, eighth, uses, frozenset({"hidden"}), *counts)
 
     def smallest_failure(self) -> str:
-        """The smallest part of the inputs that fails as well, in words; for one rank alone."""
+        """Return the smallest subset of the inputs that fails as well, in words; nothing for several ranks."""
         if world_size(self.group) > 1:
             return ""
-        for cut in self._parts():
-            with suppress(Exception):  # a loss that cannot take so few tokens says nothing about them
-                if not cut.failure():
+        for smaller in self._subsets():
+            with suppress(Exception):  # a loss that fails for so few tokens has a problem of its own with them
+                if not smaller.failure():
                     continue
-                shown = cut.target.tolist() if cut.target.numel() <= SHOWN else f"{tuple(cut.target.shape)}"
-                return f"\nSmallest part of these inputs that fails: hidden {tuple(cut.hidden.shape)}, target {shown}"
+                shown = str(tuple(smaller.target.shape))
+                if smaller.target.numel() <= SHOWN:
+                    shown = str(smaller.target.tolist())
+                shape = tuple(smaller.hidden.shape)
+                return f"\nSmallest part of these inputs that fails: hidden {shape}, target {shown}"
         return ""
 
-    def _parts(self) -> Iterator[_Trial]:
-        """The first sentences and time steps, fewest tokens first, and all of them last."""
+    def _subsets(self) -> Iterator[_Trial]:
+        """Yield the comparison on the first sentences and time steps, fewest tokens first, and on all of them last."""
         sizes = self.target.shape
         corners = torch.cartesian_prod(*(torch.arange(1, n + 1) for n in sizes)).reshape(-1, len(sizes)).tolist()
         for corner in [*sorted(corners, key=math.prod)[:SMALLER_TRIES], list(sizes)]:
@@ -198,14 +216,17 @@ def _check_arguments(
 
 
 def _in_float64(generator: nn.Module, criterion: nn.Module) -> nn.ModuleDict:
-    """Both of them, ties included; copies where any parameter or buffer is of another floating dtype."""
+    """Return both modules, copied if any of their parameters or buffers is of another floating dtype."""
+    # In one container, so that a parameter that both have is still one parameter in the copies
     head = nn.ModuleDict({"generator": generator, "criterion": criterion})
     floating = (t for t in (*head.parameters(), *head.buffers()) if t.is_floating_point())
-    return head if all(t.dtype == torch.float64 for t in floating) else copy.deepcopy(head).double()
+    if all(t.dtype == torch.float64 for t in floating):
+        return head
+    return copy.deepcopy(head).double()
 
 
-def _named(head: nn.ModuleDict, part: str) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((f"{part}.{name}", parameter) for name, parameter in head[part].named_parameters())
+def _named(head: nn.ModuleDict, key: str) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((f"{key}.{name}", parameter) for name, parameter in head[key].named_parameters())
 
 
 def _engines(engine: LossCompute) -> Loss:
@@ -214,4 +235,4 @@ def _engines(engine: LossCompute) -> Loss:
 
 def _times(result: Result, factor: float) -> Result:
     value, gradients = result
-    return value * factor, {name: None if g is None else g * factor for name, g in gradients.items()}
+    return value * factor, {name: g if g is None else g * factor for name, g in gradients.items()}

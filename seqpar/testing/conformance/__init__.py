@@ -1,8 +1,8 @@
-"""Any implementation of linear + cross-entropy, held against the same checks; a failure comes with five lines of code.
+"""Run the same checks on any implementation of linear + cross-entropy; a failure comes with five lines of code.
 
     python -m seqpar.testing.conformance torch seqpar my_module:my_adapter
 
-`Adapter` says what an implementation is; `CHECKS` what it is held against, `run` holds it.
+`Adapter` describes an implementation, `CHECKS` are the checks, and `run` runs them.
 """
 
 from seqpar.testing.conformance.adapter import EVERYTHING, Adapter, Options

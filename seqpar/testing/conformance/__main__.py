@@ -1,4 +1,4 @@
-"""`python -m seqpar.testing.conformance [NAME | module:object ...]`: who passes what; five lines for each failure."""
+"""Check implementations of linear + cross-entropy: a table of who passes what, and five lines for each failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seqpar.testing.conformance.checks import run
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints versions, the table, notes and reproductions."""
+    """Print versions, the table, notes and reproductions."""
     parser = argparse.ArgumentParser(prog="python -m seqpar.testing.conformance", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"{', '.join(KNOWN)}; module:object for your own Adapter; none is all")
     names = parser.parse_args(arguments).names or list(KNOWN)

@@ -1,4 +1,4 @@
-"""What an implementation of linear + cross-entropy is to the checks: a function, what it offers, how it is written."""
+"""Describe an implementation of linear + cross-entropy to the checks: its function, its features and its code."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ LOW: frozenset[Feature] = frozenset({"float32", "bfloat16", "float16"})
 
 @dataclass(frozen=True)
 class Options:
-    """How the loss is to be computed this time."""
+    """The options of one call of the loss."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
-    """eps / V to all classes, as `torch.nn.CrossEntropyLoss`."""
+    """eps, of which every class gets eps / V, as in `torch.nn.CrossEntropyLoss`."""
     reduction: Literal["sum", "mean"] = "sum"
     """The mean is over the targets that are not ignored."""
     chunk_rows: int | None = None
-    """How many rows a chunk has; None leaves it to the implementation."""
+    """The number of rows in a chunk; None leaves it to the implementation."""
     dtype: torch.dtype = torch.float32
-    """Of hidden, weight and bias, for calls that must be told."""
+    """The dtype of hidden, weight and bias, for calls that take it as an argument."""
 
 
 Loss = Callable[[Tensor, Tensor, Tensor, "Tensor | None", Options], Tensor]
-"""`loss(hidden, weight, target, bias, options)`: (N, D), (V, D), (N,), (V,) to a loss to call `backward()` on."""
+"""`loss(hidden, weight, target, bias, options)`, of shapes (N, D), (V, D), (N,), (V,); `backward()` is called on it."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An implementation of linear + cross-entropy that can be held against the checks.
+    """An implementation of linear + cross-entropy that the checks can run.
 
         adapter = Adapter("mine", my_loss, offers=EVERYTHING - {"float64"})
 
     `python -m seqpar.testing.conformance my_module:adapter` then shows its column.
 
     Args:
-        name: the head of its column.
+        name: the heading of its column.
         loss: the function under test; its weight and bias are `nn.Parameter`s.
-        offers: what of `EVERYTHING` it claims to do; what it does not, is said to be not offered. "chunks": it follows
-            `chunk_rows`; "sum" and "mean": the reductions it has; "CPU memory": what it takes can be measured as this
+        offers: the features of `EVERYTHING` that it has; checks of the others report "not offered". "chunks": it obeys
+            `chunk_rows`; "sum" and "mean": the reductions it has; "CPU memory": its memory can be measured as this
             process's peak.
-        note: one line for the table's foot.
-        imports: what a reproduction imports, on one line.
-        call: the call in a reproduction, of `hidden, weight, target, bias`; None calls `loss`.
-        package: whose version is stated, as the package index has it; empty for none.
-        why_not: why it cannot run here; empty where it can.
+        note: one line below the table.
+        imports: the imports of a reproduction, on one line.
+        call: returns the call in a reproduction, of `hidden, weight, target, bias`; None calls `loss`.
+        package: the package whose version is reported, by its name in the package index; empty for none.
+        why_not: returns why it cannot run here; empty if it can.
         where: the `module:object` it was loaded from; empty for the known ones.
     """
 
@@ -76,21 +76,21 @@ class Adapter:
 
     @property
     def spec(self) -> str:
-        """What `adapter_of` finds it by."""
+        """Return the name that `adapter_of` finds it by."""
         return self.where or self.name
 
     @property
     def reduction(self) -> Literal["sum", "mean"]:
-        """The one it is checked with: the sum, where it has one."""
+        """Return the reduction that it is checked with: the sum, if it has one."""
         return "sum" if "sum" in self.offers else "mean"
 
 
 def written(
     name: str, imports: str, call: Callable[[Options], str], needs: str = "", switch: str = "", **about: Any
 ) -> Adapter:
-    """An adapter made of its own text, so that a reproduction is what was run.
+    """Return an adapter made from the text of its call, so that a reproduction shows exactly what was run.
 
-    `needs` is the module it stands on; `switch` is a statement that goes before the imports and before every call.
+    `needs` is the module that it requires; `switch` is a statement to run before the imports and before every call.
     """
     names: dict[str, Any] = {}
 
@@ -107,20 +107,24 @@ def written(
 
 
 def why_missing(module: str) -> str:
-    """Why that module cannot be imported here; empty where it can."""
+    """Return why that module cannot be imported here; empty if it can, or if there is none."""
+    if not module:
+        return ""
     try:
-        quietly(lambda: importlib.import_module(module) if module else None)
+        quietly(lambda: importlib.import_module(module))
     except ModuleNotFoundError as error:
         missing = str(error.name)
-        return "not installed" if module.startswith(missing) else f"not installed: it needs {missing}"
-    except Exception as error:  # whatever a package does at import is the answer
+        if module.startswith(missing):
+            return "not installed"
+        return f"not installed: it needs {missing}"
+    except Exception as error:  # a package may raise anything at import
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return f"cannot be imported: {reason[0].strip()}"
     return ""
 
 
 def quietly(action: Callable[[], Any]) -> Any:
-    """Its result, without what packages say at import, and with the environment left as it was."""
+    """Return the action's result, without packages' messages and warnings, and with the environment restored."""
     try:
         logging.disable(logging.WARNING)
         with warnings.catch_warnings(), patch.dict(os.environ):

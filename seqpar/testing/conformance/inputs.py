@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.testing.conformance.adapter import Adapter, Options
+from seqpar.testing.plain_reference import plain_value_and_gradients
 
 TWICE = 2.0
 """An implementation may be so many times as far from float64 as the plain loss in the same dtype."""
@@ -140,11 +141,19 @@ def answer(x: Inputs, factor: float = 1.0) -> Answer:
 
 
 def truth(x: Inputs) -> Answer:
-    """The plain loss of the same numbers in float64, and every gradient of it, of frozen tensors too."""
+    """Return the plain reference of the same numbers in float64, with the gradients of frozen tensors too."""
     tensors = x.made()
-    wide = {name: t.detach().double().requires_grad_() for name, t in leaves(tensors).items()}
-    loss = plain_loss(wide["hidden"], wide["weight"], tensors["target"], wide.get("bias"), x.options)
-    return {"loss": loss.detach(), **dict(zip(wide, torch.autograd.grad(loss, [*wide.values()]), strict=True))}
+    wide = {name: t.double() for name, t in leaves(tensors).items()}
+    loss, gradients = plain_value_and_gradients(
+        target=tensors["target"],
+        ignore_index=x.options.ignore_index,
+        label_smoothing=x.options.label_smoothing,
+        **wide,
+    )
+    divisor = 1
+    if x.options.reduction == "mean":
+        divisor = int((tensors["target"] != x.options.ignore_index).sum())
+    return {name: t / divisor for name, t in {"loss": loss, **gradients}.items()}
 
 
 def error(found: Tensor | None, right: Tensor | None) -> float:

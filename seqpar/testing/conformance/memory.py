@@ -1,4 +1,4 @@
-"""How the peak memory of one forward and backward grows with the rows, each in a process of its own.
+"""Measure how the peak memory of one forward and backward grows with the rows, each in a process of its own.
 
 `python -m seqpar.testing.conformance.memory NAME ROWS` prints one peak in bytes.
 """
@@ -29,28 +29,34 @@ class Growth:
 
     @property
     def share(self) -> float:
-        """Of what one float32 copy of the logits grows by, how much the peak does, the gradient of hidden aside."""
-        more = (TIMES - 1) * self.ROWS * 4
-        return (self.large - self.small - more * self.WIDTH) / (more * self.VOCAB)
+        """Return the growth of the peak, without hidden's gradient, relative to that of one float32 copy of the logits."""
+        more_bytes = (TIMES - 1) * self.ROWS * 4  # of one float32 column
+        return (self.large - self.small - more_bytes * self.WIDTH) / (more_bytes * self.VOCAB)
 
 
 def growth(adapter: Adapter) -> Growth | str:
-    """The two peaks, or why there are none."""
+    """Return the two peaks, or why they could not be measured."""
     if not can_measure_cpu():
         return "needs Linux's /proc"
-    peaks = [_peak(adapter.spec, rows) for rows in (Growth.ROWS, TIMES * Growth.ROWS)]
-    words = [peak for peak in peaks if isinstance(peak, str)]
-    return words[0] if words else Growth(*map(int, peaks))
+    peaks = []
+    for rows in (Growth.ROWS, TIMES * Growth.ROWS):
+        peak = _peak(adapter.spec, rows)
+        if isinstance(peak, str):
+            return peak
+        peaks.append(peak)
+    return Growth(*peaks)
 
 
 def _peak(name: str, rows: int) -> int | str:
-    """Return the peak in a process of its own, or what became of that process."""
+    """Return the peak in a process of its own, or how that process ended."""
     done = run_in_fresh_process("-m", __name__, name, str(rows))
-    return int(done.stdout) if done.returncode == 0 else f"its process ended with {done.returncode}"
+    if done.returncode:
+        return f"its process ended with {done.returncode}"
+    return int(done.stdout)
 
 
 def own_peak(adapter: Adapter, rows: int) -> int:
-    """Return this process's peak in the second of two runs; what is loaded or compiled in the first is not counted."""
+    """Return this process's peak in the second of two runs; code loaded or compiled in the first does not count."""
     x = Inputs(adapter, rows, Growth.WIDTH, Growth.VOCAB, Options(reduction=adapter.reduction))
     quietly(lambda: answer(x))
     return peak_bytes(lambda: quietly(lambda: answer(x)))

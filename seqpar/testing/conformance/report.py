@@ -30,35 +30,37 @@ def table(findings: Findings) -> str:
 
 
 def _cell(finding: Finding) -> str:
-    text = str(finding).replace("|", "/")
-    return f"**{text}**" if finding.verdict == "fail" else text
+    text = str(finding).replace("|", "/")  # which would end the table's cell
+    if finding.verdict == "fail":
+        return f"**{text}**"
+    return text
 
 
 def notes(adapters: list[Adapter]) -> str:
-    """A line for each adapter that has something to say."""
+    """Return a line for each adapter that has a note."""
     return "\n".join(f"- **{adapter.name}**: {adapter.note}" for adapter in adapters if adapter.note)
 
 
 def reproductions(findings: Findings) -> str:
-    """A heading, the code and what it printed just now, for each failure."""
+    """Return a heading, the code and its output, for each failure."""
     failed = [(n, c, f) for n, of in findings.items() for c, f in of.items() if f.verdict == "fail"]
     blocks = [
         f"### {name}: {check}\n\n{f.figure}\n\n```python\n{f.reproduction}\n```\n\n```\n{printed(f.reproduction)}\n```"
         for name, check, f in failed
     ]
-    return "\n\n".join(blocks) if blocks else "No check failed."
+    return "\n\n".join(blocks) or "No check failed."
 
 
 def printed(code: str) -> str:
-    """What the code prints in a process of its own, or the last line of its traceback."""
+    """Return what the code prints in a process of its own, or the last line of its traceback."""
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    errors = done.stderr.strip().splitlines()
-    return done.stdout.strip() or (errors[-1] if errors else f"the process ended with {done.returncode}")
+    last_error = "".join(done.stderr.strip().splitlines()[-1:])
+    return done.stdout.strip() or last_error or f"the process ended with {done.returncode}"
 
 
 def heading(adapters: list[Adapter]) -> str:
-    """The date, the command and the versions."""
+    """Return the command, the date and the versions."""
     packages = dict.fromkeys(adapter.package for adapter in adapters if adapter.package)
     versions = [f"{package} {installed_version(package)}" for package in packages]
     names = " ".join(adapter.name for adapter in adapters)

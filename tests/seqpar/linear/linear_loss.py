@@ -1,4 +1,4 @@
-"""The loss over a projection, written out plainly, and cases of it. Nothing here imports seqpar."""
+"""Cases of the loss over a projection, and the plain loss and logits of `seqpar.testing` to compare them with."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from tests.seqpar.published import smoothed_targets
+from seqpar.testing.plain_reference import plain_linear_cross_entropy, plain_logits
+
+__all__ = ["LinearCase", "linear_cases", "on_another_device", "plain_logits", "plain_loss"]
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,6 @@ def linear_cases(draw: st.DrawFn) -> LinearCase:
     )
 
 
-def plain_logits(hidden, weight, bias=None, softcap=None, temperature=1.0) -> Tensor:
-    """(N, V), capped, divided by the temperature."""
-    logits = hidden.flatten(0, -2) @ weight.t()
-    logits = logits if bias is None else logits + bias
-    return (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
-
-
 def plain_loss(
     hidden,
     weight,
@@ -118,26 +113,12 @@ def plain_loss(
     class_weight=None,
     token_weight=None,
     *,
-    ignore_index,
-    label_smoothing,
-    smoothing_convention,
-    z_loss,
-    softcap,
-    temperature=1.0,
-    **_,
+    loss_scale=1.0,
+    chunk_tokens=None,
+    **options,
 ) -> Tensor:
-    """sum over kept rows of a (sum_k w_k q_k (-log p_k [+ log q_k with harvard]) + z_loss logsumexp(z)^2)."""
-    logits, target = plain_logits(hidden, weight, bias, softcap, temperature), target.flatten()
-    log_p = torch.log_softmax(logits, -1)
-    q = smoothed_targets(target, logits.size(-1), label_smoothing, smoothing_convention, ignore_index)
-    terms = -q * log_p
-    if smoothing_convention == "harvard":
-        terms = terms + torch.special.xlogy(q, q)
-    if class_weight is not None:
-        terms = terms * class_weight
-    rows = terms.sum(-1) + z_loss * torch.logsumexp(logits, -1).square()
-    rows = rows if token_weight is None else rows * token_weight.flatten()
-    return (rows * (target != ignore_index)).sum()
+    """The plain loss, which has neither a scale nor chunks."""
+    return plain_linear_cross_entropy(hidden, weight, target, bias, class_weight, token_weight, **options)
 
 
 def on_another_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

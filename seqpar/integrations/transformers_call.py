@@ -1,0 +1,61 @@
+"""Hold the state of one training forward of a Hugging Face model, and make its loss.
+
+Shape suffixes: B batch, T time, D hidden, W tokens of the window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from seqpar.core.token_loss import TokenLoss
+from seqpar.integrations.transformers_model import Reading
+
+
+@dataclass
+class Call:
+    """The state of one training forward, from before the model until after it."""
+
+    model: PreTrainedModel
+    target_BT: Tensor | None = None
+    """The label that each position predicts; None if the labels come after the forward."""
+    reading: Reading | None = None
+    """What the model does to its logits; None during the check that finds it out."""
+    items: Tensor | int | None = None
+    """The number that the summed loss is divided by; None is the number of labels that are not ignored."""
+    as_tuple: bool = False
+    """Whether the caller asked for a tuple of outputs."""
+    hidden_BTD: Tensor | None = None
+    loss: TokenLoss | None = None
+    window_1WD: Tensor | None = None
+    made_up: Tensor | None = None
+    """The random logits of the check; None in all other forwards."""
+
+
+class UsingParameters(torch.autograd.Function):
+    """Return hidden states with parameters in their graph that the loss will use later.
+
+    DDP searches the outputs' graph for parameters that were used, and would not wait for the others' gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_BTD: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = len(parameters)
+        return hidden_BTD.view_as(hidden_BTD)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return upstream, *[None] * ctx.parameters
+
+
+def divided(loss: TokenLoss, items: Tensor | int | None) -> Tensor:
+    """Return the summed loss divided by `items`, or the mean over the labels that are not ignored."""
+    if items is None:
+        return loss.mean
+    if isinstance(items, Tensor):
+        items = items.to(loss.total.device)
+    return loss.total / items

@@ -1,0 +1,108 @@
+"""The linear cross-entropy in plain PyTorch, with all logits at once: the reference for every other implementation.
+
+It imports nothing but torch, has no chunks and no closed form of a gradient, and computes in the dtype it is given.
+
+Shape suffixes: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def plain_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, softcap: float | None = None, temperature: float = 1.0
+) -> Tensor:
+    """Return the logits (N, V) of all rows: z = hidden weight^T + bias, softcap tanh(z / softcap), z / temperature."""
+    logits_NV = F.linear(hidden.flatten(0, -2), weight, bias)
+    if softcap is not None:
+        logits_NV = softcap * torch.tanh(logits_NV / softcap)
+    return logits_NV / temperature
+
+
+def plain_smoothed_target(
+    target_N: Tensor, vocab_size: int, label_smoothing: float, smoothing_convention: str, ignore_index: int
+) -> Tensor:
+    """Return the target distribution q (N, V) in float64.
+
+    - "torch" (`torch.nn.CrossEntropyLoss`): (1 - eps) on the target, and eps / V on every class.
+    - "fairseq" (`label_smoothed_cross_entropy`): 1 - eps on the target, eps / (V - 1) on every other class.
+    - "harvard" (The Annotated Transformer, 2018): 1 - eps on the target, 0 on padding, eps / (V - 2) on the others.
+    """
+    gold_NV = F.one_hot(target_N, vocab_size).double()
+    if smoothing_convention == "torch":
+        return (1 - label_smoothing) * gold_NV + label_smoothing / vocab_size
+    smoothed_NV = 1 - gold_NV
+    smoothed_classes = vocab_size - 1
+    if smoothing_convention == "harvard":
+        smoothed_NV[:, ignore_index] = 0
+        smoothed_classes = vocab_size - 2
+    return (1 - label_smoothing) * gold_NV + label_smoothing / max(1, smoothed_classes) * smoothed_NV
+
+
+def plain_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    smoothing_convention: str = "torch",
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return the loss of `seqpar.linear_cross_entropy`, summed over the rows whose target is not `ignore_index`.
+
+    sum_n token_weight_n (sum_k w_k q_nk (-log p_nk [+ log q_nk with "harvard"]) + z_loss logsumexp(z_n)^2)
+    """
+    counted_N = target.flatten() != ignore_index
+    logits_NV = plain_logits(hidden, weight, bias, softcap, temperature)[counted_N]
+    q_NV = plain_smoothed_target(
+        target.flatten()[counted_N], len(weight), label_smoothing, smoothing_convention, ignore_index
+    ).to(logits_NV.dtype)
+    terms_NV = -q_NV * torch.log_softmax(logits_NV, -1)
+    if smoothing_convention == "harvard":
+        terms_NV = terms_NV + torch.special.xlogy(q_NV, q_NV)  # KL(q || p) instead of the cross-entropy
+    if class_weight is not None:
+        terms_NV = terms_NV * class_weight
+    loss_N = terms_NV.sum(-1) + z_loss * torch.logsumexp(logits_NV, -1).square()
+    if token_weight is not None:
+        loss_N = loss_N * token_weight.flatten()[counted_N]
+    return loss_N.sum()
+
+
+def plain_value_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return `plain_linear_cross_entropy` and its gradients by name, whether or not the tensors require them.
+
+    The names are hidden, weight, and where they are given bias and token_weight. `.grad` of the tensors is left alone.
+    """
+    given = {"hidden": hidden, "weight": weight, "bias": bias, "token_weight": token_weight}
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in given.items() if t is not None}
+    with torch.enable_grad():
+        loss = plain_linear_cross_entropy(
+            leaves["hidden"],
+            leaves["weight"],
+            target,
+            leaves.get("bias"),
+            class_weight,
+            leaves.get("token_weight"),
+            **options,
+        )
+        gradients = torch.autograd.grad(loss, list(leaves.values()))
+    return loss.detach(), dict(zip(leaves, gradients, strict=True))
