@@ -107,8 +107,8 @@ def train(argv: Sequence[str]) -> int:
     from recipes.translation.processes.ranks import joined
     from recipes.translation.train import train as train_model
 
-    with joined(config.layout.timeout):
-        summary = train_model(config, fresh=options.fresh)
+    with joined(config.layout.timeout) as ranks:
+        summary = train_model(config, fresh=options.fresh, ranks=ranks)
         print(summary)
     return 128 + summary.stopped_by if summary.stopped_by else 0
 

@@ -43,19 +43,22 @@ from recipes.translation.training.summary import Summary, summarize
 from recipes.translation.training.validation import Validation, validate
 
 
-def train(config: RunConfig, *, fresh: bool = False) -> Summary:
+def train(config: RunConfig, *, fresh: bool = False, ranks: Ranks | None = None) -> Summary:
     """Train until `steps`, `patience`, Ctrl-C or SIGTERM; a run that has a `last` checkpoint goes on from there.
 
     Every process of a run calls it alike. On the CPU a run that was stopped and resumed in the same layout equals an
     uninterrupted one bit for bit; in another one, within rounding. `fresh` first removes what an earlier run left in
-    the folder.
+    the folder. `ranks` are those of a caller that has joined them already.
 
     Raises ConfigError, DataError or CheckpointError for what a user can mend, TrainingError where the loss, the
     gradient or the weights are no longer finite; where another process failed, OtherRankError with its message.
     """
-    with joined(config.layout.timeout) as ranks, ExitStack() as held:
+    with ExitStack() as held:
+        if ranks is None:
+            ranks = held.enter_context(joined(config.layout.timeout))
         ranks.agree(must_agree(config))
-        axes, devices = axes_of(config.layout, ranks.world), devices_of(config.training, ranks)
+        axes = axes_of(config.layout, ranks.world)
+        devices = devices_of(config.training, ranks)
         lock = sole_writer(Path(config.run)) if ranks.is_main else nullcontext()
         ranks.run_on_all(lambda: held.enter_context(lock))
         return train_on(ranks, config, axes, devices, fresh)
@@ -114,7 +117,7 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
             progress.step_done(state, loss=loss_mean, tokens=tokens)
             metrics.write(step=state.step, loss=loss_mean, learning_rate=rate, gradient_norm=norm, tokens=tokens)
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
-                translator, moments = good_state(config, corpus, layout, optimizer, state)
+                translator, moments = good_state(config, corpus, layout, optimizer, state, ranks)
                 loss_of = layout.whole_forward(translator.model)
                 found = validate(translator, corpus, loss_of, state.step, ranks.for_steps())
                 if not math.isfinite(found.loss):
@@ -125,7 +128,7 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
                 save(translator, found.as_dict(), moments, state, ranks)
                 progress.validated(state, found)
         if stopped_by:
-            translator, moments = good_state(config, corpus, layout, optimizer, state)
+            translator, moments = good_state(config, corpus, layout, optimizer, state, ranks)
             save(translator, {"step": state.step}, moments, state, ranks)
     return ranks.run_on_main(lambda: summarize(run, state, settings.steps, stopped_by, corpus))
 
@@ -165,13 +168,28 @@ def whole_translator(config: RunConfig, corpus: Corpus, layout: Layout) -> Trans
 
 
 def good_state(
-    config: RunConfig, corpus: Corpus, layout: Layout, optimizer: torch.optim.Optimizer, state: TrainingState
+    config: RunConfig,
+    corpus: Corpus,
+    layout: Layout,
+    optimizer: torch.optim.Optimizer,
+    state: TrainingState,
+    ranks: Ranks,
 ) -> tuple[Translator, dict[str, Tensor]]:
-    """Weights and moments, whole, on every rank; TrainingError where they are not worth saving."""
-    translator, moments = whole_translator(config, corpus, layout), layout.moments(optimizer)
-    for what, tensors in (("weights", translator.model.state_dict()), ("optimizer's moments", moments)):
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-            raise spoiled(state.step, f"the {what} are no longer finite", Path(config.run))
+    """Return the whole weights, on every rank, and the whole moments, on rank 0 alone (elsewhere none).
+
+    Raise TrainingError, on every rank, where any of these numbers is not finite.
+    """
+    run = Path(config.run)
+    translator = whole_translator(config, corpus, layout)
+    if not all(bool(tensor.isfinite().all()) for tensor in translator.model.state_dict().values()):
+        raise spoiled(state.step, "the weights are no longer finite", run)
+    moments = {}
+    # Every rank sees the same whole tensors, so that all of them raise at the same moment, or none
+    for name, moment in layout.moments(optimizer):
+        if not moment.isfinite().all():
+            raise spoiled(state.step, "the optimizer's moments are no longer finite", run)
+        if ranks.is_main:
+            moments[name] = moment.cpu()
     return translator, moments
 
 

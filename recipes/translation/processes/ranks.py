@@ -190,6 +190,8 @@ def _portable(error: Exception) -> tuple[type[Exception], str]:
 
 def _raise_first_cause(ranks: Ranks, key: str, error: Exception) -> None:
     """Leave this failure's cause for the others; raise OtherRankError if another rank failed first."""
+    # For a lost connection gloo raises a plain RuntimeError, in DDP from inside autograd's backward: only the path of
+    # gloo's source file in the message distinguishes it from other errors
     lost = isinstance(error, dist.DistError) or "gloo" in str(error)
     own = f"{ranks.rank} {type(error).__name__}: {error}"
     store: Any = dist.distributed_c10d._get_default_store()

@@ -1,28 +1,27 @@
 """Command-line options generated from the configuration's dataclasses, and errors of one line.
 
-Every field of `RunConfig` becomes an option under its dotted name (`--training.steps`), with the field's own
-docstring and default as its help, so that the command line cannot drift from the configuration.
+Every field of `RunConfig` becomes an option under its dotted name (`--training.steps`), with the field's own help text
+and default, so that the command line cannot drift from the configuration.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
 import inspect
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import Field, fields, is_dataclass
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn, get_origin
 
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import SCHEMA, RunConfig
+from recipes.translation.settings.schema import SettingType
 
 ALSO = {"run": "--folder"}
 """Other spellings: torchrun takes --run for an abbreviation of its own --run-path, and says that it is ambiguous."""
-METAVARS = {"int": "N", "float": "X", "bool": "true|false"}
+METAVARS = {int: "N", float: "X", bool: "true|false"}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -64,58 +63,41 @@ def unknown(what: str, word: str, valid: Sequence[str]) -> str:
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
     """Add one option for each setting of a run, grouped by section. Their values stay text: see `overrides`."""
-    top = parser.add_argument_group("the run")
-    for field, default, meaning in settings(RunConfig):
-        if is_dataclass(default):
-            group = parser.add_argument_group(field.name, (inspect.getdoc(default) or "").partition("\n")[0])
-            for inner, inner_default, inner_meaning in settings(type(default)):
-                _add(group, f"{field.name}.{inner.name}", inner, inner_default, inner_meaning)
-        else:
-            _add(top, field.name, field, default, meaning)
+    groups = {"": parser.add_argument_group("the run")}
+    defaults = RunConfig()
+    for name, setting in SCHEMA.settings.items():
+        section = name.rpartition(".")[0]
+        if section not in groups:
+            description = inspect.getdoc(getattr(defaults, section)) or ""
+            groups[section] = parser.add_argument_group(section, description.partition("\n")[0])
+        _add(groups[section], name, setting)
 
 
 def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
     """What was given on the command line, by dotted name, as `load_config` takes it."""
-    names = set(setting_names())
     given: dict[str, str | list[str]] = {}
     for name, value in vars(options).items():
-        if name in names and value is not None:
+        if name in SCHEMA.settings and value is not None:
             given[name] = value if isinstance(value, str) else _as_yaml(value)
     return given
 
 
 def setting_names() -> list[str]:
-    """The dotted name of every setting."""
-    names = []
-    for field, default, _ in settings(RunConfig):
-        inner = [f"{field.name}.{each.name}" for each in fields(default)] if is_dataclass(default) else [field.name]
-        names.extend(inner)
-    return names
+    """Return the dotted name of every setting."""
+    return list(SCHEMA.settings)
 
 
-def settings(section: type[Any]) -> Iterator[tuple[Field[Any], object, str]]:
-    """Each field of a configuration dataclass with its default and the docstring that stands below it."""
-    defaults = section()
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    meanings = {}
-    for statement, below in zip(body.body, [*body.body[1:], None], strict=True):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else ""
-            meanings[statement.target.id] = " ".join(str(text).split())
-    for field in fields(section):
-        yield field, getattr(defaults, field.name), meanings[field.name]
-
-
-def _add(group: argparse._ArgumentGroup, name: str, field: Field[Any], default: object, meaning: str) -> None:
-    kind = str(field.type)
-    several = "tuple" in kind
+def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType) -> None:
+    several = any(get_origin(kind) is tuple for kind in setting.kinds)
+    flags = [f"--{name}"]
+    if name in ALSO:
+        flags.append(ALSO[name])
     group.add_argument(
-        *filter(None, (f"--{name}", ALSO.get(name))),
+        *flags,
         nargs="+" if several else None,
         dest=name,
-        metavar="VALUE" if several else METAVARS.get(kind.partition(" ")[0], "TEXT"),
-        help=f"{meaning} (default: {_shown(default)})".replace("%", "%%"),
+        metavar="VALUE" if several else METAVARS.get(setting.kinds[0], "TEXT"),
+        help=f"{setting.help} (default: {_shown(setting.default)})".replace("%", "%%"),  # argparse expands %
     )
 
 

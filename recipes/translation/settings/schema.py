@@ -13,7 +13,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -37,18 +37,61 @@ class _UnfitError(ValueError):
     """A value of the right kind that is none after all; the message says why."""
 
 
-class Range(NamedTuple):
-    """What a number may be; `below` itself is excluded."""
+class Help(NamedTuple):
+    """The help text of a setting, for `Annotated`."""
 
-    low: float
+    text: str
+
+
+class Range(NamedTuple):
+    """The numbers that a setting may have, for `Annotated`; `below` itself is excluded."""
+
+    at_least: float
     below: float = math.inf
 
     def __str__(self) -> str:
-        return f"from {self.low:g}" + (f" to below {self.below:g}" if self.below < math.inf else " up")
+        if self.below < math.inf:
+            return f"from {self.at_least:g} to below {self.below:g}"
+        return f"from {self.at_least:g} up"
+
+    def __contains__(self, value: object) -> bool:
+        """Return whether a number, or every number of a tuple, is in the range."""
+        if isinstance(value, tuple):
+            return all(each in self for each in value)
+        return isinstance(value, (int, float)) and self.at_least <= value < self.below
+
+
+class SettingType(NamedTuple):
+    """A field of a configuration dataclass, as its annotation and its default describe it."""
+
+    kinds: tuple[Any, ...]
+    """The types that a value may have, each of them str, int, float, bool, None's, or a tuple of one of these."""
+    default: object
+    help: str = ""
+    choices: tuple[str, ...] = ()
+    """The texts that a value may be; empty where it may be any."""
+    range: Range | None = None
+
+    @classmethod
+    def of(cls, annotation: Any, default: object) -> SettingType:
+        """Read an annotation such as `Annotated[int | None, Help("Attention heads."), Range(at_least=1)]`."""
+        annotated = get_origin(annotation) is Annotated
+        kind, *metadata = get_args(annotation) if annotated else (annotation,)
+        kinds: list[Any] = []
+        choices: tuple[str, ...] = ()
+        for alternative in get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,):
+            if get_origin(alternative) is Literal:
+                choices = get_args(alternative)
+                kinds.append(str)
+            else:
+                kinds.append(alternative)
+        text = next((each.text for each in metadata if isinstance(each, Help)), "")
+        limits = next((each for each in metadata if isinstance(each, Range)), None)
+        return cls(tuple(kinds), default, text, choices, limits)
 
 
 class Setting(NamedTuple):
-    """A value that was given, and where: `file:line` or the command line."""
+    """A value that was given, and where it was given: `file:line` or the command line."""
 
     value: Any
     place: str
@@ -57,18 +100,20 @@ class Setting(NamedTuple):
 class Schema:
     """The settings of a dataclass and of the dataclasses in its fields, by dotted key."""
 
-    def __init__(self, root: type[Any], choices: Mapping[str, Sequence[str]], ranges: Mapping[str, Range]) -> None:
-        self.choices, self.ranges = choices, ranges
-        self.types: dict[str, Any] = {}
+    def __init__(self, root: type[Any]) -> None:
+        self.settings: dict[str, SettingType] = {}
         self.sections: dict[str, list[str]] = {"": []}
-        for name, kind in get_type_hints(root).items():
+        defaults = root()
+        for name, annotation in get_type_hints(root, include_extras=True).items():
             self.sections[""].append(name)
-            if dataclasses.is_dataclass(kind):
-                inner = get_type_hints(kind)
-                self.sections[name] = list(inner)
-                self.types.update({f"{name}.{key}": inner_kind for key, inner_kind in inner.items()})
-            else:
-                self.types[name] = kind
+            default = getattr(defaults, name)
+            if not dataclasses.is_dataclass(annotation):
+                self.settings[name] = SettingType.of(annotation, default)
+                continue
+            inner = get_type_hints(annotation, include_extras=True)
+            self.sections[name] = list(inner)
+            for key, inner_annotation in inner.items():
+                self.settings[f"{name}.{key}"] = SettingType.of(inner_annotation, getattr(default, key))
 
     def read_file(self, path: Path) -> dict[str, Setting]:
         """Every setting given in a YAML file."""
@@ -88,7 +133,7 @@ class Schema:
                 example = f"{key}.{self.sections[key][0]}"
                 raise ConfigError(f"{key} ({COMMAND_LINE}) is a section; name one of its settings, such as {example}")
             try:
-                node = _as_node(value, _alternatives(self.types[key]))
+                node = _as_node(value, self.settings[key].kinds)
             except (yaml.YAMLError, _UnfitError) as error:
                 reason = f": {error}" if isinstance(error, _UnfitError) else ""
                 raise ConfigError(self._refusal(key, COMMAND_LINE, _shortened(repr(value))) + reason) from None
@@ -114,7 +159,7 @@ class Schema:
             yield key, value, place
 
     def _check_known(self, key: str, place: str) -> None:
-        known = [*self.types, *filter(None, self.sections)]
+        known = [*self.settings, *filter(None, self.sections)]
         if key in known:
             return
         section, _, name = key.rpartition(".")
@@ -130,7 +175,7 @@ class Schema:
         raise ConfigError(f"unknown setting {key} ({place}); {hint}")
 
     def _value(self, key: str, node: yaml.Node, place: str) -> Any:
-        alternatives = _alternatives(self.types[key])
+        alternatives = self.settings[key].kinds
         if len(alternatives) == 1 and _is_list(alternatives[0]) and isinstance(node, yaml.ScalarNode):
             node = yaml.SequenceNode(f"{YAML_TAG}seq", [node])  # one file needs no brackets
         reason = ""
@@ -146,23 +191,25 @@ class Schema:
         raise ConfigError(self._refusal(key, place, _shown(node)) + reason)
 
     def _allows(self, key: str, value: Any) -> bool:
-        if key in self.choices:
-            return value in self.choices[key]
-        low, below = self.ranges.get(key, (-math.inf, math.inf))
-        values = value if isinstance(value, tuple) else (value,)
-        if isinstance(value, int) and value > LARGEST and below == math.inf:
+        setting = self.settings[key]
+        if setting.choices:
+            return value in setting.choices
+        unbounded = setting.range is None or setting.range.below == math.inf
+        if isinstance(value, int) and value > LARGEST and unbounded:
             raise _UnfitError(f"it is above {LARGEST:,}")
-        return key not in self.ranges or all(low <= each < below for each in values)
+        return setting.range is None or value in setting.range
 
     def _refusal(self, key: str, place: str, got: str) -> str:
-        if key in self.choices:
-            expected = "one of " + ", ".join(self.choices[key])
-            near = difflib.get_close_matches(got.strip("'\""), self.choices[key], n=1)
+        setting = self.settings[key]
+        near: list[str] = []
+        if setting.choices:
+            expected = "one of " + ", ".join(setting.choices)
+            near = difflib.get_close_matches(got.strip("'\""), setting.choices, n=1)
         else:
-            limits = f" {self.ranges[key]}" if key in self.ranges else ""
-            expected = " or ".join(_words(kind, limits) for kind in _alternatives(self.types[key]))
-            near = []
-        return f"{key} ({place}) expects {expected}; got {got}" + (f": did you mean {near[0]}?" if near else "")
+            limits = "" if setting.range is None else f" {setting.range}"
+            expected = " or ".join(_words(kind, limits) for kind in setting.kinds)
+        hint = f": did you mean {near[0]}?" if near else ""
+        return f"{key} ({place}) expects {expected}; got {got}{hint}"
 
 
 def _compose(path: Path) -> yaml.Node | None:
@@ -203,10 +250,6 @@ def _as_node(value: Any, alternatives: Sequence[Any]) -> yaml.Node:
     if is_text and not nothing and not (lists and value.startswith("[")):
         return yaml.ScalarNode(f"{YAML_TAG}str", value)
     return _composed(_text(value)) or yaml.ScalarNode(f"{YAML_TAG}null", "")
-
-
-def _alternatives(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def _is_list(kind: Any) -> bool:

@@ -8,7 +8,7 @@ Rank = ((data x shard) x sequence) x vocab: ranks that talk most lie next to eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from math import prod
 from typing import NamedTuple
@@ -90,13 +90,15 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, axes: Axes, ranks: Ranks, timeout: float, device: torch.device) -> Groups:
-        """Made by every rank alike: a group is made by all ranks, those outside it too."""
+        """Make the groups of a layout; every rank must call it, since making a group is a collective of all ranks."""
         world = torch.arange(ranks.world)
         nccl = device.type == "cuda" and ranks.local_world <= torch.cuda.device_count()
 
         def group(rows: Tensor) -> ProcessGroup | None:
             if rows.size(1) == 1:
                 return None
+            if len(rows) == 1 and not nccl and ranks.step_group is not None:
+                return ranks.step_group  # gloo over all ranks with the same timeout
             own, _ = dist.new_subgroups_by_enumeration(
                 rows.tolist(), timeout=timedelta(seconds=timeout), backend="nccl" if nccl else "gloo"
             )
@@ -172,7 +174,7 @@ class Layout:
     def _engine(self, model: EncoderDecoder, vocab: seqpar.VocabShard | None = None) -> seqpar.LossCompute:
         criterion = seqpar.LabelSmoothing(
             self.settings.label_smoothing,
-            self.settings.smoothing_convention,  # type: ignore[arg-type]
+            self.settings.smoothing_convention,
             ignore_index=PAD,
         )
         devices = self.devices if vocab is None else None
@@ -222,13 +224,15 @@ class Layout:
         """A parameter, or what the optimizer keeps of it, put together; every rank calls it and has it."""
         return tensor if tensor.dim() == 0 else join_over(name, _whole(tensor.detach()), self.groups.vocab)
 
-    def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Everything the optimizer remembers, whole, as `optimizer/<parameter>/<what>`."""
-        return {
-            f"optimizer/{name}/{what}": self.whole(name, torch.as_tensor(value)).cpu()
-            for name, parameter in self.model.named_parameters()
-            for what, value in sorted(optimizer.state.get(parameter, {}).items())
-        }
+    def moments(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+        """Yield each of the optimizer's moments, whole, with its name `optimizer/<parameter>/<what>`.
+
+        Gathering one is a collective, so every rank must iterate to the end; a rank that does not need the moments
+        drops each one before the next, and never holds more than one parameter's.
+        """
+        for name, parameter in self.model.named_parameters():
+            for what, value in sorted(optimizer.state.get(parameter, {}).items()):
+                yield f"optimizer/{name}/{what}", self.whole(name, torch.as_tensor(value))
 
     def fill_moments(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
         """The inverse of `moments`, in this layout."""
