@@ -43,20 +43,9 @@ class Noun(NamedTuple):
     article: str = "der"
 
 
-MONTHS = (
-    ("January", "Januar"),
-    ("February", "Februar"),
-    ("March", "März"),
-    ("April", "April"),
-    ("May", "Mai"),
-    ("June", "Juni"),
-    ("July", "Juli"),
-    ("August", "August"),
-    ("September", "September"),
-    ("October", "Oktober"),
-    ("November", "November"),
-    ("December", "Dezember"),
-)
+_EN_MONTHS = "January February March April May June July August September October November December"
+_DE_MONTHS = "Januar Februar März April Mai Juni Juli August September Oktober November Dezember"
+MONTHS = tuple(zip(_EN_MONTHS.split(), _DE_MONTHS.split(), strict=True))
 WEEKDAYS = (
     ("Monday", "Montag"),
     ("Tuesday", "Dienstag"),

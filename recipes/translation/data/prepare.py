@@ -20,8 +20,8 @@ def prepare(config: RunConfig) -> tuple[Subwords, Subwords]:
     """Train the subword models of source and target into `<run>/subwords/`, or read them from there.
 
     With `subwords.joint` both are one model, `joint.model`; otherwise `source.model` and `target.model`. Models are
-    reused only if they were made from the same text with the same settings, and no byte of them has changed since. The folder
-    is replaced as a whole: a process that is killed leaves the old models or the new ones.
+    reused only if they were made from the same text with the same settings, and no byte of them has changed since. The
+    folder is replaced as a whole: a process that is killed leaves the old models or the new ones.
     """
     folder = Path(config.run) / "subwords"
     settings = _settings(config)

@@ -286,14 +286,16 @@ SCHEMA = Schema(RunConfig)
 
 
 def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """The defaults, changed by the YAML file at `path`, changed by `overrides`.
+    """Read the YAML file at `path`; `overrides` replace its settings, and defaults are used for all others.
 
-    An override is named by its dotted key (`training.steps`); text is read as YAML reads it in a file, except
-    that a setting which is itself text takes it as it stands. Whatever is wrong raises ConfigError, which
-    names the key, the place (file and line, or the command line) and the way out.
+    The key of an override is its dotted name (`training.steps`). Its text is read as in a YAML file, except that a text
+    setting takes it literally. Any mistake raises ConfigError, which names the key, where it was given (file and line,
+    or the command line), and what to do.
     """
-    given = {**(SCHEMA.read_file(Path(path)) if path is not None else {}), **SCHEMA.read_overrides(overrides or {})}
-    joint, tie = given.get("subwords.joint"), given.get("model.tie")
+    given = {} if path is None else SCHEMA.read_file(Path(path))
+    given |= SCHEMA.read_overrides(overrides or {})
+    joint = given.get("subwords.joint")
+    tie = given.get("model.tie")
     if joint and tie and tie.value == "all" and not joint.value:
         raise ConfigError(
             f"model.tie all ({tie.place}) needs one vocabulary for both languages, but subwords.joint is false "
@@ -311,16 +313,16 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = N
 
 
 FORMATS = {".tsv": "tsv", ".jsonl": "jsonl", ".parquet": "parquet"}
-"""What the end of a file's name says of its format."""
+"""The format of a file by the end of its name."""
 
 
 def named_format(name: str) -> str | None:
-    """The format that a file's name tells; None where it tells none."""
+    """Return the format of a file by its name; None if the name does not end in a known one."""
     return FORMATS.get(Path(name.lower().removesuffix(".gz")).suffix)
 
 
 def format_of(data: DataConfig) -> str:
-    """The format of the files that are named; builtin where none is. ConfigError where they do not tell it."""
+    """Return the format of the data files, or builtin without files; raise ConfigError if their names do not tell."""
     splits = {split: getattr(data, split) for split in ("train", "valid", "test") if getattr(data, split)}
     if data.path and not splits:
         raise ConfigError(
@@ -352,8 +354,8 @@ def _format_of(split: str, names: tuple[str, ...]) -> str:
 
 
 def save_config(config: RunConfig, path: str | Path) -> None:
-    """Write every setting as YAML, whole or not at all; `load_config` reads back an equal configuration."""
-    # without allow_unicode: PyYAML writes U+0085 in a way that it reads as a blank
+    """Write all settings as YAML, to a file that is replaced as a whole; `load_config` reads an equal configuration."""
+    # Without allow_unicode, with which PyYAML writes U+0085 as a line break that it reads as a blank
     text = yaml.safe_dump(_with_lists(dataclasses.asdict(config)), sort_keys=False, width=1_000)
     unfinished = Path(f"{path}.unfinished")
     unfinished.write_text(text, encoding="utf-8")
@@ -361,7 +363,9 @@ def save_config(config: RunConfig, path: str | Path) -> None:
 
 
 def _with_lists(value: Any) -> Any:
-    """The value with lists for tuples, which YAML does not have."""
+    """Replace tuples, which YAML does not have, by lists."""
     if isinstance(value, dict):
         return {key: _with_lists(inner) for key, inner in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return value

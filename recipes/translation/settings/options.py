@@ -20,12 +20,12 @@ from recipes.translation.settings.config import SCHEMA, RunConfig
 from recipes.translation.settings.schema import SettingType
 
 ALSO = {"run": "--folder"}
-"""Other spellings: torchrun takes --run for an abbreviation of its own --run-path, and says that it is ambiguous."""
+"""Other spellings of options: torchrun refuses --run as an ambiguous abbreviation of its own options."""
 METAVARS = {int: "N", float: "X", bool: "true|false"}
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser that answers a mistake with one line, naming the nearest valid option."""
+    """An argument parser whose error messages are one line, with the nearest valid option."""
 
     def __init__(self, prog: str, description: str, example: str) -> None:
         super().__init__(
@@ -41,28 +41,30 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The parsed options; a misspelt one ends the program with a suggestion."""
+        """Parse the options; a misspelt one ends the program with a suggestion."""
         try:
             options, extra = self.parse_known_args(argv)
         except argparse.ArgumentError as error:
             self.error(str(error))
-        extra.sort(key=lambda word: not word.startswith("-"))  # a misspelt option, before its value
+        extra.sort(key=lambda word: not word.startswith("-"))  # a misspelt option comes before its value
         if extra:
             self.error(unknown("option", extra[0], list(self._option_string_actions)))
         return options
 
 
 def unknown(what: str, word: str, valid: Sequence[str]) -> str:
-    """Say that `word` is not known, and which of the `valid` ones was probably meant."""
+    """Return a message that `word` is unknown, with the most similar of the `valid` ones."""
     name = word.partition("=")[0]
     ends = {option.rpartition(".")[2].lstrip("-"): option for option in valid}  # --step for --training.steps
     by_end = difflib.get_close_matches(name.rpartition(".")[2].lstrip("-"), ends, n=1)
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.8) or [ends[end] for end in by_end]
-    return f"unknown {what} {name}" + (f"; did you mean {near[0]}?" if near else "")
+    if not near:
+        return f"unknown {what} {name}"
+    return f"unknown {what} {name}; did you mean {near[0]}?"
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """Add one option for each setting of a run, grouped by section. Their values stay text: see `overrides`."""
+    """Add one option for each setting of a run, grouped by section. Values remain text: see `overrides`."""
     groups = {"": parser.add_argument_group("the run")}
     defaults = RunConfig()
     for name, setting in SCHEMA.settings.items():
@@ -74,7 +76,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
-    """What was given on the command line, by dotted name, as `load_config` takes it."""
+    """Return the options on the command line by dotted name, for `load_config`."""
     given: dict[str, str | list[str]] = {}
     for name, value in vars(options).items():
         if name in SCHEMA.settings and value is not None:
@@ -102,10 +104,12 @@ def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType) -> Non
 
 
 def _as_yaml(words: list[str]) -> str | list[str]:
-    """One word may be a list already, or `auto`; numbers must not become text."""
-    if len(words) == 1:
+    """Return a single word as it is, numbers as a YAML list, and other words as a list of texts."""
+    if len(words) == 1:  # it may be a YAML list itself, or `auto`
         return words[0]
-    return f"[{', '.join(words)}]" if all(re.fullmatch(r"[-+.\deE]+", word) for word in words) else words
+    if all(re.fullmatch(r"[-+.\deE]+", word) for word in words):
+        return f"[{', '.join(words)}]"
+    return words
 
 
 def _shown(default: object) -> str:
@@ -113,11 +117,16 @@ def _shown(default: object) -> str:
         return "as the preset has it"
     if isinstance(default, tuple):
         return " ".join(map(str, default)) or "none"
-    return str(default).lower() if isinstance(default, bool) else str(default) or "none"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return str(default) or "none"
 
 
 def fail(message: str) -> int:
-    """Print a user's mistake as one line; the exit status that goes with it."""
+    """Print an error as one line, and return the exit status for it."""
     rank = os.environ.get("RANK", "0")
-    print("error: " + " ".join([*([] if rank == "0" else [f"rank {rank}:"]), *message.split()]), file=sys.stderr)
+    line = " ".join(message.split())
+    if rank != "0":
+        line = f"rank {rank}: {line}"
+    print(f"error: {line}", file=sys.stderr)
     return 2

@@ -1,7 +1,7 @@
-"""Settings read from YAML and the command line by the types of a tree of dataclasses, with errors of one line.
+"""Reading of settings from YAML and the command line by the types of a tree of dataclasses, with errors of one line.
 
-Values are taken from YAML's syntax nodes, not from loaded Python objects: a node knows its line, `no` stays
-the language code it is where text is expected, and `1e-3` (text in YAML 1.1) is the number it looks like.
+Values are converted from YAML's syntax nodes, not from Python objects: a node has a line number, the language code `no`
+remains text where text is expected, and `1e-3`, which is text in YAML 1.1, is a number where a number is expected.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import yaml
 COMMAND_LINE = "command line"
 YAML_TAG = "tag:yaml.org,2002:"
 SCALARS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
-"""What YAML may take a word for that stands without a tag of its own; each is text where text is expected."""
+"""The tags that YAML may give to a word without quotes; each of them is text where text is expected."""
 
 
 LARGEST = 2**31 - 1
-"""Of whole numbers without a range of their own: what counts, sizes and thread numbers elsewhere can hold."""
+"""The largest number of a setting without its own upper limit: some libraries have 32-bit sizes and counts."""
 DEEPEST = 20
-"""Levels of lists and sections in a file: no setting has more than three, and Python follows some hundreds."""
+"""The most nested lists and sections in a file: settings need three at most, and Python's recursion limit is higher."""
 
 
 class ConfigError(ValueError):
-    """A setting that does not exist or cannot have this value; the message is one line."""
+    """A setting does not exist or cannot have this value; the message is one line."""
 
 
 class _UnfitError(ValueError):
-    """A value of the right kind that is none after all; the message says why."""
+    """A value has the right type but is invalid; the message gives the reason."""
 
 
 class Help(NamedTuple):
@@ -116,7 +116,7 @@ class Schema:
                 self.settings[f"{name}.{key}"] = SettingType.of(inner_annotation, getattr(default, key))
 
     def read_file(self, path: Path) -> dict[str, Setting]:
-        """Every setting given in a YAML file."""
+        """Read all settings of a YAML file."""
         given = {}
         for name, node, place in self._entries(_compose(path), "", path):
             section = self._entries(node, name, path) if name in self.sections else [(name, node, place)]
@@ -125,7 +125,7 @@ class Schema:
         return given
 
     def read_overrides(self, overrides: Mapping[str, Any]) -> dict[str, Setting]:
-        """Settings by dotted key: text as on the command line, or values."""
+        """Read settings by dotted key, from text as on the command line or from values."""
         given = {}
         for key, value in overrides.items():
             self._check_known(key, COMMAND_LINE)
@@ -141,17 +141,21 @@ class Schema:
         return given
 
     def _entries(self, node: yaml.Node | None, section: str, path: Path) -> Iterator[tuple[str, yaml.Node, str]]:
-        """Key, value and place of what stands in a section (the file itself is section ""); each key once."""
+        """Yield key, value and place of each entry of a section (the file itself is section ""), each key once."""
         if node is None or node.tag == f"{YAML_TAG}null":
             return
         if not isinstance(node, yaml.MappingNode):
-            example = f"{section}: {{{self.sections[section][0]}: ...}}" if section else "training: {steps: 100}"
-            what = f"{section} is a section" if section else "a configuration file has sections"
+            what = "a configuration file has sections"
+            example = "training: {steps: 100}"
+            if section:
+                what = f"{section} is a section"
+                example = f"{section}: {{{self.sections[section][0]}: ...}}"
             raise ConfigError(f"{path}:{node.start_mark.line + 1}: {what}, as in {example}; got {_shown(node)}")
         places: dict[str, str] = {}
         for key_node, value in node.value:
             name = key_node.value if isinstance(key_node, yaml.ScalarNode) else _shown(key_node)
-            key, place = f"{section}.{name}" if section else name, f"{path}:{key_node.start_mark.line + 1}"
+            key = f"{section}.{name}" if section else name
+            place = f"{path}:{key_node.start_mark.line + 1}"
             if key in places:
                 raise ConfigError(f"{key} is given twice ({places[key]} and {place}); keep one")
             places[key] = place
@@ -167,11 +171,10 @@ class Schema:
         near = difflib.get_close_matches(key, known, n=1) or [
             ends[end] for end in difflib.get_close_matches(name, ends, n=1)
         ]
-        hint = (
-            f"did you mean {near[0]}?"
-            if near
-            else f"known: {', '.join(self.sections.get(section) or self.sections[''])}"
-        )
+        if near:
+            hint = f"did you mean {near[0]}?"
+        else:
+            hint = f"known: {', '.join(self.sections.get(section) or self.sections[''])}"
         raise ConfigError(f"unknown setting {key} ({place}); {hint}")
 
     def _value(self, key: str, node: yaml.Node, place: str) -> Any:
@@ -229,7 +232,7 @@ def _compose(path: Path) -> yaml.Node | None:
 
 
 def _composed(text: str) -> yaml.Node | None:
-    """The nodes of a document, whose levels are counted before anything recurses into them."""
+    """Compose the nodes of a document, after a check of their depth: composing them is recursive."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -240,7 +243,7 @@ def _composed(text: str) -> yaml.Node | None:
 
 
 def _as_node(value: Any, alternatives: Sequence[Any]) -> yaml.Node:
-    """An override as the YAML node that would stand for it in a file; text that may be text stands for itself."""
+    """Convert an override to the YAML node that it would be in a file; text remains text if the setting may be text."""
     if not isinstance(value, str):
         text = yaml.safe_dump(list(value) if isinstance(value, tuple) else value)
         return _composed(text) or yaml.ScalarNode(f"{YAML_TAG}null", "")
@@ -257,7 +260,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _converted(node: yaml.Node, kind: Any) -> Any:
-    """The node's value as a `kind`; ValueError where it is none."""
+    """Convert a node to a value of type `kind`; raise ValueError if it is not of this type."""
     if _is_list(kind):
         inner = get_args(kind)
         if not isinstance(node, yaml.SequenceNode) or (inner[-1] is not ... and len(node.value) != len(inner)):
@@ -265,7 +268,8 @@ def _converted(node: yaml.Node, kind: Any) -> Any:
         return tuple(_converted(each, inner[0]) for each in node.value)
     if not isinstance(node, yaml.ScalarNode) or node.tag.removeprefix(YAML_TAG) not in SCALARS:
         raise ValueError
-    null, plain = node.tag == f"{YAML_TAG}null", node.style is None
+    null = node.tag == f"{YAML_TAG}null"
+    plain = node.style is None  # without quotes
     if kind is types.NoneType and null:
         return None
     if kind is str and not null:
@@ -280,7 +284,7 @@ def _converted(node: yaml.Node, kind: Any) -> Any:
 
 
 def _text(value: str) -> str:
-    """The value, if a file can be called by it and UTF-8 can hold it."""
+    """Return the value if it can be a file name and UTF-8 text; else raise _UnfitError."""
     if "\0" in value:
         raise _UnfitError("it holds a NUL")
     try:
@@ -292,13 +296,17 @@ def _text(value: str) -> str:
 
 def _shown(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
-        return "nothing" if node.tag == f"{YAML_TAG}null" else _shortened(repr(node.value))
+        if node.tag == f"{YAML_TAG}null":
+            return "nothing"
+        return _shortened(repr(node.value))
     what = "list" if isinstance(node, yaml.SequenceNode) else "section"
     return f"a {what} of {len(node.value)}"
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:40]}... ({len(text):,} characters)"
+    if len(text) <= 80:
+        return text
+    return f"{text[:40]}... ({len(text):,} characters)"
 
 
 def _words(kind: Any, limits: str) -> str:
