@@ -1,4 +1,4 @@
-"""Sequence models in plain torch, to be read, edited and trained; no part of the installed library."""
+"""Sequence models in plain torch, to be read, edited and trained; they are not part of the installed library."""
 
 from models.attention import Attention, padding_mask, subsequent_mask
 from models.cache import DecoderCache

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 
 def padding_mask(tokens: Tensor, pad: int) -> Tensor:
-    """`tokens != pad`, shaped for attention: (B, S) token ids -> (B, 1, 1, S) boolean, True = a real token.
+    """Return `tokens != pad`, shaped for attention: (B, S) token ids -> (B, 1, 1, S) boolean, True = a real token.
 
-    A sentence of padding alone keeps its first position: a softmax over nothing is nan in some kernels, and
-    one position, however long the padding, leaves the result independent of it.
+    In a sentence of padding alone the first position counts as real: a softmax over no keys is nan in some kernels, and
+    with exactly one key the result does not depend on how long the padding is.
     """
     real_BS = tokens != pad
     empty_B1 = ~real_BS.any(1, keepdim=True)
@@ -28,7 +28,7 @@ def padding_mask(tokens: Tensor, pad: int) -> Tensor:
 
 
 def subsequent_mask(size: int, device: torch.device | str | None = None) -> Tensor:
-    """The causal mask (section 3.2.3): (1, 1, size, size) boolean, True where the key is not after the query.
+    """Return the causal mask (section 3.2.3): (1, 1, size, size) boolean, True where the key is not after the query.
 
     `padding_mask(tgt, pad) & subsequent_mask(tgt.size(1))` is the decoder mask of the Annotated Transformer.
     """
@@ -36,7 +36,7 @@ def subsequent_mask(size: int, device: torch.device | str | None = None) -> Tens
 
 
 def check_mask(name: str, mask: Tensor | None) -> None:
-    """Raise for a mask that would be misread: an additive one, or (B, 1, S), whose B would meet the heads."""
+    """Raise for a mask that would be misread: an additive one, or (B, 1, S), whose B would broadcast to the heads."""
     if mask is None:
         return
     if mask.dtype != torch.bool:
@@ -49,54 +49,62 @@ def check_mask(name: str, mask: Tensor | None) -> None:
 
 
 def added_scores(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """What a boolean mask adds to attention scores: 0 where True, else the lowest number (of bfloat16, for autocast).
+    """Convert a boolean mask to a term added to the attention scores, in the dtype of `like`: 0 where True.
 
-    A stack of layers makes it once, in the dtype of `like`; what has been made, or is not there, is left as it is.
+    A stack of layers converts its mask once; None and a mask that is already converted are returned unchanged.
     """
     if mask is None or mask.dtype != torch.bool:
         return mask
+    # Not -inf, which gives nan in a row without any key; representable in bfloat16, to which autocast may convert it
     lowest = max(torch.finfo(like.dtype).min, torch.finfo(torch.bfloat16).min)
     return like.new_zeros(mask.shape).masked_fill_(~mask, lowest)
 
 
 @dataclass(frozen=True)
 class KeyValues:
-    """What attention looks up: keys and values, each (B, H, S, K)."""
+    """Hold the keys and values of an attention, each (B, H, S, K)."""
 
     keys: Tensor
     values: Tensor
 
     def contiguous(self) -> KeyValues:
-        """The same with each head's keys side by side in memory."""
+        """Return a copy in which each head's keys are contiguous in memory."""
         return KeyValues(self.keys.contiguous(), self.values.contiguous())
 
     def select(self, rows: Tensor) -> KeyValues:
-        """The given rows, in the given order: rows (N,) -> keys and values (N, H, S, K)."""
+        """Return the given rows, in the given order: rows (N,) -> keys and values (N, H, S, K)."""
         return KeyValues(self.keys.index_select(0, rows), self.values.index_select(0, rows))
 
 
 SHORT = 128
-"""Keys up to which attention on the CPU is done by matrix products. The backward of torch's kernel has a high price for
-each sentence there, in bfloat16 ten times that of the products; its forward takes 1.2 to 1.8 times theirs where a few
-queries, the beams of a search, look at up to 90 keys. More keys would make the weights too large."""
+"""Up to this many keys, attention on the CPU is computed by matrix products. The backward of torch's fused kernel has a
+high cost per sentence there, in bfloat16 ten times that of the products; its forward takes 1.2 to 1.8 times as long as
+the products where a few queries, the beams of a search, attend to up to 90 keys. With more keys the attention weights,
+which the kernel never stores, would become too large."""
 
 
 def attend(query_BHQK: Tensor, lookup: KeyValues, mask: Tensor | None, causal: bool) -> Tensor:
-    """softmax(Q K^T / sqrt(d_k)) V (equation 1): query (B, H, Q, K) -> (B, H, Q, K).
+    """Compute softmax(Q K^T / sqrt(d_k)) V (equation 1): query (B, H, Q, K) -> (B, H, Q, K).
 
-    `F.scaled_dot_product_attention`, with a mask as it takes them, but where its kernel is slow the same by matrix
-    products. A query that may attend to nothing has no meaning in either.
+    This is `F.scaled_dot_product_attention`, which also defines the mask; where its kernel is slow, matrix products
+    compute the same. The output of a query that may not attend to any key is undefined.
     """
-    (batch, heads, queries, width), keys = query_BHQK.shape, lookup.keys.size(2)
+    batch, heads, queries, width = query_BHQK.shape
+    keys = lookup.keys.size(2)
     if query_BHQK.device.type != "cpu" or keys > SHORT or not batch:
         return F.scaled_dot_product_attention(query_BHQK, lookup.keys, lookup.values, attn_mask=mask, is_causal=causal)
     query_AQK, keys_ASK, values_ASK = (x.flatten(0, 1) for x in (query_BHQK, lookup.keys, lookup.values))
-    nothing = query_AQK.new_zeros(1, 1, 1)
-    scores_AQS = torch.baddbmm(nothing, query_AQK, keys_ASK.mT, beta=0, alpha=width**-0.5)
+    # One call scales and multiplies; with beta 0 its first argument is ignored
+    ignored = query_AQK.new_zeros(1, 1, 1)
+    scores_AQS = torch.baddbmm(ignored, query_AQK, keys_ASK.mT, beta=0, alpha=width**-0.5)
     added = added_scores(subsequent_mask(keys) if causal else mask, scores_AQS)
     if added is not None:
-        scores_BHQS, added = scores_AQS.view(batch, heads, queries, keys), added.to(scores_AQS.dtype)
-        scores_BHQS = scores_BHQS + added if scores_BHQS.requires_grad else scores_BHQS.add_(added)
+        scores_BHQS = scores_AQS.view(batch, heads, queries, keys)
+        added = added.to(scores_BHQS.dtype)
+        if scores_BHQS.requires_grad:
+            scores_BHQS = scores_BHQS + added
+        else:
+            scores_BHQS.add_(added)
         scores_AQS = scores_BHQS.flatten(0, 1)
     return torch.bmm(scores_AQS.softmax(-1), values_ASK).view(batch, heads, queries, width)
 
@@ -104,8 +112,9 @@ def attend(query_BHQK: Tensor, lookup: KeyValues, mask: Tensor | None, causal: b
 class Attention(nn.Module):
     """Multi-head scaled dot-product attention: Concat(head_1 ... head_h) W^O (section 3.2.2, equation 1).
 
-    The projections of all heads are one matrix, those of keys and values too. Queries and looked-up states
-    come in separately, so self-attention, attention to the memory and cached decoding are one class.
+    One matrix projects the queries of all heads, another one their keys and values. Queries and the states that they
+    attend to are separate arguments, so that one class serves self-attention, attention to the memory and cached
+    decoding.
     """
 
     def __init__(self, d_model: int, heads: int) -> None:
@@ -116,16 +125,15 @@ class Attention(nn.Module):
         self.output = nn.Linear(d_model, d_model)
 
     def keys_values(self, states: Tensor) -> KeyValues:
-        """Project the states that are looked up: (B, S, D) -> two (B, H, S, K)."""
+        """Project the states that are attended to: (B, S, D) -> two (B, H, S, K)."""
         keys_BSD, values_BSD = self.key_value(states).chunk(2, dim=-1)
         return KeyValues(self._split(keys_BSD), self._split(values_BSD))
 
     def forward(self, x: Tensor, lookup: KeyValues, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """Attend from x (R, T, D) to `lookup`; returns (R, T, D).
 
-        R may be a multiple of the B rows of `lookup`: the beams of one sentence look at what it has as further
-        queries of one attention, so nothing is copied beam times. The mask then has one query row, or one for each
-        time step of each beam.
+        R may be a multiple of the B rows of `lookup`: the beams of a sentence are then more queries to the same keys,
+        so that no key is copied for each beam. The mask has one query row, or one for each time step of each beam.
         """
         rows, time, _ = x.shape
         sentences = lookup.keys.size(0)
@@ -138,6 +146,6 @@ class Attention(nn.Module):
         return mixed
 
     def _split(self, states: Tensor) -> Tensor:
-        """(B, S, D) -> (B, H, S, K)."""
+        """Split the width into heads: (B, S, D) -> (B, H, S, K)."""
         batch, time, d_model = states.shape
         return states.view(batch, time, self.heads, d_model // self.heads).transpose(1, 2)

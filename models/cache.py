@@ -1,6 +1,9 @@
-"""The keys and values of what has been decoded so far, which never move.
+"""The keys and values of all time steps decoded so far, in slots from which they are not moved.
 
-The beams of a sentence share one list of slots; a mask says which slots make up a beam's history.
+The beams of a sentence share one list of slots; a mask says which slots make up a beam's history. Reordering beams
+changes the mask alone.
+
+Shapes: B sentences, T time steps, K beams, Q = K x T queries, S slots.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from models.attention import KeyValues, subsequent_mask
 
 @dataclass
 class LayerCache:
-    """What one decoder layer keeps between steps for B sentences: of all their beams' steps, and of the memory.
+    """Hold the keys and values of one decoder layer for B sentences: of all steps of their beams, and of the memory.
 
-    `own` has room for more than the `slots` that are filled, so that a step writes only what is new.
+    `own` has room for more than the `slots` in use, so that a step writes only its own.
     """
 
     own: KeyValues | None = None
@@ -26,15 +29,16 @@ class LayerCache:
     slots: int = 0
 
     def extend(self, new: KeyValues) -> KeyValues:
-        """Keys and values of further slots; returns all so far."""
-        start, self.slots = self.slots, self.slots + new.keys.size(2)
+        """Append the keys and values of further slots, and return those of all slots."""
+        start = self.slots
+        self.slots += new.keys.size(2)
         self.own = with_room(self.own, new, self.slots)
         for held, added in ((self.own.keys, new.keys), (self.own.values, new.values)):
             held[:, :, start : self.slots] = added
         return KeyValues(self.own.keys[:, :, : self.slots], self.own.values[:, :, : self.slots])
 
     def keep_slots(self, slots: Tensor) -> None:
-        """Only these of each sentence, (B, fewer); the room stays."""
+        """Drop all slots of each sentence but these, (B, fewer); the memory stays allocated."""
         if self.own is None:
             return
         for held in (self.own.keys, self.own.values):
@@ -44,11 +48,12 @@ class LayerCache:
 
 
 FIRST_ROOM = 96
-"""Slots that a cache has room for at first: new memory comes page by page, and should not be thrown away soon."""
+"""Slots that a cache has room for at first. The system provides new memory page by page, which is slow, so the first
+allocation should last for most sentences."""
 
 
 def with_room(held: KeyValues | None, like: KeyValues, slots: int) -> KeyValues:
-    """The same with room for so many slots at least; twice as many where there was too little."""
+    """Return the same keys and values with room for `slots`: `held` itself, or a copy with room for twice as many."""
     if held is not None and held.keys.size(2) >= slots:
         return held
     batch, heads, _, width = like.keys.shape
@@ -61,30 +66,31 @@ def with_room(held: KeyValues | None, like: KeyValues, slots: int) -> KeyValues:
 
 @dataclass
 class DecoderCache:
-    """What the decoder keeps between steps. No gradient goes through it.
+    """The decoder's state between steps. No gradient flows through it.
 
-    The keys and values of a sentence's beams lie side by side, a slot for each step of each beam, and stay where they
-    are: which slots a beam's history is made of is said by `visible`, (B, beams, slots), and changes with the beams.
-    When half of the slots are of beams that died, the others move together.
+    The keys and values of a sentence's beams are in one list, with a slot for each step of each beam. `visible`,
+    (B, beams, slots), says which slots a beam's history consists of. Once half of the slots belong to discarded beams
+    only, the others are compacted.
     """
 
     layers: list[LayerCache] = field(default_factory=list)
     length: int = 0
-    """Time steps held."""
+    """Time steps in the cache."""
     visible: Tensor | None = None
 
     @classmethod
     def empty(cls, layers: int) -> Self:
-        """A cache for `layers` decoder layers before the first step."""
+        """Return a cache for `layers` decoder layers before the first step."""
         return cls([LayerCache() for _ in range(layers)])
 
     def grow(self, sentences: int, beams: int, time: int, device: torch.device) -> Tensor | None:
-        """`time` more steps of each beam are to come: which slots each may attend to, (B, 1, beams x time, slots).
+        """Announce `time` more steps of each beam; return which slots each may attend to, (B, 1, beams x time, slots).
 
-        None where that is every slot there will be.
+        Return None where each may attend to all slots.
         """
         steps_TT = subsequent_mask(time, device)[0, 0]
         itself_KK = torch.eye(beams, dtype=torch.bool, device=device)
+        # Among the new slots, step t of beam k attends to steps up to t of the same beam k
         own_QQ = (itself_KK[:, None, :, None] & steps_TT[None, :, None, :]).reshape(beams * time, beams * time)
         mask_BQS = own_QQ.expand(sentences, -1, -1)
         if self.visible is not None:
@@ -95,17 +101,17 @@ class DecoderCache:
         return None if only_one else mask_BQS[:, None]
 
     def reorder(self, parents: Tensor) -> None:
-        """Beam k of a sentence continues what its beam parents[., k] was, as a search picks them: (B, beams)."""
+        """Let beam k of each sentence continue the history of its beam parents[:, k]: (B, beams)."""
         if self.visible is None:
             return
         self.visible = self.visible.gather(1, parents[:, :, None].expand(-1, -1, self.visible.size(2)))
         alive_BS = self.visible.any(1)
         most = int(alive_BS.sum(1).max()) if len(alive_BS) else 0
-        if 2 * most <= alive_BS.size(1):  # beams that died leave slots that nobody sees
+        if 2 * most <= alive_BS.size(1):  # discarded beams leave slots that no beam attends to
             self._keep_slots(alive_BS.byte().topk(most, sorted=False).indices)
 
     def _keep_slots(self, slots: Tensor) -> None:
-        """Only these of each sentence, (B, fewer)."""
+        """Drop all slots of each sentence but these, (B, fewer)."""
         assert self.visible is not None
         self.visible = self.visible.gather(2, slots[:, None].expand(-1, self.visible.size(1), -1))
         for layer in self.layers:
@@ -113,7 +119,10 @@ class DecoderCache:
 
     def keep_sentences(self, sentences: Tensor) -> None:
         """Drop all sentences but these, in the given order."""
-        self.visible = None if self.visible is None else self.visible.index_select(0, sentences)
+        if self.visible is not None:
+            self.visible = self.visible.index_select(0, sentences)
         for layer in self.layers:
-            layer.own = None if layer.own is None else layer.own.select(sentences)
-            layer.memory = None if layer.memory is None else layer.memory.select(sentences)
+            if layer.own is not None:
+                layer.own = layer.own.select(sentences)
+            if layer.memory is not None:
+                layer.memory = layer.memory.select(sentences)

@@ -2,8 +2,8 @@
 
 Only a few hundred logits of each sentence are sorted: those in the blocks of the vocabulary with the best maxima.
 
-Shapes: B sentences, K live beams, R = B x K rows, C candidates, W blocks of the vocabulary, M logits that are looked at
-one by one, V vocabulary.
+Shapes: B sentences, K live beams, R = B x K rows, C candidates, W blocks of the vocabulary, M logits of the chosen
+blocks, F forbidden tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,37 +18,43 @@ from models.transformer import EncoderDecoder
 
 
 class Candidates(NamedTuple):
-    """Hypotheses longer by one token, best first, each (B, C)."""
+    """Extensions of live hypotheses by one token, best first, each (B, C)."""
 
     scores: Tensor
-    """Summed log-probability, the token's included."""
+    """Summed log-probability, including the token's."""
     beams: Tensor
     """Which live hypothesis is extended."""
     tokens: Tensor
 
 
 def logits_of(model: EncoderDecoder, hidden_RD: Tensor) -> Tensor:
-    """(R, V), in float32 or wider."""
+    """Compute the logits of the next token in float32 or wider: (R, D) -> (R, V)."""
     logits_RV: Tensor = model.generator(hidden_RD)
     return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
 
 
 LOGITS_BYTES = 24 * 2**20
-"""Logits that exist at a time, if they are not of one sentence alone. The C library gives more than 32 MiB back to the
-system after each step, and to get them again takes a fifth of the product's time."""
+"""Bytes of logits that exist at a time, unless those of a single sentence are more. The C library returns blocks of
+more than 32 MiB to the system after each step, and allocating them anew takes a fifth of the product's time."""
 
 
 def extend(model: EncoderDecoder, scores_BK: Tensor, hidden_RD: Tensor, forbidden: list[int], beam: int) -> Candidates:
-    """The 2 x `beam` best extensions of each sentence's live hypotheses: at least `beam` of them do not end."""
+    """Return the 2 x `beam` best extensions of each sentence's live hypotheses.
+
+    Each of the at most `beam` live hypotheses has one extension that ends, so at least `beam` of them do not end.
+    """
     live = scores_BK.size(1)
     sentences = max(1, LOGITS_BYTES // (live * model.generator.out_features * scores_BK.element_size()))
-    parts = zip(scores_BK.split(sentences), hidden_RD.split(sentences * live), strict=True)
-    found = [candidates_of(scores, logits_of(model, hidden), forbidden, 2 * beam) for scores, hidden in parts]
+    blocks = zip(scores_BK.split(sentences), hidden_RD.split(sentences * live), strict=True)
+    found = [candidates_of(scores, logits_of(model, hidden), forbidden, 2 * beam) for scores, hidden in blocks]
     return Candidates(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
 def candidates_of(scores_BK: Tensor, logits_RV: Tensor, forbidden: list[int], count: int) -> Candidates:
-    """They are picked by their logits, so log-probabilities exist for those few alone."""
+    """Return the `count` best extensions of each sentence; log-probabilities are computed for these alone.
+
+    The logits of forbidden tokens become -inf, but count in the softmax's sum.
+    """
     forbidden_RF = logits_RV[:, forbidden]
     logits_RV[:, forbidden] = -math.inf
     maxima_RW, total_R = maxima_and_totals(logits_RV)
@@ -59,16 +65,19 @@ def candidates_of(scores_BK: Tensor, logits_RV: Tensor, forbidden: list[int], co
 
 
 BLOCK = 64
-"""Tokens whose best logit stands for them at first."""
+"""Tokens whose largest logit represents them until the best blocks are chosen."""
 
 
 def maxima_and_totals(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """The best logit of each whole block of the vocabulary, (R, W), and `logits_RV.logsumexp(-1)`, (R,).
+    """Return the largest logit of each whole block of the vocabulary, (R, W), and `logits_RV.logsumexp(-1)`, (R,).
 
-    That is the largest logit minus the logarithm of its probability, which is at least 1 / V: torch's softmax takes a
-    third of the time of its logsumexp. A few rows at a time fit into a cache, and theirs into memory that is there.
+    log sum exp(z) = z_k - log p_k for any k; with the largest z_k, p_k is at least 1/V, so that its logarithm is exact.
+    It is computed this way because torch's softmax takes a third of the time of its logsumexp. A few rows at a time fit
+    into a cache, and their probabilities into memory that is allocated once.
     """
-    whole, held_RV, found = logits_RV.size(1) // BLOCK * BLOCK, torch.empty_like(logits_RV[:64]), []
+    whole = logits_RV.size(1) // BLOCK * BLOCK
+    held_RV = torch.empty_like(logits_RV[:64])
+    found = []
     for rows_RV in logits_RV.split(64):
         maxima_RW = rows_RV[:, :whole].reshape(len(rows_RV), -1, BLOCK).amax(-1)
         largest_R = torch.cat((maxima_RW, rows_RV[:, whole:]), 1).amax(-1)
@@ -81,21 +90,26 @@ def maxima_and_totals(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 def best_tokens(
     scores_BK: Tensor, total_BK: Tensor, logits_RV: Tensor, maxima_RW: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """`(scores_BK[..., None] + (logits_BKV - total_BK[..., None])).flatten(1).topk(count)`: values and indices, (B, C).
+    """Compute `(scores_BK[..., None] + (logits_BKV - total_BK[..., None])).flatten(1).topk(count)`: two (B, C).
 
-    The best are in the `count` blocks of the vocabulary with the best maxima, or in the rest that fills no block, so
-    that only a few hundred logits a sentence are sorted.
+    The `count` best are in the `count` blocks of the vocabulary with the largest maxima, or after the last whole block:
+    any other block has `count` blocks ahead of it, each with a better token. So only a few hundred logits of a sentence
+    are sorted.
     """
-    (batch, live), vocab, device = scores_BK.shape, logits_RV.size(1), logits_RV.device
+    batch, live = scores_BK.shape
+    vocab = logits_RV.size(1)
+    device = logits_RV.device
     blocks = maxima_RW.size(1)
     maxima_BW = (scores_BK.reshape(-1, 1) + (maxima_RW - total_BK.reshape(-1, 1))).reshape(batch, -1)
     picked_BC = maxima_BW.topk(min(count, maxima_BW.size(1)), sorted=False).indices
+    # A block's number counts over the beams of a sentence, each of which has V tokens
     start_BC = picked_BC // max(1, blocks) * vocab + picked_BC % max(1, blocks) * BLOCK
     inside_BM = (start_BC[:, :, None] + torch.arange(BLOCK, device=device)).flatten(1)
     row_K1 = torch.arange(live, device=device)[:, None]
     rest_M = (row_K1 * vocab + torch.arange(blocks * BLOCK, vocab, device=device)).flatten()
     index_BM = torch.cat((inside_BM, rest_M.expand(batch, -1)), 1)
-    logits_BM, row_BM = logits_RV.reshape(batch, -1).gather(1, index_BM), index_BM // vocab
+    logits_BM = logits_RV.reshape(batch, -1).gather(1, index_BM)
+    row_BM = index_BM // vocab
     scores_BM = scores_BK.gather(1, row_BM) + (logits_BM - total_BK.gather(1, row_BM))
     best_BC, at_BC = scores_BM.topk(min(count, scores_BM.size(1)))
     return best_BC, index_BM.gather(1, at_BC)

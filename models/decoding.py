@@ -1,11 +1,9 @@
-"""Translation with a trained model: greedy and beam search, batched, with cached keys and values.
+"""Translation with a trained model: greedy and beam search in batches, with cached keys and values.
 
-A sentence's translation does not depend on the other sentences of its batch, and a sentence that is done
-leaves the batch.
+A sentence's translation does not depend on the other sentences of its batch, and a finished sentence leaves the batch.
 
 Shapes: B sentences still decoding, K live beams (1 at the first step), R = B x K rows, T target time so far,
-C candidates, W blocks of the vocabulary, M logits that are looked at one by one, S source time,
-D model width, V vocabulary.
+C candidates, S source time, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ from models.transformer import EncoderDecoder, check_tokens
 
 
 class Hypothesis(NamedTuple):
-    """A translation and its score: its log-probability, end symbol included, over `length_normaliser`."""
+    """A translation and its score: its log-probability, including the end symbol's, over `length_normaliser`."""
 
     tokens: list[int]
-    """Token ids, without start and end symbol."""
+    """Token ids without start and end symbol."""
     score: float
 
 
@@ -42,12 +40,12 @@ class Source(NamedTuple):
     mask: Tensor
     """(B, 1, 1, S), True = a real token."""
     sentences: list[int]
-    """Which row of the caller's batch each is."""
+    """The row of each in the caller's batch."""
     limits: list[int]
-    """Most decoding steps of each."""
+    """The largest number of decoding steps of each."""
 
     def keep(self, rows: list[int]) -> Source:
-        """The same with these rows only."""
+        """Return these rows only."""
         return Source(
             self.memory[rows],
             self.mask[rows],
@@ -57,7 +55,7 @@ class Source(NamedTuple):
 
 
 class Beams(NamedTuple):
-    """The live hypotheses of each sentence, best first; a beam without one has score -inf."""
+    """The live hypotheses of each sentence, best first; a beam without a hypothesis has score -inf."""
 
     prefixes: Tensor
     """(B, K, T) ids, the start symbol first."""
@@ -66,32 +64,33 @@ class Beams(NamedTuple):
 
 
 def length_normaliser(length: int, alpha: float) -> float:
-    """((5 + length) / 6)^alpha, the GNMT length penalty that log-probabilities are divided by.
+    """Compute ((5 + length) / 6)^alpha, GNMT's length penalty, by which log-probabilities are divided.
 
-    Wu et al. 2016, equation 14. `length` counts the end symbol. With alpha 0 it is 1; a larger alpha favours
+    Wu et al. 2016, equation 14. `length` includes the end symbol. With alpha 0 the penalty is 1; a larger alpha favours
     longer translations.
     """
     return float(((5 + length) / 6) ** alpha)
 
 
 def default_limit(length: int) -> int:
-    """Most decoding steps for a source of `length` tokens, its end included: rarely reached, and never by much."""
+    """Return the default number of decoding steps for a source of `length` tokens, including the end symbol."""
     return 2 * length + 10
 
 
 def greedy(
     model: EncoderDecoder, src: Tensor, *, bos: int, eos: int, max_length: int | Sequence[int] | None = None
 ) -> list[list[int]]:
-    """The most probable next token, again and again: src (B, S) ids -> a list of ids for each sentence.
+    """Append the most probable next token until the end: src (B, S) ids -> a list of ids for each sentence.
 
     Decoding ends at `eos` or after `max_length` steps, one number for all sentences or one for each (default:
-    `default_limit` of each), and never outputs padding or `bos`. Start and end symbol are not returned. The model
-    is run in eval mode, without gradients, and left as it was. Raises ValueError for a `max_length` below 1 or
-    with another number of entries than `src` has sentences.
+    `default_limit` of each), and never outputs padding or `bos`. Start and end symbol are not returned. The model runs
+    in eval mode without gradients, and its modes are restored afterwards. Raises ValueError for a `max_length` below 1
+    or with another number of entries than `src` has sentences.
     """
     translations: list[list[int]] = [[] for _ in range(src.size(0))]
     with evaluating(model):
-        source, cache = encode_source(model, src, max_length), model.decoder.empty_cache()
+        source = encode_source(model, src, max_length)
+        cache = model.decoder.empty_cache()
         forbidden = sorted({model.pad, bos} - {eos})
         tokens_B = torch.full((src.size(0),), bos, device=src.device)
         while source.sentences:
@@ -105,7 +104,8 @@ def greedy(
                     if cache.length < source.limits[row]:
                         going.append(row)
             if len(going) < len(source.sentences):
-                source, tokens_B = source.keep(going), tokens_B[going]
+                source = source.keep(going)
+                tokens_B = tokens_B[going]
                 cache.keep_sentences(torch.tensor(going, device=src.device, dtype=torch.long))
     return translations
 
@@ -121,30 +121,32 @@ def beam_search(
     n_best: int = 1,
     max_length: int | Sequence[int] | None = None,
 ) -> list[list[Hypothesis]]:
-    """The best translations a search of width `beam` finds: src (B, S) ids -> up to `n_best` a sentence.
+    """Find the best translations by a search of width `beam`: src (B, S) ids -> up to `n_best` for each sentence.
 
-    At each step, of all extensions by one token, those that end and are among the `beam` best are finished;
-    the `beam` best that do not end live on. A sentence is done when `beam` hypotheses are finished, when no
-    live one can enter the `n_best` any more, or after `max_length` steps, as for `greedy`.
-    Scores are log-probabilities over `length_normaliser(length, length_penalty)`; the best come first.
+    Each step extends every live hypothesis by one token. Extensions that end and are among the `beam` best are finished
+    hypotheses; the `beam` best that do not end are the next live hypotheses. A sentence is done when `beam` hypotheses
+    are finished, when no live one can enter the `n_best` any more, or after `max_length` steps, as for `greedy`. Scores
+    are log-probabilities over `length_normaliser(length, length_penalty)`; the best come first.
 
-    Where the limit leaves fewer than `n_best` finished, unfinished hypotheses follow the finished ones.
-    Fewer than `n_best` are returned only where the limit allows no more. Padding and `bos` are never output;
-    `beam=1` is `greedy`. The model is run in eval mode, without gradients, and left as it was.
+    Where fewer than `n_best` are finished after `max_length` steps, unfinished hypotheses follow the finished ones;
+    where there are not enough of these either, fewer than `n_best` are returned. Padding and `bos` are never output;
+    `beam=1` is `greedy`. The model runs in eval mode without gradients, and its modes are restored afterwards.
 
     Raises ValueError for a beam, n_best or max_length below 1, n_best above beam, a negative length_penalty, and
-    for a number of max_lengths that is not that of the sentences.
+    max_lengths of another number than the sentences.
     """
     check_search(beam, n_best, length_penalty)
     finished: list[list[Hypothesis]] = [[] for _ in range(src.size(0))]
     unfinished: list[list[Hypothesis]] = [[] for _ in range(src.size(0))]
     with evaluating(model):
-        source, cache = encode_source(model, src, max_length), model.decoder.empty_cache()
+        source = encode_source(model, src, max_length)
+        cache = model.decoder.empty_cache()
         forbidden = sorted({model.pad, bos} - {eos})
         beams = first_beams(source, bos)
         while source.sentences:
             hidden_RD = next_hidden(model, source, beams.prefixes[:, :, -1].flatten(), cache)
-            step, candidates = cache.length, extend(model, beams.scores, hidden_RD, forbidden, beam)
+            step = cache.length
+            candidates = extend(model, beams.scores, hidden_RD, forbidden, beam)
             norm = length_normaliser(step, length_penalty)
             for row, hypothesis in ended(beams, candidates, eos, norm, beam):
                 finished[source.sentences[row]].append(hypothesis)
@@ -152,13 +154,15 @@ def beam_search(
 
             going = []
             for row, best in enumerate(beams.scores[:, 0].tolist()):
-                sentence, limit = source.sentences[row], source.limits[row]
+                sentence = source.sentences[row]
+                limit = source.limits[row]
                 if step == limit:
                     unfinished[sentence] = live_hypotheses(beams, row, norm)
                 elif not is_done(finished[sentence], best / length_normaliser(limit, length_penalty), beam, n_best):
                     going.append(row)
             if len(going) < len(source.sentences):
-                source, beams = source.keep(going), Beams(beams.prefixes[going], beams.scores[going])
+                source = source.keep(going)
+                beams = Beams(beams.prefixes[going], beams.scores[going])
                 parents_BK = parents_BK[going]
                 cache.keep_sentences(torch.tensor(going, device=src.device, dtype=torch.long))
             cache.reorder(parents_BK)
@@ -166,7 +170,7 @@ def beam_search(
 
 
 def check_search(beam: int, n_best: int, length_penalty: float) -> None:
-    """Raise ValueError for settings that no search can follow."""
+    """Raise ValueError for invalid settings of a search."""
     if beam < 1:
         raise ValueError(f"beam is {beam}, below 1: beam=1 is greedy search")
     if not 1 <= n_best <= beam:
@@ -177,9 +181,10 @@ def check_search(beam: int, n_best: int, length_penalty: float) -> None:
 
 @contextmanager
 def evaluating(model: EncoderDecoder) -> Iterator[None]:
-    """Eval mode, no gradients, weights laid out for decoding; afterwards every submodule is as it was.
+    """Within the block, set eval mode, disable gradients and pack the weights; restore every module's mode afterwards.
 
-    `greedy` and `beam_search` do this themselves; around many calls it is done once. Weights must not change meanwhile.
+    `greedy` and `beam_search` do this themselves; a block around many calls does it once for all of them. The weights
+    must not change within the block.
     """
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -192,15 +197,16 @@ def evaluating(model: EncoderDecoder) -> Iterator[None]:
 
 
 def encode_source(model: EncoderDecoder, src: Tensor, max_length: int | Sequence[int] | None) -> Source:
-    """Encode the batch and fix each sentence's limit, from its own length so that company changes nothing."""
+    """Encode the batch, and set each sentence's limit."""
     check_tokens("src", src)
     limits = limits_of(model, src, max_length)
     return Source(encode(model, src), padding_mask(src, model.pad), list(range(src.size(0))), limits)
 
 
 def limits_of(model: EncoderDecoder, src: Tensor, max_length: int | Sequence[int] | None) -> list[int]:
-    """Most decoding steps of each sentence."""
+    """Return the largest number of decoding steps of each sentence."""
     if max_length is None:
+        # From each sentence's own length, so that the other sentences of the batch change nothing
         return [default_limit(length) for length in (src != model.pad).sum(1).tolist()]
     if not isinstance(max_length, Sequence):
         if max_length < 1:
@@ -215,19 +221,20 @@ def limits_of(model: EncoderDecoder, src: Tensor, max_length: int | Sequence[int
 
 
 def next_hidden(model: EncoderDecoder, source: Source, tokens_R: Tensor, cache: DecoderCache) -> Tensor:
-    """One cached step: each row's latest token -> the hidden state that the one after it is predicted from, (R, D)."""
+    """Decode each row's latest token: (R,) -> the hidden state that predicts the next one, (R, D)."""
     return model.decode(source.memory, source.mask, tokens_R[:, None], cache=cache)[:, 0]
 
 
 def first_beams(source: Source, bos: int) -> Beams:
-    """One live hypothesis a sentence, the start symbol: the first step is that of one beam."""
-    device, dtype = source.memory.device, torch.promote_types(source.memory.dtype, torch.float32)
+    """Return one live hypothesis for each sentence, the start symbol: the first step needs one beam only."""
+    device = source.memory.device
+    dtype = torch.promote_types(source.memory.dtype, torch.float32)
     prefixes_BKT = torch.full((len(source.sentences), 1, 1), bos, device=device)
     return Beams(prefixes_BKT, torch.zeros(len(source.sentences), 1, device=device, dtype=dtype))
 
 
 def ended(beams: Beams, candidates: Candidates, eos: int, norm: float, beam: int) -> Iterator[tuple[int, Hypothesis]]:
-    """(row, hypothesis) for each candidate among the `beam` best that ends."""
+    """Yield (row, hypothesis) for each of the `beam` best candidates that ends."""
     scores_BK = candidates.scores[:, :beam]
     ends_BK = (candidates.tokens[:, :beam] == eos) & (scores_BK > -math.inf)
     for row, rank in ends_BK.nonzero().tolist():
@@ -236,7 +243,7 @@ def ended(beams: Beams, candidates: Candidates, eos: int, norm: float, beam: int
 
 
 def survive(beams: Beams, candidates: Candidates, eos: int, beam: int) -> tuple[Beams, Tensor]:
-    """The `beam` best candidates that do not end, and which live hypothesis each one extends, (B, K)."""
+    """Return the `beam` best candidates that do not end, and which live hypothesis each one extends, (B, K)."""
     scores_BC = candidates.scores.masked_fill(candidates.tokens == eos, -math.inf)
     scores_BK, chosen_BK = scores_BC.topk(min(beam, scores_BC.size(1)))
     parents_BK = candidates.beams.gather(1, chosen_BK)
@@ -246,21 +253,21 @@ def survive(beams: Beams, candidates: Candidates, eos: int, beam: int) -> tuple[
 
 
 def live_hypotheses(beams: Beams, row: int, norm: float) -> list[Hypothesis]:
-    """A sentence's unfinished hypotheses, best first."""
+    """Return a sentence's unfinished hypotheses, best first."""
     pairs = zip(beams.prefixes[row, :, 1:].tolist(), beams.scores[row].tolist(), strict=True)
     return [Hypothesis(tokens, score / norm) for tokens, score in pairs if score > -math.inf]
 
 
 def best_first(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
-    """Sorted by score."""
+    """Sort hypotheses by score."""
     return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)
 
 
 def is_done(finished: list[Hypothesis], bound: float, beam: int, n_best: int) -> bool:
-    """Whether going on cannot change the n_best, or the beam's worth of hypotheses is there.
+    """Return whether `beam` hypotheses are finished, or further steps cannot change the n_best.
 
-    `bound` is the best live log-probability over the normaliser of the longest translation allowed: further
-    tokens only lower the one and raise the other, so no live hypothesis can score above it.
+    `bound` is the best live log-probability over the normaliser of the longest translation allowed. Further tokens only
+    lower the (negative) log-probability, and no normaliser is larger, so no live hypothesis can score above `bound`.
     """
     if bound == -math.inf or len(finished) >= beam:
         return True

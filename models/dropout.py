@@ -7,18 +7,19 @@ from torch import Tensor, nn
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout`; on the CPU a value costs 16 random bits, four values a draw, a fifth of torch's time.
+    """`nn.Dropout`, in a fifth of torch's time on the CPU, where one draw of 64 random bits decides about four values.
 
-    There p is rounded to a multiple of 1/65,536, and what is kept is divided by exactly the share that is kept, so that
-    the expected output is the input.
+    There p is rounded to a multiple of 1/65,536. The remaining values are divided by 1 - p with the rounded p, so that
+    the expected output is still the input.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape -> the same shape."""
+        """Drop values of a tensor of any shape."""
         if not self.training or not self.p or x.device.type != "cpu":
             return super().forward(x)
         dropped = min(round(self.p * 2**16), 2**16 - 1)
+        # Each int16 is uniform over -32,768 ... 32,767; the `dropped` lowest ones mean a dropped value
         words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
         uniform = words.view(torch.int16)[: x.numel()].view(x.shape)
-        kept = uniform >= dropped - 2**15
-        return x * kept.to(x.dtype).mul_(2**16 / (2**16 - dropped))
+        remains = uniform >= dropped - 2**15
+        return x * remains.to(x.dtype).mul_(2**16 / (2**16 - dropped))

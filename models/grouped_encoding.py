@@ -1,4 +1,4 @@
-"""Encoding sentences of like length together, so that little padding is computed.
+"""Encoding of sentences in groups of similar length, so that little padding is computed.
 
 Shapes: B sentences, S source time, D model width.
 """
@@ -11,18 +11,19 @@ from torch import Tensor
 from models.transformer import EncoderDecoder
 
 TOGETHER = 24
-"""Sentences that are encoded at once, those of like length together, so that little padding is."""
+"""Sentences in a group."""
 
 
 def encode(model: EncoderDecoder, src: Tensor) -> Tensor:
-    """`model.encode(src)`, but that on the CPU the memory of padding may be 0: (B, S, D)."""
+    """Compute `model.encode(src)`, except that on the CPU the memory of padding may be 0: (B, S, D)."""
     if src.device.type != "cpu" or len(src) <= TOGETHER:
         return model.encode(src)
-    place_S = torch.arange(1, src.size(1) + 1)
-    length_B = (place_S * (src != model.pad)).amax(1).clamp(min=1)
+    position_S = torch.arange(1, src.size(1) + 1)
+    # The last real token ends a sentence; one of padding alone has length 1
+    length_B = (position_S * (src != model.pad)).amax(1).clamp(min=1)
     rows = length_B.argsort().split(TOGETHER)
     found = [model.encode(src[some, : int(length_B[some].max())]) for some in rows]
     memory_BSD = found[0].new_zeros(*src.shape, found[0].size(2))
-    for some, part in zip(rows, found, strict=True):
-        memory_BSD[some, : part.size(1)] = part
+    for some, memory in zip(rows, found, strict=True):
+        memory_BSD[some, : memory.size(1)] = memory
     return memory_BSD

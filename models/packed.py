@@ -1,4 +1,4 @@
-"""Linear layers that keep their weights laid out for the CPU's products while nothing is trained."""
+"""Linear layers with weights in the memory layout that the CPU's matrix products prefer, while nothing is trained."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import torch
 from torch import Tensor, nn
 
 SMALLEST = 2**15
-"""From so many weights on packing pays: 320 rows by 128 x 128 take 1.1 of the time of `F.linear`, by 256 x 256 0.9."""
+"""Weights in the smallest layer for which packing pays: 320 rows times 128 x 128 take 1.1 of the time of `F.linear`,
+times 256 x 256 0.9."""
 
 
 @contextmanager
 def packed(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """In float32 on the CPU, large `nn.Linear`s among the modules and in them work with oneDNN on weights packed once.
+    """Within the block, let large float32 `nn.Linear`s on the CPU use oneDNN with weights that are packed once.
 
-    For products of few rows, again and again, without gradients. On 2 cores, from 5 to 500 rows, they take 0.25 to 0.95
-    of `F.linear`'s time, and packing takes about as long as one product of 100 rows. Elsewhere nothing changes. These
-    are the operators that `torch.compile` puts in place of frozen layers; without them, or where oneDNN is switched
-    off, nothing changes either. A packed copy of the weights exists meanwhile; who changes a weight is not seen.
+    This is for many products of few rows without gradients. On 2 cores, with 5 to 500 rows, they take 0.25 to 0.95 of
+    `F.linear`'s time, and packing takes about as long as one product of 100 rows. Other layers do not change. The
+    operators are those that `torch.compile` puts in place of frozen layers; without them, or with oneDNN switched off,
+    no layer changes. A packed copy of the weights exists within the block, and a change of the weights has no effect on
+    it.
     """
     changed = []
     try:
@@ -34,17 +36,20 @@ def packed(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def can_be_packed(linear: nn.Linear) -> bool:
-    """Whether it is plain, in float32, on the CPU, and oneDNN is there."""
+    """Return whether a layer is a plain `nn.Linear` in float32 on the CPU, and oneDNN is available."""
     plain = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
-    weight, there = linear.weight, torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    there = there and hasattr(torch.ops.mkldnn, "_linear_pointwise") and not torch.is_autocast_enabled("cpu")
+    weight = linear.weight
+    # Tensor subclasses, such as DTensor or quantised weights, compute their own product
     ordinary = type(weight) in (nn.Parameter, Tensor) and weight.dtype == torch.float32 and weight.device.type == "cpu"
-    return bool(plain and there and ordinary and weight.numel() >= SMALLEST)
+    available = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    available = available and hasattr(torch.ops.mkldnn, "_linear_pointwise") and not torch.is_autocast_enabled("cpu")
+    return bool(plain and available and ordinary and weight.numel() >= SMALLEST)
 
 
 def by_packed_weight(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """`F.linear` of that layer as it is now."""
-    weight_packed, bias = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None), linear.bias
+    """Return the layer's forward with its present weights, packed."""
+    weight_packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+    bias = linear.bias
 
     def forward(x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_packed, bias, "none", [], "")

@@ -1,4 +1,4 @@
-"""Model sizes: a checked configuration, and five of them by name."""
+"""Model sizes: a configuration that checks itself, and five presets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TransformerConfig:
     encoder_layers: int = 6
     decoder_layers: int = 6
     dropout: float = 0.1
-    """Of each sublayer's output and of the embeddings (section 5.4)."""
+    """Probability of dropping a value of each sublayer's output and of the embeddings (section 5.4)."""
     norm: Norm = "post"
     """post: the paper's LayerNorm(x + f(x)). pre: x + f(LayerNorm(x)), which needs less warm-up
     (Xiong et al. 2020)."""
@@ -38,6 +38,7 @@ class TransformerConfig:
                 f"choose {self.d_model - 1 or 2} or {self.d_model + 1}"
             )
         if self.d_model % self.heads:
+            # The multiples of heads on either side of d_model, as far as they are even
             lower = self.d_model // self.heads * self.heads
             near = [width for width in (lower, lower + self.heads) if width and width % 2 == 0]
             raise ValueError(
@@ -58,5 +59,5 @@ PRESETS: dict[str, TransformerConfig] = {
     "base": TransformerConfig(512, 2048, 8, 6, 6, dropout=0.1, norm="post"),
     "big": TransformerConfig(1024, 4096, 16, 6, 6, dropout=0.3, norm="post"),
 }
-"""tiny suits a demonstration on two CPU cores, multi30k its 29,000 pairs; base and big are table 3's. The small ones
-are pre-norm: their recipes warm up for a few hundred steps only."""
+"""tiny is for a demonstration on two CPU cores and multi30k for Multi30k's 29,000 pairs; base and big are those of
+table 3. The small ones are pre-norm because their training has a warm-up of only a few hundred steps."""

@@ -1,9 +1,9 @@
-"""A model's weights and time steps over ranks: a table says which weight is cut along which axis.
+"""Splitting a model's weights and time steps over ranks, by a table that says along which axis each weight is split.
 
-The layout of Megatron-LM (Shoeybi et al. 2019, sections 3 and 5): a matrix that widens is cut by its outputs, the one
-that narrows again by its inputs, so that attention and feed-forward network cost one sum over the group each, forward
-and backward; embedding and generator are cut by the vocabulary. The model stays what it was: modules of the same name
-with a part of the weight stand where the whole ones stood, and hooks carry what has to be carried.
+This is the layout of Megatron-LM (Shoeybi et al. 2019, sections 3 and 5): the first matrix of attention or feed-forward
+network is split by its outputs, the last one by its inputs, so that each of these needs one sum over the group in
+forward and one in backward; embedding and generator are split by the vocabulary. The code of the model does not change:
+modules with a slice of the weight replace the whole ones under the same names, and hooks communicate.
 
     vocab = split_weights(model, vocab_group)      # model(src, tgt) as before, on the same batch in every rank
     split_time_steps(model, sequence_group)        # model(src, tgt) returns this rank's time steps of tgt
@@ -11,10 +11,11 @@ with a part of the weight stand where the whole ones stood, and hooks carry what
     loss = seqpar.linear_cross_entropy(hidden, model.generator.weight, seqpar.split_time(tgt_out, sequence_group),
                                        bias=model.generator.bias, vocab=vocab)
 
-Gradients are then this rank's: of its part of a cut weight (whole for it), and of its time steps (to be summed over
-the sequence ranks, as over data ranks). A split model trains; to translate, put the weights together again with `join`.
+Each rank then has the complete gradient of its slice of a split weight, but only that of its own time steps, which must
+be summed over the sequence ranks, as over data ranks. A split model can be trained; to translate, join the weights
+again with `join`.
 
-Shape suffixes: B sentences, T time steps, D model width, v this rank's part of the vocabulary.
+Shape suffixes: B sentences, T time steps, t time steps on this rank, D model width, v classes on this rank.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ from seqpar.distributed.sequence import part_sizes
 
 
 class Cut(NamedTuple):
-    """How a weight is shared out."""
+    """How a weight is split over ranks."""
 
     axis: int
-    """Along its outputs (0) or its inputs (1)."""
+    """0 splits the outputs, 1 the inputs."""
     blocks: int = 1
-    """Matrices that lie one behind the other along the axis; each is cut by itself."""
+    """Matrices that are concatenated along the axis; each of them is split."""
 
 
 TABLE: dict[str, Cut] = {
@@ -61,18 +62,19 @@ TABLE: dict[str, Cut] = {
     "*.feed_forward.inner.*": Cut(0),
     "*.feed_forward.outer.weight": Cut(1),
 }
-"""Name of a weight -> how it is cut. Every other one is whole on every rank: norms, and biases added after a sum."""
+"""How each weight is split, by a pattern of its name. Other weights are whole on every rank: those of norms, and biases
+that are added after a sum."""
 
 
 def cut_of(name: str) -> Cut | None:
-    """What the table says of a weight of `EncoderDecoder`; None where it is whole on every rank."""
+    """Return how a weight of `EncoderDecoder` is split; None if it is whole on every rank."""
     return next((cut for pattern, cut in TABLE.items() if fnmatch(name, pattern)), None)
 
 
 def cut(name: str, whole: Tensor, rank: int, world: int) -> Tensor:
-    """A rank's part of a weight, a copy; the weight itself where it is not cut.
+    """Return a copy of a rank's slice of a weight; the weight itself if it is not split.
 
-    Parts differ by one row or column at most, larger ones first.
+    Slices differ by one row or column at most; the larger ones come first.
     """
     how = cut_of(name)
     if how is None or world == 1:
@@ -84,7 +86,7 @@ def cut(name: str, whole: Tensor, rank: int, world: int) -> Tensor:
 
 
 def join(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """The opposite of `cut`: the weight from all ranks' parts, in rank order."""
+    """Return the weight whose slices by `cut` are `parts`, in rank order."""
     how = cut_of(name)
     if how is None or len(parts) == 1:
         return parts[0]
@@ -93,8 +95,9 @@ def join(name: str, parts: Sequence[Tensor]) -> Tensor:
 
 
 def join_over(name: str, part: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The weight that every rank of the group has a part of, whole on every rank; detached."""
-    how, world = cut_of(name), world_size(group)
+    """Gather a weight from the slices of the group's ranks, whole and detached on every rank."""
+    how = cut_of(name)
+    world = world_size(group)
     if how is None or world == 1:
         return part.detach()
     sizes = [size for (size,) in gather_numbers([part.size(how.axis)], group)]
@@ -102,25 +105,28 @@ def join_over(name: str, part: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.VocabShard:
-    """Cuts the model's weights by the table, in place; ties stay. Returns the vocabulary's part, for the loss.
+    """Split the model's weights by the table, in place, and return this rank's shard of the vocabulary, for the loss.
 
-    Plain equivalent of what the model then computes: the same model, whole. Every rank must give it the same inputs
-    (and the same dropout). Only this rank's parts are kept.
+    Tied weights remain tied, and only this rank's slices stay in memory. The split model computes what the whole model
+    would; every rank must give it the same inputs and the same random numbers of dropout.
 
     Raises:
-        ValueError: heads that do not divide by the ranks; fewer subwords or feed-forward units than ranks.
+        ValueError: heads that are not divisible by the ranks; fewer subwords or feed-forward units than ranks.
     """
-    world, rank, vocab_size = world_size(group), rank_in(group), model.generator.out_features
+    world = world_size(group)
+    rank = rank_in(group)
+    vocab_size = model.generator.out_features
     if world == 1:
         return seqpar.VocabShard(None, 0, vocab_size)
     _check_divisible(model, world)
-    parts: dict[int, nn.Parameter] = {}
+    # By the identity of the whole weight, so that tied weights share one slice
+    slices: dict[int, nn.Parameter] = {}
 
-    def part_of(name: str, whole: Tensor) -> nn.Parameter:
-        if id(whole) not in parts:
+    def slice_of(name: str, whole: Tensor) -> nn.Parameter:
+        if id(whole) not in slices:
             own = cut(name, whole.detach(), rank, world).clone()
-            parts[id(whole)] = nn.Parameter(own, requires_grad=whole.requires_grad)
-        return parts[id(whole)]
+            slices[id(whole)] = nn.Parameter(own, requires_grad=whole.requires_grad)
+        return slices[id(whole)]
 
     vocabs = {
         name: seqpar.VocabShard(group, sum(part_sizes(size, world)[:rank]), size)
@@ -128,15 +134,17 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
     }
     for name, module in list(model.named_modules()):
         if isinstance(module, Embedding):
-            weight = part_of(f"{name}.lookup.weight", module.lookup.weight)
+            weight = slice_of(f"{name}.lookup.weight", module.lookup.weight)
             module.lookup = _SplitLookup(weight, vocabs[name])  # type: ignore[assignment]
         elif isinstance(module, Attention):
             module.heads //= world
         elif isinstance(module, nn.Linear) and (how := cut_of(f"{name}.weight")):
-            weight = part_of(f"{name}.weight", module.weight)
-            bias = part_of(f"{name}.bias", module.bias)
-            if name == "generator":  # the loss reads it
-                module.weight, module.bias, module.out_features = weight, bias, len(weight)
+            weight = slice_of(f"{name}.weight", module.weight)
+            bias = slice_of(f"{name}.bias", module.bias)
+            if name == "generator":  # the loss uses its weights and does the sums over ranks
+                module.weight = weight
+                module.bias = bias
+                module.out_features = len(weight)
                 continue
             split = _SplitOutputs if how.axis == 0 else _SplitInputs
             outer, _, own_name = name.rpartition(".")
@@ -145,18 +153,19 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
 
 
 def split_time_steps(model: EncoderDecoder, group: ProcessGroup | None) -> None:
-    """Lets each rank of the group compute its own time steps of `model(src, tgt)`, in place, by hooks.
+    """Add hooks by which each rank of the group computes its own time steps of `model(src, tgt)`.
 
-    Every rank gives the whole batch and receives `split_time(model(src, tgt), group)`, in contiguous order. Each layer
-    joins keys and values over the ranks, everything else is this rank's time steps alone. Gradients are of this rank's
-    part of the loss: their sum over the ranks is the model's.
+    Every rank passes the whole batch and receives `split_time(model(src, tgt), group)`, contiguous time steps in rank
+    order. Each layer joins keys and values over the ranks; everything else is computed for this rank's time steps
+    alone. Gradients are those of the loss of these time steps: the model's gradient is their sum over the ranks.
     """
     if world_size(group) == 1:
         return
     split = _TimeSteps(group)
     model.register_forward_pre_hook(split.begin, with_kwargs=True)
     for name, module in model.named_modules():
-        side = "src" if name.startswith(("src_", "encoder.")) or name.endswith("memory_attention.key_value") else "tgt"
+        source = name.startswith(("src_", "encoder.")) or name.endswith("memory_attention.key_value")
+        side = "src" if source else "tgt"
         if isinstance(module, Embedding):
             module.register_forward_pre_hook(split.embed_own(side))
         elif name.endswith(".key_value"):
@@ -164,7 +173,7 @@ def split_time_steps(model: EncoderDecoder, group: ProcessGroup | None) -> None:
 
 
 class _TimeSteps:
-    """The hooks of `split_time_steps`, and the lengths of the batch at hand, which they need."""
+    """The hooks of `split_time_steps`, and the numbers of time steps of the current batch, which they need."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.group = group
@@ -173,22 +182,23 @@ class _TimeSteps:
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given = dict(zip(("src", "tgt", "src_mask", "tgt_mask"), args, strict=False)) | kwargs
         self.sizes = {side: part_sizes(given[side].size(1), world_size(self.group)) for side in ("src", "tgt")}
-        tgt, mask = given["tgt"], given.get("tgt_mask")
-        # This rank's queries look at all keys: which of them are later is no longer a matter of its shape
+        tgt = given["tgt"]
+        mask = given.get("tgt_mask")
+        # This rank's queries attend to the keys of all ranks, so a causal mask no longer follows from the shape alone
         given["tgt_mask"] = subsequent_mask(tgt.size(1), tgt.device) if mask is None else mask
         for name, sides in (("src_mask", ("src", "tgt")), ("tgt_mask", ("tgt",))):
             given[name] = self._own_queries(name, given.get(name), {side: given[side].size(1) for side in sides})
         return (), given
 
     def _own_queries(self, name: str, mask: Tensor | None, times: dict[str, int]) -> Tensor | None:
-        """The rows of a mask that belong to this rank's time steps, where it has a row for each one of `times`."""
-        if mask is None or mask.dim() != 4 or mask.size(2) == 1:  # the model itself refuses what it would misread
+        """Return the rows of a mask for this rank's time steps, if it has one for each step of `times`."""
+        if mask is None or mask.dim() != 4 or mask.size(2) == 1:  # the model itself raises for a mask of other dims
             return mask
         if set(times.values()) != {mask.size(2)}:
             steps = " and ".join(f"{side} has {time} time steps" for side, time in times.items())
             raise ValueError(
-                f"{name} has {mask.size(2)} rows of queries, but {steps}: pass a row for each step that looks through "
-                "it, or one for all of them"
+                f"{name} has {mask.size(2)} rows of queries, but {steps}: pass a row for each step that attends by it, "
+                "or one for all of them"
             )
         start, stop = self._own("tgt")
         return mask[:, :, start:stop]
@@ -207,12 +217,13 @@ class _TimeSteps:
         return hook
 
     def _own(self, side: str) -> tuple[int, int]:
-        sizes, rank = self.sizes[side], rank_in(self.group)
+        sizes = self.sizes[side]
+        rank = rank_in(self.group)
         return sum(sizes[:rank]), sum(sizes[: rank + 1])
 
 
 class _SplitLookup(nn.Module):
-    """Rows of an embedding: those of other ranks' subwords arrive in the sum."""
+    """Some rows of an embedding; the sum over the ranks adds those of the other ranks' subwords."""
 
     def __init__(self, weight_vD: nn.Parameter, vocab: seqpar.VocabShard) -> None:
         super().__init__()
@@ -240,7 +251,7 @@ class _SplitOutputs(_Split):
 
 
 class _SplitInputs(_Split):
-    """A linear map of inputs that lie on several ranks; the output is whole on every rank."""
+    """A linear map of inputs that are split over the ranks; the output is whole on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         return sum_from_group(F.linear(x, self.weight), self.group) + self.bias
@@ -250,8 +261,8 @@ def _check_divisible(model: EncoderDecoder, world: int) -> None:
     for name, module in model.named_modules():
         if isinstance(module, Attention) and module.heads % world:
             raise ValueError(
-                f"{name} has {module.heads} heads, which do not divide by {world} ranks; choose a number of ranks that "
-                "divides the heads"
+                f"{name} has {module.heads} heads, which are not divisible by {world} ranks; choose a number of ranks "
+                "that divides the heads"
             )
         if isinstance(module, nn.Embedding) and module.num_embeddings < world:
             raise ValueError(f"{name} has {module.num_embeddings} rows for {world} ranks; choose fewer ranks")

@@ -1,6 +1,6 @@
-"""The Transformer encoder-decoder (Vaswani et al. 2017), a head apart from its vocabulary projection.
+"""The Transformer encoder-decoder (Vaswani et al. 2017), without its projection to the vocabulary.
 
-`EncoderDecoder.forward` returns hidden states; `EncoderDecoder.generator` turns them into logits. Whoever
+`EncoderDecoder.forward` returns hidden states; `EncoderDecoder.generator` turns them into logits. So the code that
 computes the loss decides how many logits exist at once.
 
 Shapes: B sentences, R rows (sentences x beams; R = B outside beam search), S source time, T target time,
@@ -22,10 +22,10 @@ from models.presets import TransformerConfig
 
 
 def sinusoidal_positions(start: int, stop: int, d_model: int, *, like: Tensor) -> Tensor:
-    """Section 3.5: PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i+1) = cos of the same; (stop - start, D).
+    """Compute PE(pos, 2i) = sin(pos / 10000^(2i/d)) and PE(pos, 2i+1) = cos of the same: (stop - start, D).
 
-    Computed where it is used, in at least float32: there is no longest sentence, and no buffer that
-    checkpoints, replicas or ranks could disagree on.
+    These are the positions of section 3.5. They are computed at each use, in float32 or wider: so no sentence is too
+    long, and there is no buffer on which checkpoints, replicas or ranks could disagree.
     """
     wide = torch.promote_types(like.dtype, torch.float32)
     position = torch.arange(start, stop, device=like.device, dtype=wide)
@@ -43,7 +43,7 @@ class Embedding(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """(B, T) ids, the first at position `start` -> (B, T, D)."""
+        """Embed ids (B, T), the first of them at position `start`: (B, T, D)."""
         vectors = self.lookup(tokens)
         d_model = vectors.size(-1)
         positions = sinusoidal_positions(start, start + tokens.size(1), d_model, like=vectors)
@@ -60,9 +60,10 @@ class FeedForward(nn.Module):
         self.outer = nn.Linear(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+        """Transform each position of (B, T, D)."""
         inner: Tensor = self.inner(x)
-        y: Tensor = self.outer(inner.relu() if inner.requires_grad else inner.relu_())
+        inner = inner.relu() if inner.requires_grad else inner.relu_()
+        y: Tensor = self.outer(inner)
         return y
 
 
@@ -80,7 +81,7 @@ class Residual(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """(B, T, D) -> (B, T, D), through the sublayer."""
+        """Add the sublayer's output to x (B, T, D)."""
         if self.pre:
             x = x + self.dropout(sublayer(self.norm(x)))
             return x
@@ -98,7 +99,7 @@ class EncoderLayer(nn.Module):
         self.residuals = nn.ModuleList(Residual(config) for _ in range(2))
 
     def forward(self, x: Tensor, src_mask: Tensor | None) -> Tensor:
-        """(B, S, D) -> (B, S, D)."""
+        """Transform the states (B, S, D) of a source."""
         attention = self.self_attention
         x = self.residuals[0](x, lambda y: attention(y, attention.keys_values(y), src_mask))
         x = self.residuals[1](x, self.feed_forward)
@@ -123,7 +124,7 @@ class DecoderLayer(nn.Module):
         tgt_mask: Tensor | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """x (R, T, D), memory (B, S, D) -> (R, T, D); without tgt_mask, causal."""
+        """Transform the states x (R, T, D) of a target, given the memory (B, S, D); causal without tgt_mask."""
 
         def attend_to_itself(y: Tensor) -> Tensor:
             if cache is None:
@@ -131,17 +132,19 @@ class DecoderLayer(nn.Module):
             else:
                 steps = y.size(0) // max(1, memory.size(0)) * y.size(1)
                 lookup = cache.extend(self.self_attention.keys_values(y.reshape(memory.size(0), steps, y.size(2))))
-            # A single step looks at everything so far: nothing to mask.
+            # A single cached step attends to all steps so far, so there is nothing to mask
             causal = tgt_mask is None and y.size(1) > 1
             attended: Tensor = self.self_attention(y, lookup, tgt_mask, causal)
             return attended
 
         def attend_to_memory(y: Tensor) -> Tensor:
-            lookup = None if cache is None else cache.memory
-            if lookup is None:
+            if cache is None:
                 lookup = self.memory_attention.keys_values(memory)
-                if cache is not None:
-                    cache.memory = lookup = lookup.contiguous()
+            else:
+                # The memory is the same at every step: project it once
+                if cache.memory is None:
+                    cache.memory = self.memory_attention.keys_values(memory).contiguous()
+                lookup = cache.memory
             attended: Tensor = self.memory_attention(y, lookup, src_mask)
             return attended
 
@@ -152,8 +155,10 @@ class DecoderLayer(nn.Module):
 
 
 def final_norm(config: TransformerConfig) -> nn.Module:
-    """Pre-norm layers leave their sum unnormalised; the stack ends in one more norm (Xiong et al. 2020)."""
-    return nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity()
+    """Return the norm after a stack of layers: pre-norm layers do not normalise their sum (Xiong et al. 2020)."""
+    if config.norm == "pre":
+        return nn.LayerNorm(config.d_model)
+    return nn.Identity()
 
 
 class Encoder(nn.Module):
@@ -165,7 +170,7 @@ class Encoder(nn.Module):
         self.norm = final_norm(config)
 
     def forward(self, x: Tensor, src_mask: Tensor | None) -> Tensor:
-        """(B, S, D) -> (B, S, D)."""
+        """Transform the states (B, S, D) of a source in every layer."""
         src_mask = added_scores(src_mask, x)
         for layer in self.layers:
             x = layer(x, src_mask)
@@ -182,7 +187,7 @@ class Decoder(nn.Module):
         self.norm = final_norm(config)
 
     def empty_cache(self) -> DecoderCache:
-        """What `EncoderDecoder.decode` fills when it decodes step by step."""
+        """Return a new cache for `EncoderDecoder.decode` to decode step by step."""
         return DecoderCache.empty(len(self.layers))
 
     def forward(
@@ -193,24 +198,26 @@ class Decoder(nn.Module):
         tgt_mask: Tensor | None,
         cache: DecoderCache | None = None,
     ) -> Tensor:
-        """x (R, T, D), memory (B, S, D) -> (R, T, D)."""
-        src_mask, tgt_mask = added_scores(src_mask, x), added_scores(tgt_mask, x)
+        """Transform the states x (R, T, D) of a target in every layer, given the memory (B, S, D)."""
+        src_mask = added_scores(src_mask, x)
+        tgt_mask = added_scores(tgt_mask, x)
         for index, layer in enumerate(self.layers):
-            x = layer(x, memory, src_mask, tgt_mask, None if cache is None else cache.layers[index])
+            layer_cache = None if cache is None else cache.layers[index]
+            x = layer(x, memory, src_mask, tgt_mask, layer_cache)
         x = self.norm(x)
         return x
 
 
 class Generator(nn.Linear):
-    """Hidden states to logits over the vocabulary: (..., D) -> (..., V) (section 3.4).
+    """The projection of hidden states to logits over the vocabulary: (..., D) -> (..., V) (section 3.4).
 
-    Logits, not log-probabilities: the criterion normalises, once and in its own precision. A second
-    log-softmax here would cost another tokens x V tensor, and greedy search needs none at all.
+    It returns logits, not log-probabilities: the criterion normalises them once, in its own precision. A log-softmax
+    here would cost another tensor of tokens x V, and greedy search needs none at all.
     """
 
 
 class EncoderDecoder(nn.Module):
-    """p(target | source) but for the generator: `forward` returns hidden states (section 3.1)."""
+    """A model of p(target | source) whose `forward` returns hidden states, before the generator (section 3.1)."""
 
     def __init__(
         self,
@@ -232,11 +239,11 @@ class EncoderDecoder(nn.Module):
     def forward(
         self, src: Tensor, tgt: Tensor, src_mask: Tensor | None = None, tgt_mask: Tensor | None = None
     ) -> Tensor:
-        """`decode(encode(src), src_mask, tgt)`: the decoder's hidden states, (B, T, D), for the generator.
+        """Compute `decode(encode(src), src_mask, tgt)`: the decoder's hidden states, (B, T, D), for the generator.
 
-        src (B, S) and tgt (B, T) are long ids padded at the end; tgt starts with the start symbol. Without
-        src_mask, padding in src is masked; without tgt_mask, the decoder is causal, and padding, which only
-        follows real tokens, needs no mask of its own. A mask that is given replaces the derived one.
+        src (B, S) and tgt (B, T) are long ids padded at the end; tgt starts with the start symbol. Without src_mask,
+        padding in src is masked. Without tgt_mask, the decoder is causal; padding needs no mask of its own, since it
+        only follows real tokens. A mask replaces the default one.
 
         Raises TypeError or ValueError for ids or masks of another dtype or shape.
         """
@@ -249,7 +256,7 @@ class EncoderDecoder(nn.Module):
         return self.decode(self.encode(src, src_mask), src_mask, tgt, tgt_mask)
 
     def encode(self, src: Tensor, src_mask: Tensor | None = None) -> Tensor:
-        """The memory: (B, S) ids -> (B, S, D)."""
+        """Compute the memory: (B, S) ids -> (B, S, D)."""
         check_tokens("src", src)
         check_mask("src_mask", src_mask)
         if src_mask is None:
@@ -265,11 +272,11 @@ class EncoderDecoder(nn.Module):
         tgt_mask: Tensor | None = None,
         cache: DecoderCache | None = None,
     ) -> Tensor:
-        """Hidden states of the target prefix: memory (B, S, D), tgt (R, T) ids -> (R, T, D).
+        """Compute the hidden states of a target prefix: memory (B, S, D), tgt (R, T) ids -> (R, T, D).
 
-        R is B, or B x beams with the beams of a sentence next to each other. src_mask is `padding_mask(src,
-        pad)`; None attends to the whole memory. With a cache (`decoder.empty_cache()`), tgt holds only the
-        time steps that follow those cached, and memory is read at the first call alone; no tgt_mask then.
+        R is B, or B x beams with the beams of a sentence next to each other. src_mask is `padding_mask(src, pad)`; with
+        None, every query attends to the whole memory. With a cache (`decoder.empty_cache()`), tgt contains only the
+        steps after the cached ones, the memory is projected in the first call only, and there must be no tgt_mask.
         """
         check_tokens("tgt", tgt)
         check_mask("src_mask", src_mask)
@@ -283,7 +290,8 @@ class EncoderDecoder(nn.Module):
         if cache is not None:
             if tgt_mask is not None:
                 raise ValueError("tgt_mask was given with a cache, which knows what is visible: pass one of them")
-            start, sentences = cache.length, memory.size(0)
+            start = cache.length
+            sentences = memory.size(0)
             tgt_mask = cache.grow(sentences, tgt.size(0) // max(1, sentences), tgt.size(1), tgt.device)
         hidden: Tensor = self.decoder(self.tgt_embed(tgt, start), memory, src_mask, tgt_mask, cache)
         return hidden
@@ -298,9 +306,9 @@ def check_tokens(name: str, tokens: Tensor) -> None:
 
 
 def make_transformer(config: TransformerConfig, src_vocab: int, tgt_vocab: int, pad: int = 0) -> EncoderDecoder:
-    """A Transformer with fresh weights; `pad` is the padding id of both vocabularies.
+    """Build a Transformer with random weights; `pad` is the padding id of both vocabularies.
 
-    Raises ValueError where tie="all" meets vocabularies of two sizes, and for a `pad` outside a vocabulary.
+    Raises ValueError for tie="all" with vocabularies of two sizes, and for a `pad` outside a vocabulary.
     """
     if config.tie == "all" and src_vocab != tgt_vocab:
         raise ValueError(
@@ -327,10 +335,10 @@ def make_transformer(config: TransformerConfig, src_vocab: int, tgt_vocab: int, 
 
 @torch.no_grad()
 def initialize(model: nn.Module) -> None:
-    """Xavier uniform matrices and zero biases (Glorot and Bengio 2010); embeddings are normal(0, D^-0.5).
+    """Draw matrices from Xavier's uniform distribution (Glorot and Bengio 2010) and embeddings from normal(0, D^-0.5).
 
-    That scale makes embeddings times sqrt(D) and, where tied, the first logits O(1). Matrices that share
-    storage only for speed (keys and values) are drawn one by one, as if they were apart.
+    Biases are 0. With this scale, embeddings times sqrt(D) and, where they are tied, the first logits are O(1). The
+    projections of keys and values, which are one matrix only for speed, are drawn as two.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear):

@@ -1,9 +1,8 @@
-"""A folder of files that is replaced as a whole, and proves on reading that every byte is the one written.
+"""Folders that are replaced as a whole, and whose files are verified when they are read.
 
-The files are written to a temporary folder beside the target, flushed to the disk, listed with their SHA-256 in
-`manifest.json`, and only then renamed into place. A kill at any moment leaves the old folder or the new one.
-What the manifest does not list was put there by someone else: it is never deleted. Nothing here knows what the files
-hold.
+The files are written to a temporary folder next to the target, flushed to the disk, listed with their SHA-256 in
+`manifest.json`, and only then renamed to the target. A process that is killed at any moment leaves the old folder or
+the new one. Files that the manifest does not list belong to someone else, and are never deleted.
 """
 
 from __future__ import annotations
@@ -20,29 +19,30 @@ MANIFEST = "manifest.json"
 
 
 class CheckpointError(Exception):
-    """A checkpoint is missing, damaged, or does not fit what is to be read from it."""
+    """A checkpoint is missing, damaged, or of a different model or run."""
 
 
 @contextmanager
 def replaced_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder to write files into; when the block ends it has become `target`.
+    """Yield an empty folder to write files to, which replaces `target` at the end of the block.
 
-    If the block raises, `target` is left as it was. Files of others in `target` move to the new folder.
+    If the block raises, `target` does not change. Other people's files in `target` are moved to the new folder.
 
-    Raises CheckpointError where `target` was not made here, or cannot be written.
+    Raises CheckpointError if `target` was not made by this function, or cannot be written.
     """
     check_replaceable(target)
-    new, previous = _beside(target, "new"), _beside(target, "previous")
+    new = _beside(target, "new")
+    previous = _beside(target, "previous")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(new, ignore_errors=True)  # left by a process that was killed here
+        shutil.rmtree(new, ignore_errors=True)  # of a process that was killed while it was writing
         new.mkdir()
         yield new
         _write_manifest(new)
         for path in [*new.iterdir(), new]:
             _flush(path)
-        # A folder cannot be renamed onto a full one. Between the two renames below there is no `target`;
-        # `whole_folder` then reads `previous`, which is the old one, whole.
+        # A folder cannot be renamed to one that is not empty. Between the two renames below there is no `target`;
+        # `whole_folder` then returns `previous`, the complete old folder
         if target.exists():
             _retire(previous, target)
             target.rename(previous)
@@ -51,8 +51,10 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         _retire(previous, target)
     except OSError as error:
         shutil.rmtree(new, ignore_errors=True)
-        kept = "; what it held is kept" if whole_folder(target) else ""
-        raise CheckpointError(f"{target} cannot be written: {error.strerror or error}{kept}") from error
+        message = f"{target} cannot be written: {error.strerror or error}"
+        if whole_folder(target):
+            message += "; what it held is kept"
+        raise CheckpointError(message) from error
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
@@ -60,7 +62,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Say in an OSError which file could not be written: a full disk's names none."""
+    """Add the file's name to an OSError of the block; that of a full disk has none."""
     try:
         yield
     except OSError as error:
@@ -68,7 +70,7 @@ def writing_to(path: Path) -> Iterator[None]:
 
 
 def check_replaceable(target: Path) -> None:
-    """CheckpointError where there is something at `target` that was not made here; an empty folder is nothing."""
+    """Raise CheckpointError unless `target` is missing, an empty folder, or one made by `replaced_folder`."""
     if target.is_symlink():
         raise CheckpointError(
             f"{target} is a symbolic link, which cannot be replaced as a whole: put the folder itself there, or link "
@@ -83,13 +85,15 @@ def check_replaceable(target: Path) -> None:
 
 
 def whole_folder(target: Path) -> Path | None:
-    """The folder that holds what was last written to `target` as a whole; None where there is nothing."""
-    folder = target if target.exists() else _beside(target, "previous")
+    """Return the folder with the last complete contents of `target`; None if there is none."""
+    folder = target
+    if not target.exists():  # a process was killed between two renames
+        folder = _beside(target, "previous")
     return folder if (folder / MANIFEST).is_file() else None
 
 
 def verified_folder(target: Path) -> Path:
-    """The same, after every file was read and found to be what was written; CheckpointError otherwise."""
+    """Return `whole_folder(target)` after a check of every file's hash; raise CheckpointError if any is damaged."""
     folder = whole_folder(target)
     if folder is None and not target.exists():
         raise CheckpointError(f"there is no checkpoint at {target}")
@@ -106,7 +110,7 @@ def verified_folder(target: Path) -> Path:
 
 
 def check_removable(target: Path) -> None:
-    """CheckpointError where removing `target` would remove what was not written here."""
+    """Raise CheckpointError if `target` contains files that its manifest does not list."""
     check_replaceable(target)
     for folder in (target, _beside(target, "previous")):
         if foreign := _foreign(folder):
@@ -114,10 +118,10 @@ def check_removable(target: Path) -> None:
 
 
 def remove_folder(target: Path) -> None:
-    """Remove `target` and what an interrupted replacement may have left beside it; see `check_removable`."""
+    """Remove `target` and the folders of an interrupted replacement; raises as `check_removable` does."""
     check_removable(target)
     _remove_own(_beside(target, "previous"))
-    gone = _beside(target, "new")  # by a rename: a kill leaves a whole folder or none
+    gone = _beside(target, "new")  # renamed first, so that a process that is killed leaves a complete folder or none
     shutil.rmtree(gone, ignore_errors=True)
     if target.exists():
         target.rename(gone)
@@ -125,7 +129,7 @@ def remove_folder(target: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file."""
+    """Compute the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -135,7 +139,7 @@ def _beside(target: Path, what: str) -> Path:
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """The files of a folder and their SHA-256, as the manifest has them."""
+    """Read the names and hashes of the files that a folder's manifest lists."""
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(
             f"{folder} has no {MANIFEST}: it is damaged, or was not made here; restore it from a copy, or move it away"
@@ -153,7 +157,7 @@ def _listed(folder: Path) -> dict[str, str]:
 
 
 def _foreign(folder: Path) -> list[Path]:
-    """What lies in a folder and was not written here."""
+    """Return the files of a folder that its manifest does not list."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return []
     ours = {*_listed(folder), MANIFEST}
@@ -161,7 +165,7 @@ def _foreign(folder: Path) -> list[Path]:
 
 
 def _retire(old: Path, successor: Path) -> None:
-    """Remove a folder that has a successor, to which files of others move."""
+    """Remove a folder that was replaced, and move files that its manifest does not list to its successor."""
     for path in _foreign(old):
         if not (successor / path.name).exists():
             path.rename(successor / path.name)
@@ -169,13 +173,13 @@ def _retire(old: Path, successor: Path) -> None:
 
 
 def _remove_own(folder: Path) -> None:
-    """Remove what was written here; the manifest goes last, since it says which files those are."""
+    """Remove the listed files, and last the manifest, by which a removal that was interrupted can be completed."""
     if not folder.is_dir():
         return
     if any(folder.iterdir()):
         for name in [*_listed(folder), MANIFEST]:
             (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # something of others is left in it
+    with suppress(OSError):  # other files are left in it
         folder.rmdir()
 
 
@@ -184,14 +188,14 @@ def _write_manifest(folder: Path) -> None:
     files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
-    usual = manifest.stat().st_mode  # as the umask has it; some libraries write files for their owner alone
+    usual = manifest.stat().st_mode  # by the umask; some libraries make files that only their owner can read
     for path in paths:
         if path.stat().st_mode != usual:
             path.chmod(usual)
 
 
 def _flush(path: Path) -> None:
-    """Wait until the disk has it: a rename must not overtake the contents."""
+    """Flush a file or folder to the disk: a rename must not be on the disk before the contents."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

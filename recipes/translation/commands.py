@@ -1,8 +1,8 @@
 """The command line: `python -m recipes.translation <command>`.
 
-Settings on the command line win over the YAML file, the YAML file over the defaults. A user's mistake is
-answered with one line and exit status 2. Whatever needs torch is imported by the command that needs it, so that
-help and mistakes take no time.
+Settings on the command line override those of the YAML file, which override the defaults. For a mistake of the user the
+program prints one line and exits with status 2. Each command imports what needs torch itself, so that help and error
+messages appear at once.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from recipes.translation.data.subwords import Subwords
     from recipes.translation.processes.ranks import Ranks
     from recipes.translation.run_folder.checkpoint import Translator
+    from recipes.translation.training.summary import Summary
 
 PROGRAM = "python -m recipes.translation"
 DEMO_CONFIG = Path(__file__).parent / "configs" / "demo.yaml"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command; the exit status: 0, 2 for a user's mistake, 128 + the signal's number where one ended it."""
+    """Run a command; return the exit status: 0, 2 for a mistake of the user, or 128 + the number of a signal."""
     if not argv or argv[0] in ("-h", "--help"):
         print(overview())
         return 0
@@ -43,19 +44,21 @@ def main(argv: Sequence[str]) -> int:
         return COMMANDS[name](rest)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `... | head` has read enough
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
         return fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except OtherRankError as error:
-        return fail(str(error)) if os.environ.get("RANK", "0") == "0" else 2  # the rank that failed has said why
+        if os.environ.get("RANK", "0") != "0":
+            return 2  # rank 0 prints the error
+        return fail(str(error))
     except (ConfigError, DataError, CheckpointError, TrainingError) as error:
         return fail(str(error))
 
 
 def overview() -> str:
-    """What there is to run."""
+    """Return the list of commands."""
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {(run.__doc__ or '').splitlines()[0]}" for name, run in COMMANDS.items())
     return (
@@ -65,7 +68,7 @@ def overview() -> str:
 
 
 def prepare(argv: Sequence[str]) -> int:
-    """Make the subword models of a run, and nothing else (train does it too)."""
+    """Make the subword models of a run, as the first step of train, and nothing else."""
     parser = _parser(prepare, f"{PROGRAM} prepare --config recipes/translation/configs/demo.yaml --run runs/mine")
     _add_config_file(parser)
     add_config_options(parser)
@@ -88,10 +91,10 @@ def prepare(argv: Sequence[str]) -> int:
 
 
 def train(argv: Sequence[str]) -> int:
-    """Train a model, or go on with a run that was stopped.
+    """Train a model, or resume a run that was stopped.
 
-    A run is a folder (--run; under torchrun --folder). If it holds an unfinished run, training goes on where it
-    stopped, with the settings it was begun with. Ctrl-C finishes the step at hand, saves, and says how to go on.
+    A run is a folder (--run; under torchrun --folder). If it contains an unfinished run, training resumes where it
+    stopped, with the settings of that run. Ctrl-C finishes the current step, saves, and prints the command to resume.
     """
     parser = _parser(
         train,
@@ -107,17 +110,24 @@ def train(argv: Sequence[str]) -> int:
     from recipes.translation.processes.ranks import joined
     from recipes.translation.train import train as train_model
 
-    with joined(config.layout.timeout):
-        summary = train_model(config, fresh=options.fresh)
+    with joined(config.layout.timeout) as ranks:
+        summary = train_model(config, fresh=options.fresh, ranks=ranks)
         print(summary)
-    return 128 + summary.stopped_by if summary.stopped_by else 0
+    return _status(summary)
+
+
+def _status(summary: Summary) -> int:
+    """Return the exit status after a training."""
+    if summary.stopped_by:
+        return 128 + summary.stopped_by
+    return 0
 
 
 def evaluate(argv: Sequence[str]) -> int:
     """Score a model on its test set, or a file of translations against a file of references.
 
-    Prints sacreBLEU's BLEU and chrF with their signatures, BLEU of the lower-cased text, and the percentage of
-    exact matches. Translations and scores are written into the run's folder.
+    Prints sacreBLEU's BLEU and chrF with their signatures, BLEU of the lower-cased text, and the percentage of exact
+    matches. Writes translations and scores to the run's folder.
     """
     parser = _parser(
         evaluate,
@@ -135,7 +145,7 @@ def evaluate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--hypotheses", metavar="FILE", type=_path, help="translations, one a line, to score without a model"
     )
-    parser.add_argument("--references", metavar="FILE", type=_path, help="what they should be, one a line")
+    parser.add_argument("--references", metavar="FILE", type=_path, help="reference translations, one a line")
     options = parser.parse(argv)
     if bool(options.hypotheses) != bool(options.references):
         parser.error("--hypotheses and --references go together")
@@ -149,7 +159,8 @@ def evaluate(argv: Sequence[str]) -> int:
         check_tokenizer(options.tokenize)
     with joined(LayoutConfig().timeout) as ranks:
         if options.hypotheses:
-            hypotheses, references = (read_lines(Path(path)) for path in (options.hypotheses, options.references))
+            hypotheses = read_lines(Path(options.hypotheses))
+            references = read_lines(Path(options.references))
             print(score(hypotheses, references, tokenize=options.tokenize or "auto"))
             return 0
         translator = _load(options, ranks)
@@ -184,24 +195,29 @@ def translate(argv: Sequence[str]) -> int:
     with joined(LayoutConfig().timeout) as ranks:
         if typing and ranks.world > 1:
             raise ConfigError("several processes translate sentences given as words, with --file or through a pipe")
-        sentences = [] if typing else ranks.run_on_main(lambda: options.sentences or _sentences(options.file))
+        sentences: list[str] = []
+        if not typing:
+            sentences = ranks.run_on_main(lambda: options.sentences or _sentences(options.file))
         translator = _load(options, ranks)
         decoding = translator.config.decoding
-        for sentence in typed(f"{translator.config.data.source}> ") if typing else ():
-            print(*translate_all(translator, [sentence], decoding), flush=True)
+        if typing:
+            for sentence in typed(f"{translator.config.data.source}> "):
+                print(*translate_all(translator, [sentence], decoding), flush=True)
         for translation in translate_all(translator, sentences, decoding, ranks):
             print(translation)
     return 0
 
 
 def _sentences(file: str | None) -> list[str]:
-    return read_lines(Path(file)) if file else lines_of(sys.stdin.buffer.read(), "the standard input")
+    if file:
+        return read_lines(Path(file))
+    return lines_of(sys.stdin.buffer.read(), "the standard input")
 
 
 def demo(argv: Sequence[str]) -> int:
     """Train, evaluate and try out a small English-German model on the built-in corpus (minutes on 2 CPU cores).
 
-    Needs no download and no GPU; where there are GPUs, it trains on all of them.
+    Needs no download and no GPU; if there are GPUs, it trains on all of them.
     """
     parser = _parser(demo, f"{PROGRAM} demo\n{PROGRAM} demo --run runs/short --training.steps 100")
     add_config_options(parser)
@@ -209,8 +225,7 @@ def demo(argv: Sequence[str]) -> int:
 
     from recipes.translation.demo import demo as run_demo
 
-    summary = run_demo(config)
-    return 128 + summary.stopped_by if summary.stopped_by else 0
+    return _status(run_demo(config))
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -223,8 +238,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def typed(prompt: str) -> Iterator[str]:
-    """Sentences a person types, until an empty line, Ctrl-D or Ctrl-C."""
-    with suppress(ImportError):  # not every system has it
+    """Yield the sentences that a person types, until an empty line, Ctrl-D or Ctrl-C."""
+    with suppress(ImportError):  # not every system has readline
         import readline  # noqa: F401  (arrow keys and history for input())
 
     print("Type a sentence and press Enter; an empty line ends.")
@@ -254,7 +269,7 @@ def _add_config_file(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="FILE",
         type=_path,
-        help="YAML file with settings; options given here win (default: the settings of --run, if it was begun)",
+        help="YAML file with settings, which options override (default: the settings of --run, if it is a run)",
     )
 
 
@@ -275,13 +290,14 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_config(options: argparse.Namespace) -> RunConfig:
-    """Command line over YAML over defaults; without --config, a run that was begun keeps its settings."""
+    """Read the settings; without --config, an existing run's own take the place of the defaults."""
     given: dict[str, Any] = overrides(options)
     path = options.config
     if path is None:
         run = str(given.get("run", RunConfig().run))
         if begun := whole_folder(Path(run) / "last"):
-            path, given["run"] = begun / "config.yaml", run  # the folder may have been moved
+            path = begun / "config.yaml"
+            given["run"] = run  # the folder may have been moved
     return _with_folder(load_config(path, given))
 
 
@@ -292,7 +308,7 @@ def _with_folder(config: RunConfig) -> RunConfig:
 
 
 def _load(options: argparse.Namespace, ranks: Ranks) -> Translator:
-    """The model of --run, on this process's GPU or the CPU, with the decoding options given; rank 0 reads it."""
+    """Read the model of --run on rank 0, with the decoding options given; move it to this process's GPU, if any."""
     given = {"decoding.beam": options.beam, "decoding.length_penalty": options.length_penalty}
 
     import torch

@@ -1,4 +1,4 @@
-"""From nothing to a model that translates, in a few minutes on two CPU cores."""
+"""A demonstration: train, evaluate and try a translation model, in a few minutes on two CPU cores."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ SENTENCE = "The train to Vienna leaves at half past seven."
 
 
 def demo(config: RunConfig) -> Summary:
-    """Subwords, training, evaluation and sample translations, each announced; then what to try next."""
+    """Make subwords, train, evaluate and translate samples, with a line on each; then print a command to try."""
     with joined(config.layout.timeout) as ranks:
         return demo_on(ranks, config)
 
 
 def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
-    """`demo`, in the process that `ranks` describes."""
-    run, began = Path(config.run), time.monotonic()
+    """Run the demonstration in the process that `ranks` describes."""
+    run = Path(config.run)
+    began = time.monotonic()
     data = config.data
     if any(whole_folder(run / name) for name in ("best", "last")):
         print(f"[demo] {run} holds an earlier run, which is replaced: the demo always starts afresh")
     print(f"[demo] {data.source} -> {data.target}, {data.builtin_pairs:,} pairs of the built-in corpus, into {run}")
-    summary = train(config, fresh=True)
+    summary = train(config, fresh=True, ranks=ranks)
     print(summary)
     if summary.stopped_by:
         return summary

@@ -1,4 +1,4 @@
-"""How good translations are: sacreBLEU's BLEU and chrF with their signatures, and exact matches."""
+"""Scores of translations: sacreBLEU's BLEU and chrF with their signatures, and exact matches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recipes.translation.translate import translate
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores are percentages. Each signature says exactly how its score was computed."""
+    """Scores in percent; each signature says exactly how its score was computed."""
 
     sentences: int
     bleu: float
@@ -29,10 +29,10 @@ class Scores:
     chrf: float
     chrf_signature: str
     bleu_lowercase: float
-    """BLEU of the lower-cased text, tokenised as asked: the figure most Multi30k papers report."""
+    """BLEU of the lower-cased text with the same tokeniser: the figure that most Multi30k papers report."""
     bleu_lowercase_signature: str
     exact_match: float
-    """Percentage of sentences that are the reference, character for character."""
+    """Percentage of translations that equal the reference, character for character."""
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -58,11 +58,11 @@ def score(
     """Compare translations with one reference each.
 
     `tokenize` is sacreBLEU's name of a tokeniser (13a, intl, char, zh, ja-mecab, ...); "none" is for text that is
-    already tokenised, "auto" for the one that fits the `language` or the references' script. `lowercase` also makes
-    the main BLEU and chrF case-insensitive.
+    already tokenised, and "auto" chooses by `language` or by the references' script. `lowercase` also makes the main
+    BLEU and chrF case-insensitive.
 
-    Raises DataError where the two differ in length (sacreBLEU itself would cut the longer one in silence)
-    or are empty, ConfigError for a tokeniser that is not there.
+    Raises DataError if the two differ in length (sacreBLEU itself would silently cut the longer one) or are empty, and
+    ConfigError for a tokeniser that is not available.
     """
     if len(hypotheses) != len(references):
         raise DataError(
@@ -72,7 +72,7 @@ def score(
         raise DataError("there is nothing to evaluate: no sentences")
     tokenize = tokenizer_for(tokenize, language, references)
     check_tokenizer(tokenize)
-    # force: tokenised text is what "none" is for; sacreBLEU would warn about it
+    # Without force, sacreBLEU warns about tokenised text, for which "none" is meant
     bleu = BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
     bleu_lowercase = BLEU(lowercase=True, tokenize=tokenize, force=True)
     chrf = CHRF(lowercase=lowercase)
@@ -99,7 +99,7 @@ class Evaluation:
     scores: Scores
 
     def write(self, folder: Path) -> list[Path]:
-        """Write `<split>.translations.txt`, a line each, and `<split>.scores.json`."""
+        """Write `<split>.translations.txt`, one line for each sentence, and `<split>.scores.json`."""
         texts = {
             folder / f"{self.split}.translations.txt": "".join(f"{text}\n" for text in self.translations),
             folder / f"{self.split}.scores.json": json.dumps(self.scores.as_dict(), indent=2) + "\n",
@@ -112,9 +112,9 @@ class Evaluation:
 def evaluate(
     translator: Translator, split: Split, decoding: DecodingConfig, tokenize: str | None = None, ranks: Ranks = ALONE
 ) -> Evaluation:
-    """Translate a split of the data the model was trained for, shared out over the ranks, and score all of it.
+    """Translate a split of the model's data, each rank some of the sentences, and score all translations.
 
-    `tokenize` takes the place of the setting `data.tokenize`.
+    `tokenize` overrides the setting `data.tokenize`.
     """
     config = translator.config
     pairs = ranks.run_on_main(lambda: load_pairs(config.data, split, config.subwords.lowercase))

@@ -1,9 +1,9 @@
 """Training: the loop on one page, and the few functions it calls.
 
-`Layout` spreads the model over the devices of this process or over several processes: data-parallel, sharded, with
-vocabulary or time steps split. Either way the loss engine walks the hidden states in chunks where they are, with
-gradients, and hands back one sum; `accumulate_gradients` divides it by the tokens of the whole step, so that the
-gradient is that of all its sentences on one device.
+`Layout` distributes the model over the devices of this process or over several processes: data-parallel, sharded, with
+the vocabulary or the time steps split. In every layout the loss engine computes loss and gradients of the hidden states
+in chunks, on the device they are on, and returns one sum; `accumulate_gradients` divides it by the tokens of the whole
+step, so that the gradient equals that of all sentences of the step on one device.
 """
 
 from __future__ import annotations
@@ -43,27 +43,32 @@ from recipes.translation.training.summary import Summary, summarize
 from recipes.translation.training.validation import Validation, validate
 
 
-def train(config: RunConfig, *, fresh: bool = False) -> Summary:
-    """Train until `steps`, `patience`, Ctrl-C or SIGTERM; a run that has a `last` checkpoint goes on from there.
+def train(config: RunConfig, *, fresh: bool = False, ranks: Ranks | None = None) -> Summary:
+    """Train until `steps`, `patience`, Ctrl-C or SIGTERM; resume from the checkpoint `last` if there is one.
 
-    Every process of a run calls it alike. On the CPU a run that was stopped and resumed in the same layout equals an
-    uninterrupted one bit for bit; in another one, within rounding. `fresh` first removes what an earlier run left in
-    the folder.
+    Every process of a run must call it with the same arguments. On the CPU, a run that was stopped and resumed in the
+    same layout equals an uninterrupted one bit for bit; in another layout, up to rounding. `fresh` first removes an
+    earlier run from the folder. `ranks` are those of a caller that has joined them already.
 
-    Raises ConfigError, DataError or CheckpointError for what a user can mend, TrainingError where the loss, the
-    gradient or the weights are no longer finite; where another process failed, OtherRankError with its message.
+    Raises ConfigError, DataError or CheckpointError for mistakes of the user, TrainingError if the loss, the gradient
+    or the weights are no longer finite, and OtherRankError with the message of another process that failed.
     """
-    with joined(config.layout.timeout) as ranks, ExitStack() as held:
+    with ExitStack() as held:
+        if ranks is None:
+            ranks = held.enter_context(joined(config.layout.timeout))
         ranks.agree(must_agree(config))
-        axes, devices = axes_of(config.layout, ranks.world), devices_of(config.training, ranks)
+        axes = axes_of(config.layout, ranks.world)
+        devices = devices_of(config.training, ranks)
         lock = sole_writer(Path(config.run)) if ranks.is_main else nullcontext()
         ranks.run_on_all(lambda: held.enter_context(lock))
         return train_on(ranks, config, axes, devices, fresh)
 
 
 def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.device], fresh: bool) -> Summary:
-    """`train`, in the process that `ranks` describes, in a folder that nobody else writes to."""
-    run, settings, sizes = Path(config.run), config.training, model_sizes(config.model)
+    """Train in the process that `ranks` describes, in a folder to which no other run writes."""
+    run = Path(config.run)
+    settings = config.training
+    sizes = model_sizes(config.model)
     saved = ranks.run_on_main(lambda: begin(config, fresh))
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -95,7 +100,8 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
             (state.epoch, state.batch), micro_batches = next(batches)
             torch.manual_seed(dropout_seed(settings.seed, state.step, layout.token_rank))
             model.train()
-            loss = seqpar.accumulate_gradients(  # of the whole step, divided once by the tokens of all ranks
+            # The gradient of the whole step, divided once by the tokens of all micro-batches on all ranks
+            loss = seqpar.accumulate_gradients(
                 micro_batches,
                 layout.loss_of,
                 layout.tokens_of,
@@ -104,17 +110,20 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
                 agree={"the step": state.step, "the position in the data": (state.epoch, state.batch)},
             )
             norm = layout.clip(settings.clip)
-            check_finite(state.step + 1, loss_mean := float(loss.mean), norm, run)
+            loss_mean = float(loss.mean)
+            check_finite(state.step + 1, loss_mean, norm, run)
             rate = learning_rate(settings, state.step + 1, sizes.d_model)
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
 
-            state.step, state.tokens = state.step + 1, state.tokens + (tokens := int(loss.tokens))
+            tokens = int(loss.tokens)
+            state.step += 1
+            state.tokens += tokens
             progress.step_done(state, loss=loss_mean, tokens=tokens)
             metrics.write(step=state.step, loss=loss_mean, learning_rate=rate, gradient_norm=norm, tokens=tokens)
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
-                translator, moments = good_state(config, corpus, layout, optimizer, state)
+                translator, moments = good_state(config, corpus, layout, optimizer, state, ranks)
                 loss_of = layout.whole_forward(translator.model)
                 found = validate(translator, corpus, loss_of, state.step, ranks.for_steps())
                 if not math.isfinite(found.loss):
@@ -125,21 +134,22 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
                 save(translator, found.as_dict(), moments, state, ranks)
                 progress.validated(state, found)
         if stopped_by:
-            translator, moments = good_state(config, corpus, layout, optimizer, state)
+            translator, moments = good_state(config, corpus, layout, optimizer, state, ranks)
             save(translator, {"step": state.step}, moments, state, ranks)
     return ranks.run_on_main(lambda: summarize(run, state, settings.steps, stopped_by, corpus))
 
 
 def must_agree(config: RunConfig) -> dict[str, object]:
-    """What every process must have been started with alike."""
+    """Return the settings that must be equal on all processes."""
     differ = {"run", "data.path", "training.devices", "training.threads"}
     return {name: value for name, value in flat(config).items() if name not in differ}
 
 
 def dropout_seed(seed: int, step: int, token_rank: int) -> int:
-    """The random numbers of a step are a function of these three: nothing to save, and none drawn twice.
+    """Return the random seed of a step, a function of these three numbers alone, so that none needs to be saved.
 
-    Ranks that split a vocabulary compute the same tokens and must drop the same values.
+    `token_rank` counts the ranks that have different tokens: ranks that split the vocabulary compute the same tokens
+    and must drop the same values.
     """
     return int(numpy.random.SeedSequence([seed, step, token_rank]).generate_state(1, numpy.uint64)[0])
 
@@ -147,14 +157,14 @@ def dropout_seed(seed: int, step: int, token_rank: int) -> int:
 def save(
     translator: Translator, facts: dict[str, object], moments: dict[str, Tensor], state: TrainingState, ranks: Ranks
 ) -> None:
-    """Write the checkpoint that the run goes on from; rank 0 does."""
+    """Write, on rank 0 alone, the checkpoint from which the run can be resumed."""
     if ranks.is_main:
         save_training(Path(translator.config.run) / "last", translator, facts, moments, state)
 
 
 @torch.no_grad()
 def whole_translator(config: RunConfig, corpus: Corpus, layout: Layout) -> Translator:
-    """The model in training with all its weights in plain torch, on every rank."""
+    """Return the model in training as a plain torch model with all its weights, on every rank."""
     if layout.has_whole_model:
         return Translator(config, layout.model, corpus.source, corpus.target)
     model = build_model(model_sizes(config.model), corpus.source, corpus.target)
@@ -165,18 +175,33 @@ def whole_translator(config: RunConfig, corpus: Corpus, layout: Layout) -> Trans
 
 
 def good_state(
-    config: RunConfig, corpus: Corpus, layout: Layout, optimizer: torch.optim.Optimizer, state: TrainingState
+    config: RunConfig,
+    corpus: Corpus,
+    layout: Layout,
+    optimizer: torch.optim.Optimizer,
+    state: TrainingState,
+    ranks: Ranks,
 ) -> tuple[Translator, dict[str, Tensor]]:
-    """Weights and moments, whole, on every rank; TrainingError where they are not worth saving."""
-    translator, moments = whole_translator(config, corpus, layout), layout.moments(optimizer)
-    for what, tensors in (("weights", translator.model.state_dict()), ("optimizer's moments", moments)):
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-            raise spoiled(state.step, f"the {what} are no longer finite", Path(config.run))
+    """Return the whole weights, on every rank, and the whole moments, on rank 0 alone (elsewhere none).
+
+    Raise TrainingError, on every rank, where any of these numbers is not finite.
+    """
+    run = Path(config.run)
+    translator = whole_translator(config, corpus, layout)
+    if not all(bool(tensor.isfinite().all()) for tensor in translator.model.state_dict().values()):
+        raise spoiled(state.step, "the weights are no longer finite", run)
+    moments = {}
+    # Every rank sees the same whole tensors, so that all of them raise at the same moment, or none
+    for name, moment in layout.moments(optimizer):
+        if not moment.isfinite().all():
+            raise spoiled(state.step, "the optimizer's moments are no longer finite", run)
+        if ranks.is_main:
+            moments[name] = moment.cpu()
     return translator, moments
 
 
 def check_finite(step: int, loss: float, norm: float, run: Path) -> None:
-    """Stop before a loss or gradient that is nan or infinite spoils the weights."""
+    """Raise TrainingError for a loss or gradient norm that is not finite, before the optimizer's step."""
     if not math.isfinite(loss):
         raise spoiled(step, f"the loss is {loss}", run)
     if not math.isfinite(norm):
@@ -184,32 +209,41 @@ def check_finite(step: int, loss: float, norm: float, run: Path) -> None:
 
 
 def spoiled(step: int, what: str, run: Path) -> TrainingError:
-    """The error for numbers that are nan or infinite, with what to try."""
-    kept = f"; {run / 'last'} holds the last good state" if whole_folder(run / "last") else ""
-    return TrainingError(
+    """Return the error for numbers that are nan or infinite, with advice."""
+    message = (
         f"step {step}: {what}: try a smaller training.learning_rate, a longer training.warmup, training.clip 1, "
-        f"or training.precision float32{kept}"
+        "or training.precision float32"
     )
+    if whole_folder(run / "last"):
+        message += f"; {run / 'last'} holds the last good state"
+    return TrainingError(message)
 
 
 def note_validation(state: TrainingState, found: Validation) -> bool:
-    """Put a validation's loss into the state; whether it is the best so far."""
-    best = math.inf if state.best_loss is None or math.isnan(state.best_loss) else state.best_loss
+    """Record a validation in the state; return whether its loss is the best so far."""
+    best = state.best_loss
+    if best is None or math.isnan(best):
+        best = math.inf
     better = found.loss < best
-    state.stale = 0 if better else state.stale + 1
     if better:
-        state.best_loss, state.best_step = found.loss, found.step
+        state.stale = 0
+        state.best_loss = found.loss
+        state.best_step = found.step
+    else:
+        state.stale += 1
     return better
 
 
 def out_of_patience(state: TrainingState, settings: TrainingConfig) -> bool:
-    """Whether validation has not improved for as long as `patience` allows."""
+    """Return whether the last `patience` validations brought no improvement; never with patience 0."""
     return 0 < settings.patience <= state.stale
 
 
 def announce(config: RunConfig, parameters: int, corpus: Corpus, layout: Layout, state: TrainingState) -> None:
-    """Say what is about to be trained, on what, and from where."""
-    dropped = f" ({corpus.train.dropped:,} too long pairs left out)" if corpus.train.dropped else ""
+    """Print the size of the model and of the data, the layout, and the step from which training resumes."""
+    dropped = ""
+    if corpus.train.dropped:
+        dropped = f" ({corpus.train.dropped:,} too long pairs left out)"
     print(
         f"[train] {parameters / 1e6:.1f} M parameters, {len(corpus.target):,} target subwords, "
         f"{len(corpus.train):,} batches an epoch{dropped}, {layout}",

@@ -20,12 +20,12 @@ from seqpar.distributed.collectives import gather_objects
 def translate(
     translator: Translator, sentences: Sequence[str], decoding: DecodingConfig, ranks: Ranks = ALONE
 ) -> list[str]:
-    """The translation of each sentence, in the same order and of one line each; an empty line stays empty.
+    """Translate each sentence into one line, in the same order; an empty sentence stays empty.
 
-    A sentence of more subwords than both `training.max_length` and `decoding.max_length` is cut there, which is said
-    on stderr. Ranks share the sentences out, those of every length alike, and each has all translations.
+    A sentence of more subwords than both `training.max_length` and `decoding.max_length` is cut to the larger of them,
+    with a note on stderr. Each rank translates some sentences of every length, and returns the translations of all.
 
-    Raises DataError for text that is not Unicode: what Python makes of an argument in another encoding.
+    Raises DataError for text that is not Unicode, which is what Python makes of an argument in another encoding.
     """
     ids = source_ids(translator, sentences, max(translator.config.training.max_length, decoding.max_length))
     longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
@@ -41,11 +41,11 @@ def translate(
 
 
 def source_ids(translator: Translator, sentences: Sequence[str], longest: int) -> list[list[int]]:
-    """The subwords of each sentence, as the model was trained on them and at most `longest`."""
+    """Return the subwords of each sentence, at most `longest`, as in training."""
     for number, sentence in enumerate(sentences, start=1):
         _check_unicode(number, sentence)
     lowercase = translator.config.subwords.lowercase
-    ids = translator.source.encode([sentence.lower() if lowercase else sentence for sentence in sentences])
+    ids = translator.source.encode([sentence.lower() for sentence in sentences] if lowercase else list(sentences))
     cut = [number for number, row in enumerate(ids, start=1) if len(row) > longest]
     if cut:
         first = cut[0]
@@ -59,7 +59,7 @@ def source_ids(translator: Translator, sentences: Sequence[str], longest: int) -
 
 
 def search(translator: Translator, sources: list[list[int]], decoding: DecodingConfig) -> list[list[int]]:
-    """The best translation found for each source, as ids; the sources come longest first."""
+    """Return the best translation found for each source, as ids; the first source must be the longest."""
     model = translator.model
     width = len(sources[0]) + 1
     rows = [[*ids, EOS, *[PAD] * (width - len(ids) - 1)] for ids in sources]
@@ -88,5 +88,5 @@ def _check_unicode(number: int, sentence: str) -> None:
 
 
 def _one_line(text: str) -> str:
-    """The text without line breaks: a model that spells its output in bytes can say every one that there is."""
+    """Replace line breaks by blanks: a model that spells its output in bytes can produce any of Unicode's."""
     return " ".join(text.splitlines())

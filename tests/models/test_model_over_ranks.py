@@ -170,6 +170,6 @@ def refusals(rank, world):
 
 def test_what_cannot_be_shared_out_is_refused_with_both_numbers():
     for heads, units, rows in ranks(2, refusals):
-        assert "self_attention has 3 heads, which do not divide by 2 ranks" in heads
+        assert "self_attention has 3 heads, which are not divisible by 2 ranks" in heads
         assert "feed_forward has 1 units for 2 ranks" in units
         assert "lookup has 1 rows for 2 ranks" in rows

@@ -1,4 +1,4 @@
-"""Batches of sentence pairs with a budget of tokens: little padding, a new order every epoch, nothing left out."""
+"""Batches of sentence pairs with a budget of tokens: little padding, a new order every epoch, every pair once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = numpy.typing.NDArray[Any]
 
 
 class Batch(NamedTuple):
-    """Padded ids of a batch, one row a sentence: `src` (N, S), `tgt_in` and `tgt_out` (N, T), all int64.
+    """Padded ids of a batch, one row for each sentence: `src` (N, S), `tgt_in` and `tgt_out` (N, T), all int64.
 
     src = subwords + end; tgt_in = start + subwords; tgt_out = subwords + end.
     """
@@ -30,17 +30,17 @@ class Batch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Target tokens, padding left out."""
+        """The number of target tokens without padding."""
         return int((self.tgt_out != PAD).sum())
 
 
 class TokenBatches:
     """Sentence pairs cut into batches of at most `batch_tokens` cells on either side, padding included.
 
-    Pairs of similar length share a batch. Every epoch has the same number of batches, `len(self)`, and holds
-    every pair once; which pairs meet and in which order the batches come depends on (seed, epoch) alone, so
-    a run resumes in the middle of an epoch with `epoch(n)[done:]`. A pair longer than `max_length` subwords on
-    either side is left out and counted in `dropped`; one that exceeds the budget is a batch of its own.
+    The pairs of a batch have similar lengths. Every epoch has the same number of batches, `len(self)`, and contains
+    every pair once. The pairs of each batch and the order of the batches depend on (seed, epoch) alone, so that a run
+    resumes in the middle of an epoch with `epoch(n)[done:]`. A pair longer than `max_length` subwords on either side is
+    left out and counted in `dropped`; a pair that exceeds the budget is a batch of its own.
     """
 
     def __init__(
@@ -56,30 +56,32 @@ class TokenBatches:
             raise ValueError(f"sources and targets are pairs: got {len(sources):,} and {len(targets):,}")
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
-        self.sources, self.targets, self.seed = sources, targets, seed
+        self.sources = sources
+        self.targets = targets
+        self.seed = seed
         source_lengths = numpy.array([len(ids) for ids in sources], dtype=numpy.int64)
         target_lengths = numpy.array([len(ids) for ids in targets], dtype=numpy.int64)
         limit = numpy.inf if max_length is None else max_length
-        self._kept = numpy.flatnonzero((source_lengths <= limit) & (target_lengths <= limit))
-        self.dropped = len(sources) - len(self._kept)
-        self._source_lengths = source_lengths[self._kept] + 1  # the end
-        self._target_lengths = target_lengths[self._kept] + 1
+        self._short_enough = numpy.flatnonzero((source_lengths <= limit) & (target_lengths <= limit))
+        self.dropped = len(sources) - len(self._short_enough)
+        self._source_lengths = source_lengths[self._short_enough] + 1  # the end symbol
+        self._target_lengths = target_lengths[self._short_enough] + 1
         self._cuts = self._cut(batch_tokens)
 
     def __len__(self) -> int:
-        return len(self._cuts) + 1 if len(self._kept) else 0
+        return len(self._cuts) + 1 if len(self._short_enough) else 0
 
     def epoch(self, number: int) -> list[list[int]]:
-        """The batches of an epoch (0, 1, ...), each a list of indices into the pairs."""
-        if not len(self._kept):
+        """Return the batches of an epoch (0, 1, ...), each a list of indices into the pairs."""
+        if not len(self._short_enough):
             return []
         rng = numpy.random.default_rng([self.seed, number])
-        order = self._kept[self._order(rng.random(len(self._kept)))]
+        order = self._short_enough[self._order(rng.random(len(self._short_enough)))]
         batches = numpy.split(order, self._cuts)
-        return [batches[place].tolist() for place in rng.permutation(len(batches))]
+        return [batches[index].tolist() for index in rng.permutation(len(batches))]
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The tensors of the pairs with these indices, in this order."""
+        """Make the tensors of the pairs with these indices, in this order."""
         targets = [list(self.targets[index]) for index in indices]
         return Batch(
             src=_padded([[*self.sources[index], EOS] for index in indices]),
@@ -88,61 +90,70 @@ class TokenBatches:
         )
 
     def padding_share(self, epoch: int) -> float:
-        """The part of all source and target cells of an epoch that is padding."""
+        """Return the fraction of all source and target cells of an epoch that is padding."""
         cells = 0
         for batch in self.epoch(epoch):
-            longest = max(len(self.sources[index]) for index in batch), max(len(self.targets[index]) for index in batch)
-            cells += len(batch) * (sum(longest) + 2)
+            longest_source = max(len(self.sources[index]) for index in batch)
+            longest_target = max(len(self.targets[index]) for index in batch)
+            cells += len(batch) * (longest_source + longest_target + 2)  # an end symbol on either side
         filled = int(self._source_lengths.sum() + self._target_lengths.sum())
         return 1 - filled / cells if cells else 0.0
 
     def _order(self, ties: Array) -> Array:
-        """Places of the kept pairs: by target length, then by source length, then by `ties`.
+        """Sort the pairs by target length, then by source length, then by `ties`.
 
-        Source lengths fall and rise by turns, so that a batch reaching into the next target length finds
-        source lengths there like its own.
+        Source lengths fall for one target length and rise for the next, so that a batch with two target lengths still
+        has similar source lengths as well.
         """
         direction = numpy.where(self._target_lengths % 2 == 0, -1, 1)
         return numpy.lexsort((ties, direction * self._source_lengths, -self._target_lengths))
 
     def _cut(self, budget: int) -> list[int]:
-        """Where batches begin, the first one left out.
+        """Return where batches begin in the sorted pairs, without the first one's 0.
 
-        Chance only swaps pairs that are equally long on both sides, so the same cuts fit every epoch.
+        The random ties only exchange pairs of equal lengths on both sides, so the cuts are the same in every epoch.
         """
-        order = self._order(numpy.zeros(len(self._kept)))
+        order = self._order(numpy.zeros(len(self._short_enough)))
         longer = numpy.maximum(self._source_lengths, self._target_lengths)[order].tolist()
-        cuts, start, longest = [], 0, 0
-        for place, length in enumerate(longer):
+        cuts = []
+        start = 0
+        longest = 0
+        for position, length in enumerate(longer):
             longest = max(longest, length)
-            if place > start and (place - start + 1) * longest > budget:
-                cuts.append(place)
-                start, longest = place, length
+            if position > start and (position - start + 1) * longest > budget:
+                cuts.append(position)
+                start = position
+                longest = length
         return cuts
 
 
 def share_of(batches: Sequence[list[int]], share: int, shares: int) -> list[list[int]]:
-    """The part of a step's batches that falls to one of `shares`: each sentence to exactly one.
+    """Return one of `shares` disjoint subsets of a step's batches, which together contain each sentence once.
 
-    Whole batches as far as they go round; of each of the rest every `shares`-th sentence, which may be none.
+    Each share gets the same number of whole batches. Each of the remaining batches, fewer than `shares`, is divided by
+    sentences; a share of it may be empty.
     """
     even = len(batches) // shares * shares
-    parts = [batch[share::shares] for batch in batches[even:]]
-    return [*batches[share:even:shares], *filter(None, parts)]
+    divided = [batch[share::shares] for batch in batches[even:]]
+    return [*batches[share:even:shares], *filter(None, divided)]
 
 
 class Steps(Dataset["tuple[tuple[int, int], list[Batch]]"]):
-    """A share of each optimizer step's batches, with the position in the data that follows the step.
+    """One process's batches of each optimizer step, with the position in the data after the step.
 
     Args:
         batches: the data.
-        accumulate: batches a step.
-        share, shares: which part of each step falls to this process.
-        device: where it will be used; for an accelerator, worker processes make the batches, in pinned memory.
+        accumulate: batches in a step.
+        share, shares: which subset of each step this process gets; see `share_of`.
+        device: the device of the model; for an accelerator, worker processes make the batches, in pinned memory.
     """
 
     def __init__(self, batches: TokenBatches, accumulate: int, share: int, shares: int, device: torch.device) -> None:
-        self.batches, self.accumulate, self.share, self.shares, self.device = batches, accumulate, share, shares, device
+        self.batches = batches
+        self.accumulate = accumulate
+        self.share = share
+        self.shares = shares
+        self.device = device
         self.workers = 0 if device.type == "cpu" else WORKERS
 
     def __getitem__(self, step: Any) -> Any:
@@ -150,7 +161,7 @@ class Steps(Dataset["tuple[tuple[int, int], list[Batch]]"]):
         return position, [self.batches.batch(batch) for batch in indices]
 
     def after(self, epoch: int, done: int) -> Iterator[tuple[tuple[int, int], list[Batch]]]:
-        """Steps without end, from batch `done` of `epoch` on. An epoch's last batches share a step with the next's."""
+        """Yield steps without end, starting after `done` batches of `epoch`; a step may cross the end of an epoch."""
         steps: Iterable[Any] = self._indices(epoch, done)
         return iter(
             DataLoader(
@@ -172,7 +183,8 @@ class Steps(Dataset["tuple[tuple[int, int], list[Batch]]"]):
                 if len(step) == self.accumulate:
                     yield (epoch, number), share_of(step, self.share, self.shares)
                     step = []
-            epoch, done = epoch + 1, 0
+            epoch += 1
+            done = 0
 
 
 WORKERS = 2
@@ -184,8 +196,9 @@ def _as_it_is(step: Any) -> Any:
 
 
 def _leave_signals_to_the_parent(_: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+    # A terminal sends Ctrl-C to the workers too, but the parent finishes its step and then ends them by SIGTERM
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _padded(rows: list[list[int]]) -> Tensor:

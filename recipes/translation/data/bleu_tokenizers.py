@@ -1,4 +1,4 @@
-"""Which of sacreBLEU's tokenisers fits a target language: BLEU counts words, and not every script parts them."""
+"""The choice of sacreBLEU's tokeniser by target language: BLEU counts words, which not every script separates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LANGUAGES = {
         *("my", "mya", "bur", "burmese", "bo", "bod", "tib", "tibetan", "dz", "dzo"),
     ),
 }
-"""ISO 639 codes and English names, without region and script; every other language is 13a, as in most papers."""
+"""ISO 639 codes and English names, without region and script. All other languages use 13a, as in most papers."""
 BY_LANGUAGE = {language: name for name, languages in LANGUAGES.items() for language in languages}
 
 HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
@@ -30,11 +30,11 @@ OTHERS = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\ua9e0-\ua9ff\uaa60
 """Thai, Lao, Tibetan, Burmese and Khmer."""
 
 LOOKED_AT = 1_000
-"""References whose script is looked at."""
+"""References from which the script is determined."""
 
 
 def tokenizer_for(name: str, language: str, references: Sequence[str]) -> str:
-    """The tokeniser `name`; for auto the one of the language, or of the references' script if that has no spaces."""
+    """Return `name`; for auto the tokeniser of the language, or else that of the references' script."""
     if name != "auto":
         return name
     code = re.split("[-_]", language.lower())[0]
@@ -45,12 +45,13 @@ def _by_script(text: str) -> str:
     letters = sum(map(str.isalpha, text))
     han, kana, others = (len(script.findall(text)) for script in (HAN, KANA, OTHERS))
     if 2 * (han + kana) > letters:
-        return "ja-mecab" if 20 * kana > han + kana else "zh"  # a Chinese text has next to none
+        # Chinese text has hardly any kana
+        return "ja-mecab" if 20 * kana > han + kana else "zh"
     return "char" if 2 * others > letters else "13a"
 
 
 def check_tokenizer(name: str) -> None:
-    """Raise ConfigError unless sacreBLEU has a tokeniser of this name, and here all that it needs."""
+    """Raise ConfigError unless sacreBLEU has a tokeniser of this name, and everything that it needs is installed."""
     other = "choose another, such as char, with --data.tokenize (evaluate: --tokenize)"
     if name not in BLEU.TOKENIZERS:
         raise ConfigError(f"sacreBLEU has no tokeniser {name!r}; it has {', '.join(BLEU.TOKENIZERS)}")

@@ -1,10 +1,10 @@
-"""A small English <-> German language of our own: number words, dates, clock times and prices in sentences.
+"""A generated English-German corpus: sentences with number words, dates, clock times and prices.
 
-It needs no download and no licence, never runs out, and has exactly one right translation for every sentence
-in either direction, so exact match says how much of the language a model has learned. What there is to learn
-is what makes German German: units before tens (`dreiundzwanzig`), the next hour after the half (`halb acht`),
-case (`der dritte Mai`, `am dritten Mai`), gender (`der rote Tisch`, `den roten Tisch`), and verbs that move
-to the second place or split (`Am Montag fährt der Zug um acht Uhr ab.`).
+It needs no download and no licence, is unlimited, and has exactly one correct translation of every sentence in either
+direction, so that exact match measures how much of the language a model has learned. A model has to learn some German
+grammar: units before tens (`dreiundzwanzig`), half hours named after the next hour (`halb acht`), case (`der dritte
+Mai`, `am dritten Mai`), gender (`der rote Tisch`, `den roten Tisch`), and verbs that move to the second position or are
+separated (`Am Montag fährt der Zug um acht Uhr ab.`).
 """
 
 from __future__ import annotations
@@ -43,20 +43,9 @@ class Noun(NamedTuple):
     article: str = "der"
 
 
-MONTHS = (
-    ("January", "Januar"),
-    ("February", "Februar"),
-    ("March", "März"),
-    ("April", "April"),
-    ("May", "Mai"),
-    ("June", "Juni"),
-    ("July", "Juli"),
-    ("August", "August"),
-    ("September", "September"),
-    ("October", "Oktober"),
-    ("November", "November"),
-    ("December", "Dezember"),
-)
+_EN_MONTHS = "January February March April May June July August September October November December"
+_DE_MONTHS = "Januar Februar März April Mai Juni Juli August September Oktober November Dezember"
+MONTHS = tuple(zip(_EN_MONTHS.split(), _DE_MONTHS.split(), strict=True))
 WEEKDAYS = (
     ("Monday", "Montag"),
     ("Tuesday", "Dienstag"),
@@ -141,32 +130,42 @@ PLACES = (
 
 
 def clock(hour: int, minute: int) -> Pair:
-    """A time on the twelve-hour clock (hour 1 to 12), as it follows `at` and `um`."""
+    """Spell a time on the twelve-hour clock (hour 1 to 12), as it follows `at` and `um`."""
     following = hour % 12 + 1
     if minute == 0:
         return Pair(f"{english_number(hour)} o'clock", f"{german_stem(hour)} Uhr")
     if minute == 30:
         return Pair(f"half past {english_number(hour)}", f"halb {german_number(following)}")
-    before = minute > 30
-    hour, minute = (following, 60 - minute) if before else (hour, minute)
-    en, de = (
-        ("a quarter", "Viertel") if minute == 15 else _amount(minute, "minute", "minutes", "eine Minute", "Minuten")
-    )
+    past, nach = "past", "nach"
+    if minute > 30:
+        past, nach = "to", "vor"
+        hour = following
+        minute = 60 - minute
+    amount = Pair("a quarter", "Viertel")
+    if minute != 15:
+        amount = _amount(minute, "minute", "minutes", "eine Minute", "Minuten")
     return Pair(
-        f"{en} {'to' if before else 'past'} {english_number(hour)}",
-        f"{de} {'vor' if before else 'nach'} {german_number(hour)}",
+        f"{amount.source} {past} {english_number(hour)}",
+        f"{amount.target} {nach} {german_number(hour)}",
     )
 
 
 def price(euros: int, cents: int) -> Pair:
-    """An amount of money as the object of a verb: `one euro and five cents`, `einen Euro und fünf Cent`."""
-    parts = [_amount(euros, "euro", "euros", "einen Euro", "Euro")] if euros else []
-    parts += [_amount(cents, "cent", "cents", "einen Cent", "Cent")] if cents else []
-    return Pair(" and ".join(en for en, _ in parts), " und ".join(de for _, de in parts))
+    """Spell an amount of money as the object of a verb: `one euro and five cents`, `einen Euro und fünf Cent`."""
+    amounts = []
+    if euros:
+        amounts.append(_amount(euros, "euro", "euros", "einen Euro", "Euro"))
+    if cents:
+        amounts.append(_amount(cents, "cent", "cents", "einen Cent", "Cent"))
+    return _joined(amounts)
+
+
+def _joined(amounts: Sequence[Pair]) -> Pair:
+    return Pair(" and ".join(each.source for each in amounts), " und ".join(each.target for each in amounts))
 
 
 def _amount(number: int, one: str, many: str, de_one: str, de_many: str) -> Pair:
-    """A number with what it counts; `de_one` brings its own article, since that follows gender and case."""
+    """Spell a number with its noun; `de_one` includes the article, which depends on gender and case."""
     if number == 1:
         return Pair(f"one {one}", de_one)
     return Pair(f"{english_number(number)} {many}", f"{german_number(number)} {de_many}")
@@ -180,7 +179,7 @@ def _one_accusative(noun: Noun) -> str:
     return {"der": "einen", "die": "eine", "das": "ein"}[noun.article] + " " + noun.de
 
 
-# Draws. Only Random.random() is promised to stay the same across Python versions, so all else is built on it.
+# Random draws. Only Random.random() is guaranteed not to change across Python versions, so they all use it alone.
 
 T = TypeVar("T")
 
@@ -194,14 +193,14 @@ def _pick(rng: random.Random, items: Sequence[T]) -> T:
 
 
 def _number(rng: random.Random, digits: int) -> int:
-    """A number of up to `digits` digits, every length equally likely."""
+    """Draw a number of up to `digits` digits, every length equally likely."""
     length = 1 + _below(rng, digits)
     low = 10 ** (length - 1) if length > 1 else 0
     return low + _below(rng, 10**length - low)
 
 
 def _count(rng: random.Random, digits: int) -> int:
-    """A number for a noun to follow; none but one ends in 01: how German says 101 trees is disputed."""
+    """Draw a number before a noun; 1 is the only one that ends in 01, since German usage for 101 trees varies."""
     while True:
         number = _number(rng, digits)
         if number == 1 or (number and number % 100 != 1):
@@ -209,7 +208,7 @@ def _count(rng: random.Random, digits: int) -> int:
 
 
 def _date(rng: random.Random) -> datetime.date:
-    """A day of 1800 to 2024, with a year so that its weekday can be the true one."""
+    """Draw a day of 1800 to 2024; the year determines the weekday."""
     first = datetime.date(1800, 1, 1).toordinal()
     return datetime.date.fromordinal(first + _below(rng, datetime.date(2025, 1, 1).toordinal() - first))
 
@@ -221,7 +220,7 @@ def _day(date: datetime.date, ending: str) -> Pair:
 
 def _time(rng: random.Random) -> Pair:
     hour = 1 + _below(rng, 12)
-    # the named times are four minutes of sixty, but a large part of what people say
+    # Quarter hours are four minutes of sixty, but are named more often
     minute = 15 * _below(rng, 4) if rng.random() < 0.3 else _below(rng, 60)
     return clock(hour, minute)
 
@@ -235,7 +234,7 @@ def _sentence(en: str, de: str) -> Pair:
     return Pair(en[0].upper() + en[1:], de[0].upper() + de[1:])
 
 
-# Sentence frames: one function each, a sentence of both languages from a stream of random numbers.
+# Sentence frames: each function draws a sentence in both languages.
 
 
 def _plain_number(rng: random.Random) -> Pair:
@@ -261,7 +260,8 @@ def _birth(rng: random.Random) -> Pair:
     en_person, de_person = _pick(rng, PEOPLE)
     date = _date(rng)
     en, de = _day(date, "en")
-    en, de = f"{en} {english_year(date.year)}", f"{de} {german_year(date.year)}"
+    en = f"{en} {english_year(date.year)}"
+    de = f"{de} {german_year(date.year)}"
     if rng.random() < 0.5:
         return _sentence(f"{en_person} was born on the {en}.", f"{de_person} wurde am {de} geboren.")
     en_weekday, de_weekday = WEEKDAYS[date.weekday()]
@@ -308,7 +308,7 @@ def _departure(rng: random.Random) -> Pair:
 
 
 def _on_weekday(rng: random.Random, subject: Pair, predicate: str, verb: str, rest: str) -> Pair:
-    """Half of the time a weekday opens the sentence; the German verb then comes before its subject."""
+    """Begin half of the sentences with a weekday, after which the German verb precedes its subject."""
     if rng.random() < 0.5:
         return _sentence(f"{subject.source} {predicate}", f"{subject.target} {verb} {rest}")
     en, de = _pick(rng, WEEKDAYS)
@@ -321,15 +321,20 @@ def _it_is(rng: random.Random) -> Pair:
 
 
 def _cost(rng: random.Random) -> Pair:
-    (en_colour, de_colour), thing, (en, de) = _pick(rng, COLOURS), _pick(rng, GOODS), _price(rng)
+    en_colour, de_colour = _pick(rng, COLOURS)
+    thing = _pick(rng, GOODS)
+    en, de = _price(rng)
     return _sentence(f"the {en_colour} {thing.en} costs {en}.", f"{thing.article} {de_colour}e {thing.de} kostet {de}.")
 
 
 def _payment(rng: random.Random) -> Pair:
     en_person, de_person = _pick(rng, PEOPLE)
-    (en_colour, de_colour), thing, (en, de) = _pick(rng, COLOURS), _pick(rng, GOODS), _price(rng)
+    en_colour, de_colour = _pick(rng, COLOURS)
+    thing = _pick(rng, GOODS)
+    en, de = _price(rng)
     article = _accusative(thing.article)
-    bought = f"{article} {de_colour}{'en' if article == 'den' else 'e'} {thing.de}"
+    ending = "en" if article == "den" else "e"
+    bought = f"{article} {de_colour}{ending} {thing.de}"
     return _sentence(
         f"{en_person} paid {en} for the {en_colour} {thing.en}.",
         f"{de_person} hat {de} für {bought} bezahlt.",
@@ -338,10 +343,10 @@ def _payment(rng: random.Random) -> Pair:
 
 def _journey(rng: random.Random) -> Pair:
     en_city, de_city = _pick(rng, CITIES)
-    parts = [_amount(1 + _below(rng, 23), "hour", "hours", "eine Stunde", "Stunden")]
+    amounts = [_amount(1 + _below(rng, 23), "hour", "hours", "eine Stunde", "Stunden")]
     if rng.random() < 0.7:
-        parts.append(_amount(1 + _below(rng, 59), "minute", "minutes", "eine Minute", "Minuten"))
-    en, de = " and ".join(part.source for part in parts), " und ".join(part.target for part in parts)
+        amounts.append(_amount(1 + _below(rng, 59), "minute", "minutes", "eine Minute", "Minuten"))
+    en, de = _joined(amounts)
     return _sentence(f"the journey to {en_city} takes {en}.", f"die Reise nach {de_city} dauert {de}.")
 
 
@@ -351,7 +356,7 @@ def _distance(rng: random.Random) -> Pair:
     return _sentence(f"the road to {en_city} is {en} long.", f"die Straße nach {de_city} ist {de} lang.")
 
 
-# A frame with few different sentences stands here once, one with very many twice.
+# Frames with many different sentences are listed twice, so that they are drawn twice as often.
 FRAMES: tuple[Callable[[random.Random], Pair], ...] = (
     *(_age, _it_is, _event_on_a_day, _journey, _distance),
     *(_plain_number, _things_in_a_place, _birth, _today, _event_at_a_time, _departure, _cost, _payment) * 2,
@@ -359,19 +364,23 @@ FRAMES: tuple[Callable[[random.Random], Pair], ...] = (
 
 
 def split_of(source: str) -> Split:
-    """The split an English sentence belongs to, for ever: one twentieth each for valid and test.
+    """Return the split of an English sentence, which depends on its text alone: valid and test get a twentieth each.
 
-    The grammar translates one to one, so a German sentence, too, stands in one split only.
+    The grammar translates one to one, so that a German sentence is in one split only, too.
     """
     bucket = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big") % 20
-    return "valid" if bucket == 0 else "test" if bucket == 1 else "train"
+    if bucket == 0:
+        return "valid"
+    if bucket == 1:
+        return "test"
+    return "train"
 
 
 def pairs(count: int, seed: int, split: Split = "train") -> list[Pair]:
-    """`count` English-German pairs of a split, the same on every machine.
+    """Draw `count` English-German pairs of a split, the same on every machine.
 
-    A longer list starts with a shorter one. No sentence of one split stands in another, whatever the seeds.
-    `valid` and `test` hold every pair once; `train` repeats short sentences, as text does.
+    A longer list starts with the shorter ones of the same seed. No sentence is in two splits, whatever the seeds. The
+    pairs of `valid` and `test` are all different; `train` repeats short sentences, as real text does.
     """
     if split not in ("train", "valid", "test"):
         raise ValueError(f"split is train, valid or test, got {split!r}")

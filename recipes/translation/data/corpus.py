@@ -25,19 +25,19 @@ class Corpus:
     valid: TokenBatches
     valid_pairs: Sequence[Pair]
     tokenize: str
-    """sacreBLEU's tokeniser that validation scores with."""
+    """sacreBLEU's tokeniser for validation."""
     fingerprint: str
-    """SHA-256 of every id: what a resumed run compares."""
+    """SHA-256 of all ids, which a resumed run compares."""
 
 
 def load_corpus(config: RunConfig, ranks: Ranks = ALONE) -> Corpus:
-    """Read the pairs, make or read the subwords (rank 0 does, for all), and cut the batches."""
+    """Read the pairs, make or read the subwords on rank 0 for all ranks, and make the batches."""
     source, target = ranks.run_on_main(lambda: _prepared(config))
     return ranks.run_on_all(lambda: _read(config, source, target))
 
 
 def _prepared(config: RunConfig) -> tuple[Subwords, Subwords]:
-    """The subwords, once it is known that there is something to hold the model against, and a way to."""
+    """Return the subwords, after a check that validation data and its tokeniser are available."""
     tokenize = _tokenizer(config, check_held_out(config.data))
     if config.training.validate_bleu:
         check_tokenizer(tokenize)

@@ -1,4 +1,4 @@
-"""Text files as lines. Only a newline ends one (with or without a carriage return before it), nothing else does."""
+"""Reading of text files as lines. Only a newline, after an optional carriage return, ends a line."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import zlib
 from pathlib import Path
 
 GZIP = b"\x1f\x8b"
-"""How a compressed file begins."""
+"""The first bytes of a compressed file."""
 
 
 class DataError(ValueError):
-    """Data that is missing or not what the settings say it is; the message is one line."""
+    """Data is missing, or does not fit the settings; the message is one line."""
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file, plain or compressed by gzip. OSError where it cannot be opened, else as `lines_of`."""
+    """Read the lines of a text file, plain or compressed by gzip; raises OSError, and DataError as `lines_of` does."""
     content = path.read_bytes()
     if content.startswith(GZIP):
         try:
@@ -27,7 +27,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def lines_of(content: bytes, where: str) -> list[str]:
-    """The lines of UTF-8 text, without a byte order mark; DataError names the line that is in another encoding."""
+    """Decode the lines of UTF-8 text, without its byte order mark; DataError names a line in another encoding."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError(f"{where} cannot be read: it is UTF-16; convert it, as with iconv -f utf-16 -t utf-8")
     content = content.removeprefix(codecs.BOM_UTF8)
@@ -40,4 +40,6 @@ def lines_of(content: bytes, where: str) -> list[str]:
             f"{where} cannot be read: line {line:,} is not UTF-8 text (byte {content[error.start]:#04x} at place "
             f"{place:,} of the line); convert it: if it is Latin-1, with iconv -f latin1 -t utf-8"
         ) from None
-    return text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
+    if not text:
+        return []
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")

@@ -11,7 +11,8 @@ sechzehn siebzehn achtzehn neunzehn"""
 _EN_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _DE_TENS = "zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig"
 
-EN_SMALL, DE_SMALL = _EN.split(), _DE.split()
+EN_SMALL = _EN.split()
+DE_SMALL = _DE.split()
 EN_TENS = dict(enumerate(_EN_TENS.split(), start=2))
 DE_TENS = dict(enumerate(_DE_TENS.split(), start=2))
 
@@ -28,7 +29,7 @@ DE_ORDINALS = {1: "erst", 3: "dritt", 7: "siebt", 8: "acht"}
 
 
 def english_number(number: int) -> str:
-    """Cardinal number words, 0 to 999,999, in the British style: `two thousand and five`."""
+    """Spell a cardinal number, 0 to 999,999, in the British style: `two thousand and five`."""
     _check_number(number)
     if number < 20:
         return EN_SMALL[number]
@@ -44,19 +45,21 @@ def english_number(number: int) -> str:
 
 
 def german_number(number: int) -> str:
-    """Cardinal number words, counted: a final one is `eins` (21,001 is `einundzwanzigtausendeins`)."""
+    """Spell a cardinal number as in counting, where a final one is `eins`: `einundzwanzigtausendeins` is 21,001."""
     stem = german_stem(number)
     return stem + "s" if number % 100 == 1 else stem
 
 
 def german_stem(number: int) -> str:
-    """The number as the front of a compound, where one is `ein`."""
+    """Spell a number as the first element of a compound, where one is `ein`."""
     _check_number(number)
     if number < 20:
         return "ein" if number == 1 else DE_SMALL[number]
     if number < 100:
         tens, units = divmod(number, 10)
-        return (f"{german_stem(units)}und" if units else "") + DE_TENS[tens]
+        if not units:
+            return DE_TENS[tens]
+        return f"{german_stem(units)}und{DE_TENS[tens]}"  # units before tens
     size, name = (100, "hundert") if number < 1_000 else (1_000, "tausend")
     front, rest = divmod(number, size)
     return german_stem(front) + name + (german_stem(rest) if rest else "")
@@ -68,31 +71,34 @@ def _check_number(number: int) -> None:
 
 
 def english_ordinal(day: int) -> str:
-    """`first` to `thirty-first`."""
+    """Spell the ordinal of a day of the month, `first` to `thirty-first`."""
     front, dash, last = english_number(day).rpartition("-")
     regular = last[:-1] + "ieth" if last.endswith("y") else last + "th"
     return front + dash + EN_ORDINALS.get(last, regular)
 
 
 def german_ordinal(day: int, ending: str) -> str:
-    """`erste` to `einunddreißigste` (ending `e`), `ersten` (ending `en`)."""
+    """Spell the ordinal of a day of the month with its ending: `erste` to `einunddreißigste`, or `ersten`."""
     stem = DE_ORDINALS.get(day) or german_number(day) + ("t" if day < 20 else "st")
     return stem + ending
 
 
 def english_year(year: int) -> str:
-    """Years 1100 to 2099 as they are read: `nineteen oh five`, `two thousand and five`, `twenty ten`."""
+    """Spell a year, 1100 to 2099, as it is read: `nineteen oh five`, `two thousand and five`, `twenty ten`."""
     century, rest = divmod(year, 100)
     if century == 20 and rest < 10:
         return english_number(year)
     if rest == 0:
         return f"{english_number(century)} hundred"
-    return f"{english_number(century)} {'oh ' if rest < 10 else ''}{english_number(rest)}"
+    if rest < 10:
+        return f"{english_number(century)} oh {english_number(rest)}"
+    return f"{english_number(century)} {english_number(rest)}"
 
 
 def german_year(year: int) -> str:
-    """`neunzehnhundertvierundachtzig` before 2000, `zweitausendfünf` from then on."""
+    """Spell a year: `neunzehnhundertvierundachtzig` before 2000, `zweitausendfünf` from then on."""
     century, rest = divmod(year, 100)
     if century >= 20:
         return german_number(year)
-    return f"{german_number(century)}hundert{german_number(rest) if rest else ''}"
+    hundreds = f"{german_number(century)}hundert"
+    return hundreds + german_number(rest) if rest else hundreds

@@ -1,4 +1,4 @@
-"""The subword models of a run: made once, reused as long as they are what the settings ask for."""
+"""The subword models of a run: made once, and reused as long as text and settings do not change."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ SETTINGS = "settings.json"
 
 
 def prepare(config: RunConfig) -> tuple[Subwords, Subwords]:
-    """Subword models for source and target, trained into `<run>/subwords/` or read from there.
+    """Train the subword models of source and target into `<run>/subwords/`, or read them from there.
 
-    With `subwords.joint` both are one model, `joint.model`; otherwise `source.model` and `target.model`. They
-    are reused only if they were made from the same text with the same settings and no byte of them has changed since.
-    The folder is replaced as a whole: a process killed here leaves the old models or the new ones.
+    With `subwords.joint` both are one model, `joint.model`; otherwise `source.model` and `target.model`. Models are
+    reused only if they were made from the same text with the same settings, and no byte of them has changed since. The
+    folder is replaced as a whole: a process that is killed leaves the old models or the new ones.
     """
-    folder, settings = Path(config.run) / "subwords", _settings(config)
+    folder = Path(config.run) / "subwords"
+    settings = _settings(config)
     ready = _reusable(folder, settings)
     if ready is None:
         _train(config, folder, settings)
@@ -36,9 +37,9 @@ def prepare(config: RunConfig) -> tuple[Subwords, Subwords]:
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """What decides how the models come out: the training text, and the subword settings.
+    """Return everything on which the models depend: the training text, and the subword settings.
 
-    Files are told by what they hold: their names, sizes and times say nothing of a file that was written again.
+    Files are identified by their contents: a file that was written again may have the same name, size and time.
     """
     data = {name: getattr(config.data, name) for name in ("format", "source", "target", "builtin_pairs")}
     data["text"] = fingerprint(config.data, "train")
@@ -46,7 +47,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _reusable(folder: Path, settings: dict[str, Any]) -> Path | None:
-    """The folder with undamaged models made with these settings; None where there is none."""
+    """Return the folder with undamaged models made with these settings; None if there is none."""
     try:
         found = verified_folder(folder)
         return found if json.loads((found / SETTINGS).read_text(encoding="utf-8")) == settings else None
@@ -57,7 +58,8 @@ def _reusable(folder: Path, settings: dict[str, Any]) -> Path | None:
 def _train(config: RunConfig, folder: Path, settings: dict[str, Any]) -> None:
     start = time.monotonic()
     pairs = load_pairs(config.data, "train", lowercase=config.subwords.lowercase)
-    sources, targets = [pair.source for pair in pairs], [pair.target for pair in pairs]
+    sources = [pair.source for pair in pairs]
+    targets = [pair.target for pair in pairs]
     texts = {"joint": sources + targets} if config.subwords.joint else {"source": sources, "target": targets}
     size = f"{config.subwords.vocab_size:,} {config.subwords.kind} subwords"
     print(f"[prepare] {' and '.join(texts)}: {size} from {len(pairs):,} pairs", flush=True)

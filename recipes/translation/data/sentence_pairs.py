@@ -1,7 +1,7 @@
 """Sentence pairs from the built-in corpus, from files, or from the Hugging Face hub.
 
-Parquet files and the hub are read by Hugging Face `datasets`, imported only where it is needed. No code that comes
-with a data set is ever run, and nothing but hub data touches the network.
+Parquet files and the hub are read by Hugging Face `datasets`, which is imported only for them. No code of a data set is
+ever run, and only hub data is read over the network.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Pairs(list[Pair]):
 
 
 def load_pairs(data: DataConfig, split: Split, lowercase: bool = False) -> Pairs:
-    """The pairs of a split, as (source language, target language).
+    """Read the pairs of a split, as (source language, target language).
 
-    Pairs with an empty side are dropped from `train`, counted, and reported on stderr; `valid` and `test` keep
-    every pair, so that a translation has a line for each line of its reference.
+    Pairs with an empty side are dropped from `train`, counted, and reported on stderr; `valid` and `test` contain all
+    pairs, so that a translation has a line for each line of its reference.
     """
     _check_format(data)
     read = {"builtin": _builtin, "text": _text, "tsv": _tsv, "jsonl": _jsonl, "parquet": _parquet, "hub": _hub}
@@ -48,20 +48,20 @@ def load_pairs(data: DataConfig, split: Split, lowercase: bool = False) -> Pairs
         found = [Pair(source.lower(), target.lower()) for source, target in found]
     if split != "train":
         return Pairs(found)
-    kept = Pairs(pair for pair in found if pair.source.strip() and pair.target.strip())
-    kept.dropped = len(found) - len(kept)
-    if kept.dropped:
-        print(f"[data] train: {kept.dropped:,} of {len(found):,} pairs dropped: an empty side", file=sys.stderr)
-    if not kept:
+    complete = Pairs(pair for pair in found if pair.source.strip() and pair.target.strip())
+    complete.dropped = len(found) - len(complete)
+    if complete.dropped:
+        print(f"[data] train: {complete.dropped:,} of {len(found):,} pairs dropped: an empty side", file=sys.stderr)
+    if not complete:
         raise DataError(f"data.train holds no pair with text on both sides ({len(found):,} pairs read)")
-    return kept
+    return complete
 
 
 def check_held_out(data: DataConfig) -> Pairs:
-    """Read validation and test data so that a mistake in them is known before the training; the validation pairs.
+    """Read validation and test data, so that mistakes are found before the training; return the validation pairs.
 
-    Those of the built-in corpus need no look: none are drawn. Raises DataError as `load_pairs` does; training and
-    validation data must be there, test data need not.
+    The built-in corpus needs no check, and no pairs of it are returned. Raises DataError as `load_pairs` does; training
+    and validation data are required, test data is optional.
     """
     _check_format(data)
     if data.format == "builtin":
@@ -74,9 +74,9 @@ def check_held_out(data: DataConfig) -> Pairs:
 
 
 def fingerprint(data: DataConfig, split: Split) -> str:
-    """SHA-256 of what the files of a split hold; of the pairs themselves, for data on the hub.
+    """Compute the SHA-256 of the contents of a split's files, or of the pairs themselves for data on the hub.
 
-    Empty for the built-in corpus, which the settings describe.
+    It is empty for the built-in corpus, which is determined by the settings.
     """
     _check_format(data)
     if data.format == "builtin":
@@ -93,7 +93,7 @@ def fingerprint(data: DataConfig, split: Split) -> str:
 
 
 def _check_format(data: DataConfig) -> None:
-    """DataError where the format is not that of the files named: nothing else would be said of them."""
+    """Raise DataError if file names contradict the format, which would otherwise give an unrelated error, or none."""
     for setting in ("train", "valid", "test", "path"):
         value = getattr(data, setting)
         names = (value,) if isinstance(value, str) else value
@@ -119,7 +119,7 @@ def _builtin(data: DataConfig, split: Split) -> list[Pair]:
 
 
 def _text(data: DataConfig, split: Split) -> list[Pair]:
-    """Two files, line by line: the n-th line of one translates the n-th line of the other."""
+    """Read two files, where the n-th line of one translates the n-th line of the other."""
     paths = _paths(data, split)
     sides = [_lines(path, split) for path in paths]
     if len(sides[0]) != len(sides[1]):
@@ -131,18 +131,18 @@ def _text(data: DataConfig, split: Split) -> list[Pair]:
 
 
 def _tsv(data: DataConfig, split: Split) -> list[Pair]:
-    """One file of lines; the first one names the columns, which tabs part. A cell is text as it stands."""
+    """Read one file, with columns separated by tabs and named in the first line. Quotes have no meaning."""
     (path,) = _paths(data, split)
     header, *lines = [line.split("\t") for line in _lines(path, split)]
-    places = [_place(header, language, setting, str(path)) for setting, language in _languages(data)]
+    source, target = (_index(header, language, setting, str(path)) for setting, language in _languages(data))
     for number, cells in enumerate(lines, start=2):
         if len(cells) != len(header):
             raise DataError(f"{path}:{number} has {len(cells)} columns, the header {len(header)}")
-    return [Pair(cells[places[0]], cells[places[1]]) for cells in lines]
+    return [Pair(cells[source], cells[target]) for cells in lines]
 
 
 def _jsonl(data: DataConfig, split: Split) -> list[Pair]:
-    """One file with an object in each line, but for empty ones."""
+    """Read one file with a JSON object in each line that is not empty."""
     (path,) = _paths(data, split)
     lines = enumerate(_lines(path, split), start=1)
     records = [_record(line, f"{path}:{number}") for number, line in lines if line.strip()]
@@ -162,7 +162,7 @@ def _record(line: str, where: str) -> dict[str, Any]:
 
 
 def _parquet(data: DataConfig, split: Split) -> list[Pair]:
-    """One parquet file; the copy that `datasets` makes on disk is removed again."""
+    """Read one parquet file, and remove the copy that `datasets` makes on disk."""
     import datasets
 
     (path,) = _paths(data, split)
@@ -173,7 +173,7 @@ def _parquet(data: DataConfig, split: Split) -> list[Pair]:
 
 
 def _hub(data: DataConfig, split: Split) -> list[Pair]:
-    """A split of a data set on the hub, in its cache afterwards."""
+    """Read a split of a data set on the hub, which remains in `datasets`' cache."""
     import datasets
 
     (name,) = _given(data, split)
@@ -188,9 +188,10 @@ def _hub(data: DataConfig, split: Split) -> list[Pair]:
 
 
 def _given(data: DataConfig, split: Split) -> tuple[str, ...]:
-    """The setting `data.<split>`, which must name as many things as the format takes."""
+    """Return the setting `data.<split>`; raise DataError unless it has as many names as the format needs."""
     names: tuple[str, ...] = getattr(data, split)
-    if len(names) != (2 if data.format == "text" else 1):
+    needed = 2 if data.format == "text" else 1
+    if len(names) != needed:
         what = {"text": "two files, source and target", "hub": "one split name"}.get(data.format, "one file")
         raise DataError(f"data.{split} takes {what}, for format {data.format}; got {', '.join(names) or 'nothing'}")
     return names
@@ -213,7 +214,7 @@ def _lines(path: Path, split: Split) -> list[str]:
 
 
 def _expanded(path: str, setting: str) -> str:
-    """`path` with each ${NAME} replaced from the environment, and ~ by the home folder."""
+    """Replace each ${NAME} in `path` from the environment, and ~ by the home folder."""
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
@@ -227,23 +228,23 @@ def _expanded(path: str, setting: str) -> str:
 
 
 def _tables_columns(rows: Any, data: DataConfig) -> dict[str, list[Any]]:
-    """The columns of a table that may be of use; the others are not read."""
+    """Read the columns of a table that may contain the languages, and leave the others empty."""
     wanted = {"translation", data.source, data.target}
     return {name: list(rows[name]) if name in wanted else [] for name in rows.column_names}
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The values of each key, in order; None where a record lacks it."""
+    """Collect the values of each key, in order; None for a record without the key."""
     names = sorted({name for record in records for name in record})
     return {name: [record.get(name) for record in records] for name in names}
 
 
 def _pairs(columns: Mapping[str, list[Any]], data: DataConfig, where: str) -> list[Pair]:
-    """The two languages of each row: columns of their own, or keys under `translation`."""
+    """Return the two languages of each row, from their own columns or from keys of the column `translation`."""
     if "translation" in columns and data.source not in columns:
         columns = _columns([record if isinstance(record, dict) else {} for record in columns["translation"]])
     for setting, language in _languages(data):
-        _place(list(columns), language, setting, where)
+        _index(list(columns), language, setting, where)
         for number, text in enumerate(columns[language], start=1):
             if not isinstance(text, str):
                 raise DataError(f"{where}, row {number:,}: {language!r} is not text but {type(text).__name__}")
@@ -253,14 +254,14 @@ def _pairs(columns: Mapping[str, list[Any]], data: DataConfig, where: str) -> li
 
 
 SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half a character, which JSON can spell and UTF-8 cannot."""
+"""Half of a surrogate pair, which JSON can contain and UTF-8 cannot."""
 
 
 def _languages(data: DataConfig) -> list[tuple[str, str]]:
     return [("data.source", data.source), ("data.target", data.target)]
 
 
-def _place(names: Sequence[str], language: str, setting: str, where: str) -> int:
+def _index(names: Sequence[str], language: str, setting: str, where: str) -> int:
     if language not in names:
         raise DataError(f"{where} has no {language!r} ({setting}); it has {', '.join(map(repr, names))}")
     return names.index(language)
@@ -268,7 +269,7 @@ def _place(names: Sequence[str], language: str, setting: str, where: str) -> int
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bars of `datasets`."""
+    """Disable the progress bars of `datasets` within the block."""
     import datasets
 
     shown = datasets.is_progress_bar_enabled()
@@ -282,7 +283,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _explained(where: str) -> Iterator[None]:
-    """Turn whatever `datasets` raises into one line: the root cause, and what was being read."""
+    """Convert any error of `datasets` into a DataError of one line, with the root cause and what was being read."""
     try:
         yield
     except Exception as error:

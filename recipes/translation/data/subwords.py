@@ -1,4 +1,4 @@
-"""Sentencepiece subword models: training one from sentences in memory, and using it."""
+"""Sentencepiece subword models: train one on sentences in memory, and use it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.settings.config import ConfigError, SubwordConfig
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
-"""Ids of padding, the unknown subword, start and end: the same in every model trained here."""
+"""Ids of padding, the unknown subword, start and end symbol, the same in every model that `train_subwords` makes."""
 
 
 MAX_BYTES = 1 << 16
-"""The longest sentence that subwords are made from: sentencepiece takes quadratic time, and leaves out longer ones than
-this without a word."""
+"""The longest sentence from which subwords are made: sentencepiece takes quadratic time, and silently leaves out longer
+ones."""
 
 
 def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordConfig) -> None:
     """Train a model on `sentences` and write it to `<path_prefix>.model`, whole or not at all.
 
-    The same sentences and settings give the same bytes. Characters outside the vocabulary are spelled in UTF-8
-    bytes (256 of the subwords), so that no text is ever unknown. Sentences above MAX_BYTES are left out, and it is
-    said on stderr. A vocabulary that does not fit the text raises ConfigError with the size that would.
+    The same sentences and settings give the same bytes. Characters outside the vocabulary are spelled in UTF-8 bytes
+    (256 of the subwords), so that no text is ever unknown. Sentences above MAX_BYTES are left out, with a note on
+    stderr. For a vocabulary that does not fit the text, ConfigError gives the size that would.
     """
     model = io.BytesIO()
     sentences = list(sentences)
@@ -48,9 +48,9 @@ def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordC
             bos_id=BOS,
             eos_id=EOS,
             byte_fallback=True,
-            character_coverage=0.9999,  # of a large corpus; the characters of a small one are all kept
+            character_coverage=0.9999,  # leaves out rare characters of a large corpus, and none of a small one
             max_sentence_length=MAX_BYTES,
-            num_threads=4,  # a part of the result: sums over threads are rounded
+            num_threads=4,  # fixed, because the rounding of sums over threads changes the result
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -63,12 +63,12 @@ def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordC
 
 
 def model_path(path_prefix: Path) -> Path:
-    """The file that `train_subwords` writes."""
+    """Return the file that `train_subwords` writes."""
     return path_prefix.with_name(path_prefix.name + ".model")
 
 
 def _plain_error(message: str, config: SubwordConfig) -> ValueError:
-    """What sentencepiece's message means for the settings."""
+    """Translate sentencepiece's message into one in terms of the settings."""
     size = f"subwords.vocab_size {config.vocab_size:,}"
     if found := re.search(r"value <= (\d+)", message):
         return ConfigError(f"{size} is too large for the training text; the largest possible is {int(found[1]):,}")
@@ -92,7 +92,7 @@ class Subwords:
 
     @classmethod
     def load(cls, path: str | Path) -> Subwords:
-        """Read a model file; DataError where it is missing, damaged, or made with other special ids."""
+        """Read a model file; raise DataError if it is missing, damaged, or has other special ids."""
         path = Path(path)
         if not path.is_file():
             raise DataError(f"there is no subword model {path}; `prepare` makes it")
@@ -110,13 +110,15 @@ class Subwords:
         path.write_bytes(self._processor.serialized_model_proto())
 
     def encode(self, sentences: list[str]) -> list[list[int]]:
-        """Ids of each sentence, without start and end."""
+        """Encode each sentence as ids, without start and end symbol."""
         ids: list[list[int]] = self._processor.encode(sentences, num_threads=1)
         return ids
 
     def decode(self, ids: list[list[int]]) -> list[str]:
-        """The sentence of each list of ids; padding, start and end leave no trace."""
-        sentences: list[str] = self._processor.decode(ids, num_threads=1) if ids else []
+        """Decode each list of ids; padding, start and end symbol are ignored."""
+        if not ids:
+            return []
+        sentences: list[str] = self._processor.decode(ids, num_threads=1)
         return sentences
 
     def __len__(self) -> int:

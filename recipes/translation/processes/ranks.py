@@ -1,7 +1,7 @@
-"""The processes of one run: how they find each other, which one writes, and what the others learn when one fails.
+"""The processes of one run: how they join, which of them writes, and which error the others raise when one fails.
 
-`torchrun` (or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as `mp.spawn` scripts do) starts
-the processes; without it there is one. Rank 0 alone reads and writes the run's folder and prints.
+They are started by `torchrun`, or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, such as an
+`mp.spawn` script; otherwise there is one process. Rank 0 alone reads and writes the run's folder and prints.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from seqpar.distributed.collectives import broadcast_object, check_agreement, ga
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=2)
-"""How long a rank waits while another works alone: on subword models, or reading data. (A process that ends is noticed
-at once; while rank 0 saves, the others wait as long as for a step.)"""
+"""How long a rank waits while another one works alone, on subword models or reading data. A process that ends is
+noticed at once. While rank 0 saves a checkpoint, the timeout of a step applies."""
 _joins = itertools.count()
-"""Counts how often this process has joined the others; all ranks count alike, so it names keys that are used once."""
+"""Counts how often this process has joined the others. All ranks count the same, so the number makes keys unique."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the run."""
+    """The rank of this process, the number of processes, and their groups."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
-    """Among those of this machine."""
+    """The rank among the processes of this machine."""
     local_world: int = 1
     group: ProcessGroup | None = None
-    """All ranks, over the CPU, with PATIENCE."""
+    """All ranks, over gloo, with the timeout PATIENCE."""
     step_group: ProcessGroup | None = None
-    """The same ranks with the timeout of the settings: for what they do side by side."""
+    """All ranks, over gloo, with the timeout of the settings: for work that all ranks do at the same time."""
 
     @property
     def is_main(self) -> bool:
@@ -102,21 +102,21 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""One process."""
+"""The only process of a run."""
 
 
 @contextmanager
 def joined(timeout: float) -> Iterator[Ranks]:
     """Join the ranks of this run; without others, this process is the only rank.
 
-    An existing process group is used and kept. Inside the block only rank 0 prints. If the block raises on one
-    rank, the collectives of the others fail, and they raise OtherRankError with that rank's message.
+    An existing default group is used, and not destroyed afterwards. Inside the block only rank 0 prints. If the block
+    raises on one rank, the collectives of the others fail, and they raise OtherRankError with that rank's message.
 
     Args:
-        timeout: seconds a rank waits in a step for one that does not come.
+        timeout: seconds that a rank waits in a step for another one.
 
     Raises:
-        ConfigError: ranks that do not all arrive in time.
+        ConfigError: ranks that do not all join in time.
     """
     ours = not dist.is_initialized()
     if ours and int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -124,7 +124,8 @@ def joined(timeout: float) -> Iterator[Ranks]:
         return
     if ours:
         _begin()
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     ranks = Ranks(
         rank,
         world,
@@ -133,7 +134,7 @@ def joined(timeout: float) -> Iterator[Ranks]:
         dist.new_group(backend="gloo", timeout=PATIENCE),
         dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)),
     )
-    if ours and "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it; other launchers leave every rank all cores
+    if ours and "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it; other launchers let every rank use all cores
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_world))
     failure = f"failure/{next(_joins)}"
     try:
@@ -151,7 +152,7 @@ def joined(timeout: float) -> Iterator[Ranks]:
 
 
 def _begin() -> None:
-    """Join the default group. Each attempt has keys of its own: a restarted one would find those of a dead one."""
+    """Join the default group, under keys of this attempt alone: the store may still have those of one that failed."""
     attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joins)}"
     try:
         store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
@@ -189,17 +190,20 @@ def _portable(error: Exception) -> tuple[type[Exception], str]:
 
 
 def _raise_first_cause(ranks: Ranks, key: str, error: Exception) -> None:
-    """Leave this failure's cause for the others; raise OtherRankError if another rank failed first."""
+    """Store this failure's cause for the other ranks; raise OtherRankError if another rank failed first."""
+    # For a lost connection gloo raises a plain RuntimeError, in DDP from inside autograd's backward: only the path of
+    # gloo's source file in the message distinguishes it from other errors
     lost = isinstance(error, dist.DistError) or "gloo" in str(error)
     own = f"{ranks.rank} {type(error).__name__}: {error}"
     store: Any = dist.distributed_c10d._get_default_store()
     try:
         first = store.compare_set(key, "", own).decode()
-    except Exception:  # it was in the process that failed
+    except Exception:  # the store was in the process of rank 0, which has ended
         first = "0 ended"
     rank, _, message = first.partition(" ")
-    if int(rank) != ranks.rank and not (ranks.is_main and own.endswith(message)):  # or all have the same to say
+    same = ranks.is_main and own.endswith(message)  # an error that all ranks raise is rank 0's own
+    if int(rank) != ranks.rank and not same:
         raise OtherRankError(f"rank {rank} failed first: {message}") from error
     if lost:
-        said = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]
-        raise OtherRankError(f"rank {ranks.rank} lost another one, which ended or did not come: {said}") from error
+        reason = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]
+        raise OtherRankError(f"rank {ranks.rank} lost another one, which ended or did not come: {reason}") from error

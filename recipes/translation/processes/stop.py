@@ -1,4 +1,4 @@
-"""Why training ends before its time: a person who wants it to, or numbers that are no longer finite."""
+"""Reasons to stop training early: a signal, numbers that are no longer finite, or another process that failed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any, Self
 
 
 class TrainingError(Exception):
-    """Training cannot go on; the message says what to try."""
+    """Training cannot continue; the message gives advice."""
 
 
 class OtherRankError(Exception):
-    """Another process of the run failed first; the message says which, and why."""
+    """Another process of the run failed first; the message names it and its error."""
 
 
 class StopSignals:
-    """Within the block, the first Ctrl-C or SIGTERM is only noted in `signal`; a second one ends the process.
+    """Within the block, note the first Ctrl-C or SIGTERM in `signal`; a second one ends the process.
 
-    One of several processes leaves that to the launcher, which passes a signal on that the terminal has sent already.
+    With several processes a second one is ignored: the terminal sends a signal to every process, and the launcher then
+    sends it once more. The launcher itself ends processes that do not stop.
     """
 
     def __init__(self, several: bool = False) -> None:
@@ -33,7 +34,9 @@ class StopSignals:
 
     def __exit__(self, kind: object, *error: object) -> None:
         self._restore()
-        if kind is not None and self.several:  # the launcher's follows, and must not cut the last words short
+        if (
+            kind is not None and self.several
+        ):  # the launcher will send SIGTERM, which must not cut off the error message
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -1,16 +1,16 @@
-"""What a run keeps: models that can be used on their own, and the state from which training goes on.
+"""Checkpoints: models that can be used on their own, and the state from which training resumes.
 
-`<run>/best` and `<run>/last` are folders that are replaced as a whole (see `durable`):
+`<run>/best` and `<run>/last` are folders that are replaced as a whole (see `atomic_folder`):
 
     config.yaml              every setting, resolved
     joint.model              the subwords, or source.model and target.model
     model.safetensors        the weights; a tied one is stored once
-    model.json               the step, what validation said of it, and which settings, subwords and weights it is of
+    model.json               the step, its validation, and the SHA-256 of settings, subwords and weights
     training.safetensors     last only: the optimizer's moments
-    training.json            last only: how far the run is, and of which weights and moments
+    training.json            last only: the training state, and the SHA-256 of weights and moments
 
-Weights and moments are whole, whatever the layout that trained them. The two JSON files hold the SHA-256 of all others,
-taken in memory: files of two runs, or of two moments of one, are refused. Tensors are safetensors, the rest is JSON,
+Weights and moments are whole, whatever the layout that trained them. The hashes in the two JSON files are taken from
+memory, so that files of two runs, or of two steps of one run, are refused. Tensors are safetensors, the rest is JSON,
 YAML and sentencepiece's own format: reading a checkpoint never runs code from it.
 """
 
@@ -48,19 +48,19 @@ class Translator:
 
 @dataclass
 class TrainingState:
-    """How far a run is: the numbers that, with weights, moments and random states, say how it goes on."""
+    """The progress of a run: the numbers from which, with weights and moments, it resumes."""
 
     step: int = 0
     """Optimizer steps done."""
     epoch: int = 0
     batch: int = 0
-    """Batches of that epoch done."""
+    """Batches of this epoch done."""
     tokens: int = 0
-    """Target tokens trained on, padding left out."""
+    """Target tokens trained on, without padding."""
     train_seconds: float = 0.0
     """Time spent in optimizer steps."""
     seconds: float = 0.0
-    """The same with validations and saving."""
+    """The same, including validations and saving."""
     best_loss: float | None = None
     """Best validation loss so far."""
     best_step: int = 0
@@ -71,7 +71,7 @@ class TrainingState:
 
 
 def model_sizes(config: ModelConfig) -> TransformerConfig:
-    """The preset, with the settings that are given in its place."""
+    """Return the sizes of the preset, changed by the settings that are not None."""
     if config.preset not in PRESETS:
         raise ConfigError(f"model.preset is {config.preset!r}; it must be one of {', '.join(PRESETS)}")
     changed = {name: value for name, value in asdict(config).items() if name != "preset" and value is not None}
@@ -82,7 +82,7 @@ def model_sizes(config: ModelConfig) -> TransformerConfig:
 
 
 def build_model(sizes: TransformerConfig, source: Subwords, target: Subwords) -> EncoderDecoder:
-    """A model with fresh weights for these subwords."""
+    """Build a model with random weights for these subwords."""
     try:
         return make_transformer(sizes, len(source), len(target), pad=PAD)
     except ValueError as error:
@@ -94,7 +94,7 @@ WEIGHTS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.flo
 
 
 def save_model(folder: Path, translator: Translator, facts: Mapping[str, object]) -> None:
-    """Replace `folder` by one that holds all that is needed to translate."""
+    """Replace `folder` by one with everything that translation needs."""
     with replaced_folder(folder) as new:
         _write_model(new, translator, facts)
 
@@ -106,7 +106,7 @@ def save_training(
     moments: Mapping[str, Tensor],
     state: TrainingState,
 ) -> None:
-    """Replace `folder` by one that holds, besides the model, all that training needs to go on."""
+    """Replace `folder` by one with the model and everything else that training needs to resume."""
     with replaced_folder(folder) as new:
         of = {"weights": _write_model(new, translator, facts), "moments": fingerprint(moments)}
         _write_tensors(new / "training.safetensors", moments)
@@ -115,7 +115,7 @@ def save_training(
 
 @dataclass(frozen=True)
 class SavedTraining:
-    """What a run goes on from."""
+    """A checkpoint from which training resumes."""
 
     weights: Mapping[str, Tensor]
     moments: Mapping[str, Tensor]
@@ -123,7 +123,7 @@ class SavedTraining:
 
 
 def load_training(folder: Path) -> SavedTraining:
-    """What `save_training` wrote, verified."""
+    """Read and verify a checkpoint that `save_training` wrote."""
     whole = verified_folder(folder)
     record = _read_json(whole / "training.json")
     weights = _read_weights(whole)
@@ -143,7 +143,7 @@ def _as_state(record: Mapping[str, Any], path: Path) -> TrainingState:
 def load_translator(
     folder: Path, device: str | torch.device = "cpu", overrides: Mapping[str, Any] | None = None
 ) -> Translator:
-    """The model in `folder`, verified, in eval mode on `device`; `overrides` as for `load_config`."""
+    """Read and verify the model in `folder`, in eval mode on `device`; `overrides` are those of `load_config`."""
     whole = verified_folder(folder)
     weights = _read_weights(whole)
     config = load_config(whole / "config.yaml", overrides)
@@ -154,27 +154,28 @@ def load_translator(
 
 
 def load_facts(folder: Path) -> dict[str, Any]:
-    """What was noted about the model in `folder` when it was saved: its step, what validation said."""
+    """Read the facts that were saved with the model in `folder`: its step and its validation."""
     facts = _read_json(verified_folder(folder) / "model.json")
     facts.pop("of", None)
     return facts
 
 
 def saved_config(folder: Path) -> RunConfig | None:
-    """The settings a checkpoint was made with; None where there is no checkpoint."""
-    whole = whole_folder(folder)
-    return None if whole is None else load_config(verified_folder(folder) / "config.yaml")
+    """Read the settings of a checkpoint; None if there is no checkpoint."""
+    if whole_folder(folder) is None:
+        return None
+    return load_config(verified_folder(folder) / "config.yaml")
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state, a tensor that is tied under several names only under the first."""
+    """Return the model's state, a tied tensor only under the first of its names."""
     seen: set[int] = set()
-    kept = {}
+    tensors = {}
     for name, tensor in model.state_dict().items():
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
-            kept[name] = tensor
-    return kept
+            tensors[name] = tensor
+    return tensors
 
 
 @torch.no_grad()
@@ -197,7 +198,7 @@ def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str
 
 
 def check_moments(model: nn.Module, saved: SavedTraining, folder: Path) -> None:
-    """CheckpointError unless there are Adam's moments for every parameter of the whole model."""
+    """Raise CheckpointError unless there are Adam's moments for every parameter of the whole model."""
     shapes: dict[str, torch.Size] = {}
     for name, parameter in model.named_parameters():
         own = {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size([])}
@@ -205,21 +206,24 @@ def check_moments(model: nn.Module, saved: SavedTraining, folder: Path) -> None:
     if saved.state.step == 0:  # stopped before the first step
         shapes = {}
     for key in sorted(shapes.keys() | saved.moments.keys()):
-        there, here = (tuple(saved.moments[key].shape) if key in saved.moments else None), shapes.get(key)
+        there = tuple(saved.moments[key].shape) if key in saved.moments else None
+        here = shapes.get(key)
         if there is None or here is None or there != tuple(here):
             raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {key} is {there} there")
 
 
 def subword_names(config: RunConfig) -> tuple[str, str]:
-    """What the subword models of source and target are called."""
-    return ("joint", "joint") if config.subwords.joint else ("source", "target")
+    """Return the names of the source's and the target's subword model."""
+    if config.subwords.joint:
+        return "joint", "joint"
+    return "source", "target"
 
 
 MIXED = "restore the folder from a copy: files of two checkpoints have been mixed, or changed"
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, dtypes, shapes and every bit."""
+    """Compute the SHA-256 of names, dtypes, shapes and every bit."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -240,13 +244,13 @@ def _write_model(folder: Path, translator: Translator, facts: Mapping[str, objec
 
 
 def _subwords_of(translator: Translator) -> dict[str, Subwords]:
-    """The subword models in use, by the files they are kept in; those in the run's folder may be others by now."""
+    """Return the subword models by file name; in memory, since those in the run's folder may have been replaced."""
     source, target = subword_names(translator.config)
     return {f"{source}.model": translator.source, f"{target}.model": translator.target}
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights in a verified folder, which must be those of its `model.json`, as settings and subwords must."""
+    """Read the weights of a verified folder; settings, subwords and weights must be those that `model.json` lists."""
     of = _read_json(folder / "model.json").get("of")
     if not isinstance(of, dict) or "weights" not in of:
         raise CheckpointError(f"{folder / 'model.json'} is not what this version writes; {MIXED}")

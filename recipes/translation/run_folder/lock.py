@@ -1,7 +1,7 @@
-"""One writer for a run's folder at a time.
+"""A lock by which only one process at a time writes to a run's folder.
 
-The system holds the lock for as long as the process lives (`flock`), so that one left behind by a process that was
-killed is free at once; the file says who has it.
+It is `flock`, which the system releases when the process ends, even if it is killed. The file contains the name of the
+process that has the lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _held: set[int] = set()
 
 @contextmanager
 def sole_writer(run: Path) -> Iterator[None]:
-    """Within the block no other process writes into `run`; CheckpointError, which names it, where one does already."""
+    """Lock `run` within the block; raise CheckpointError, which names the other process, if it is locked already."""
     made = not run.exists()
     run.mkdir(parents=True, exist_ok=True)
     path = run / ".lock"
@@ -38,15 +38,15 @@ def sole_writer(run: Path) -> Iterator[None]:
     finally:
         if descriptor in _held:
             _held.discard(descriptor)
-            path.unlink(missing_ok=True)  # while it is locked: nobody else's file is removed
+            path.unlink(missing_ok=True)  # before it is unlocked: afterwards it might be another process's
             os.close(descriptor)
         if made:
-            with suppress(OSError):  # something was written
+            with suppress(OSError):  # it is no longer empty
                 run.rmdir()
 
 
 def _locked(path: Path, run: Path) -> int:
-    """An open file that is locked, and is still the one at `path`."""
+    """Open and lock the file at `path`; return its descriptor."""
     deadline = time.monotonic() + PATIENCE
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -61,7 +61,7 @@ def _locked(path: Path, run: Path) -> int:
                 raise CheckpointError(
                     f"{holder} is writing into {run}: wait until it has ended, stop it, or choose another --run"
                 ) from None
-        except OSError as error:  # as some network file systems are set up
+        except OSError as error:  # some network file systems have no locks
             print(f"{path} cannot be locked ({error.strerror}): let nothing else write into {run}", file=sys.stderr)
             return descriptor
         os.close(descriptor)
@@ -69,14 +69,14 @@ def _locked(path: Path, run: Path) -> int:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the file is still there: the one who had it may have removed it in between."""
+    """Return whether `path` is still the open file: the last owner may have removed it before it was locked here."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     return False
 
 
 def _let_go_in_a_child() -> None:
-    """A forked worker, which may outlive its parent by seconds, must not keep the lock."""
+    """Close the lock in a forked worker, which may outlive its parent by seconds."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()

@@ -1,4 +1,4 @@
-"""What a run finds in its folder: something to go on from, nothing, or what must not be overwritten."""
+"""The start of a run: resume from its folder's checkpoint, or check that nothing in the folder would be lost."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ MAY_CHANGE = frozenset(
         *(f"decoding.{name}" for name in ("beam", "length_penalty", "batch_sentences", "max_length")),
     }
 )
-"""Settings that a run may be resumed with at another value; any other one would make it a different run."""
+"""Settings that may change when a run is resumed; changing any other one would make it a different run."""
 
 
 def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
-    """What there is to go on from, in a folder that fits the settings; None for a run that begins.
+    """Return the checkpoint to resume from; None for a new run.
 
-    Raises ConfigError where `config` would make it another run, CheckpointError where going on or beginning would
-    overwrite what cannot be made again.
+    Raises ConfigError if `config` would make it a different run, and CheckpointError if resuming or starting would
+    overwrite files that cannot be made again.
     """
     run = Path(config.run)
     if fresh:
@@ -54,7 +54,10 @@ def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
 
 
 def check_nothing_to_lose(config: RunConfig) -> None:
-    """A run that begins may replace the `best` of its own first validation: it was killed before it saved `last`."""
+    """Raise CheckpointError if a new run would replace a model, unless it is that of the same run's first validation.
+
+    A run that is killed between its first `best` and its first `last` leaves only the former.
+    """
     run = Path(config.run)
     if (run / "last").exists():
         raise CheckpointError(f"{run / 'last'} is empty: restore it from a copy, or start over with --fresh")
@@ -71,10 +74,11 @@ def check_nothing_to_lose(config: RunConfig) -> None:
 
 
 def check_same_settings(config: RunConfig, folder: Path) -> None:
-    """ConfigError where what is in `folder` was trained with a setting that makes it another run."""
+    """Raise ConfigError if the checkpoint in `folder` was trained with other settings, except those in MAY_CHANGE."""
     saved = saved_config(folder)
-    assert saved is not None  # the callers have looked
-    before, now = flat(saved), flat(config)
+    assert saved is not None  # the callers check that there is a checkpoint
+    before = flat(saved)
+    now = flat(config)
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and key not in MAY_CHANGE:
             raise ConfigError(
@@ -84,18 +88,24 @@ def check_same_settings(config: RunConfig, folder: Path) -> None:
 
 
 def check_best(saved: SavedTraining, config: RunConfig) -> None:
-    """CheckpointError where `best` is damaged or another run's; where it is gone, the next validation replaces it."""
-    state, best = saved.state, Path(config.run) / "best"
+    """Raise CheckpointError or ConfigError if `best` is damaged or of a different run.
+
+    If it is missing, its loss is forgotten, so that the next validation saves a new one.
+    """
+    state = saved.state
+    best = Path(config.run) / "best"
     if whole_folder(best) is not None:
         verified_folder(best)
         check_same_settings(config, best)
     elif state.best_loss is not None:
         print(f"[train] {best}, found at step {state.best_step:,}, is gone: the next validation replaces it")
-        state.best_loss, state.best_step, state.stale = None, 0, 0
+        state.best_loss = None
+        state.best_step = 0
+        state.stale = 0
 
 
 def check_same_data(corpus: Corpus, saved: SavedTraining | None, run: Path) -> None:
-    """A position in the data means nothing in other data."""
+    """Raise ConfigError if the data changed, since a position in other data has no meaning."""
     if saved and saved.state.data != corpus.fingerprint:
         raise ConfigError(
             f"the training or validation data is not what {run} was trained on; restore it, choose another --run, "
@@ -104,7 +114,7 @@ def check_same_data(corpus: Corpus, saved: SavedTraining | None, run: Path) -> N
 
 
 def remove_run(run: Path) -> None:
-    """Remove the checkpoints and subwords that a run left in its folder, and nothing else that may lie there."""
+    """Remove the checkpoints and subwords of an earlier run, and no other files."""
     for name in FOLDERS:
         check_removable(run / name)
     for name in FOLDERS:
@@ -112,8 +122,11 @@ def remove_run(run: Path) -> None:
 
 
 def flat(config: RunConfig) -> dict[str, object]:
-    """Every setting by its dotted name."""
+    """Return the value of every setting by its dotted name."""
     values: dict[str, object] = {}
     for name, value in asdict(config).items():
-        values |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+        if isinstance(value, dict):
+            values |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            values[name] = value
     return values

@@ -1,7 +1,7 @@
-"""Settings read from YAML and the command line by the types of a tree of dataclasses, with errors of one line.
+"""Reading of settings from YAML and the command line by the types of a tree of dataclasses, with errors of one line.
 
-Values are taken from YAML's syntax nodes, not from loaded Python objects: a node knows its line, `no` stays
-the language code it is where text is expected, and `1e-3` (text in YAML 1.1) is the number it looks like.
+Values are converted from YAML's syntax nodes, not from Python objects: a node has a line number, the language code `no`
+remains text where text is expected, and `1e-3`, which is text in YAML 1.1, is a number where a number is expected.
 """
 
 from __future__ import annotations
@@ -13,42 +13,85 @@ import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 COMMAND_LINE = "command line"
 YAML_TAG = "tag:yaml.org,2002:"
 SCALARS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
-"""What YAML may take a word for that stands without a tag of its own; each is text where text is expected."""
+"""The tags that YAML may give to a word without quotes; each of them is text where text is expected."""
 
 
 LARGEST = 2**31 - 1
-"""Of whole numbers without a range of their own: what counts, sizes and thread numbers elsewhere can hold."""
+"""The largest number of a setting without its own upper limit: some libraries have 32-bit sizes and counts."""
 DEEPEST = 20
-"""Levels of lists and sections in a file: no setting has more than three, and Python follows some hundreds."""
+"""The most nested lists and sections in a file: settings need three at most, and Python's recursion limit is higher."""
 
 
 class ConfigError(ValueError):
-    """A setting that does not exist or cannot have this value; the message is one line."""
+    """A setting does not exist or cannot have this value; the message is one line."""
 
 
 class _UnfitError(ValueError):
-    """A value of the right kind that is none after all; the message says why."""
+    """A value has the right type but is invalid; the message gives the reason."""
+
+
+class Help(NamedTuple):
+    """The help text of a setting, for `Annotated`."""
+
+    text: str
 
 
 class Range(NamedTuple):
-    """What a number may be; `below` itself is excluded."""
+    """The numbers that a setting may have, for `Annotated`; `below` itself is excluded."""
 
-    low: float
+    at_least: float
     below: float = math.inf
 
     def __str__(self) -> str:
-        return f"from {self.low:g}" + (f" to below {self.below:g}" if self.below < math.inf else " up")
+        if self.below < math.inf:
+            return f"from {self.at_least:g} to below {self.below:g}"
+        return f"from {self.at_least:g} up"
+
+    def __contains__(self, value: object) -> bool:
+        """Return whether a number, or every number of a tuple, is in the range."""
+        if isinstance(value, tuple):
+            return all(each in self for each in value)
+        return isinstance(value, (int, float)) and self.at_least <= value < self.below
+
+
+class SettingType(NamedTuple):
+    """A field of a configuration dataclass, as its annotation and its default describe it."""
+
+    kinds: tuple[Any, ...]
+    """The types that a value may have, each of them str, int, float, bool, None's, or a tuple of one of these."""
+    default: object
+    help: str = ""
+    choices: tuple[str, ...] = ()
+    """The texts that a value may be; empty where it may be any."""
+    range: Range | None = None
+
+    @classmethod
+    def of(cls, annotation: Any, default: object) -> SettingType:
+        """Read an annotation such as `Annotated[int | None, Help("Attention heads."), Range(at_least=1)]`."""
+        annotated = get_origin(annotation) is Annotated
+        kind, *metadata = get_args(annotation) if annotated else (annotation,)
+        kinds: list[Any] = []
+        choices: tuple[str, ...] = ()
+        for alternative in get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,):
+            if get_origin(alternative) is Literal:
+                choices = get_args(alternative)
+                kinds.append(str)
+            else:
+                kinds.append(alternative)
+        text = next((each.text for each in metadata if isinstance(each, Help)), "")
+        limits = next((each for each in metadata if isinstance(each, Range)), None)
+        return cls(tuple(kinds), default, text, choices, limits)
 
 
 class Setting(NamedTuple):
-    """A value that was given, and where: `file:line` or the command line."""
+    """A value that was given, and where it was given: `file:line` or the command line."""
 
     value: Any
     place: str
@@ -57,21 +100,23 @@ class Setting(NamedTuple):
 class Schema:
     """The settings of a dataclass and of the dataclasses in its fields, by dotted key."""
 
-    def __init__(self, root: type[Any], choices: Mapping[str, Sequence[str]], ranges: Mapping[str, Range]) -> None:
-        self.choices, self.ranges = choices, ranges
-        self.types: dict[str, Any] = {}
+    def __init__(self, root: type[Any]) -> None:
+        self.settings: dict[str, SettingType] = {}
         self.sections: dict[str, list[str]] = {"": []}
-        for name, kind in get_type_hints(root).items():
+        defaults = root()
+        for name, annotation in get_type_hints(root, include_extras=True).items():
             self.sections[""].append(name)
-            if dataclasses.is_dataclass(kind):
-                inner = get_type_hints(kind)
-                self.sections[name] = list(inner)
-                self.types.update({f"{name}.{key}": inner_kind for key, inner_kind in inner.items()})
-            else:
-                self.types[name] = kind
+            default = getattr(defaults, name)
+            if not dataclasses.is_dataclass(annotation):
+                self.settings[name] = SettingType.of(annotation, default)
+                continue
+            inner = get_type_hints(annotation, include_extras=True)
+            self.sections[name] = list(inner)
+            for key, inner_annotation in inner.items():
+                self.settings[f"{name}.{key}"] = SettingType.of(inner_annotation, getattr(default, key))
 
     def read_file(self, path: Path) -> dict[str, Setting]:
-        """Every setting given in a YAML file."""
+        """Read all settings of a YAML file."""
         given = {}
         for name, node, place in self._entries(_compose(path), "", path):
             section = self._entries(node, name, path) if name in self.sections else [(name, node, place)]
@@ -80,7 +125,7 @@ class Schema:
         return given
 
     def read_overrides(self, overrides: Mapping[str, Any]) -> dict[str, Setting]:
-        """Settings by dotted key: text as on the command line, or values."""
+        """Read settings by dotted key, from text as on the command line or from values."""
         given = {}
         for key, value in overrides.items():
             self._check_known(key, COMMAND_LINE)
@@ -88,7 +133,7 @@ class Schema:
                 example = f"{key}.{self.sections[key][0]}"
                 raise ConfigError(f"{key} ({COMMAND_LINE}) is a section; name one of its settings, such as {example}")
             try:
-                node = _as_node(value, _alternatives(self.types[key]))
+                node = _as_node(value, self.settings[key].kinds)
             except (yaml.YAMLError, _UnfitError) as error:
                 reason = f": {error}" if isinstance(error, _UnfitError) else ""
                 raise ConfigError(self._refusal(key, COMMAND_LINE, _shortened(repr(value))) + reason) from None
@@ -96,17 +141,21 @@ class Schema:
         return given
 
     def _entries(self, node: yaml.Node | None, section: str, path: Path) -> Iterator[tuple[str, yaml.Node, str]]:
-        """Key, value and place of what stands in a section (the file itself is section ""); each key once."""
+        """Yield key, value and place of each entry of a section (the file itself is section ""), each key once."""
         if node is None or node.tag == f"{YAML_TAG}null":
             return
         if not isinstance(node, yaml.MappingNode):
-            example = f"{section}: {{{self.sections[section][0]}: ...}}" if section else "training: {steps: 100}"
-            what = f"{section} is a section" if section else "a configuration file has sections"
+            what = "a configuration file has sections"
+            example = "training: {steps: 100}"
+            if section:
+                what = f"{section} is a section"
+                example = f"{section}: {{{self.sections[section][0]}: ...}}"
             raise ConfigError(f"{path}:{node.start_mark.line + 1}: {what}, as in {example}; got {_shown(node)}")
         places: dict[str, str] = {}
         for key_node, value in node.value:
             name = key_node.value if isinstance(key_node, yaml.ScalarNode) else _shown(key_node)
-            key, place = f"{section}.{name}" if section else name, f"{path}:{key_node.start_mark.line + 1}"
+            key = f"{section}.{name}" if section else name
+            place = f"{path}:{key_node.start_mark.line + 1}"
             if key in places:
                 raise ConfigError(f"{key} is given twice ({places[key]} and {place}); keep one")
             places[key] = place
@@ -114,7 +163,7 @@ class Schema:
             yield key, value, place
 
     def _check_known(self, key: str, place: str) -> None:
-        known = [*self.types, *filter(None, self.sections)]
+        known = [*self.settings, *filter(None, self.sections)]
         if key in known:
             return
         section, _, name = key.rpartition(".")
@@ -122,15 +171,14 @@ class Schema:
         near = difflib.get_close_matches(key, known, n=1) or [
             ends[end] for end in difflib.get_close_matches(name, ends, n=1)
         ]
-        hint = (
-            f"did you mean {near[0]}?"
-            if near
-            else f"known: {', '.join(self.sections.get(section) or self.sections[''])}"
-        )
+        if near:
+            hint = f"did you mean {near[0]}?"
+        else:
+            hint = f"known: {', '.join(self.sections.get(section) or self.sections[''])}"
         raise ConfigError(f"unknown setting {key} ({place}); {hint}")
 
     def _value(self, key: str, node: yaml.Node, place: str) -> Any:
-        alternatives = _alternatives(self.types[key])
+        alternatives = self.settings[key].kinds
         if len(alternatives) == 1 and _is_list(alternatives[0]) and isinstance(node, yaml.ScalarNode):
             node = yaml.SequenceNode(f"{YAML_TAG}seq", [node])  # one file needs no brackets
         reason = ""
@@ -146,23 +194,25 @@ class Schema:
         raise ConfigError(self._refusal(key, place, _shown(node)) + reason)
 
     def _allows(self, key: str, value: Any) -> bool:
-        if key in self.choices:
-            return value in self.choices[key]
-        low, below = self.ranges.get(key, (-math.inf, math.inf))
-        values = value if isinstance(value, tuple) else (value,)
-        if isinstance(value, int) and value > LARGEST and below == math.inf:
+        setting = self.settings[key]
+        if setting.choices:
+            return value in setting.choices
+        unbounded = setting.range is None or setting.range.below == math.inf
+        if isinstance(value, int) and value > LARGEST and unbounded:
             raise _UnfitError(f"it is above {LARGEST:,}")
-        return key not in self.ranges or all(low <= each < below for each in values)
+        return setting.range is None or value in setting.range
 
     def _refusal(self, key: str, place: str, got: str) -> str:
-        if key in self.choices:
-            expected = "one of " + ", ".join(self.choices[key])
-            near = difflib.get_close_matches(got.strip("'\""), self.choices[key], n=1)
+        setting = self.settings[key]
+        near: list[str] = []
+        if setting.choices:
+            expected = "one of " + ", ".join(setting.choices)
+            near = difflib.get_close_matches(got.strip("'\""), setting.choices, n=1)
         else:
-            limits = f" {self.ranges[key]}" if key in self.ranges else ""
-            expected = " or ".join(_words(kind, limits) for kind in _alternatives(self.types[key]))
-            near = []
-        return f"{key} ({place}) expects {expected}; got {got}" + (f": did you mean {near[0]}?" if near else "")
+            limits = "" if setting.range is None else f" {setting.range}"
+            expected = " or ".join(_words(kind, limits) for kind in setting.kinds)
+        hint = f": did you mean {near[0]}?" if near else ""
+        return f"{key} ({place}) expects {expected}; got {got}{hint}"
 
 
 def _compose(path: Path) -> yaml.Node | None:
@@ -182,7 +232,7 @@ def _compose(path: Path) -> yaml.Node | None:
 
 
 def _composed(text: str) -> yaml.Node | None:
-    """The nodes of a document, whose levels are counted before anything recurses into them."""
+    """Compose the nodes of a document, after a check of their depth: composing them is recursive."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -193,7 +243,7 @@ def _composed(text: str) -> yaml.Node | None:
 
 
 def _as_node(value: Any, alternatives: Sequence[Any]) -> yaml.Node:
-    """An override as the YAML node that would stand for it in a file; text that may be text stands for itself."""
+    """Convert an override to the YAML node that it would be in a file; text remains text if the setting may be text."""
     if not isinstance(value, str):
         text = yaml.safe_dump(list(value) if isinstance(value, tuple) else value)
         return _composed(text) or yaml.ScalarNode(f"{YAML_TAG}null", "")
@@ -205,16 +255,12 @@ def _as_node(value: Any, alternatives: Sequence[Any]) -> yaml.Node:
     return _composed(_text(value)) or yaml.ScalarNode(f"{YAML_TAG}null", "")
 
 
-def _alternatives(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-
-
 def _is_list(kind: Any) -> bool:
     return get_origin(kind) is tuple
 
 
 def _converted(node: yaml.Node, kind: Any) -> Any:
-    """The node's value as a `kind`; ValueError where it is none."""
+    """Convert a node to a value of type `kind`; raise ValueError if it is not of this type."""
     if _is_list(kind):
         inner = get_args(kind)
         if not isinstance(node, yaml.SequenceNode) or (inner[-1] is not ... and len(node.value) != len(inner)):
@@ -222,7 +268,8 @@ def _converted(node: yaml.Node, kind: Any) -> Any:
         return tuple(_converted(each, inner[0]) for each in node.value)
     if not isinstance(node, yaml.ScalarNode) or node.tag.removeprefix(YAML_TAG) not in SCALARS:
         raise ValueError
-    null, plain = node.tag == f"{YAML_TAG}null", node.style is None
+    null = node.tag == f"{YAML_TAG}null"
+    plain = node.style is None  # without quotes
     if kind is types.NoneType and null:
         return None
     if kind is str and not null:
@@ -237,7 +284,7 @@ def _converted(node: yaml.Node, kind: Any) -> Any:
 
 
 def _text(value: str) -> str:
-    """The value, if a file can be called by it and UTF-8 can hold it."""
+    """Return the value if it can be a file name and UTF-8 text; else raise _UnfitError."""
     if "\0" in value:
         raise _UnfitError("it holds a NUL")
     try:
@@ -249,13 +296,17 @@ def _text(value: str) -> str:
 
 def _shown(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
-        return "nothing" if node.tag == f"{YAML_TAG}null" else _shortened(repr(node.value))
+        if node.tag == f"{YAML_TAG}null":
+            return "nothing"
+        return _shortened(repr(node.value))
     what = "list" if isinstance(node, yaml.SequenceNode) else "section"
     return f"a {what} of {len(node.value)}"
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:40]}... ({len(text):,} characters)"
+    if len(text) <= 80:
+        return text
+    return f"{text[:40]}... ({len(text):,} characters)"
 
 
 def _words(kind: Any, limits: str) -> str:

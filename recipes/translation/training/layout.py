@@ -1,14 +1,15 @@
-"""How training spreads the model: over the devices of one process, or over processes by `layout` in the settings.
+"""Distribution of the model over the devices of one process, or over processes by the setting `layout`.
 
-Whatever the layout, a step's gradient is that of all its tokens on one device, and weights and moments come together
-whole for saving, so that a run goes on in another layout.
+In every layout the gradient of a step equals that of all its tokens on one device, and weights and moments are gathered
+whole for saving, so that a run can be resumed in another layout.
 
-Rank = ((data x shard) x sequence) x vocab: ranks that talk most lie next to each other.
+Ranks are numbered by (data, shard, sequence, vocab), the last one fastest: ranks that communicate most are neighbours,
+usually on the same machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from math import prod
 from typing import NamedTuple
@@ -34,7 +35,7 @@ from seqpar.multi_device.devices import check_devices
 
 
 class Axes(NamedTuple):
-    """The processes along each axis."""
+    """The number of processes along each axis."""
 
     data: int
     shard: int
@@ -43,26 +44,28 @@ class Axes(NamedTuple):
 
 
 def axes_of(layout: LayoutConfig, world: int) -> Axes:
-    """The layout for this number of processes; ConfigError where they cannot be shared out so."""
+    """Return the axes of a layout for `world` processes; raise ConfigError if their product is another number."""
     others = layout.shard * layout.sequence * layout.vocab
     axes = Axes(layout.data or max(1, world // others), layout.shard, layout.sequence, layout.vocab)
     if prod(axes) != world:
-        said = " x ".join(f"{name} {size}" for name, size in axes._asdict().items())
+        product = " x ".join(f"{name} {size}" for name, size in axes._asdict().items())
         started = "1 process was" if world == 1 else f"{world} processes were"
         raise ConfigError(
-            f"layout {said} is {prod(axes)} processes, but {started} started: start {prod(axes)}, as with torchrun "
+            f"layout {product} is {prod(axes)} processes, but {started} started: start {prod(axes)}, as with torchrun "
             f"--nproc-per-node {prod(axes)}, or change the layout"
         )
     return axes
 
 
 def devices_of(settings: TrainingConfig, ranks: Ranks) -> list[torch.device]:
-    """The devices of this process: every GPU, or two replicas on the CPU; of several processes, one each."""
+    """Return the devices of this process: all GPUs or two replicas on the CPU, but one device with several ranks."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if settings.devices == "auto":
-        if ranks.world > 1:
-            return [gpus[ranks.local_rank % len(gpus)] if gpus else torch.device("cpu")]
-        return gpus or [torch.device("cpu")] * 2
+        if ranks.world == 1:
+            return gpus or [torch.device("cpu")] * 2
+        if gpus:
+            return [gpus[ranks.local_rank % len(gpus)]]
+        return [torch.device("cpu")]
     given = [settings.devices] if isinstance(settings.devices, str) else settings.devices
     try:
         devices = list(check_devices(given))
@@ -79,24 +82,28 @@ def devices_of(settings: TrainingConfig, ranks: Ranks) -> list[torch.device]:
 
 
 class Groups(NamedTuple):
-    """The groups this process belongs to; None is this process alone."""
+    """The process groups of this process; None is this process alone."""
 
     tokens: ProcessGroup | None
-    """Ranks that hold different tokens: gradients are summed over them."""
+    """Ranks with different tokens, over which gradients are summed."""
     sequence: ProcessGroup | None
+    """Ranks with different time steps of the same sentences."""
     vocab: ProcessGroup | None
+    """Ranks that split the vocabulary, and have the same tokens."""
     shards: DeviceMesh | None
-    """Of (copies, shards), where weights are sharded."""
+    """The mesh (copy, shard) if weights are sharded."""
 
     @classmethod
     def of(cls, axes: Axes, ranks: Ranks, timeout: float, device: torch.device) -> Groups:
-        """Made by every rank alike: a group is made by all ranks, those outside it too."""
+        """Make the groups of a layout; every rank must call it, since making a group is a collective of all ranks."""
         world = torch.arange(ranks.world)
         nccl = device.type == "cuda" and ranks.local_world <= torch.cuda.device_count()
 
         def group(rows: Tensor) -> ProcessGroup | None:
             if rows.size(1) == 1:
                 return None
+            if len(rows) == 1 and not nccl and ranks.step_group is not None:
+                return ranks.step_group  # gloo over all ranks with the same timeout
             own, _ = dist.new_subgroups_by_enumeration(
                 rows.tolist(), timeout=timedelta(seconds=timeout), backend="nccl" if nccl else "gloo"
             )
@@ -107,7 +114,7 @@ class Groups(NamedTuple):
         tokens = group(world.view(-1, axes.vocab).T)
         if axes.shard == 1:
             return cls(tokens, sequence, vocab, None)
-        # Time steps are tokens of their own too, so weights may be sharded over them as well
+        # Ranks with other time steps have other tokens too, so FSDP may shard the weights over them as well
         copies_shards_vocab = world.view(axes.data, -1, axes.vocab)
         shards = group(copies_shards_vocab.mT.reshape(-1, axes.shard * axes.sequence))
         copies = group(copies_shards_vocab.flatten(1).T)
@@ -121,31 +128,37 @@ class Groups(NamedTuple):
 
 
 class Layout:
-    """A model spread out for training.
+    """A model distributed for training.
 
     Args:
-        model: whole, with the same weights on every rank; it is taken apart, not copied.
-        config: its training and layout.
-        axes, devices: what `axes_of` and `devices_of` say of them.
+        model: whole, with the same weights on every rank; it is split in place, not copied.
+        config: the settings of the training and its layout.
+        axes: from `axes_of`.
+        devices: from `devices_of`.
         ranks: the processes.
 
     Raises:
-        ConfigError: a layout that the model cannot have.
+        ConfigError: a layout that does not fit the model.
     """
 
     def __init__(
         self, model: EncoderDecoder, config: RunConfig, axes: Axes, devices: list[torch.device], ranks: Ranks
     ) -> None:
-        self.settings, self.axes, self.devices, self.device = config.training, axes, devices, devices[0]
+        self.settings = config.training
+        self.axes = axes
+        self.devices = devices
+        self.device = devices[0]
         self.groups = Groups.of(axes, ranks, config.layout.timeout, self.device)
         self.token_rank = ranks.rank // axes.vocab
-        self.share, self.shares = self.token_rank // axes.sequence, axes.data * axes.shard
+        # Ranks of a sequence group have the same sentences
+        self.share = self.token_rank // axes.sequence
+        self.shares = axes.data * axes.shard
         self.model = model.to(self.device)
         self.reducer: nn.Module | None = None
         self.forward = self.whole_forward(model) if ranks.world == 1 else self._spread()
 
     def _spread(self) -> Callable[[Batch], seqpar.TokenLoss]:
-        """The model with its loss as one module, in the parts and wrapper of the layout."""
+        """Split and wrap the model together with its loss; return the forward of a batch."""
         try:
             vocab = split_weights(self.model, self.groups.vocab)
         except ValueError as error:
@@ -172,7 +185,7 @@ class Layout:
     def _engine(self, model: EncoderDecoder, vocab: seqpar.VocabShard | None = None) -> seqpar.LossCompute:
         criterion = seqpar.LabelSmoothing(
             self.settings.label_smoothing,
-            self.settings.smoothing_convention,  # type: ignore[arg-type]
+            self.settings.smoothing_convention,
             ignore_index=PAD,
         )
         devices = self.devices if vocab is None else None
@@ -181,31 +194,37 @@ class Layout:
     def __str__(self) -> str:
         if self.groups == Groups(None, None, None, None):
             return f"devices {', '.join(map(str, self.devices))}"
+        # The axes of 1 process say nothing
         axes = " x ".join(f"{name} {size}" for name, size in self.axes._asdict().items() if size > 1)
         return f"{prod(self.axes)} processes ({axes}), here {self.device}"
 
     def whole_forward(self, model: EncoderDecoder) -> Callable[[Batch], seqpar.TokenLoss]:
-        """The loss of a batch by a whole model, over the devices of this process, where hidden states stay."""
+        """Return the forward of a batch by a whole model over the devices of this process; hidden states stay there."""
         encoder_decoder = seqpar.DataParallel(model, self.devices, gather_outputs=False)
         engine = self._engine(model)
         return lambda batch: engine(encoder_decoder(batch.src, batch.tgt_in), batch.tgt_out)
 
     def loss_of(self, batch: Batch) -> seqpar.TokenLoss:
-        """The summed loss of this rank's tokens of a batch; every rank of a split must give the same batch."""
+        """Return the summed loss of this rank's tokens of a batch.
+
+        Ranks that split the vocabulary or the time steps must pass the same batch.
+        """
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
             return self.forward(Batch(*(ids.to(self.device, non_blocking=True) for ids in batch)))
 
     def tokens_of(self, batch: Batch) -> Tensor:
-        """How many target tokens of a batch are this rank's."""
+        """Return the number of target tokens of a batch that this rank computes."""
         return (seqpar.split_time(batch.tgt_out, self.groups.sequence) != PAD).sum()
 
     def clip(self, largest: float) -> float:
-        """Scale the gradients down to this norm, that of the whole model; the norm they had."""
+        """Clip the gradient norm of the whole model to `largest` (0 does not clip); return the norm before."""
         named = list(self.model.named_parameters())
         split = [p.grad for name, p in named if p.grad is not None and self._is_cut(name)]
         whole = [p.grad for name, p in named if p.grad is not None and not self._is_cut(name)]
-        squares = [_whole(torch.nn.utils.get_total_norm(grads)).square() for grads in (split, whole)]
-        norm = (group_sum(squares[0].to(self.device), self.groups.vocab) + squares[1]).sqrt()
+        # |g|^2 = the sum over the vocabulary ranks of |g_split|^2 + |g_whole|^2, which is the same on all of them
+        split_square = _whole(torch.nn.utils.get_total_norm(split)).square()
+        whole_square = _whole(torch.nn.utils.get_total_norm(whole)).square()
+        norm = (group_sum(split_square.to(self.device), self.groups.vocab) + whole_square).sqrt()
         if largest:
             torch.nn.utils.clip_grads_with_norm_([p for _, p in named], largest, norm)
         return float(norm)
@@ -215,23 +234,27 @@ class Layout:
 
     @property
     def has_whole_model(self) -> bool:
-        """Whether `model` is as plain as before."""
+        """Whether `model` was neither split nor sharded."""
         return self.axes[1:] == (1, 1, 1)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter, or what the optimizer keeps of it, put together; every rank calls it and has it."""
-        return tensor if tensor.dim() == 0 else join_over(name, _whole(tensor.detach()), self.groups.vocab)
+        """Gather a parameter, or one of its moments, whole on every rank; every rank must call it."""
+        if tensor.dim() == 0:  # Adam's number of steps
+            return tensor
+        return join_over(name, _whole(tensor.detach()), self.groups.vocab)
 
-    def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Everything the optimizer remembers, whole, as `optimizer/<parameter>/<what>`."""
-        return {
-            f"optimizer/{name}/{what}": self.whole(name, torch.as_tensor(value)).cpu()
-            for name, parameter in self.model.named_parameters()
-            for what, value in sorted(optimizer.state.get(parameter, {}).items())
-        }
+    def moments(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+        """Yield each of the optimizer's moments, whole, with its name `optimizer/<parameter>/<what>`.
+
+        Gathering one is a collective, so every rank must iterate to the end; a rank that does not need the moments
+        drops each one before the next, and never holds more than one parameter's.
+        """
+        for name, parameter in self.model.named_parameters():
+            for what, value in sorted(optimizer.state.get(parameter, {}).items()):
+                yield f"optimizer/{name}/{what}", self.whole(name, torch.as_tensor(value))
 
     def fill_moments(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
-        """The inverse of `moments`, in this layout."""
+        """Set the optimizer's moments from whole ones, as `moments` yields them, in this layout."""
         parameters = dict(self.model.named_parameters())
         for key, value in saved.items():
             name, _, what = key.removeprefix("optimizer/").rpartition("/")

@@ -1,4 +1,4 @@
-"""What a person sees while training runs, and the numbers it leaves behind for plots."""
+"""The progress line of a training, and `metrics.jsonl` with the numbers of every step."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PLAIN_SECONDS = 10.0
 
 
 class Progress:
-    """One line with step, loss, tokens/s and time left: redrawn on a terminal, every ten seconds in a log.
+    """A line with step, loss, tokens/s and time left: redrawn on a terminal, printed every ten seconds in a log.
 
-    Tokens are target tokens, padding left out; loss and speed are those of the last hundred steps. The clock it
-    needs for that is the run's: it keeps the times in `state`.
+    Tokens are target tokens without padding; loss and speed are those of the last hundred steps. It also counts the
+    run's seconds, in `state`.
     """
 
     def __init__(self, state: TrainingState, steps: int) -> None:
@@ -47,7 +47,7 @@ class Progress:
             self.live.stop()
 
     def step_done(self, state: TrainingState, *, loss: float, tokens: int) -> None:
-        """A step ended: `loss` is its mean per token, `tokens` its number of tokens."""
+        """Show the end of a step; `loss` is its mean per token, `tokens` its number of tokens."""
         seconds = self._tick(state)
         state.train_seconds += seconds
         self.recent.append((seconds, tokens, loss))
@@ -58,13 +58,13 @@ class Progress:
             self.next_line = self.mark + PLAIN_SECONDS
 
     def validated(self, state: TrainingState, found: object) -> None:
-        """A validation ended; its time does not count as slow training."""
+        """Show the result of a validation; its seconds do not count as training."""
         note = "   best so far" if state.best_step == state.step else ""
         self.say(f"[valid] step {state.step:>6,}   {found}{note}")
         self._tick(state)
 
     def line(self, step: int) -> str:
-        """The progress line of `step`."""
+        """Return the progress line of `step`."""
         seconds = max(sum(each[0] for each in self.recent), 1e-9)
         tokens = sum(each[1] for each in self.recent)
         loss = sum(each[1] * each[2] for each in self.recent) / tokens
@@ -75,15 +75,16 @@ class Progress:
         )
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line above the progress line."""
         if self.live:
             self.live.console.print(Text(text))
         else:
             print(text, flush=True)
 
     def _tick(self, state: TrainingState) -> float:
-        """Seconds since the last tick."""
-        before, self.mark = self.mark, time.monotonic()
+        """Return the seconds since the last tick."""
+        before = self.mark
+        self.mark = time.monotonic()
         state.seconds = self.mark - self.began
         return self.mark - before
 
@@ -92,14 +93,15 @@ class Metrics:
     """`metrics.jsonl`: one JSON object a line, each with the step it belongs to."""
 
     def __init__(self, path: Path | None, *, after_step: int) -> None:
-        """Append to `path`, or write nothing. Records past `after_step`, of a process that died before saving, go.
+        """Append to `path`, or write nothing if it is None.
 
-        Lines that are no record are moved to `metrics.odd.txt` beside it; what a kill has cut off is dropped.
+        Records after `after_step`, of a process that ended before it saved these steps, are removed. Lines that are not
+        records are moved to `metrics.odd.txt` in the same folder; an incomplete last line is dropped.
         """
         self.path = path
         if path is not None and path.exists():
             with writing_to(path):
-                _keep(path, after_step)
+                _remove_after(path, after_step)
         self.file = path.open("a", encoding="utf-8") if path is not None else None
 
     def __enter__(self) -> Self:
@@ -107,7 +109,7 @@ class Metrics:
 
     def __exit__(self, *error: object) -> None:
         if self.file is not None:
-            with suppress(OSError):  # a full disk has been reported, and what is left cannot be written
+            with suppress(OSError):  # a full disk was reported by `write`, and the buffer still cannot be written
                 self.file.close()
 
     def write(self, **values: object) -> None:
@@ -121,35 +123,37 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every record of a `metrics.jsonl`."""
+    """Read all records of a `metrics.jsonl`."""
     return [record for record in map(_record, path.read_bytes().splitlines()) if record is not None]
 
 
-def _keep(path: Path, after_step: int) -> None:
-    """Leave the records up to a step in `path`, which is replaced as a whole."""
+def _remove_after(path: Path, after_step: int) -> None:
+    """Replace `path` by a file with the records up to a step alone."""
     before = path.read_bytes()
     *lines, cut_off = before.split(b"\n")
     if _record(cut_off) is not None:
         lines.append(cut_off)
     records = [(line, _record(line)) for line in lines if line.strip()]
-    kept = b"".join(line + b"\n" for line, record in records if record is not None and record["step"] <= after_step)
+    remaining = b"".join(
+        line + b"\n" for line, record in records if record is not None and record["step"] <= after_step
+    )
     odd = [line + b"\n" for line, record in records if record is None]
     if odd:
         aside = path.with_name("metrics.odd.txt")
         with aside.open("ab") as file:
             file.writelines(odd)
         print(f"[train] {path}: {len(odd):,} lines that are no records of steps moved to {aside}", flush=True)
-    if kept != before:
+    if remaining != before:
         new = path.with_name(f".{path.name}.new")
         with new.open("wb") as file:
-            file.write(kept)
+            file.write(remaining)
             file.flush()
             os.fsync(file.fileno())
         new.replace(path)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None where it is none."""
+    """Parse a line; return None if it is not a record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -158,7 +162,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds as a clock shows them: 0:07, 12:30, 1:02:03."""
+    """Format seconds as hours, minutes and seconds: 0:07, 12:30, 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

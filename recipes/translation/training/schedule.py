@@ -1,4 +1,4 @@
-"""The learning rate of each step, as a pure function of the step number: nothing to save, nothing to restore."""
+"""The learning rate of each step, a function of the step number alone, so that resuming needs no saved state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from recipes.translation.settings.config import TrainingConfig
 
 
 def learning_rate(settings: TrainingConfig, step: int, d_model: int) -> float:
-    """The learning rate of step `step`, counted from 1.
+    """Return the learning rate of step `step`, counted from 1.
 
     - `inverse_sqrt`: linear to `learning_rate` at step `warmup`, then falling with the square root of the step.
     - `noam`: `learning_rate * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)` (Vaswani et al. 2017,

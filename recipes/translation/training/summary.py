@@ -1,4 +1,4 @@
-"""What a training run came to, in numbers and in words."""
+"""The summary that training prints at its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLES = 3
 
 @dataclass(frozen=True)
 class Sample:
-    """A sentence as a model translates it, and as it should be."""
+    """A sentence with a model's translation and the reference."""
 
     source: str
     translation: str
@@ -41,7 +41,7 @@ class Summary:
     """Steps asked for."""
     best: Validation | None
     stopped_by: signal.Signals | None
-    """The signal that ended it before its time."""
+    """The signal that stopped training early."""
     samples: tuple[Sample, ...]
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Summary:
 def summarize(
     run: Path, state: TrainingState, steps: int, stopped_by: signal.Signals | None, corpus: Corpus
 ) -> Summary:
-    """The outcome, with a few validation sentences as the best model translates them."""
+    """Summarize a run, with the best model's translations of a few validation sentences."""
     if whole_folder(run / "best") is None:
         return Summary(run, state, steps, None, stopped_by, ())
     best = Validation.from_dict(load_facts(run / "best"))
@@ -75,7 +75,7 @@ def summarize(
 
 
 def translated(folder: Path, corpus: Corpus) -> tuple[Sample, ...]:
-    """The first validation sentences, translated by the model in `folder`."""
+    """Translate the first validation sentences by the model in `folder`."""
     translator = load_translator(folder)
     pairs = corpus.valid_pairs[:SAMPLES]
     found = translate(translator, [pair.source for pair in pairs], translator.config.decoding)
@@ -83,12 +83,12 @@ def translated(folder: Path, corpus: Corpus) -> tuple[Sample, ...]:
 
 
 def visible(run: Path) -> list[Path]:
-    """The files and folders of a run that a person looks at."""
+    """Return the files and folders of a run that are not hidden."""
     return [path for path in run.iterdir() if not path.name.startswith(".")]
 
 
 def command(*words: object) -> str:
-    """The shell command that runs this recipe with these words, as short as it can be typed from here."""
+    """Return a shell command of this recipe, with the path to Python relative to the current folder if it is inside."""
     python = Path(sys.executable)
     here = Path.cwd()
     short = python.relative_to(here) if python.is_relative_to(here) else python

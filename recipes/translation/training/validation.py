@@ -1,4 +1,4 @@
-"""How well a model does on the validation data, in the middle of training."""
+"""Validation during training: loss, perplexity, accuracy and BLEU."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ NAMES = ("loss", "perplexity", "accuracy", "bleu")
 
 @dataclass(frozen=True)
 class Validation:
-    """What a validation found."""
+    """The result of a validation."""
 
     step: int
     loss: float
     """Per target token, smoothed as in training."""
     perplexity: float
-    """exp of the unsmoothed negative log-likelihood per target token (a subword, the end symbol included)."""
+    """exp of the unsmoothed negative log-likelihood per target token (subwords and the end symbol)."""
     accuracy: float
-    """Percentage of target tokens that are the most likely one, given the right ones before."""
+    """Percentage of target tokens that are the most likely ones, given the reference's tokens before them."""
     bleu: float | None
-    """Of greedy translations of the first `validate_bleu` sentences; None where that is 0."""
+    """BLEU of greedy translations of the first `validate_bleu` sentences; None if that is 0."""
 
     def as_dict(self) -> dict[str, object]:
-        """One record of `metrics.jsonl`."""
+        """Return a record of `metrics.jsonl`."""
         return {"step": self.step, **{f"valid_{name}": getattr(self, name) for name in NAMES}}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """The inverse of `as_dict`."""
+        """Read a record that `as_dict` returned."""
         return cls(record["step"], *(record[f"valid_{name}"] for name in NAMES))
 
     def __str__(self) -> str:
@@ -57,18 +57,19 @@ def validate(
     step: int,
     ranks: Ranks = ALONE,
 ) -> Validation:
-    """Loss over all validation pairs, and BLEU over the first ones; the ranks share both out.
+    """Compute the loss of all validation pairs and BLEU of the first ones, each rank a subset of them.
 
-    `loss_of` is that of the translator's model, which is whole on every rank.
+    `loss_of` computes the loss of a batch by the translator's model, which is whole on every rank.
     """
-    config, model = translator.config, translator.model
+    config = translator.config
+    model = translator.model
     model.eval()
     mine = corpus.valid.epoch(0)[ranks.rank :: ranks.world]
     loss = seqpar.sum_over_ranks(
         sum((loss_of(corpus.valid.batch(indices)) for indices in mine), start=nothing(model)), ranks.group
     )
     tokens = int(loss.tokens)
-    assert loss.nll is not None  # LabelSmoothing can tell both
+    assert loss.nll is not None  # LabelSmoothing computes both
     assert loss.correct is not None
     pairs = corpus.valid_pairs[: config.training.validate_bleu]
     bleu = None
@@ -91,6 +92,6 @@ def validate(
 
 
 def nothing(model: EncoderDecoder) -> seqpar.TokenLoss:
-    """The loss of no tokens, where the model's losses are."""
+    """Return the loss of no tokens, on the model's device and in its dtype."""
     weight = model.generator.weight
     return seqpar.TokenLoss.zero(weight.dtype, weight.device, tells=True)

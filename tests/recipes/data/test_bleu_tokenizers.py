@@ -13,13 +13,13 @@ import torch
 from sacrebleu.tokenizers import tokenizer_ja_mecab, tokenizer_ko_mecab, tokenizer_spm
 
 from recipes.translation import evaluate as evaluate_module
-from recipes.translation import validation as validation_module
 from recipes.translation.commands import main
 from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.evaluate import evaluate, score
 from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
-from recipes.translation.settings.config import CHOICES, ConfigError, RunConfig, load_config
+from recipes.translation.settings.config import SCHEMA, ConfigError, RunConfig, load_config
+from recipes.translation.training import validation as validation_module
 from recipes.translation.training.validation import Validation, nothing, validate
 from recipes.translation.translate import translate
 from tests.recipes.tiny import tiny
@@ -125,7 +125,7 @@ def test_a_tokeniser_that_is_on_disk_is_taken(tmp_path: Path, monkeypatch: pytes
 
 
 def test_every_tokeniser_of_sacrebleu_can_be_set() -> None:
-    assert {"auto", *sacrebleu.BLEU.TOKENIZERS} == set(CHOICES["data.tokenize"])
+    assert {"auto", *sacrebleu.BLEU.TOKENIZERS} == set(SCHEMA.settings["data.tokenize"].choices)
 
 
 def chinese(folder: Path, **changes: Any) -> RunConfig:

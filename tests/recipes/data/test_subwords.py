@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.translation import prepare as prepare_module
+from recipes.translation.data import prepare as prepare_module
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.sentence_pairs import DataError

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from recipes.translation.data.corpus import load_corpus
@@ -17,6 +20,7 @@ from recipes.translation.processes.stop import OtherRankError
 from recipes.translation.run_folder.checkpoint import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
+from recipes.translation.training.layout import Layout
 from recipes.translation.training.progress import read_metrics
 from seqpar.testing.ranks import ranks
 from tests.recipes.tiny import tiny
@@ -285,3 +289,52 @@ def test_only_rank_0_prints_and_only_once(tmp_path: Path) -> None:
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 4]
     assert json.loads((tmp_path / "run" / "last" / "training.json").read_text())["step"] == 4
     assert os.environ.get("RANK") is None
+
+
+def most_moments_at_once(rank: int, world: int, config: RunConfig) -> tuple[int, int]:
+    """Return how many moments a rank saw whole, and the largest number of them that were in memory at once."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    moments = Layout.moments
+
+    def watched(self: Layout, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for name, moment in moments(self, optimizer):
+            if moment.dim():  # a number of steps is no copy
+                seen.append(weakref.ref(moment))
+            most = max(most, sum(each() is not None for each in seen))
+            yield name, moment
+            del moment
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Layout, "moments", watched)
+        train(config)
+    return len(seen), most
+
+
+@pytest.mark.parametrize("layout", ["data 2", "shard 2", "vocab 2"])
+def test_only_rank_0_holds_all_moments(layout: str, tmp_path: Path) -> None:
+    world, changes = LAYOUTS[layout]
+    config = tiny(tmp_path / "run", {**EXACT, **changes, "training.steps": 1, "training.validate_bleu": 0})
+    (seen, first), (others_seen, other) = ranks(world, most_moments_at_once, config)
+    assert seen == others_seen > 10
+    assert first == seen
+    assert other <= 2  # the one at hand, and the one that it replaces
+
+
+def groups_made(rank: int, world: int, config: RunConfig) -> int:
+    """Return how many times a training makes process groups."""
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("new_group", "new_subgroups_by_enumeration"):
+            function = getattr(dist, name)
+            patch.setattr(dist, name, lambda *a, f=function, **k: made.append(f) or f(*a, **k))
+        train(config)
+    return len(made)
+
+
+@pytest.mark.parametrize(("layout", "expected"), [("data 2", 2), ("vocab 2", 2), ("data 2 x vocab 2", 4)])
+def test_a_group_of_all_ranks_is_not_made_again_for_the_layout(layout: str, expected: int, tmp_path: Path) -> None:
+    world, changes = LAYOUTS[layout]
+    config = tiny(tmp_path / "run", {**EXACT, **changes, "training.steps": 1, "training.validate_bleu": 0})
+    assert ranks(world, groups_made, config) == [expected] * world

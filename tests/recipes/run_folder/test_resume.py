@@ -13,7 +13,7 @@ from recipes.translation import train as training
 from recipes.translation.atomic_folder import MANIFEST, CheckpointError
 from recipes.translation.commands import main
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
-from recipes.translation.settings.config import CHOICES, ConfigError
+from recipes.translation.settings.config import SCHEMA, ConfigError
 from recipes.translation.settings.options import setting_names
 from recipes.translation.train import begin, train
 from tests.recipes.tiny import options, tiny
@@ -178,8 +178,8 @@ MAY_CHANGE = (
 
 def another(name: str, value: Any) -> Any:
     """A value of the setting that it does not have."""
-    if name in CHOICES:
-        return next(choice for choice in CHOICES[name] if choice != value)
+    if SCHEMA.settings[name].choices:
+        return next(choice for choice in SCHEMA.settings[name].choices if choice != value)
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):

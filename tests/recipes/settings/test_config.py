@@ -11,8 +11,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recipes.translation.settings.config import (
-    CHOICES,
-    RANGES,
     SCHEMA,
     ConfigError,
     DataConfig,
@@ -32,7 +30,7 @@ shares = st.floats(0, 1, exclude_max=True)
 
 
 def choice(key: str) -> st.SearchStrategy[str]:
-    return st.sampled_from(CHOICES[key])
+    return st.sampled_from(SCHEMA.settings[key].choices)
 
 
 configs = st.builds(
@@ -290,9 +288,10 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
 
 
 def test_every_number_has_a_range_and_every_limit_a_setting() -> None:
-    numbers = {key for key, kind in SCHEMA.types.items() if "int" in str(kind) or "float" in str(kind)}
-    assert set(RANGES) == numbers
-    assert set(CHOICES) <= set(SCHEMA.types)
+    settings = SCHEMA.settings.items()
+    numbers = {key for key, setting in settings if "int" in str(setting.kinds) or "float" in str(setting.kinds)}
+    assert {key for key, setting in settings if setting.range is not None} == numbers
+    assert all(str in setting.kinds for _, setting in settings if setting.choices)
 
 
 def test_the_defaults_are_themselves_valid(tmp_path: Path) -> None:
