@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -59,7 +60,7 @@ def test_a_second_writer_is_refused_by_name_and_one_that_was_killed_is_forgotten
 
 def test_a_worker_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path) -> None:
     script = (
-        "import os, sys, time\nfrom pathlib import Path\nfrom recipes.translation.lock import sole_writer\n"
+        "import os, sys, time\nfrom pathlib import Path\nfrom recipes.translation.run_folder.lock import sole_writer\n"
         "with sole_writer(Path(sys.argv[1])):\n"
         "    child = os.fork()\n"
         "    if child == 0:\n        time.sleep(60)\n        os._exit(0)\n"
@@ -77,6 +78,24 @@ def test_a_worker_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path
                 assert Path(f"/proc/{child}").exists()
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_lock_on_a_file_that_was_removed_in_between_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one who had it removes the file between our opening it and our locking it; the next one opens another."""
+    path, flock, locked = tmp_path / "run" / ".lock", fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not locked:
+            path.unlink()
+        flock(descriptor, operation)
+        locked.append(descriptor)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    with sole_writer(tmp_path / "run"):
+        assert len(locked) == 2
+        assert path.read_text().startswith(f"process {os.getpid()} on ")
 
 
 def test_a_folder_where_nothing_was_written_is_not_left_behind(tmp_path: Path) -> None:

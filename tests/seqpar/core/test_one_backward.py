@@ -136,8 +136,10 @@ def test_an_unused_parameter_keeps_no_gradient_as_in_plain_torch():
     assert generator.unused.grad is None
 
 
-def test_two_parameters_that_autograd_hands_one_gradient_stay_apart():
-    """With `x + a + b` autograd passes the same tensor to a and b; summing into it in place would double."""
+@pytest.mark.parametrize("chunk_tokens", [3, 12])
+def test_two_parameters_that_autograd_hands_one_gradient_stay_apart(chunk_tokens):
+    """With `x + a + b` autograd passes the same tensor to a and b; summing into it in place would double, and so would
+    multiplying a single chunk's by the upstream factor."""
 
     class TwoBiases(nn.Module):
         def __init__(self):
@@ -150,10 +152,10 @@ def test_two_parameters_that_autograd_hands_one_gradient_stay_apart():
 
     generator = TwoBiases()
     _, _, hidden, target = small()
-    seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=3)(hidden, target % 4).total.backward()
-    expected = torch.autograd.grad(
-        nn.functional.cross_entropy(generator(hidden), target % 4, reduction="sum"), generator.a
-    )[0]
+    loss = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=chunk_tokens)(hidden, target % 4)
+    (loss.total * 3).backward()
+    plain = nn.functional.cross_entropy(generator(hidden), target % 4, reduction="sum") * 3
+    expected = torch.autograd.grad(plain, generator.a)[0]
     torch.testing.assert_close(generator.a.grad, expected, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(generator.b.grad, expected, rtol=1e-12, atol=1e-14)
 

@@ -85,6 +85,25 @@ def test_each_pair_has_its_plain_gradient_by_the_path_that_explain_names(generat
     assert_same_results(*results(engine, loss, hidden, target, dict(module.named_parameters())))
 
 
+DOUBLING = {
+    "register_forward_pre_hook": lambda _, inputs: (2 * inputs[0],),
+    "register_forward_hook": lambda _, __, output: 2 * output,
+    "register_full_backward_pre_hook": lambda _, upstream: (2 * upstream[0],),
+    "register_full_backward_hook": lambda _, gradient, __: (2 * gradient[0],),
+}
+
+
+@pytest.mark.parametrize("register", DOUBLING)
+def test_a_hook_of_any_kind_has_its_effect_on_the_gradient(register):
+    torch.manual_seed(0)
+    module, loss = nn.Linear(4, 7).double(), seqpar.CrossEntropy()
+    getattr(module, register)(DOUBLING[register])
+    engine = seqpar.LossCompute(module, loss, chunk_tokens=4)
+    assert "Linear has hooks" in engine.explain()
+    hidden, target = torch.randn(9, 4, dtype=torch.float64, requires_grad=True), torch.randint(7, (9,))
+    assert_same_results(*results(engine, loss, hidden, target, dict(module.named_parameters())))
+
+
 def test_a_softmax_over_rows_is_not_taken_for_one_over_classes():
     engine = seqpar.LossCompute(GENERATORS["before a softmax over rows"][0](), seqpar.CrossEntropy())
     assert "the generator is a Sequential, not nn.Linear" in engine.explain()

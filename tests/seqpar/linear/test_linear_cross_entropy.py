@@ -28,6 +28,18 @@ def test_every_option_has_the_gradient_of_its_published_formula(case, cache):
         )
 
 
+@pytest.mark.parametrize("rows_at_once", [1, 2, 3, 5])
+def test_the_bias_has_its_gradient_from_every_block_of_a_chunk(rows_at_once):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    bias, target = torch.randn(7, dtype=torch.float64, requires_grad=True), torch.randint(7, (5,))
+    with patch("seqpar.linear.formula.CACHE", rows_at_once * 7 * 8):
+        loss = seqpar.linear_cross_entropy(hidden, weight, target, bias=bias, chunk_tokens=5).total
+    plain = F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")
+    found, expected = (torch.autograd.grad(each, bias)[0] for each in (loss, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
 @given(linear_cases())
 def test_torchs_convention_is_torchs_own_loss_weights_included(case):
     tensors = case.tensors()
