@@ -178,6 +178,7 @@ def second_backward(adapter: Adapter) -> Finding:
     x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter))
     tensors = x.made()
     loss = x.loss(tensors)
+    # With a factor, which an implementation that stores its gradients may apply to them once more
     x.backward(loss * FACTOR, retain_graph=True)
     first = {name: t.grad.clone() for name, t in leaves(tensors).items() if t.grad is not None}
     try:
@@ -331,6 +332,7 @@ def products(x: Inputs) -> int:
     answer(x)  # so that compilation, if any, is over
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
         answer(x)
+    # (a, b) @ (b, c) takes a x b x c multiplications, times the batch for bmm
     total = 0
     for event in record.events() or []:
         if event.name in PRODUCTS:
