@@ -161,6 +161,8 @@ def _wrong_divisor(e: Evidence) -> str | None:
     times = e.ratio()
     n = e.tokens
     rows = e.rows
+    # The plain loss is sum / divisor. A mean instead has divisor / n times its gradients, a mean over all rows of
+    # all ranks divisor / (rows x world), and a sum (which DDP then averages) divisor / world.
     if times is None or math.isclose(times, 1, rel_tol=SAME):
         return None
     looks = f"all gradients are {_spelt(times)} times the plain ones"
@@ -193,6 +195,7 @@ def _local_count(e: Evidence) -> str | None:
 def _world_size(e: Evidence) -> str | None:
     times = e.ratio()
     if e.world > 1 and times:
+        # DDP averages over the ranks: without the factor world, gradients are 1/world; with it twice, world times
         for exponent, what in ((-1, "averaged over the ranks"), (1, "multiplied by the number of ranks")):
             if math.isclose(times, e.world**exponent, rel_tol=SAME):
                 return f"the world size: all gradients are {_spelt(times)} times the plain ones, {what} once too often"
@@ -216,6 +219,7 @@ def _missed_tie(e: Evidence) -> str | None:
 
 def _accumulated(e: Evidence) -> str | None:
     times = e.ratio()
+    # k micro-batches added up without a division give k times the gradient, a division too many gives 1/k
     for whole in (times, times and 1 / times):
         if times and whole and whole > 1.5 and math.isclose(whole, round(whole), rel_tol=SAME):
             if times > 1:

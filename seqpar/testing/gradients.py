@@ -171,7 +171,7 @@ def _size(tensor: Tensor) -> float:
 
 def _assert_close(what: str, got: Tensor, expected: Tensor, rtol: float, floor: float) -> None:
     assert got.shape == expected.shape, f"{what} has shape {tuple(got.shape)}, not {tuple(expected.shape)}"
-    assert not expected.isnan().any(), f"{what} is off: the reference is nan there, which nothing can be held against"
+    assert not expected.isnan().any(), f"{what} is off: the reference is nan there, so nothing can be compared with it"
     # In the wider dtype, so that a large float64 number is not rounded to float32's infinity
     wider = torch.promote_types(got.dtype, expected.dtype)
     got = got.to(expected.device, wider)

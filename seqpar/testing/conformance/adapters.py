@@ -1,4 +1,4 @@
-"""The implementations that are known, called as their projects document it. None of them is imported before it runs."""
+"""Call the known implementations as their projects document it. None of them is imported before it runs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ CPU = not torch.cuda.is_available()
 
 
 def _usual(options: Options) -> str:
-    smoothing = f", label_smoothing={options.label_smoothing}" if options.label_smoothing else ""
-    ignored = f", ignore_index={options.ignore_index}" if options.ignore_index != -100 else ""
-    return f"{ignored}{smoothing}, reduction={options.reduction!r}"
+    """Return the keywords that most implementations share with `F.cross_entropy`, without those at their defaults."""
+    keywords = ""
+    if options.ignore_index != -100:
+        keywords += f", ignore_index={options.ignore_index}"
+    if options.label_smoothing:
+        keywords += f", label_smoothing={options.label_smoothing}"
+    return f"{keywords}, reduction={options.reduction!r}"
 
 
 def _torch(options: Options) -> str:
@@ -29,21 +33,25 @@ def _torch(options: Options) -> str:
 
 
 def _chunked(options: Options, more: str = "") -> str:
-    rows = options.chunk_rows
-    chosen = [f"batch_chunk_size={rows}, chunking_method=None"] if rows else []
-    chosen += [more] if more else []
+    chosen = [more]
+    if options.chunk_rows:
+        chosen = [f"batch_chunk_size={options.chunk_rows}, chunking_method=None", more]
     call = f"F.linear_cross_entropy(hidden, weight, target, linear_bias=bias{_usual(options)}"
-    return f"{call}, options=torch.nn.LinearCrossEntropyOptions({', '.join(chosen)}))"
+    return f"{call}, options=torch.nn.LinearCrossEntropyOptions({', '.join(filter(None, chosen))}))"
 
 
 def _accurate(options: Options) -> str:
-    wide = "acc_dtype=torch.float32, " if options.dtype in HALVES else ""
+    wide = ""
+    if options.dtype in HALVES:
+        wide = "acc_dtype=torch.float32, "
     return _chunked(options, f'acc_policy="accurate", {wide}allow_retain_graph=True')
 
 
 def _torch_has_it() -> str:
     has = hasattr(nn.functional, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
-    return "" if has else f"not in torch {torch.__version__}"
+    if has:
+        return ""
+    return f"not in torch {torch.__version__}"
 
 
 def _liger(options: Options, more: str = "") -> str:
@@ -56,7 +64,7 @@ def _liger_float32(options: Options) -> str:
 
 
 def _why_no_liger() -> str:
-    """Its kernels run on a GPU or interpreted, and Triton reads which when it is imported."""
+    """Return why Liger cannot run: its kernels need a GPU or the interpreter, chosen before Triton is imported."""
     late = "triton" in sys.modules and "liger_kernel" not in sys.modules
     if CPU and late and os.environ.get("TRITON_INTERPRET") != "1":
         return "needs a GPU, or a process that has not loaded Triton yet"
@@ -80,27 +88,32 @@ def _tune(options: Options) -> str:
 
 def _formula(options: Options) -> str:
     usual = _usual(options).rsplit(", reduction", 1)[0]
-    what = "total" if options.reduction == "sum" else "mean"
-    chunk = f", chunk_tokens={options.chunk_rows}" if options.chunk_rows else ""
+    what = {"sum": "total", "mean": "mean"}[options.reduction]
+    chunk = ""
+    if options.chunk_rows:
+        chunk = f", chunk_tokens={options.chunk_rows}"
     return f"seqpar.linear_cross_entropy(hidden, weight, target, bias=bias{usual}{chunk}).{what}"
 
 
 def engine_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    """`LossCompute` with a projection of its own class, which it has by autograd, chunk by chunk."""
+    """Compute the loss by `LossCompute` with a projection of a class that it differentiates by autograd."""
     generator = Projection(weight.size(1), weight.size(0), bias is not None, device="meta")
-    generator.weight, generator.bias = weight, bias  # type: ignore[assignment]
+    generator.weight = weight
+    generator.bias = bias  # type: ignore[assignment]
     criterion = nn.CrossEntropyLoss(
         ignore_index=options.ignore_index, label_smoothing=options.label_smoothing, reduction="sum"
     )
     loss: TokenLoss = LossCompute(generator, criterion, chunk_tokens=options.chunk_rows)(hidden, target)
-    return loss.total if options.reduction == "sum" else loss.mean
+    if options.reduction == "sum":
+        return loss.total
+    return loss.mean
 
 
 class Projection(nn.Linear):
-    """One whose gradient the engine does not know by formula."""
+    """A projection of its own class, for which the engine has no closed form of the gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `nn.Linear`."""
+        """Return the logits, as `nn.Linear` does."""
         return super().forward(x)
 
 
@@ -176,10 +189,10 @@ KNOWN: dict[str, Adapter] = {
 
 
 def adapter_of(name: str) -> Adapter:
-    """The known adapter of that name, or the one at `module:object`.
+    """Return the known adapter of that name, or the one at `module:object`.
 
     Raises:
-        ValueError: there is none, in one line that says what there is.
+        ValueError: there is no such adapter; the message lists the known ones.
     """
     if name in KNOWN:
         return KNOWN[name]

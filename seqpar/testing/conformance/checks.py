@@ -1,4 +1,4 @@
-"""The checks: each holds an adapter against one claim and returns a finding, with five lines that show a failure."""
+"""Check an adapter: each check is about one claim and returns a finding, with five lines that show a failure."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from seqpar.testing.conformance.inputs import Answer, Inputs, Part, RaisedError,
 from seqpar.testing.conformance.memory import growth
 
 ROUNDING = 1e-6
-"""What two float32 gradients that should be the same may differ by, relative."""
+"""The relative difference allowed between two float32 gradients that should be equal."""
 PRODUCTS = {f"aten::{name}{suffix}" for name in ("mm", "addmm", "bmm", "baddbmm") for suffix in ("", "_")}
 HALF = 0.6
-"""Half of the rows ignored should halve the products; so large a share of them may be left."""
+"""The fraction of the matrix products that may be left when half of the rows are ignored; ideally one half."""
 SILENCE = 60
-"""Seconds that a call with a bad target may take."""
+"""The longest time in seconds that a call with a bad target may take."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found."""
+    """The result of a check."""
 
     verdict: str
     """"pass", "fail", "not offered" or "not measured"."""
@@ -38,26 +38,26 @@ class Finding:
     """Five lines that show the failure."""
 
     def __str__(self) -> str:
-        return f"{self.verdict}: {self.figure}" if self.figure else self.verdict
+        return ": ".join(filter(None, [self.verdict, self.figure]))
 
 
 @dataclass(frozen=True)
 class Check:
-    """A claim, and what an adapter must offer to be held against it."""
+    """A claim about a loss, with the features that an adapter must offer to be checked."""
 
     name: str
     run: Callable[[Adapter], Finding]
     needs: frozenset[Feature] = frozenset()
     is_cost: bool = False
-    """Whether it is about what the loss takes; all others are about its numbers."""
+    """Whether it is about memory or work; all others are about numbers."""
 
     def __call__(self, adapter: Adapter) -> Finding:
-        """The finding; an exception is a failure."""
+        """Return the finding; an exception of the loss is a failure."""
         missing = sorted(self.needs - adapter.offers)
         if missing:
             return Finding("not measured" if missing == ["CPU memory"] else "not offered")
         if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # dynamo gives up where one function is asked for in too many ways
+            torch.compiler.reset()  # dynamo stops compiling a function after a few settings of its arguments
         try:
             return quietly(lambda: self.run(adapter))  # type: ignore[no-any-return]
         except RaisedError as raised:
@@ -71,23 +71,29 @@ def _options(adapter: Adapter, dtype: torch.dtype = torch.float32, smoothing: fl
 
 
 def _shown(x: Inputs, *lines: str) -> str:
-    """Imports, tensors, the call, and what shows the failure."""
+    """Return a reproduction: imports, tensors, the call, and the lines that show the failure."""
     return "\n".join([x.imports, x.code, f"loss = {x.call}", *lines])
 
 
 def _shown_part(x: Inputs, part: Part, times: float = 1) -> str:
-    """How a part of the answer is seen to be off, beside the plain loss's own error."""
-    names, o = [*leaves(x.made())], x.options
-    settings = f"reduction={o.reduction!r}"
-    settings += f", label_smoothing={o.label_smoothing}" if o.label_smoothing else ""
-    settings += f", ignore_index={o.ignore_index}" if o.ignore_index != -100 else ""
+    """Return the reproduction of a wrong number or gradient, with the plain loss's own error in a comment."""
+    names = [*leaves(x.made())]
+    settings = f"reduction={x.options.reduction!r}"
+    if x.options.label_smoothing:
+        settings += f", label_smoothing={x.options.label_smoothing}"
+    if x.options.ignore_index != -100:
+        settings += f", ignore_index={x.options.ignore_index}"
     plain = f"F.cross_entropy(F.linear(*leaves), target, {settings})"
     wide = f"leaves = [t.detach().double().requires_grad_() for t in ({', '.join(names)})]; right = {plain}"
-    factor = "" if times == 1 else f" * {times}"
+    factor = ""
+    scaled = "loss"
+    if times != 1:
+        factor = f" * {times}"
+        scaled = f"(loss{factor})"
     allowed = f"at most {part.allowed:.2g} is right (the plain loss in that dtype: {part.plain:.2g})"
     if part.name == "loss":
         return _shown(x, wide, f"print(float((loss - right).abs() / right))  # {allowed}")
-    own = f"{f'(loss{factor})' if factor else 'loss'}.backward(); got = {part.name}.grad"
+    own = f"{scaled}.backward(); got = {part.name}.grad"
     if part.error == float("inf"):
         reached = f"loss.requires_grad and {own.split(';')[0]}"
         return _shown(x, reached, f"print({part.name}.grad)  # {part.name} needs a gradient")
@@ -96,8 +102,8 @@ def _shown_part(x: Inputs, part: Part, times: float = 1) -> str:
 
 
 def _compared(x: Inputs, found: list[Part] | None = None) -> Finding:
-    """The verdict on every part of the answer."""
-    worst = (parts(x) if found is None else found)[0]
+    """Return the verdict on the worst number or gradient of the answer."""
+    worst = (found or parts(x))[0]
     if math.isinf(worst.error):
         return Finding("fail", f"{worst.label}: none, or not a number", _shown_part(x, worst))
     size = f"{worst.error:.1e}"
@@ -109,25 +115,26 @@ def _compared(x: Inputs, found: list[Part] | None = None) -> Finding:
 
 
 def in_dtype(dtype: torch.dtype) -> Callable[[Adapter], Finding]:
-    """Value and every gradient: 1e-12 in float64, else at most twice the plain loss's own error."""
+    """Return a check of value and every gradient: 1e-12 in float64, else at most twice the plain loss's own error."""
     return lambda adapter: _compared(Inputs(adapter, options=_options(adapter, dtype)))
 
 
 def any_chunks(adapter: Adapter) -> Finding:
-    """The same with chunks of 8, 96 and all rows, in float32 and bfloat16."""
+    """Check value and gradients with chunks of 8, 96 and all rows, in float32 and bfloat16."""
     findings = []
     for kind in (torch.float32, torch.bfloat16):
         if str(kind).removeprefix("torch.") in adapter.offers:
             for rows in (8, 96, 512):
                 x = Inputs(adapter, options=replace(_options(adapter, kind), chunk_rows=rows))
-                found, where = parts(x), f"{rows} rows, {str(kind).removeprefix('torch.')}: "
+                found = parts(x)
+                where = f"{rows} rows, {str(kind).removeprefix('torch.')}: "
                 findings.append((found[0].share, where, _compared(x, found)))
     _, where, finding = max(findings, key=lambda f: f[0])
     return replace(finding, figure=where + finding.figure)
 
 
 def upstream(adapter: Adapter) -> Finding:
-    """An eighth of the loss has an eighth of every gradient."""
+    """Check that an eighth of the loss has an eighth of every gradient."""
     x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter))
     off = factor_errors(x)
     name = max(off, key=lambda n: off[n], default="")
@@ -144,7 +151,8 @@ def _no_gradients(x: Inputs) -> Finding:
 
 def factor_errors(x: Inputs) -> dict[str, float]:
     """Return, by name, how far the gradients of an eighth of the loss are from an eighth of the loss's gradients."""
-    once, eighth = answer(x), answer(x, FACTOR)
+    once = answer(x)
+    eighth = answer(x, FACTOR)
     return {n: error(eighth[n], g * FACTOR) for n, g in once.items() if n != "loss" and g is not None and g.any()}
 
 
@@ -153,21 +161,24 @@ def _worst_of(x: Inputs, name: str) -> Part:
 
 
 def frozen_trunk(adapter: Adapter) -> Finding:
-    """hidden needs no gradient, weight does: training the head alone."""
+    """Check the loss where hidden needs no gradient but weight does, as in training the head alone."""
     return _compared(Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter), frozen=("hidden",)))
 
 
 def frozen_head(adapter: Adapter) -> Finding:
-    """weight and bias need no gradient, hidden does: training what is below."""
-    frozen = ("weight", "bias") if "bias" in adapter.offers else ("weight",)
+    """Check the loss where weight and bias need no gradient but hidden does, as in training the layers below."""
+    frozen: tuple[str, ...] = ("weight",)
+    if "bias" in adapter.offers:
+        frozen = ("weight", "bias")
     return _compared(Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter), frozen=frozen))
 
 
 def second_backward(adapter: Adapter) -> Finding:
-    """`backward(retain_graph=True)`, then `backward()`: an error, or twice the gradient, and nothing else."""
+    """Check that `backward()` after `backward(retain_graph=True)` raises an error or gives twice the gradient."""
     x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter))
     tensors = x.made()
     loss = x.loss(tensors)
+    # With a factor, which an implementation that stores its gradients may apply to them once more
     x.backward(loss * FACTOR, retain_graph=True)
     first = {name: t.grad.clone() for name, t in leaves(tensors).items() if t.grad is not None}
     try:
@@ -184,7 +195,7 @@ def second_backward(adapter: Adapter) -> Finding:
 
 
 def accumulation(adapter: Adapter) -> Finding:
-    """Two losses, then both backwards into one `.grad`: the sum of both gradients."""
+    """Check that two losses, and then both backwards into one `.grad`, give the sum of both gradients."""
     x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter))
 
     def both(x: Inputs) -> Answer:
@@ -193,24 +204,28 @@ def accumulation(adapter: Adapter) -> Finding:
         losses = [x.loss(tensors), x.loss(other)]
         for loss in losses:
             x.backward(loss)
-        found = {name: None if t.grad is None else t.grad.double() for name, t in leaves(tensors).items()}
+        gradients = {name: t.grad for name, t in leaves(tensors).items()}
+        found = {name: g if g is None else g.double() for name, g in gradients.items()}
         return {"loss": sum(losses).detach().double(), **found}  # type: ignore[union-attr]
 
     def right(x: Inputs) -> Answer:
-        one, two = truth(x), truth(replace(x, change="target = target.flip(0)"))
+        one = truth(x)
+        two = truth(replace(x, change="target = target.flip(0)"))
         return {name: one[name] + two[name] for name in one}  # type: ignore[operator]
 
     finding = _compared(x, parts(x, both, right))
+    if not finding.reproduction:
+        return finding
     other = f"other = {x.call.replace('target', 'target.flip(0)')}; loss.backward(); other.backward()"
     plain = "F.cross_entropy(F.linear(hidden, weight, bias), torch.cat([target, target.flip(0)]))"
     plain = f"torch.autograd.grad({plain.replace('hidden, weight', 'torch.cat([hidden, hidden]), weight')}"
-    scale = 192 if adapter.reduction == "sum" else 2
+    scale = {"sum": 192, "mean": 2}[adapter.reduction]  # undoes the mean over the 2 x 96 rows
     seen = f"print(weight.grad.norm(), {plain} * {scale}, weight)[0].norm())  # the same"
-    return replace(finding, reproduction=_shown(x, other, seen) if finding.reproduction else "")
+    return replace(finding, reproduction=_shown(x, other, seen))
 
 
 def ignored(adapter: Adapter) -> Finding:
-    """A third of the targets ignored, by -100 and by a class of its own; nothing of them reaches a gradient."""
+    """Check that a third of the targets, ignored by -100 or as a class, contributes to no gradient."""
     worst = []
     for index in (-100, 3):
         options = replace(_options(adapter), ignore_index=index)
@@ -221,13 +236,13 @@ def ignored(adapter: Adapter) -> Finding:
 
 
 def mean(adapter: Adapter) -> Finding:
-    """The mean is over the targets that are not ignored, wherever they stand."""
+    """Check that the mean is over the targets that are not ignored, wherever these are."""
     options = replace(_options(adapter), reduction="mean")
     return _compared(Inputs(adapter, rows=96, vocab_size=128, options=options, change="target[:50] = -100"))
 
 
 def all_ignored(adapter: Adapter) -> Finding:
-    """The sum over no target is 0, with gradients of 0; the mean is what torch's is: not a number."""
+    """Check that the sum over no target is 0, with gradients of 0; report the mean, which is nan in torch."""
     x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter), change="target[:] = -100")
     found = answer(x)
     value = found.pop("loss")
@@ -239,7 +254,9 @@ def all_ignored(adapter: Adapter) -> Finding:
     stray = [name for name, gradient in found.items() if gradient is not None and gradient.any()]
     if float(value) == 0 and not stray:
         return Finding("pass", _mean_of_none(x))
-    what = f"{stray[0]} gradient is not 0" if stray else f"the sum is {float(value):g}"
+    what = f"the sum is {float(value):g}"
+    if stray:
+        what = f"{stray[0]} gradient is not 0"
     return Finding("fail", what, _shown(x, "loss.backward(); print(loss, hidden.grad.abs().max())  # 0, and 0"))
 
 
@@ -251,7 +268,7 @@ def _mean_of_none(x: Inputs) -> str:
 
 
 def out_of_range(adapter: Adapter) -> Finding:
-    """A target of V, V + 7 or -1 is an error, not a number. In a process of its own, which may not survive it."""
+    """Check that a target of V, V + 7 or -1 raises an error, in a process of its own, which may not survive it."""
     said = []
     for bad in ("128", "135", "-1"):
         x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter), change=f"target[5] = {bad}")
@@ -264,14 +281,16 @@ def out_of_range(adapter: Adapter) -> Finding:
 
 
 def _in_a_process(x: Inputs) -> str:
-    """What became of one forward and backward: "raises ...", "gave ..." or how the process ended."""
+    """Return the outcome of one forward and backward: "raises ...", "gave ..." or how the process ended."""
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_try, args=(theirs, x), daemon=True)
     process.start()
     theirs.close()
     try:
-        return str(ours.recv()) if ours.poll(SILENCE) else f"gave no answer in {SILENCE} s"
+        if ours.poll(SILENCE):
+            return str(ours.recv())
+        return f"gave no answer in {SILENCE} s"
     except EOFError:
         process.join()
         return f"ends the process ({process.exitcode})"
@@ -288,15 +307,18 @@ def _try(pipe: Connection, x: Inputs) -> None:
 
 
 def smoothing(adapter: Adapter) -> Finding:
-    """Label smoothing of 0.1, as `torch.nn.CrossEntropyLoss` defines it."""
+    """Check a label smoothing of 0.1, as `torch.nn.CrossEntropyLoss` defines it."""
     return _compared(Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter, smoothing=0.1)))
 
 
 def padding_cost(adapter: Adapter) -> Finding:
-    """With half of the rows ignored, half of the matrix products' work is left. Counted, not timed."""
-    x, half_of = Inputs(adapter, options=_options(adapter)), "target[::step] = -100"
+    """Check that with half of the rows ignored half of the matrix products' work is left; counted, not timed."""
+    x = Inputs(adapter, options=_options(adapter))
+    half_of = "target[::step] = -100"
     work = [products(replace(x, change=change)) for change in ("", half_of.replace("step", "2"))]
-    share = work[1] / work[0] if work[0] else 1.0
+    share = 1.0
+    if work[0]:
+        share = work[1] / work[0]
     if share <= HALF:
         return Finding("pass", f"{share:.0%} of the products for 50% of the rows")
     code = f"    with torch.profiler.profile(with_flops=True, record_shapes=True) as p: {half_of}; {x.call}.backward()"
@@ -306,21 +328,22 @@ def padding_cost(adapter: Adapter) -> Finding:
 
 
 def products(x: Inputs) -> int:
-    """Multiplications in the matrix products of one forward and backward, as torch's profiler sees them."""
-    answer(x)  # what compiles has compiled
+    """Return the multiplications in the matrix products of one forward and backward, as torch's profiler sees them."""
+    answer(x)  # so that compilation, if any, is over
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
         answer(x)
+    # (a, b) @ (b, c) takes a x b x c multiplications, times the batch for bmm
     total = 0
     for event in record.events() or []:
         if event.name in PRODUCTS:
-            first = 1 if "add" in event.name else 0  # an operand to add to comes before; `out` would come after
+            first = int("add" in event.name)  # addmm's first operand is the one it adds to; `out` would come last
             left, right = event.input_shapes[first : first + 2]
             total += math.prod(left) * right[-1]
     return total
 
 
 def memory_growth(adapter: Adapter) -> Finding:
-    """The peak of a fresh process at 1,024 and at four times as many rows; the logits of all rows never exist."""
+    """Check by the peaks of fresh processes at 1,024 and 4,096 rows that the logits of all rows never exist."""
     found = growth(adapter)
     if isinstance(found, str):
         return Finding("not measured", found)
@@ -358,10 +381,12 @@ CHECKS: tuple[Check, ...] = (
     Check("padding is not projected", padding_cost, is_cost=True),
     Check("memory by rows", memory_growth, frozenset({"CPU memory"}), is_cost=True),
 )
-"""All of them, in the order of the table."""
+"""All checks, in the order of the table."""
 
 
 def run(adapter: Adapter, checks: tuple[Check, ...] = CHECKS) -> dict[str, Finding]:
-    """Every check's finding, by name; all "not measured" where the adapter cannot run here."""
+    """Return every check's finding, by name; all are "not measured" if the adapter cannot run here."""
     why = adapter.why_not()
-    return {check.name: Finding("not measured", why) if why else check(adapter) for check in checks}
+    if why:
+        return {check.name: Finding("not measured", why) for check in checks}
+    return {check.name: check(adapter) for check in checks}

@@ -1,10 +1,11 @@
-"""The tensors of a check, made by the same text that a reproduction shows; and what a loss gives of them.
+"""Make the tensors of a check, by the same text that a reproduction shows, and measure a loss on them.
 
 Shape suffixes: N rows, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -16,15 +17,15 @@ from seqpar.testing.conformance.adapter import Adapter, Options
 from seqpar.testing.plain_reference import plain_value_and_gradients
 
 TWICE = 2.0
-"""An implementation may be so many times as far from float64 as the plain loss in the same dtype."""
+"""The error allowed to an implementation, relative to that of the plain loss in the same dtype."""
 DRAWS = 3
-"""The plain loss's own error is its largest over so many draws: on one, a single number may be right by luck."""
+"""The number of draws over which the plain loss's own error is the largest: on one, a number may be right by luck."""
 EXACT = 1e-12
-"""In float64."""
+"""The relative error allowed in float64."""
 NAMES = ("loss", "hidden", "weight", "bias")
 
 Answer = dict[str, Tensor | None]
-"""The loss and the gradients, by name, in float64; None where there is none."""
+"""The loss and the gradients, by name, in float64; None for a tensor without a gradient."""
 
 
 @dataclass(frozen=True)
@@ -44,46 +45,54 @@ class Inputs:
 
     @property
     def code(self) -> str:
-        """The line that makes the tensors."""
-        (n, d, v), dtype = (self.rows, self.width, self.vocab_size), self.options.dtype
-        to = "" if dtype == torch.float32 else f".to({dtype})"
-        bias = "bias" in self.adapter.offers
+        """Return the line of code that makes the tensors."""
+        n = self.rows
+        d = self.width
+        v = self.vocab_size
+        to = ""
+        if self.options.dtype != torch.float32:
+            to = f".to({self.options.dtype})"
+        bias = "None"
+        if "bias" in self.adapter.offers:
+            bias = f"torch.nn.Parameter(torch.randn({v}){to})"
         lines = [
             f"torch.manual_seed({self.seed})",
             f"hidden = torch.randn({n}, {d}){to}.requires_grad_()",
+            # Divided by sqrt(d), the logits have a variance of 1 whatever the width
             f"weight = torch.nn.Parameter((torch.randn({v}, {d}) / {d**0.5:g}){to})",
-            f"bias = torch.nn.Parameter(torch.randn({v}){to})" if bias else "bias = None",
+            f"bias = {bias}",
             f"target = torch.randint({v}, ({n},))",
-            *([self.change] if self.change else []),
+            self.change,
             *(f"{name}.requires_grad_(False)" for name in self.frozen),
         ]
-        return "; ".join(lines)
+        return "; ".join(filter(None, lines))
 
     @property
     def call(self) -> str:
-        """The call of a reproduction."""
+        """Return the call in a reproduction."""
         if self.adapter.call is None:
             return f"adapter.loss(hidden, weight, target, bias, {self.options!r})"
         return self.adapter.call(self.options)
 
     @property
     def imports(self) -> str:
-        """The first line of a reproduction."""
+        """Return the first line of a reproduction."""
+        if self.adapter.call is not None and " as F" in self.adapter.imports:
+            return self.adapter.imports
         if self.adapter.call is not None:
-            more = "" if " as F" in self.adapter.imports else "; import torch.nn.functional as F"
-            return self.adapter.imports + more
+            return self.adapter.imports + "; import torch.nn.functional as F"
         ours = "from seqpar.testing.conformance import Options, adapter_of"
         return f"import torch, torch.nn.functional as F; {ours}; adapter = adapter_of({self.adapter.spec!r})"
 
     def made(self) -> dict[str, Tensor]:
-        """hidden, weight, target and, where it has one, bias."""
+        """Return new tensors: hidden, weight, target and, if the implementation has one, bias."""
         here: dict[str, Tensor | None] = {}
         with torch.device(self.device):
             exec(self.code, {"torch": torch}, here)
         return {name: t for name, t in here.items() if t is not None}
 
     def loss(self, tensors: dict[str, Tensor]) -> Tensor:
-        """The implementation's, of these tensors."""
+        """Return the implementation's loss of these tensors."""
         arguments = tensors["hidden"], tensors["weight"], tensors["target"], tensors.get("bias")
         try:
             return _one_number(self.adapter.loss(*arguments, self.options))
@@ -91,19 +100,19 @@ class Inputs:
             raise RaisedError(self) from error
 
     def backward(self, loss: Tensor, **keywords: bool) -> None:
-        """`loss.backward(**keywords)`."""
+        """Run `loss.backward(**keywords)`, and raise RaisedError if it fails."""
         try:
             loss.backward(**keywords)
         except Exception as error:
             raise RaisedError(self) from error
 
     def plainly(self) -> Inputs:
-        """The same with the plain loss of torch."""
+        """Return the same problem with the plain loss of torch as the implementation."""
         return replace(self, adapter=replace(self.adapter, loss=plain_loss))
 
 
 class RaisedError(Exception):
-    """The implementation raised, as the exception's cause says, on these inputs."""
+    """The implementation raised an error on these inputs: the cause of this exception."""
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__(inputs.adapter.name)
@@ -111,7 +120,7 @@ class RaisedError(Exception):
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    """The loss as it is usually written."""
+    """Return the loss as it is usually written, in the dtype of the tensors."""
     logits_NV = F.linear(hidden, weight, bias)
     settings = {"ignore_index": options.ignore_index, "label_smoothing": options.label_smoothing}
     return F.cross_entropy(logits_NV, target, reduction=options.reduction, **settings)  # type: ignore[arg-type]
@@ -126,18 +135,18 @@ def _one_number(loss: object) -> Tensor:
 
 
 def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those that are differentiated, or might be."""
+    """Return the tensors that are differentiated unless they are frozen."""
     return {name: tensors[name] for name in NAMES if name in tensors}
 
 
 def answer(x: Inputs, factor: float = 1.0) -> Answer:
-    """What one forward and backward give."""
+    """Return the loss and the gradients of one forward and backward, with the loss times `factor`."""
     tensors = x.made()
     loss = x.loss(tensors)
     if loss.requires_grad:
         x.backward(loss * factor)
     found = {"loss": loss, **{name: t.grad for name, t in leaves(tensors).items()}}
-    return {name: None if t is None else t.detach().double() for name, t in found.items()}
+    return {name: t if t is None else t.detach().double() for name, t in found.items()}
 
 
 def truth(x: Inputs) -> Answer:
@@ -157,17 +166,19 @@ def truth(x: Inputs) -> Answer:
 
 
 def error(found: Tensor | None, right: Tensor | None) -> float:
-    """The relative distance (a Euclidean norm); infinite for what is missing or not a number."""
+    """Return |found - right| / |right| in the Euclidean norm; infinite if it is missing or not a number."""
     assert right is not None
     if found is None:
         return float("inf")
-    apart = float((found - right).norm() / right.norm().clamp(min=1e-300))
-    return apart if apart == apart else float("inf")
+    relative = float((found - right).norm() / right.norm().clamp(min=1e-300))
+    if math.isnan(relative):
+        return float("inf")
+    return relative
 
 
 @dataclass(frozen=True)
 class Part:
-    """How far one part of the answer is off."""
+    """The error of one number or gradient of the answer."""
 
     name: str
     error: float
@@ -177,26 +188,34 @@ class Part:
 
     @property
     def label(self) -> str:
-        """In words."""
-        return "loss" if self.name == "loss" else f"{self.name} gradient"
+        """Return its name in a message."""
+        if self.name == "loss":
+            return "loss"
+        return f"{self.name} gradient"
 
     @property
     def share(self) -> float:
-        """Above 1 it is wrong."""
+        """Return the error relative to the allowed one; above 1 it is wrong."""
         return self.error / self.allowed
 
 
 def parts(
     x: Inputs, measured: Callable[[Inputs], Answer] = answer, right: Callable[[Inputs], Answer] | None = None
 ) -> list[Part]:
-    """Every part that has a gradient, the worst first; `measured` takes the implementation's, `right` float64's."""
+    """Return the error of the loss and of every gradient, the worst first.
+
+    `measured` computes the implementation's answer and `right` the one in float64.
+    """
     right = right or truth
     draws = [replace(x, seed=seed) for seed in range(DRAWS)]
     own = [(measured(draw.plainly()), right(draw)) for draw in draws]
-    found, rounding = measured(x), torch.finfo(x.options.dtype).eps / 2
+    found = measured(x)
+    rounding = torch.finfo(x.options.dtype).eps / 2
     made = []
     for name in found.keys() - set(x.frozen):
         plain = max(error(one[name], exact[name]) for one, exact in own)
-        allowed = EXACT if x.options.dtype == torch.float64 else max(TWICE * plain, rounding)
+        allowed = max(TWICE * plain, rounding)
+        if x.options.dtype == torch.float64:
+            allowed = EXACT
         made.append(Part(name, error(found[name], own[x.seed][1][name]), plain, allowed))
     return sorted(made, key=lambda part: (-part.share, part.name))

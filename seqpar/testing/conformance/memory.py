@@ -29,7 +29,7 @@ class Growth:
 
     @property
     def share(self) -> float:
-        """Return the growth of the peak, without hidden's gradient, relative to that of one float32 copy of the logits."""
+        """Return the growth of the peak, less hidden's gradient, relative to that of one float32 copy of the logits."""
         more_bytes = (TIMES - 1) * self.ROWS * 4  # of one float32 column
         return (self.large - self.small - more_bytes * self.WIDTH) / (more_bytes * self.VOCAB)
 
