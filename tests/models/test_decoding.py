@@ -155,6 +155,18 @@ def test_the_search_is_a_plain_uncached_one_that_never_stops_early(
     same(actual, [plain_beam_search(model, src, beam, n_best, alpha, limit)])
 
 
+def test_beams_that_change_places_take_their_histories_along() -> None:
+    model, src = ENDING[0], [4, 4, 3, 3, 6, 5]
+    found = beam_search(model, torch.tensor([src]), bos=BOS, eos=EOS, beam=4, max_length=6)
+    same(found, [plain_beam_search(model, src, beam=4, n_best=1, alpha=0.6, limit=6)])
+
+
+def test_a_better_hypothesis_that_ends_later_is_waited_for() -> None:
+    model, src = MODELS[2], [6, 4, 3, 5, 3, 3]
+    found = beam_search(model, torch.tensor([src]), bos=BOS, eos=EOS, beam=3, length_penalty=3.0, max_length=6)
+    same(found, [plain_beam_search(model, src, beam=3, n_best=1, alpha=3.0, limit=6)])
+
+
 @pytest.mark.parametrize("which", range(len(ENDING)))
 def test_in_float32_with_packed_weights_it_finds_what_the_plain_search_finds(
     which: int, monkeypatch: pytest.MonkeyPatch

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from recipes.translation import train as training
 from recipes.translation.data.corpus import load_corpus
+from recipes.translation.evaluate import score
 from recipes.translation.processes.stop import StopSignals, TrainingError
 from recipes.translation.run_folder.checkpoint import Translator, build_model, load_facts, load_translator, model_sizes
 from recipes.translation.settings.config import ConfigError
@@ -233,6 +234,20 @@ def test_perplexity_is_that_of_the_unsmoothed_likelihood(tmp_path: Path) -> None
     (found,) = validations_of(tmp_path / "run")
     assert found["valid_perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-4)
     assert found["valid_accuracy"] == pytest.approx(100 * correct / tokens, abs=0.02)
+
+
+def test_validation_bleu_is_that_of_the_translations_against_the_references(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Translations too short by a word: BLEU is another number where the two sides change places."""
+    config = tiny(tmp_path / "run", {"training.steps": 1, "training.validate_bleu": 9})
+    pairs = load_corpus(config).valid_pairs[:9]
+    sources, references = [pair.source for pair in pairs], [pair.target for pair in pairs]
+    short = [text.rpartition(" ")[0] or text for text in references]
+    monkeypatch.setattr(validation, "translate", lambda _, sentences, *__: short if sentences == sources else [])
+    train(config)
+    (found,) = validations_of(tmp_path / "run")
+    assert found["valid_bleu"] == score(short, references).bleu != score(references, short).bleu
 
 
 def test_training_stops_when_validation_has_not_improved_for_patience_times(tmp_path: Path) -> None:

@@ -28,6 +28,21 @@ def test_every_option_has_the_gradient_of_its_published_formula(case, cache):
         )
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("convention", ["torch", "fairseq", "harvard"])
+def test_each_convention_with_and_without_class_weights(convention, weighted):
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(7, 3, dtype=torch.float64, requires_grad=True) for name in ("hidden", "weight")}
+    tensors["class_weight"] = torch.rand(7, dtype=torch.float64) + 0.1 if weighted else None
+    options = {"ignore_index": 2, "label_smoothing": 0.1, "smoothing_convention": convention, "z_loss": 0.5}
+    target = torch.tensor([0, 1, 2, 3, 4, 5, 6])
+    assert_same_gradients(
+        lambda: seqpar.linear_cross_entropy(**tensors, target=target, **options).total,
+        lambda: plain_loss(**tensors, target=target, softcap=None, **options),
+        {name: tensors[name] for name in ("hidden", "weight")},
+    )
+
+
 @pytest.mark.parametrize("rows_at_once", [1, 2, 3, 5])
 def test_the_bias_has_its_gradient_from_every_block_of_a_chunk(rows_at_once):
     torch.manual_seed(0)

@@ -153,6 +153,12 @@ def test_six_rows_on_four_devices_use_all_four():
     assert [len(s) for s in seqpar.scatter(torch.zeros(6), ["cpu"] * 4)] == [2, 2, 1, 1]
 
 
+def test_rows_are_cut_where_the_sizes_say():
+    parts = seqpar.scatter({"x": torch.arange(6), "y": torch.ones(6, 2)}, ["cpu"] * 3, sizes=[1, 4, 1])
+    assert [part["x"].tolist() for part in parts] == [[0], [1, 2, 3, 4], [5]]
+    assert [len(part["y"]) for part in parts] == [1, 4, 1]
+
+
 def test_scatter_along_another_dimension_and_gather_back():
     x = torch.arange(24).reshape(2, 6, 2)
     shards = seqpar.scatter({"x": x}, ["cpu"] * 4, dim=1)
