@@ -131,6 +131,7 @@ class LossCompute(nn.Module):
             compiled_match = match_formula(self.head["generator"], self.head["criterion"])
             if isinstance(compiled_match, FormulaMatch):
                 return _linear_loss(compiled_match, hidden, target, loss_scale, self.chunk_tokens, None)
+        # FSDP2 gathers a unit's weights in the unit's own forward only
         arguments = (hidden, target, loss_scale, per_token)
         if is_fsdp_unit(self.head["generator"]):
             return inside_unit(self.head["generator"], self._loss, *arguments)  # type: ignore[no-any-return]
