@@ -149,6 +149,7 @@ class LossCompute(nn.Module):
             check_width(shards, match.projection.weight.size(1))
             check_targets(shards, kept, match.vocab_size)
             check_class_weight(self.head["criterion"], match.vocab_size)
+            # Time steps are cut from (B, T), which joining shards would flatten
             if self.chunk_size is None:
                 shards = one_for_each_device(shards)
                 kept = [kept_tokens(self.head["criterion"], shard.target) for shard in shards]
@@ -165,6 +166,7 @@ class LossCompute(nn.Module):
         if needs_no_replica and self.devices is None:
             return shard_loss(self.head, shards[0], chunks[0], loss_scale)
         arguments = [(h, s, c, loss_scale) for h, s, c in zip(heads, shards, chunks, strict=True)]
+        # One thread per device; the losses are added on the first one, and autograd sends the gradients back
         losses = parallel_apply([shard_loss] * len(shards), arguments, devices=devices)
         return sum((_moved(loss, devices[0]) for loss in losses[1:]), start=losses[0])
 

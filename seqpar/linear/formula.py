@@ -90,6 +90,8 @@ class Projection:
         x_KV = product_KV
         dtype = wide(product_KV.dtype)
         plain = self.softcap is None and self.temperature == 1
+        # Softcap and temperature are computed in float32. A plain product stays narrow on an accelerator, whose softmax
+        # widens it in registers; the CPU's passes are several times as fast on a wide copy
         if self.widen or (x_KV.dtype != dtype and not plain):
             x_KV = self._buffer("wide", len(x_KV), dtype).copy_(x_KV)
             if self.bias_V is not None and self.widen:
@@ -135,8 +137,10 @@ class Projection:
             product_KV: the gradient G of the product, which has overwritten it.
             bias_grads: the sums of G's rows, block by block.
         """
+        # d hidden = G @ weight
         if gradients.hidden is not None:
             gradients.hidden.write_product(chunk, product_KV, self.weight_VD)
+        # d weight = G.T @ hidden
         if gradients.weight is not None:
             gradients.weight.add_product(product_KV.t(), hidden_KD)
         block_grads = [grad for grad in bias_grads if grad is not None]
@@ -256,6 +260,7 @@ class LinearFormula:
         If any gradient is wanted, the product is overwritten with its gradient.
         """
         counted_K = self._counted(target_K)
+        # An ignored target need not be a class; class 0 stands in for it, and its row's results are zeroed below
         if counted_K is not None:
             target_K = target_K.where(counted_K, 0)
         logits_KV, tanh_KV = self.projection.logits(product_KV)
@@ -287,6 +292,7 @@ class LinearFormula:
             sums = with_weights(self.kernel.part_sums(product_KV, local_K), self.q, index_K, owned_K)
             sums = self.split.combine(sums, target_K)
             rows = _RowResults.of(sums, self.q)
+            # The forward sums must be exchanged before any gradient: p needs lse of the whole vocabulary
             if gradients is not None:
                 mass = softmax_factor(sums, self.q)
                 self.kernel.part_gradient_(product_KV, local_K, sums.lse_N, mass, factor)

@@ -136,6 +136,7 @@ def _checked_on_this_rank(
     # In the target's own dtype -100 may be another number, such as 156 in uint8
     target = inputs.target.long()
     check_range(target, target != settings.ignore_index, shard.vocab_size)
+    # Counted from this rank's first class; only one rank has the excluded class
     excluded = None if q.excluded is None else q.excluded - shard.start
     if excluded is not None and not 0 <= excluded < rows:
         excluded = None

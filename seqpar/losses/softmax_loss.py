@@ -231,6 +231,7 @@ def row_losses(rows: RowSums, q: SoftTarget) -> Tensor:
     if rows.sum_N is not None:
         loss_N = loss_N + q.each * (weight_N * rows.lse_N - rows.sum_N)
     if q.kl_gold:
+        # sum_k w_k q_k log q_k = kl_gold w_y + kl_each (W - w_y)
         loss_N = loss_N + (q.kl_gold - q.kl_each) * gold_weight_N + q.kl_each * weight_N
     if q.z_loss:
         loss_N = loss_N + q.z_loss * rows.lse_N.square()
@@ -251,8 +252,10 @@ def logits_gradient_(
         # If all logits of this rank are -inf, its own softmax is 0/0 = nan, while p is 0
         p_NV.masked_fill_((rows.share_N == 0).unsqueeze(1), 0)
         factor_N = factor_N * rows.share_N
+    # factor p_k; plain cross-entropy has the factor 1
     if isinstance(factor_N, Tensor):
         p_NV *= factor_N.unsqueeze(1)
+    # - w_k q_k: `each` for every class that is not excluded, then `gold` for the target
     if q.each:
         if q.weight_V is not None:
             p_NV -= q.each * included_weight(q.weight_V, q)
