@@ -159,8 +159,9 @@ def _facts(inputs: Inputs, settings: Settings, vocab: VocabShard) -> dict[str, o
 
     Ranks that differ in any of it would wait for each other, or add up sums of different things.
     """
-    hidden, weight, target = inputs.hidden, inputs.weight, inputs.target
-    flat_N = target.flatten().long()
+    hidden = inputs.hidden
+    weight = inputs.weight
+    target_N = inputs.target.flatten().long()
     return {
         **NOTHING_WRONG,
         "the vocabulary's size": vocab.vocab_size,
@@ -173,7 +174,7 @@ def _facts(inputs: Inputs, settings: Settings, vocab: VocabShard) -> dict[str, o
         "whether hidden needs a gradient": hidden.requires_grad and torch.is_grad_enabled(),
         **settings._asdict(),
         # Different targets would give different chunks; a checksum of them costs one number
-        "the targets": int((flat_N * torch.arange(1, len(flat_N) + 1, device=flat_N.device)).sum()),
+        "the targets": int((target_N * torch.arange(1, len(target_N) + 1, device=target_N.device)).sum()),
     }
 
 
