@@ -254,7 +254,7 @@ def test_the_engine_can_be_recorded_after_its_first_call(by_kernel, own, chunks)
         if own:
             with pytest.raises(RuntimeError, match="first call of the engine is being recorded"):
                 engine(hidden, target)
-            with patch("seqpar.engine.loss_compute.recording", lambda _: False):
+            with patch("seqpar.engine.first_call.recording", lambda _: False):
                 engine(hidden, target)
         loss = engine(hidden, target)
         assert loss.tokens == (target != 3).sum()
