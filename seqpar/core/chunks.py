@@ -89,13 +89,14 @@ def check_size(size: int | None, name: str) -> None:
 
 def rows_per_chunk(vocab_size: int, dtype: torch.dtype, device_type: str) -> int:
     """Return how many rows of `vocab_size` logits, in float32 or wider, fit in the budget of that kind of device."""
-    narrow = dtype.itemsize < 4
+    budget = ACCELERATOR_BUDGET
+    narrow_factor = 4
     if device_type == "cpu":
         budget = CPU_BUDGET
-        fewest = 2 * FEWEST_ROWS if narrow else FEWEST_ROWS
-    else:
-        budget = ACCELERATOR_BUDGET
-        fewest = 4 * FEWEST_ROWS if narrow else FEWEST_ROWS
+        narrow_factor = 2
+    fewest = FEWEST_ROWS
+    if dtype.itemsize < 4:
+        fewest *= narrow_factor
     return max(fewest, budget // max(1, vocab_size * max(4, dtype.itemsize)))
 
 

@@ -48,7 +48,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], structure: Any) -> Any:
     return rebuild(structure, (function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in found))
 
 
-def describe(structure: Any) -> str:
+def describe(structure: object) -> str:
     """Return the nesting of the containers as text, for error messages; a leaf is the name of its type."""
     if isinstance(structure, Mapping):
         return "{" + ", ".join(f"{k!r}: {describe(v)}" for k, v in structure.items()) + "}"

@@ -167,7 +167,9 @@ def _mixed_by_gradient(scores: Project, rows: Sequence[Tensor], lead: int) -> st
     With two or more leading dimensions the four rows are two sequences of two time steps: row k is sequence k // 2 at
     time k % 2. So seen from either corner, a row at distance 1 is another time step, at distance 2 another sequence.
     """
-    shape = (PROBE_ROWS,) if lead == 1 else (*(1,) * (lead - 2), 2, PROBE_ROWS // 2)
+    shape: tuple[int, ...] = (PROBE_ROWS,)
+    if lead > 1:
+        shape = (*(1,) * (lead - 2), 2, PROBE_ROWS // 2)
     distances: set[int] = set()
     for own in (0, PROBE_ROWS - 1):
         with torch.enable_grad():
@@ -180,6 +182,7 @@ def _mixed_by_gradient(scores: Project, rows: Sequence[Tensor], lead: int) -> st
             upstream = torch.zeros_like(logits_KV)
             upstream[own] = torch.rand_like(logits_KV[own]) + 1
             (grad,) = torch.autograd.grad(logits_KV, hidden, upstream)
+            # Anything above the rounding of the row's own gradient comes from mixing; a nan is no evidence of it
             size_K = grad.flatten(1).abs().amax(1)
             least = torch.finfo(grad.dtype).eps * size_K[own]
             has_gradient_K = (size_K > least) & size_K.isfinite()
@@ -199,7 +202,9 @@ def _mixed_by_value(generator: nn.Module, scores: Project, rows: Sequence[Tensor
     ones = (1,) * (lead - 1)
     count = len(rows[0])
     # In the opposite order, and as so many sequences of one time step
-    backwards = (*(1,) * (lead - 2), count, 1) if lead > 1 else (count,)
+    backwards: tuple[int, ...] = (count,)
+    if lead > 1:
+        backwards = (*(1,) * (lead - 2), count, 1)
     with torch.no_grad():
         for _ in range(2):
             logits_KV = scores((*ones, count), rows)

@@ -107,6 +107,7 @@ def _probe(head: nn.ModuleDict, shard: Shard, index_K: Tensor, check_classes: Ca
     def scores(shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:
         return project(copy["generator"], tuple(shard.per_token), shape, rows)
 
+    # Dropout in the probe must not advance the random state: the loss would depend on whether a call was the first
     device = shard.hidden.device
     forked = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(forked, device_type=device.type):

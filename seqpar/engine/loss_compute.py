@@ -131,6 +131,7 @@ class LossCompute(nn.Module):
             compiled_match = match_formula(self.head["generator"], self.head["criterion"])
             if isinstance(compiled_match, FormulaMatch):
                 return _linear_loss(compiled_match, hidden, target, loss_scale, self.chunk_tokens, None)
+        # FSDP2 gathers a unit's weights in the unit's own forward only
         arguments = (hidden, target, loss_scale, per_token)
         if is_fsdp_unit(self.head["generator"]):
             return inside_unit(self.head["generator"], self._loss, *arguments)  # type: ignore[no-any-return]
@@ -148,6 +149,7 @@ class LossCompute(nn.Module):
             check_width(shards, match.projection.weight.size(1))
             check_targets(shards, kept, match.vocab_size)
             check_class_weight(self.head["criterion"], match.vocab_size)
+            # Time steps are cut from (B, T), which joining shards would flatten
             if self.chunk_size is None:
                 shards = one_for_each_device(shards)
                 kept = [kept_tokens(self.head["criterion"], shard.target) for shard in shards]
@@ -164,6 +166,7 @@ class LossCompute(nn.Module):
         if needs_no_replica and self.devices is None:
             return shard_loss(self.head, shards[0], chunks[0], loss_scale)
         arguments = [(h, s, c, loss_scale) for h, s, c in zip(heads, shards, chunks, strict=True)]
+        # One thread per device; the losses are added on the first one, and autograd sends the gradients back
         losses = parallel_apply([shard_loss] * len(shards), arguments, devices=devices)
         return sum((_moved(loss, devices[0]) for loss in losses[1:]), start=losses[0])
 

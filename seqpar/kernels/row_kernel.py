@@ -33,11 +33,14 @@ a time."""
 def why_no_kernel(device_type: str) -> str:
     """Return why the kernels are not used on that kind of device; an empty string if they are."""
     if device_type == "cpu":
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1" and _installed()
-        return "" if interpreted else "Triton has none for the CPU"
+        if os.environ.get("TRITON_INTERPRET") == "1" and _installed():
+            return ""
+        return "Triton has none for the CPU"
     if device_type not in ("cuda", "xpu"):
         return f"Triton has none for {device_type}"
-    return "" if _installed() else "Triton is not installed"
+    if not _installed():
+        return "Triton is not installed"
+    return ""
 
 
 def aligned(classes: int) -> int:

@@ -90,8 +90,10 @@ def _row_sums(
         total = tl.where(larger, total * shrink + 1.0, total + shrink)
         argbest = tl.where(larger, k, argbest)
         best = tl.where(larger, z, best)
+    # Each lane has a maximum and a sum of its own; lse = m + log sum_lanes s exp(m_lane - m)
     row_best = tl.max(best, 0)
     lse = row_best + tl.log(tl.sum(total * tl.exp(best - row_best), 0))
+    # Of classes that tie, the lowest counts as the prediction
     row_argbest = tl.min(tl.where(best == row_best, argbest, V), 0)
     inside = (target >= 0) & (target < V)
     gold, _ = _logits(x_ptr, bias_ptr, tl.where(inside, target, 0), inside, inside, softcap, temperature, dtype)
@@ -135,10 +137,12 @@ def _row_gradient(
         k = start + tl.arange(0, BLOCK)
         here = k < V
         z, tanh = _logits(x_ptr, bias_ptr, k, k < WIDTH, here, softcap, temperature, dtype)
+        # p_k = exp(z_k - lse)
         grad = tl.exp(z - lse) * mass
         if each != 0.0:
             grad -= each * _class_weights(weight_ptr, k, here, excluded, dtype)
         grad -= tl.where(k == target, gold_share, 0.0)
+        # d cap(x) / d x = 1 - tanh^2
         if softcap is not None:
             grad *= 1.0 - tanh * tanh
         if temperature != 1.0:

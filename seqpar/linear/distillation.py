@@ -160,6 +160,7 @@ class _Divergence:
         log_q_KV = teacher_logits_KV.to(log_p_KV.dtype).log_softmax(-1)
         nll_K = -log_p_KV.gather(1, target_K.unsqueeze(1)).squeeze(1)
         p_KV = log_p_KV.exp()
+        # In place, in this order: each line overwrites only what no later line reads
         if self.reverse:
             difference_KV = log_p_KV.sub_(log_q_KV)
             loss_K1 = (p_KV * difference_KV).sum(-1, keepdim=True)
@@ -175,5 +176,6 @@ class _Divergence:
             return loss, None
         if self.ignored is not None:
             grad_KV.masked_fill_(~counted_K.unsqueeze(1), 0)
+        # to_product_ divides by the temperature
         grad_KV = self.student.to_product_(grad_KV, None, gradients.scale, product_KV)
         return loss, self.student.bias_gradient(grad_KV, gradients)

@@ -29,7 +29,7 @@ from seqpar.linear.leaves import LinearSlots
 from seqpar.losses.softmax_loss import (
     RowSums,
     SoftTarget,
-    VocabPart,
+    SplitVocabulary,
     logits_gradient_,
     row_losses,
     softmax_and_sums,
@@ -90,6 +90,8 @@ class Projection:
         x_KV = product_KV
         dtype = wide(product_KV.dtype)
         plain = self.softcap is None and self.temperature == 1
+        # Softcap and temperature are computed in float32. A plain product stays narrow on an accelerator, whose softmax
+        # widens it in registers; the CPU's passes are several times as fast on a wide copy
         if self.widen or (x_KV.dtype != dtype and not plain):
             x_KV = self._buffer("wide", len(x_KV), dtype).copy_(x_KV)
             if self.bias_V is not None and self.widen:
@@ -135,8 +137,10 @@ class Projection:
             product_KV: the gradient G of the product, which has overwritten it.
             bias_grads: the sums of G's rows, block by block.
         """
+        # d hidden = G @ weight
         if gradients.hidden is not None:
             gradients.hidden.write_product(chunk, product_KV, self.weight_VD)
+        # d weight = G.T @ hidden
         if gradients.weight is not None:
             gradients.weight.add_product(product_KV.t(), hidden_KD)
         block_grads = [grad for grad in bias_grads if grad is not None]
@@ -168,7 +172,7 @@ class LinearFormula:
         projection: from hidden to logits.
         target_N: the classes of all rows; a chunk selects its own.
         q: the target distribution of a row, over this rank's classes.
-        part: turns sums over this rank's classes into sums over the vocabulary; None if this rank has all classes.
+        split: turns sums over this rank's classes into sums over the vocabulary; None if this rank has all classes.
         ignored: the target of rows that a chunk contains but that do not count; None if no chunk contains such rows.
     """
 
@@ -177,12 +181,12 @@ class LinearFormula:
         projection: Projection,
         target_N: Tensor,
         q: SoftTarget,
-        part: VocabPart | None = None,
+        split: SplitVocabulary | None = None,
         ignored: int | None = None,
     ) -> None:
         self.projection = projection
         self.target_N = target_N
-        self.part = part
+        self.split = split
         self.ignored = ignored
         if q.weight_V is not None:
             q = q._replace(weight_V=q.weight_V.detach().to(wide(projection.weight_VD.dtype)))
@@ -227,7 +231,7 @@ class LinearFormula:
             product_KV = self.projection.product(hidden_KD.to(self.projection.weight_VD.dtype))
             for block_KV, block_K, _ in self._blocks(product_KV, target_K, None):
                 logits_KV, _ = self.projection.logits(block_KV)
-                _, sums = softmax_and_sums(logits_KV, block_K, self.q, self.part, self._out(logits_KV))
+                _, sums = softmax_and_sums(logits_KV, block_K, self.q, self.split, self._out(logits_KV))
                 block_scores.append(sums.gold_N - sums.lse_N)
         scores_K = torch.cat(block_scores)
         if counted_K is None:
@@ -240,7 +244,7 @@ class LinearFormula:
         """Return the blocks of a chunk that go through the softmax one after the other: product, target, weight."""
         size = len(target_K)
         # A kernel needs no cache, and a split vocabulary's all-reduces cost the same for a block as for the chunk
-        if self.part is None and self.kernel is None:
+        if self.split is None and self.kernel is None:
             size = self.projection.rows_at_once(size)
         targets = target_K.split(size)
         weights: Sequence[Tensor | None] = [None] * len(targets)
@@ -256,17 +260,18 @@ class LinearFormula:
         If any gradient is wanted, the product is overwritten with its gradient.
         """
         counted_K = self._counted(target_K)
+        # An ignored target need not be a class; class 0 stands in for it, and its row's results are zeroed below
         if counted_K is not None:
             target_K = target_K.where(counted_K, 0)
         logits_KV, tanh_KV = self.projection.logits(product_KV)
-        p_KV, sums = softmax_and_sums(logits_KV, target_K, self.q, self.part, self._out(logits_KV))
+        p_KV, sums = softmax_and_sums(logits_KV, target_K, self.q, self.split, self._out(logits_KV))
         rows = _RowResults.of(sums, self.q)
         if counted_K is not None:
             rows = _RowResults(*(t.where(counted_K, torch.zeros_like(t)) for t in rows))
         loss = rows.summed(weight_K, counted_K)
         if gradients is None:
             return loss, rows.loss_K, None
-        grad_KV = logits_gradient_(p_KV, target_K, sums, self.q, self.part)
+        grad_KV = logits_gradient_(p_KV, target_K, sums, self.q, self.split)
         if counted_K is not None:
             grad_KV.masked_fill_(~counted_K.unsqueeze(1), 0)
         grad_KV = self.projection.to_product_(grad_KV, tanh_KV, _factor(weight_K, gradients), product_KV)
@@ -278,15 +283,16 @@ class LinearFormula:
         """Do as `_block`, in one kernel, or for a split vocabulary in two with the sums over ranks between them."""
         assert self.kernel is not None
         factor = 1.0 if gradients is None else _factor(weight_K, gradients)
-        if self.part is None:
+        if self.split is None:
             rows = _RowResults(*self.kernel.whole_(product_KV, target_K, factor, gradients is not None))
         else:
-            index_K, owned_K = self.part.locate(target_K, product_KV.size(1))
+            index_K, owned_K = self.split.locate(target_K, product_KV.size(1))
             # The kernel takes -1 for a target that another rank has
             local_K = index_K.where(owned_K, -1)
             sums = with_weights(self.kernel.part_sums(product_KV, local_K), self.q, index_K, owned_K)
-            sums = self.part.combine(sums, target_K)
+            sums = self.split.combine(sums, target_K)
             rows = _RowResults.of(sums, self.q)
+            # The forward sums must be exchanged before any gradient: p needs lse of the whole vocabulary
             if gradients is not None:
                 mass = softmax_factor(sums, self.q)
                 self.kernel.part_gradient_(product_KV, local_K, sums.lse_N, mass, factor)

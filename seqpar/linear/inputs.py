@@ -73,13 +73,13 @@ def plan(
     softcap = None if settings.softcap is None else float(settings.softcap)
     projection = Projection(inputs.weight, inputs.bias, dtype, softcap, float(settings.temperature))
     # A group of one rank has all classes and needs no sums over ranks
-    part = shard if world_size(shard.group) > 1 else None
+    split = shard if world_size(shard.group) > 1 else None
     # Every rank must cut the same chunks, also where ranks have different numbers of classes
     most = settings.chunk_tokens or rows_per_chunk(shard.largest_even_part, dtype, hidden.device.type)
     chunks = cut_rows(target_N != settings.ignore_index, most)
     # Chunks contain ignored rows only while a CUDA graph is recorded
     ignored = settings.ignore_index if recording(hidden.device) else None
-    formula = LinearFormula(projection, target_N, q, part, ignored)
+    formula = LinearFormula(projection, target_N, q, split, ignored)
     # Each rank's hidden gradient covers its own classes only; the backward of this copy sums them over the group
     hidden_ND = copy_to_group(hidden, shard.group).flatten(0, -2)
     token_weight_N = None if inputs.token_weight is None else inputs.token_weight.flatten()
@@ -136,6 +136,7 @@ def _checked_on_this_rank(
     # In the target's own dtype -100 may be another number, such as 156 in uint8
     target = inputs.target.long()
     check_range(target, target != settings.ignore_index, shard.vocab_size)
+    # Counted from this rank's first class; only one rank has the excluded class
     excluded = None if q.excluded is None else q.excluded - shard.start
     if excluded is not None and not 0 <= excluded < rows:
         excluded = None
@@ -158,22 +159,28 @@ def _facts(inputs: Inputs, settings: Settings, vocab: VocabShard) -> dict[str, o
 
     Ranks that differ in any of it would wait for each other, or add up sums of different things.
     """
-    hidden, weight, target = inputs.hidden, inputs.weight, inputs.target
-    flat_N = target.flatten().long()
+    hidden = inputs.hidden
+    weight = inputs.weight
+    target_N = inputs.target.flatten().long()
     return {
         **NOTHING_WRONG,
         "the vocabulary's size": vocab.vocab_size,
         "the width of hidden and weight": (hidden.shape[-1:], weight.shape[1:]),
         "the dtype": (hidden.dtype, weight.dtype),
         "the number of tokens": hidden.shape[:-1],
-        "bias": "none" if inputs.bias is None else "given",
-        "class_weight": "none" if inputs.class_weight is None else "given",
-        "token_weight": "none" if inputs.token_weight is None else "given",
+        "bias": _presence(inputs.bias),
+        "class_weight": _presence(inputs.class_weight),
+        "token_weight": _presence(inputs.token_weight),
         "whether hidden needs a gradient": hidden.requires_grad and torch.is_grad_enabled(),
         **settings._asdict(),
         # Different targets would give different chunks; a checksum of them costs one number
-        "the targets": int((flat_N * torch.arange(1, len(flat_N) + 1, device=flat_N.device)).sum()),
+        "the targets": int((target_N * torch.arange(1, len(target_N) + 1, device=target_N.device)).sum()),
     }
+
+
+def _presence(tensor: Tensor | None) -> str:
+    """Return whether an optional tensor was given, in words."""
+    return "none" if tensor is None else "given"
 
 
 def _check_settings(settings: Settings) -> None:

@@ -83,6 +83,7 @@ def loss_and_gradients(
     scale: float | Tensor = 1.0,
 ) -> tuple[TokenLoss, LinearGradients]:
     """Return the summed loss of all chunks and its gradients times `scale`, outside autograd."""
+    # The same order as in `differentiable_loss`; `LinearSlots.of` depends on it
     per_token = (leaves.hidden, leaves.token_weight)
     params = (leaves.weight, leaves.bias)
     wanted_in_order = (wanted.hidden, wanted.token_weight, wanted.weight, wanted.bias)

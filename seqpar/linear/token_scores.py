@@ -92,7 +92,9 @@ class _TokenScores(torch.autograd.Function):
                 "chunks; use log_softmax on the plain logits where you need one"
             )
         hidden_ND, weight, bias = ctx.saved_tensors
+        # log p_y = -loss, so sum_i u_i log p_i = sum_i (-u_i) loss_i: the closed form with token weights -u
         leaves = LinearLeaves(hidden_ND, weight, bias, token_weight=-upstream_N)
+        # The first two arguments are no tensors
         _, _, *needs_gradient = ctx.needs_input_grad
         wanted = LinearWanted(*needs_gradient)
         _, gradients = loss_and_gradients(ctx.formula, ctx.chunks, leaves, wanted)

@@ -52,6 +52,7 @@ def ignored_target(criterion: nn.Module) -> int | None:
 
 def _whole(value: object, name: str) -> int:
     """Return `value` as an int; numpy's integers and tensors of one integer are accepted, too."""
+    # operator.index(True) is 1
     if not isinstance(value, bool):
         with contextlib.suppress(TypeError):
             return operator.index(value)  # type: ignore[arg-type]

@@ -116,7 +116,7 @@ class RowSums(NamedTuple):
     """The sum of p over this rank's classes: their own softmax times share_N is p. None if all classes are here."""
 
 
-class VocabPart(Protocol):
+class SplitVocabulary(Protocol):
     """The classes of a split vocabulary that this rank has."""
 
     def locate(self, target_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -130,23 +130,23 @@ class VocabPart(Protocol):
 
 
 def softmax_and_sums(
-    logits_NV: Tensor, target_N: Tensor, q: SoftTarget, part: VocabPart | None = None, out: Tensor | None = None
+    logits_NV: Tensor, target_N: Tensor, q: SoftTarget, split: SplitVocabulary | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, RowSums]:
     """Return the softmax over this rank's classes, in float32 or wider, and the row sums over all classes.
 
     Args:
         q: the target distribution; its `excluded` and `weight_V` count this rank's classes.
-        part: the classes of a split vocabulary that this rank has; None if it has all of them.
+        split: the classes of a split vocabulary that this rank has; None if it has all of them.
         out: memory for the softmax, or None. It may be that of the logits, which may then be overwritten.
     """
     dtype = wide(logits_NV.dtype)
     if logits_NV.dtype != dtype and logits_NV.device.type == "cpu":
         # One conversion before all passes: the CPU's reductions over bfloat16 take several times as long
         logits_NV = out = logits_NV.to(dtype) if out is None else out.copy_(logits_NV)
-    if part is None:
+    if split is None:
         p_NV, rows = _softmax_and_local_sums(logits_NV, target_N, q, dtype, out, argbest_is_needed=False)
         return p_NV, with_weights(rows, q, target_N, None)
-    index_N, owned_N = part.locate(target_N, logits_NV.size(1))
+    index_N, owned_N = split.locate(target_N, logits_NV.size(1))
     if logits_NV.size(1):
         p_NV, rows = _softmax_and_local_sums(logits_NV, index_N, q, dtype, out, argbest_is_needed=True)
     else:
@@ -154,7 +154,7 @@ def softmax_and_sums(
         rows = _no_classes(index_N, q, dtype)
     gold_N = rows.gold_N.where(owned_N, torch.zeros_like(rows.gold_N))
     rows = rows._replace(gold_N=gold_N, correct_N=rows.correct_N & owned_N)
-    return p_NV, part.combine(with_weights(rows, q, index_N, owned_N), target_N)
+    return p_NV, split.combine(with_weights(rows, q, index_N, owned_N), target_N)
 
 
 def _softmax_and_local_sums(
@@ -231,6 +231,7 @@ def row_losses(rows: RowSums, q: SoftTarget) -> Tensor:
     if rows.sum_N is not None:
         loss_N = loss_N + q.each * (weight_N * rows.lse_N - rows.sum_N)
     if q.kl_gold:
+        # sum_k w_k q_k log q_k = kl_gold w_y + kl_each (W - w_y)
         loss_N = loss_N + (q.kl_gold - q.kl_each) * gold_weight_N + q.kl_each * weight_N
     if q.z_loss:
         loss_N = loss_N + q.z_loss * rows.lse_N.square()
@@ -238,7 +239,7 @@ def row_losses(rows: RowSums, q: SoftTarget) -> Tensor:
 
 
 def logits_gradient_(
-    p_NV: Tensor, target_N: Tensor, rows: RowSums, q: SoftTarget, part: VocabPart | None = None
+    p_NV: Tensor, target_N: Tensor, rows: RowSums, q: SoftTarget, split: SplitVocabulary | None = None
 ) -> Tensor:
     """Turn p into the gradient of the summed `row_losses` with respect to this rank's logits, in place.
 
@@ -251,8 +252,10 @@ def logits_gradient_(
         # If all logits of this rank are -inf, its own softmax is 0/0 = nan, while p is 0
         p_NV.masked_fill_((rows.share_N == 0).unsqueeze(1), 0)
         factor_N = factor_N * rows.share_N
+    # factor p_k; plain cross-entropy has the factor 1
     if isinstance(factor_N, Tensor):
         p_NV *= factor_N.unsqueeze(1)
+    # - w_k q_k: `each` for every class that is not excluded, then `gold` for the target
     if q.each:
         if q.weight_V is not None:
             p_NV -= q.each * included_weight(q.weight_V, q)
@@ -262,8 +265,8 @@ def logits_gradient_(
                 p_NV[:, q.excluded] += q.each
     index_N = target_N
     owned_N = None
-    if part is not None:
-        index_N, owned_N = part.locate(target_N, p_NV.size(1))
+    if split is not None:
+        index_N, owned_N = split.locate(target_N, p_NV.size(1))
     gold_N = p_NV.new_full(index_N.shape, -q.gold)
     if q.weight_V is not None:
         gold_N = gold_N * q.weight_V[index_N]

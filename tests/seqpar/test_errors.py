@@ -91,7 +91,7 @@ def test_shapes_that_disagree_are_both_named(lead, shape):
 
 
 def test_a_per_token_keyword_of_another_shape_is_named():
-    with pytest.raises(ValueError, match=r"teacher is \(5, 4\).*shape \(6,\) first"):
+    with pytest.raises(ValueError, match=r"teacher has shape \(5, 4\); the first dimensions .* target's shape \(6,\)"):
         engine()(hidden(6), zeros(6), teacher=hidden(5))
 
 

@@ -52,12 +52,12 @@ MIXING = {
     "a running sum over rows": (over_the_batch(lambda x: x.cumsum(0)), {}, 2, "in other rows"),
     "the mean of the rows": (over_the_batch(lambda x: x - x.mean(0)), {}, 2, "in other rows"),
     "batch normalisation of rows": (normalised, {"norm": nn.BatchNorm1d(4)}, 2, "BatchNorm1d"),
-    "a detached mean": (over_the_batch(lambda x: x - x.mean(0).detach()), {}, 3, "company and order"),
+    "a detached mean": (over_the_batch(lambda x: x - x.mean(0).detach()), {}, 3, "the other tokens and their order"),
     "a position": (
         over_the_batch(lambda x: x + torch.arange(x.size(1)).to(x).unsqueeze(1)),
         {},
         3,
-        "company and order",
+        "the other tokens and their order",
     ),
 }
 
