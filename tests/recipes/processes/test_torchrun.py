@@ -186,7 +186,7 @@ def work(rank, world, port, words):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="localhost", MASTER_PORT=port)
     settings = dict(word.lstrip("-").split("=", 1) for word in words)
     # One write: two processes that print share this pipe
-    os.write(1, f"{train(load_config(None, settings)).state.step}\n".encode())
+    os.write(1, f"{train(load_config(None, settings)).state.step}\\n".encode())
 
 if __name__ == "__main__":
     mp.spawn(work, (2, sys.argv[1], sys.argv[2:]), nprocs=2)
