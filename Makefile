@@ -29,11 +29,11 @@ help:  ## list the targets
 demo: .venv/recipes  ## train, evaluate and try a translation model on the built-in corpus (3 to 5 minutes on 2 cores)
 	@$(BIN)/python -m recipes.translation demo
 
-test: check  ## run the checks and every test (under 12 minutes on 2 cores)
+test: check  ## run the checks and every test (about 15 minutes on 2 cores)
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
 	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=10
 
-test-hf: .venv/dev  ## check the loss in every model class of Hugging Face transformers (under 8 minutes on 2 cores)
+test-hf: .venv/dev  ## check the loss in every model class of Hugging Face transformers (about 2 minutes on 2 cores)
 	@echo "[test-hf] pytest, every causal and conditional model class"
 	@$(BIN)/python -m pytest -n $(WORKERS) -m hf_models -q --durations=5 tests/seqpar/integrations/test_hf_models.py
 
