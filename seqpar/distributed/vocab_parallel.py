@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from seqpar.core.tensor_checks import is_dtensor
 from seqpar.distributed.collectives import (
     check_agreement,
     check_group,
@@ -34,7 +35,6 @@ from seqpar.distributed.collectives import (
     rank_in,
     world_size,
 )
-from seqpar.distributed.wrappers import is_dtensor
 from seqpar.losses.softmax_loss import RowSums
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.core.tensor_checks import is_dtensor as is_dtensor
+from seqpar.core.tensor_checks import is_dtensor
 
 WRAP_BOTH = (
     "wrap both in one module, seqpar.ModelWithLoss(model, loss), and give that to DistributedDataParallel or "

@@ -32,8 +32,6 @@ from seqpar.losses.softmax_loss import (
     soft_target,
     softmax_and_sums,
 )
-from seqpar.losses.target_checks import check_range as check_range
-from seqpar.losses.target_checks import check_target as check_target
 from seqpar.losses.target_checks import checked_target
 
 
