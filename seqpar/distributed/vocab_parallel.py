@@ -30,11 +30,13 @@ from seqpar.distributed.collectives import (
     check_agreement,
     check_group,
     gather_numbers,
+    group_gather,
     group_max,
     group_sum,
     rank_in,
     world_size,
 )
+from seqpar.losses.score_rows import ScoreSums, in_descending_order
 from seqpar.losses.softmax_loss import RowSums
 
 
@@ -166,6 +168,56 @@ class VocabShard:
             weight_N=weight_N,
             share_N=(here_N - lse_N).exp(),
         )
+
+    def combine_scores(self, sums: ScoreSums, top_k: int) -> ScoreSums:
+        """Return what the scores need from the whole vocabulary: one all-gather, and two more for the top classes.
+
+        Each rank adds the ranks' numbers in rank order, so that a row's sums do not depend on its place in the batch,
+        as those of an all-reduce may.
+        """
+        columns = [sums.best_N, sums.log_sum_N, *sums.picked_NP.unbind(1)]
+        if sums.mean_N is not None:
+            columns.append(sums.mean_N)
+        everyone_RCN = torch.stack(group_gather(torch.stack(columns), self.group))
+        picked_RPN = everyone_RCN[:, 2 : 2 + sums.picked_NP.size(1)]
+        best_RN = everyone_RCN[:, 0]
+        best_N = best_RN.amax(0)
+        # S = sum_r S_r exp(m_r - m); a rank whose classes are all masked out (-inf), or that has none, adds nothing
+        offset_RN = best_RN - best_N
+        empty_RN = best_RN == -math.inf
+        share_RN = (everyone_RCN[:, 1] + offset_RN).exp().masked_fill(empty_RN, 0)
+        sum_N = share_RN.sum(0)
+        share_RN = share_RN / sum_N
+        mean_N = None
+        if sums.mean_N is not None:
+            # sum_k p_k (z_k - m) = sum_r share_r (mean_r + m_r - m)
+            mean_RN = share_RN * (everyone_RCN[:, -1] + offset_RN)
+            mean_N = mean_RN.masked_fill(empty_RN, 0).sum(0)
+        rank = rank_in(self.group)
+        top_NT, top_ids_NT = self._top_of_all(sums.top_NT, sums.top_ids_NT, top_k)
+        return ScoreSums(
+            best_N=best_N,
+            log_sum_N=sum_N.log(),
+            mean_N=mean_N,
+            picked_NP=picked_RPN.sum(0).t(),
+            top_NT=top_NT,
+            top_ids_NT=top_ids_NT,
+            share_N=share_RN[rank],
+            offset_N=offset_RN[rank].masked_fill(empty_RN[rank], 0),
+        )
+
+    def _top_of_all(self, top_NT: Tensor, top_ids_NT: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """Return the `top_k` largest of all ranks' top logits, and their classes."""
+        if not top_k:
+            return top_NT, top_ids_NT
+        # A rank with fewer classes fills its columns with a class above all others, at -inf
+        missing = top_k - top_NT.size(1)
+        top_NT = torch.nn.functional.pad(top_NT, (0, missing), value=-math.inf)
+        top_ids_NT = torch.nn.functional.pad(top_ids_NT, (0, missing), value=self.vocab_size)
+        values_NC = torch.cat(group_gather(top_NT, self.group), 1)
+        ids_NC = torch.cat(group_gather(top_ids_NT, self.group), 1)
+        values_NC, ids_NC = in_descending_order(values_NC, ids_NC)
+        return values_NC[:, :top_k], ids_NC[:, :top_k]
 
 
 ROUNDINGS = 4

@@ -169,7 +169,7 @@ def test_token_scores_need_no_kernel_and_their_backward_has_one():
     target = torch.randint(7, (5,), device=DEVICE)
     with kernels() as launched:
         assert_same_gradients(
-            lambda: seqpar.token_scores(hidden, weight, target, chunk_tokens=2).square().sum(),
+            lambda: seqpar.token_scores(hidden, weight, target, chunk_tokens=2).log_prob.square().sum(),
             lambda: (hidden @ weight.t()).log_softmax(-1).gather(1, target[:, None]).square().sum(),
             {"hidden": hidden, "weight": weight},
         )

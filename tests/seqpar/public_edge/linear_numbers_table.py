@@ -93,7 +93,7 @@ def total(loss: seqpar.TokenLoss) -> Tensor:
 
 FUNCTIONS: dict[str, tuple[Callable[[Given], Tensor], Callable[[Given], Tensor], Callable[[], Given]]] = {
     "linear_cross_entropy": (lambda given: total(seqpar.linear_cross_entropy(**given)), plain_cross_entropy, good),
-    "token_scores": (lambda given: seqpar.token_scores(**given), plain_scores, good),
+    "token_scores": (lambda given: seqpar.token_scores(**given).log_prob, plain_scores, good),
     "linear_distillation": (
         lambda given: total(seqpar.linear_distillation(**given, direction="forward")),
         plain_divergence,
