@@ -122,6 +122,7 @@ class _Trial:
         extra = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in self.per_token.items()}
         parameters = {n: p for name in self.head for n, p in _named(self.head, name)}
         tensors = {"hidden": hidden, **{n: t for n, t in extra.items() if t.requires_grad}, **parameters}
+        whole: list[tuple[Tensor, Tensor, dict[str, Any]]]
         whole = gather_objects((self.hidden, self.target, self.per_token), self.group)
 
         def candidate() -> Tensor:
