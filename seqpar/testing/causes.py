@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_map
 
 Result = tuple[Tensor, Mapping[str, Tensor | None]]
 """A loss and its gradients by name."""
+Uses = Mapping[str, Sequence[tuple[str, Tensor]]]
+"""The gradient of each tensor, split by use: the operation and the gradient through it."""
 FACTOR = 0.125
 """The factor of the loss in the check that gradients follow it; a power of 2, so that it causes no rounding."""
 SAME = 1e-6
@@ -35,8 +37,8 @@ class Evidence:
     expected: Result
     eighth: Result | None = None
     """The same loss times `FACTOR`."""
-    uses: Mapping[str, Sequence[tuple[str, Tensor]]] = field(default_factory=dict)
-    """The plain gradient of each tensor, split by use: the operation and the gradient through it."""
+    uses: Uses = field(default_factory=dict)
+    """Of the plain gradients."""
     per_token: frozenset[str] = frozenset()
     """The tensors all of whose dimensions but the last are tokens."""
     tokens: int | None = None
@@ -187,9 +189,9 @@ def _local_count(e: Evidence) -> str | None:
     """Recognise a division by this rank's tokens instead of the step's."""
     if not e.tokens or e.world == 1:
         return None
-    # Only a per-token gradient shows it: a parameter's mixes the wrong factors of all ranks
     # (sum / tokens here, averaged over the ranks) / (sum / divisor)
     expected_ratio = e.divisor / (e.tokens * e.world)
+    # Only a per-token gradient shows it: a parameter's mixes the wrong factors of all ranks
     for name, got, plain in e.pairs():
         times = ratio(got, plain)
         if name not in e.per_token or not times or math.isclose(times, 1, rel_tol=SAME):
@@ -255,7 +257,7 @@ def _rounding(e: Evidence) -> str | None:
     return f"float32 on the way: nothing is off by more than {worst:.1g} of its size, and float64 keeps 1e-16"
 
 
-# From the most specific to the most general: a bare ratio fits several mistakes, an ignored factor or a lost row only one
+# From the most specific to the most general: a bare ratio fits several mistakes, a lost row only one
 CAUSES: tuple[Callable[[Evidence], str | None], ...] = (
     _no_tokens,
     _ignored_factor,
