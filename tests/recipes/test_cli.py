@@ -15,7 +15,6 @@ import pytest
 from recipes.translation.commands import COMMANDS, main
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import SCHEMA, load_config
-from recipes.translation.settings.options import setting_names
 from recipes.translation.translate import translate
 from tests.recipes.tiny import LEARNS, SETTINGS, options, tiny
 
@@ -66,7 +65,7 @@ def test_help_says_what_a_command_does_with_an_example_and_every_default(
     assert f"example:\n  python -m recipes.translation {command}" in text
     _, _, listed = text.partition("options:")
     if command in ("train", "prepare", "demo"):
-        for name in setting_names():
+        for name in SCHEMA.settings:
             _, found, entry = listed.partition(f"  --{name} ")
             assert found, name
             assert "(default: " in " ".join(entry.split("\n  --")[0].split()), name

@@ -84,11 +84,6 @@ def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
     return given
 
 
-def setting_names() -> list[str]:
-    """Return the dotted name of every setting."""
-    return list(SCHEMA.settings)
-
-
 def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType) -> None:
     several = any(get_origin(kind) is tuple for kind in setting.kinds)
     flags = [f"--{name}"]

@@ -104,9 +104,14 @@ class Groups(NamedTuple):
                 return None
             if len(rows) == 1 and not nccl and ranks.step_group is not None:
                 return ranks.step_group  # gloo over all ranks with the same timeout
+            backend = "gloo"
+            if nccl:
+                backend = "nccl"
             own, _ = dist.new_subgroups_by_enumeration(
-                rows.tolist(), timeout=timedelta(seconds=timeout), backend="nccl" if nccl else "gloo"
+                rows.tolist(), timeout=timedelta(seconds=timeout), backend=backend
             )
+            if backend == "gloo":
+                ranks.gloo_groups.append(own)
             return own  # type: ignore[no-any-return]
 
         vocab = group(world.view(-1, axes.vocab))
