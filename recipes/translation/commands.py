@@ -48,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        return fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        if error.filename:  # str(error) would begin with [Errno 13]
+            return fail(f"{error.filename}: {error.strerror}")
+        return fail(str(error))
     except OtherRankError as error:
         if os.environ.get("RANK", "0") != "0":
             return 2  # rank 0 prints the error
@@ -316,8 +318,9 @@ def _load(options: argparse.Namespace, ranks: Ranks) -> Translator:
     from recipes.translation.run_folder.checkpoint import load_translator
 
     def read() -> Translator:
-        run = Path(options.run)
-        folder = run if whole_folder(run) else run / options.checkpoint
+        folder = Path(options.run)
+        if not whole_folder(folder):  # it is not a checkpoint itself, so it is the run that contains one
+            folder = folder / options.checkpoint
         if whole_folder(folder) is None and not folder.exists():
             raise CheckpointError(
                 f"there is no trained model in {folder}; train one, or name another folder with --run"

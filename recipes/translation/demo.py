@@ -44,7 +44,10 @@ def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
     print(f"[demo] the first {SAMPLES} sentences of the test set:")
     for pair, translation in list(zip(evaluation.pairs, evaluation.translations, strict=True))[:SAMPLES]:
         print(Sample(pair.source, translation, pair.target))
-    written = ", ".join(map(str, evaluation.write(run) if ranks.is_main else []))
+    paths: list[Path] = []
+    if ranks.is_main:
+        paths = evaluation.write(run)
+    written = ", ".join(map(str, paths))
     print(f"[demo] trained and evaluated in {duration(time.monotonic() - began)}")
     print(f"[demo] the model is {run / 'best'}; every step is in {run / 'metrics.jsonl'}; the test set in {written}")
     print(f'[demo] translate a sentence of your own:\n\n  {command("translate", "--run", run)} "{SENTENCE}"\n')

@@ -31,7 +31,9 @@ def prepare(config: RunConfig) -> tuple[Subwords, Subwords]:
         ready = verified_folder(folder)
     else:
         print(f"[prepare] subword models of {folder} reused", flush=True)
-    names = ("joint", "joint") if config.subwords.joint else ("source", "target")
+    names = ("source", "target")
+    if config.subwords.joint:
+        names = ("joint", "joint")
     models = {name: Subwords.load(ready / f"{name}.model") for name in set(names)}
     return models[names[0]], models[names[1]]
 
@@ -50,9 +52,12 @@ def _reusable(folder: Path, settings: dict[str, Any]) -> Path | None:
     """Return the folder with undamaged models made with these settings; None if there is none."""
     try:
         found = verified_folder(folder)
-        return found if json.loads((found / SETTINGS).read_text(encoding="utf-8")) == settings else None
-    except (CheckpointError, OSError, ValueError):
+        made_with = json.loads((found / SETTINGS).read_text(encoding="utf-8"))
+    except (CheckpointError, OSError, ValueError):  # whatever is wrong with them, they can be made again
         return None
+    if made_with != settings:
+        return None
+    return found
 
 
 def _train(config: RunConfig, folder: Path, settings: dict[str, Any]) -> None:
@@ -60,7 +65,9 @@ def _train(config: RunConfig, folder: Path, settings: dict[str, Any]) -> None:
     pairs = load_pairs(config.data, "train", lowercase=config.subwords.lowercase)
     sources = [pair.source for pair in pairs]
     targets = [pair.target for pair in pairs]
-    texts = {"joint": sources + targets} if config.subwords.joint else {"source": sources, "target": targets}
+    texts = {"source": sources, "target": targets}
+    if config.subwords.joint:
+        texts = {"joint": sources + targets}
     size = f"{config.subwords.vocab_size:,} {config.subwords.kind} subwords"
     print(f"[prepare] {' and '.join(texts)}: {size} from {len(pairs):,} pairs", flush=True)
     with replaced_folder(folder) as new:

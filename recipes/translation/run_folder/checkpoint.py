@@ -183,7 +183,9 @@ def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str
     """Copy saved tensors into a model of the same shape."""
     own = tensors_of(model)
     for name in sorted(own.keys() ^ saved.keys()):
-        where = "the model has no such tensor" if name in saved else "it is missing there"
+        where = "it is missing there"
+        if name in saved:
+            where = "the model has no such tensor"
         raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {name}: {where}")
     for name, tensor in own.items():
         if tensor.shape != saved[name].shape:
@@ -193,6 +195,7 @@ def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str
             )
         if saved[name].dtype not in WEIGHTS.values():
             raise CheckpointError(f"{folder}: {name} is {saved[name].dtype}; weights are float32 or float64")
+    # Only now that everything fits: an error leaves the model as it was
     for name, tensor in own.items():
         tensor.copy_(saved[name])
 
@@ -206,10 +209,15 @@ def check_moments(model: nn.Module, saved: SavedTraining, folder: Path) -> None:
     if saved.state.step == 0:  # stopped before the first step
         shapes = {}
     for key in sorted(shapes.keys() | saved.moments.keys()):
-        there = tuple(saved.moments[key].shape) if key in saved.moments else None
-        here = shapes.get(key)
-        if there is None or here is None or there != tuple(here):
-            raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {key} is {there} there")
+        there = None
+        if key in saved.moments:
+            there = saved.moments[key].shape
+        if there is None:
+            raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {key} is missing there")
+        if there != shapes.get(key):
+            raise CheckpointError(
+                f"{folder} does not fit the model its config.yaml describes: {key} is {tuple(there)} there"
+            )
 
 
 def subword_names(config: RunConfig) -> tuple[str, str]:

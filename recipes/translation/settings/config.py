@@ -292,14 +292,16 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = N
     setting takes it literally. Any mistake raises ConfigError, which names the key, where it was given (file and line,
     or the command line), and what to do.
     """
-    given = {} if path is None else SCHEMA.read_file(Path(path))
+    given = {}
+    if path is not None:
+        given = SCHEMA.read_file(Path(path))
     given |= SCHEMA.read_overrides(overrides or {})
     joint = given.get("subwords.joint")
     tie = given.get("model.tie")
     if joint and tie and tie.value == "all" and not joint.value:
         raise ConfigError(
-            f"model.tie all ({tie.place}) needs one vocabulary for both languages, but subwords.joint is false "
-            f"({joint.place})"
+            f"model.tie all ({tie.location}) needs one vocabulary for both languages, but subwords.joint is false "
+            f"({joint.location})"
         )
     sections: dict[str, dict[str, Any]] = {}
     for key, setting in given.items():

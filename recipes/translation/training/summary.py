@@ -27,8 +27,10 @@ class Sample:
     reference: str
 
     def __str__(self) -> str:
-        right = "right" if self.translation == self.reference else f"should be: {self.reference}"
-        return f"  {self.source}\n    -> {self.translation}   ({right})"
+        verdict = f"should be: {self.reference}"
+        if self.translation == self.reference:
+            verdict = "right"
+        return f"  {self.source}\n    -> {self.translation}   ({verdict})"
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ def summarize(
     if whole_folder(run / "best") is None:
         return Summary(run, state, steps, None, stopped_by, ())
     best = Validation.from_dict(load_facts(run / "best"))
-    samples = () if stopped_by else translated(run / "best", corpus)
+    samples: tuple[Sample, ...] = ()
+    if not stopped_by:  # who presses Ctrl-C does not wait for translations
+        samples = translated(run / "best", corpus)
     return Summary(run, state, steps, best, stopped_by, samples)
 
 
@@ -91,5 +95,6 @@ def command(*words: object) -> str:
     """Return a shell command of this recipe, with the path to Python relative to the current folder if it is inside."""
     python = Path(sys.executable)
     here = Path.cwd()
-    short = python.relative_to(here) if python.is_relative_to(here) else python
-    return f"{short} -m recipes.translation {shlex.join(map(str, words))}"
+    if python.is_relative_to(here):
+        python = python.relative_to(here)
+    return f"{python} -m recipes.translation {shlex.join(map(str, words))}"
