@@ -103,9 +103,8 @@ class Wire(TorchDispatchMode):
             if group in self.rows_of:
                 rows = self.rows_of[group]
                 for rank, theirs in enumerate(arguments[0][0]):
-                    theirs[1] = span_number(
-                        rank * rows, (rank + 1) * rows
-                    )  # the shard's bounds, which VocabShard checks
+                    # The bounds of that rank's shard, which VocabShard checks
+                    theirs[1] = span_number(rank * rows, (rank + 1) * rows)
 
     @property
     def sent(self) -> Sent:
@@ -328,7 +327,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the counts as JSON instead")
     options = parser.parse_args()
     found = counts(tuple(options.worlds))
-    print(json.dumps(found) if options.json else table(found))
+    if options.json:
+        print(json.dumps(found))
+    else:
+        print(table(found))
 
 
 if __name__ == "__main__":

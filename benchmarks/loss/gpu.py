@@ -81,7 +81,9 @@ def why_not(name: str, way: Implementation, problem: Problem) -> str:
 def least_bytes(problem: Problem) -> int:
     """Return the hidden gradient, the weight's sum (float32 if there are several chunks) and one chunk of logits."""
     rows = min(problem.rows, rows_per_chunk(problem.vocab_size, problem.dtype, "cuda"))
-    sum_dtype = wide(problem.dtype) if rows < problem.rows else problem.dtype
+    sum_dtype = problem.dtype
+    if rows < problem.rows:
+        sum_dtype = wide(problem.dtype)
     weight = problem.vocab_size * problem.width * sum_dtype.itemsize
     return weight + (problem.rows * problem.width + rows * problem.vocab_size) * problem.dtype.itemsize
 
@@ -122,8 +124,8 @@ def measure(problem: Problem, device: str, repeats: int | None, progress: Progre
     products = floors(x)
     runs = {(problem, name): run for name, run in {**products, **steps}.items()}
     rounds = repeats or ROUNDS
-    share = problem.products / (rounds * len(runs))
-    taken = interleaved(runs, [x], rounds, lambda what: progress.add(share, what), in_a_row=2)
+    work = problem.products / (rounds * len(runs))
+    taken = interleaved(runs, [x], rounds, lambda what: progress.add(work, what), in_a_row=2)
     x.clear()
     return {
         "floor seconds": {name: taken[problem, name] for name in products},
@@ -158,7 +160,8 @@ def _rows(entry: Entry) -> list[list[str]]:
     for name, times in entry["seconds"].items():
         time = statistics.median(times)
         peak = entry["peak bytes"][name]
-        mark = " *" if name in entry["wrong"] else ""
+        if name in entry["wrong"]:
+            name += " *"
         figures = [f"{time * 1e3:.2f}", f"{floor / time:.0%}", f"{peak / MIB:,.0f}", f"{peak / least:.2f}"]
-        rows.append([title, name + mark, *figures])
+        rows.append([title, name, *figures])
     return rows

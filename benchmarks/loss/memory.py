@@ -31,7 +31,9 @@ def step_peak(name: str, problem: Problem, device: str, options: dict[str, Any])
     process.start()
     sender.close()
     try:
-        found: int | str = receiver.recv() if receiver.poll(LIMIT) else f"no answer in {LIMIT} s"
+        found: int | str = f"no answer in {LIMIT} s"
+        if receiver.poll(LIMIT):
+            found = receiver.recv()
     except EOFError:
         process.join()
         found = f"its process ended with {process.exitcode}"
@@ -82,8 +84,8 @@ def _tiny(problem: Problem) -> Problem:
 
 def allowed_bytes(problem: Problem, device: str) -> int:
     """Return the hidden gradient, the weight gradient and 1.3 of the engine's chunks of logits, at least float32."""
-    kept = math.ceil(problem.rows * (1 - problem.padding))
-    rows = min(kept, rows_per_chunk(problem.vocab_size, problem.dtype, torch.device(device).type))
+    unpadded_rows = math.ceil(problem.rows * (1 - problem.padding))
+    rows = min(unpadded_rows, rows_per_chunk(problem.vocab_size, problem.dtype, torch.device(device).type))
     chunk = rows * problem.vocab_size * max(4, problem.dtype.itemsize)
     gradients = (problem.rows * problem.width + problem.vocab_size * problem.width) * problem.dtype.itemsize
     return gradients + math.ceil(CHUNKS_ALLOWED * chunk)

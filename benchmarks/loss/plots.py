@@ -70,7 +70,8 @@ def _bars(results: Results) -> Any:
     names = list(entries[0]["seconds"])[::-1]
     left.set_yticks(range(len(names)), names)
     for label in left.get_yticklabels():
-        label.set_color(OURS_BLUE if label.get_text() in OURS else INK)
+        if label.get_text() in OURS:
+            label.set_color(OURS_BLUE)
     for entry, offset, strength in zip(entries, (0.2, -0.2), (1.0, 0.5), strict=True):
         floor = floor_seconds(entry)
         ratios = {name: (median(entry, name) or 0) / floor for name in names}
@@ -94,7 +95,9 @@ def _bar(axes: Any, names: list[str], values: dict[str, float], offset: float, s
         if not value:
             axes.text(0, row + offset, " not run", va="center", fontsize=8, fontstyle="italic")
             continue
-        color = OURS_BLUE if name in OURS else OTHERS
+        color = OTHERS
+        if name in OURS:
+            color = OURS_BLUE
         axes.barh(row + offset, value, height=0.36, color=color, alpha=strength)
         axes.text(value, row + offset, " " + form.format(value), va="center", fontsize=9)
 
@@ -154,4 +157,6 @@ def _lines(results: Results) -> Any:
 
 def _short(size: int) -> str:
     """Return whole thousands as "8k"."""
-    return f"{size // 1000}k" if size % 1000 == 0 else str(size)
+    if size % 1000:
+        return str(size)
+    return f"{size // 1000}k"
