@@ -121,7 +121,7 @@ def _bytes(argument: Any) -> int:
 
 
 class Trunk(nn.Module):
-    """Be the smallest model below the projection: an embedding."""
+    """The smallest model below the projection: an embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,6 +197,7 @@ def _world() -> ProcessGroup:
 def _mesh(inner: str) -> tuple[ProcessGroup, ProcessGroup]:
     """Return the two groups that this rank is in on a mesh of data x `inner`."""
     size = min(INNER, dist.get_world_size() // 2)
+    # Neighbouring ranks are on one machine, so the axis that communicates most is the inner one
     mesh = init_device_mesh("cpu", (dist.get_world_size() // size, size), mesh_dim_names=("data", inner))
     return mesh.get_group("data"), mesh.get_group(inner)
 
@@ -288,6 +289,7 @@ def count(layout: str, chunks: int) -> Sent:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         step, wire = LAYOUTS[layout](BATCH * TIME // chunks)
         with Wire(wire.rows_of):
+            # What DDP and FSDP2 set up in their first steps does not count
             step()
             step()
         with wire:

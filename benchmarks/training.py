@@ -128,6 +128,7 @@ def training(size: str, precision: str, order: str, steps: int) -> Row:
     apart = check_loss(size)
     report(f"{size} {precision}, {order} lengths; our loss and the plain one are {apart:.0e} apart in float64")
     torch.manual_seed(0)
+    # All three are in memory at once, so that they can take turns on each batch
     built = [kind(config, vocab_size, precision) for kind in (Ours, Marian, TorchTransformer)]
     made = batches(vocab_size, TOKENS, order)
     inputs = [next(made) for _ in range(WARM_UP + steps)]
@@ -199,6 +200,7 @@ def decoding(size: str, repeats: int) -> Row:
     model = make_transformer(config, vocab_size, vocab_size, PAD).eval()
     peer = marian(config, vocab_size).eval()
     with torch.no_grad():
+        # No probability for the end symbol, so every hypothesis has LENGTH tokens in both models
         model.generator.bias[EOS] = -1e4
         peer.final_logits_bias[0, EOS] = -1e4
     made = batches(vocab_size, TOKENS, "mixed")
@@ -235,7 +237,7 @@ def loading() -> list[Row]:
         report(f"loading {name}")
         prepare(config)
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # the figure is for one core
         tokens, seconds = read_epoch(config)
         torch.set_num_threads(threads)
         first = first_step(config, multi30k)

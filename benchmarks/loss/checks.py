@@ -26,6 +26,7 @@ def kit_inputs(implementation: Implementation, problem: Problem, device: str) ->
         given = problem._replace(
             rows=len(hidden), smoothing=options.label_smoothing, dtype=options.dtype, bias=bias is not None
         )
+        # The kit's tensors in place of the layer's own parameters: gradients must reach the kit's leaves
         generator = nn.Linear(weight.size(1), weight.size(0), bias is not None, device="meta")
         generator.weight = weight  # type: ignore[assignment]
         generator.bias = bias  # type: ignore[assignment]

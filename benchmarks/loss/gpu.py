@@ -154,6 +154,7 @@ def _rows(entry: Entry) -> list[list[str]]:
     if problem["smoothing"]:
         title += f", smoothing {problem['smoothing']:g}"
     floor = floor_seconds(entry)
+    # Three products of 2 N D V operations each
     rate = 6 * problem["rows"] * problem["width"] * problem["vocab_size"] / floor / 1e12
     least = entry["least bytes"]
     rows = [[title, f"three products, {rate:,.0f} TFLOP/s", f"{floor * 1e3:.2f}", "", f"{least / MIB:,.0f}", "1"]]

@@ -23,13 +23,15 @@ CHUNKS_ALLOWED = 1.3
 
 def step_peak(name: str, problem: Problem, device: str, options: dict[str, Any]) -> int | str:
     """Return the peak of an implementation, or of the bare products (`CHUNKED`), or what became of its process."""
+    # A fresh process, whose peak is the step's own. A fork of this one would inherit its memory; the fork server has
+    # imported torch once for all of them
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.loss.memory"])
     receiver, sender = context.Pipe(duplex=False)
     arguments = (sender, name, problem, device, options, torch.get_num_threads())
     process = context.Process(target=_send_peak, args=arguments)
     process.start()
-    sender.close()
+    sender.close()  # here, so that `recv` raises EOFError if the process ends without an answer
     try:
         found: int | str = f"no answer in {LIMIT} s"
         if receiver.poll(LIMIT):

@@ -201,7 +201,7 @@ def timed(
 
     Only the products, whose time decides how many rounds there are, and implementations that compile are warmed up.
     """
-    torch.compiler.reset()
+    torch.compiler.reset()  # torch stops compiling after a few shapes of one function
     runs: Runs = {}
     inputs = []
     estimate = 0.0
@@ -269,7 +269,7 @@ def _try_options(problem: Problem, device: str) -> list[Entry]:
     tried = []
     for options in torch_op_choices(problem.dtype):
         step = forward_and_backward(x, torch_op(options)(x))
-        fastest = min(seconds(step, [x]) for _ in range(3))
+        fastest = min(seconds(step, [x]) for _ in range(3))  # the first run warms up
         wrong = what_is_wrong(Implementation(torch_op(options)), problem, device)[1]
         written = {**options, "acc_dtype": str(options["acc_dtype"]).removeprefix("torch.")}
         tried.append({"options": written, "seconds": fastest, "wrong": wrong})

@@ -29,6 +29,7 @@ def draw(results: Results, beside: Path) -> list[str]:
     matplotlib.use("svg")
     matplotlib.rcParams.update(
         {
+            # Text remains text, and the same figures give the same bytes
             "svg.fonttype": "none",
             "svg.hashsalt": "seqpar",
             "font.family": "sans-serif",
@@ -67,7 +68,7 @@ def _bars(results: Results) -> Any:
     where = f"{shape_title(entries[0])}, float32; {results['hardware']}, {results['threads']} threads"
     figure.suptitle(f"{where}\nupper bar: no smoothing; lower bar: smoothing 0.1", color=INK)
     left, right = figure.subplots(1, 2, sharey=True)
-    names = list(entries[0]["seconds"])[::-1]
+    names = list(entries[0]["seconds"])[::-1]  # from bottom to top, as the axis counts
     left.set_yticks(range(len(names)), names)
     for label in left.get_yticklabels():
         if label.get_text() in OURS:
@@ -128,6 +129,7 @@ def _memory(results: Results) -> Any:
     sizes = f"D={problem['width']}, V={problem['vocab_size']:,}"
     axes.set_title(f"Projection and loss, forward and backward: {sizes}, float32", color=INK, loc="left", fontsize=11)
     axes.set(xlim=(0, tokens[-1] * 1.02), ylim=(0, None), xlabel="tokens", ylabel="peak memory, MiB")
+    # The first two ticks would overlap: the token counts double
     axes.set_xticks(tokens[2:], [f"{count:,}" for count in tokens[2:]])
     return figure
 

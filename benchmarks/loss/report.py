@@ -204,7 +204,7 @@ def _remarks(entries: list[Entry]) -> list[str]:
 def _padding(entries: list[Entry]) -> list[str]:
     by_padding = {bool(entry["problem"]["padding"]): entry for entry in entries}
     if len(by_padding) < 2:
-        return ["half measured", ""]
+        return ["only one of the two problems is measured", ""]
     whole = by_padding[False]
     padded = by_padding[True]
     floors = [floor_seconds(whole), floor_seconds(padded)]

@@ -244,6 +244,7 @@ def fit(sizes: list[int], times: list[float]) -> tuple[float, float, list[float]
 
     With weights w = 1/t^2, slope = sum w (s - s') (t - t') / sum w (s - s')^2, where ' is the weighted mean.
     """
+    # sum ((t - line) / t)^2 is the weighted sum of squares with w = 1 / t^2
     weights = [1 / time**2 for time in times]
     total = sum(weights)
     mean_size = sum(w * s for w, s in zip(weights, sizes, strict=True)) / total

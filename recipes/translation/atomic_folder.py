@@ -150,7 +150,7 @@ def _listed(folder: Path) -> dict[str, str]:
     try:
         entries = json.loads((folder / MANIFEST).read_bytes())["files"]
         listed = {str(name): str(entry["sha256"]) for name, entry in entries.items()}
-        if any(Path(name).name != name for name in listed):
+        if any(Path(name).name != name for name in listed):  # ../../file would be removed with the folder
             raise ValueError("files outside the folder")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(

@@ -327,6 +327,7 @@ def _load(options: argparse.Namespace, ranks: Ranks) -> Translator:
             )
         return load_translator(folder, "cpu", {name: value for name, value in given.items() if value is not None})
 
+    # On the CPU, where one process can send it to the others; each then uses a GPU of its own
     translator = ranks.run_on_main(read)
     if torch.cuda.is_available():
         translator.model.to(torch.device("cuda", ranks.local_rank % torch.cuda.device_count()))

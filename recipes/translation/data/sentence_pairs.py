@@ -86,6 +86,7 @@ def fingerprint(data: DataConfig, split: Split) -> str:
         digest.update(json.dumps(load_pairs(data, split)).encode())
     else:
         for path in _paths(data, split):
+            # The size separates the files: a line that moves from one to the next must change the digest
             digest.update(f"{path.stat().st_size} bytes:".encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
@@ -139,7 +140,7 @@ def _tsv(data: DataConfig, split: Split) -> list[Pair]:
     (path,) = _paths(data, split)
     header, *lines = [line.split("\t") for line in _lines(path, split)]
     source, target = (_index(header, language, setting, str(path)) for setting, language in _languages(data))
-    for number, cells in enumerate(lines, start=2):
+    for number, cells in enumerate(lines, start=2):  # line 1 is the header
         if len(cells) != len(header):
             raise DataError(f"{path}:{number} has {len(cells)} columns, the header {len(header)}")
     return [Pair(cells[source], cells[target]) for cells in lines]
@@ -300,6 +301,7 @@ def _explained(where: str) -> Iterator[None]:
         yield
     except Exception as error:
         cause: BaseException = error
+        # `datasets` wraps errors several times; the first of them names the reason
         while cause.__cause__ is not None:
             cause = cause.__cause__
         reason = " ".join(str(cause).split()) or type(cause).__name__

@@ -144,6 +144,7 @@ def joined(timeout: float) -> Iterator[Ranks]:
         _begin()
     world = dist.get_world_size()
     rank = dist.get_rank()
+    # gloo even where the gradients go over NCCL, since objects and signals are exchanged between CPUs
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     step_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     ranks = Ranks(
@@ -157,7 +158,7 @@ def joined(timeout: float) -> Iterator[Ranks]:
     )
     if ours and "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it; other launchers let every rank use all cores
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_world))
-    failure = f"failure/{next(_joins)}"
+    failure = f"failure/{next(_joins)}"  # the key under which the first rank that fails stores why
     try:
         with _silent(not ranks.is_main):
             yield ranks
@@ -168,7 +169,7 @@ def joined(timeout: float) -> Iterator[Ranks]:
         raise
     finally:
         if ours:
-            with suppress(Exception):
+            with suppress(Exception):  # it would hide the error that ends the run
                 dist.destroy_process_group()
 
 

@@ -172,7 +172,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     seen: set[int] = set()
     tensors = {}
     for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:
+        if tensor.data_ptr() not in seen:  # tied tensors are different objects in the same memory
             seen.add(tensor.data_ptr())
             tensors[name] = tensor
     return tensors
@@ -234,7 +234,9 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """Compute the SHA-256 of names, dtypes, shapes and every bit."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
+        # The line before the bits separates the tensors: no bit can move from one to the next unnoticed
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        # As bytes, since numpy has no bfloat16
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -275,6 +277,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         save_file(dict(tensors), path)
     except SafetensorError as error:
+        # One type for every failure: the system's error number, such as that of a full disk, is in the text alone
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
             raise

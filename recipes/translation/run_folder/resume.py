@@ -42,6 +42,7 @@ def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
     run = Path(config.run)
     if fresh:
         remove_run(run)
+    # Now, and not hours later when the first checkpoint is to be written
     for name in FOLDERS:
         check_replaceable(run / name)
     if whole_folder(run / "last") is None:

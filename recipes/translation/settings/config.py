@@ -307,6 +307,7 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = N
     for key, setting in given.items():
         section, _, name = key.rpartition(".")
         sections.setdefault(section, {})[name] = setting.value
+    # After the overrides: the names of the files may have come from the command line
     if "data.format" not in given:
         sections.setdefault("data", {})["format"] = format_of(DataConfig(**sections.get("data", {})))
     config = RunConfig(**sections.pop("", {}))

@@ -34,7 +34,7 @@ class OneLineParser(argparse.ArgumentParser):
             description=description,
             epilog="example:\n" + textwrap.indent(example, "  "),
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
+            allow_abbrev=False,  # an abbreviation that is unique today need not be so tomorrow
         )
 
     def error(self, message: str) -> NoReturn:

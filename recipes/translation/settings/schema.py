@@ -209,6 +209,7 @@ class Schema:
         setting = self.settings[key]
         if setting.choices:
             return value in setting.choices
+        # Above 2^31 some libraries fail with an error of their own, or wrap around
         unbounded = setting.range is None or setting.range.below == math.inf
         if isinstance(value, int) and value > LARGEST and unbounded:
             raise _UnfitError(f"it is above {LARGEST:,}")
@@ -266,6 +267,7 @@ def _as_node(value: Any, alternatives: Sequence[Any]) -> yaml.Node:
         if isinstance(value, tuple):  # which safe_dump refuses
             value = list(value)
         return _composed(yaml.safe_dump(value)) or yaml.ScalarNode(f"{YAML_TAG}null", "")
+    # "12" and "true" remain text where text is expected; only null and [...] are read as YAML, where they are allowed
     lists = [kind for kind in alternatives if _is_list(kind)]
     nothing = types.NoneType in alternatives and value in ("null", "~")
     is_text = str in alternatives or any(get_args(kind)[0] is str for kind in lists)
@@ -294,9 +296,10 @@ def _converted(node: yaml.Node, kind: Any) -> Any:
     if kind is str and not null:
         return _text(node.value)
     if kind is bool and node.tag == f"{YAML_TAG}bool":
-        return node.value.lower() in ("true", "yes", "on")
+        return node.value.lower() in ("true", "yes", "on")  # the tag has excluded all but these and their opposites
     if kind is int and plain and re.fullmatch(r"[-+]?[0-9][0-9_]*", node.value):
         return int(node.value)
+    # By Python's rules, not YAML 1.1's, for which 1e-3 is text; nan and inf are no settings
     if kind is float and plain and math.isfinite(number := float(node.value)):
         return number
     raise ValueError

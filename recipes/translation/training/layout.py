@@ -284,7 +284,7 @@ class Layout:
             name, _, what = key.removeprefix("optimizer/").rpartition("/")
             parameter = parameters[name]
             value = value.to(parameter.device)
-            if value.dim():
+            if value.dim():  # Adam's number of steps has no dimensions, and is whole on every rank
                 value = cut(name, value, rank_in(self.groups.vocab), world_size(self.groups.vocab))
                 if isinstance(parameter, DTensor):
                     value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

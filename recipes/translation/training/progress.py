@@ -157,7 +157,7 @@ def _remove_after(path: Path, after_step: int) -> None:
         with new.open("wb") as file:
             file.write(remaining)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the rename, or a crash of the machine could leave an empty file
         new.replace(path)
 
 

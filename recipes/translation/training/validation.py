@@ -77,6 +77,7 @@ def validate(
     pairs = corpus.valid_pairs[: config.training.validate_bleu]
     bleu = None
     if pairs:
+        # A beam would take several times as long, and the score only compares validations with each other
         greedy = replace(config.decoding, beam=1)
         translations = translate(translator, [pair.source for pair in pairs], greedy, ranks)
         bleu = score(

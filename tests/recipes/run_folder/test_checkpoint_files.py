@@ -196,7 +196,7 @@ def test_a_disk_that_is_full_is_one_line_that_names_what_was_written(room: int, 
             save_model(folder, translator, {"step": 9})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert str(caught.value) == f"{folder} cannot be written: File too large; what it held is kept"
+    assert str(caught.value) == f"{folder} cannot be written: File too large; its old contents are still there"
     assert load_facts(folder) == load_facts(run / "best")
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
