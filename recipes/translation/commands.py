@@ -196,7 +196,9 @@ def translate(argv: Sequence[str]) -> int:
     typing = not options.sentences and not options.file and sys.stdin.isatty()
     with joined(LayoutConfig().timeout) as ranks:
         if typing and ranks.world > 1:
-            raise ConfigError("several processes translate sentences given as words, with --file or through a pipe")
+            raise ConfigError(
+                "sentences can be typed to one process only; give several processes words, --file or a pipe"
+            )
         sentences: list[str] = []
         if not typing:
             sentences = ranks.run_on_main(lambda: options.sentences or _sentences(options.file))
@@ -258,7 +260,7 @@ def typed(prompt: str) -> Iterator[str]:
 
 def _path(word: str) -> str:
     if "\0" in word:
-        raise argparse.ArgumentTypeError(f"{word!r} is no path: it has a NUL in it")
+        raise argparse.ArgumentTypeError(f"{word!r} is not a path: it contains a NUL")
     return word
 
 
@@ -305,7 +307,7 @@ def _run_config(options: argparse.Namespace) -> RunConfig:
 
 def _with_folder(config: RunConfig) -> RunConfig:
     if "\0" in config.run:
-        raise ConfigError(f"run is {config.run!r}, which is no path: it has a NUL in it")
+        raise ConfigError(f"run is {config.run!r}, which is not a path: it contains a NUL")
     return config
 
 

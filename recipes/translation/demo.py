@@ -30,7 +30,7 @@ def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
     began = time.monotonic()
     data = config.data
     if any(whole_folder(run / name) for name in ("best", "last")):
-        print(f"[demo] {run} holds an earlier run, which is replaced: the demo always starts afresh")
+        print(f"[demo] {run} contains an earlier run, which is now replaced: the demo always starts afresh")
     print(f"[demo] {data.source} -> {data.target}, {data.builtin_pairs:,} pairs of the built-in corpus, into {run}")
     summary = train(config, fresh=True, ranks=ranks)
     print(summary)

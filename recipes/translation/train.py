@@ -220,7 +220,7 @@ def spoiled(step: int, what: str, run: Path) -> TrainingError:
         "or training.precision float32"
     )
     if whole_folder(run / "last"):
-        message += f"; {run / 'last'} holds the last good state"
+        message += f"; {run / 'last'} has the last good state"
     return TrainingError(message)
 
 
@@ -248,11 +248,11 @@ def announce(config: RunConfig, parameters: int, corpus: Corpus, layout: Layout,
     """Print the size of the model and of the data, the layout, and the step from which training resumes."""
     dropped = ""
     if corpus.train.dropped:
-        dropped = f" ({corpus.train.dropped:,} too long pairs left out)"
+        dropped = f" ({corpus.train.dropped:,} pairs that are too long left out)"
     print(
         f"[train] {parameters / 1e6:.1f} M parameters, {len(corpus.target):,} target subwords, "
         f"{len(corpus.train):,} batches an epoch{dropped}, {layout}",
         flush=True,
     )
     if state.step:
-        print(f"[train] going on from step {state.step:,} of {config.run}", flush=True)
+        print(f"[train] resuming from step {state.step:,} of {config.run}", flush=True)

@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The number of target tokens without padding."""
+        """Return the number of target tokens without padding."""
         return int((self.tgt_out != PAD).sum())
 
 

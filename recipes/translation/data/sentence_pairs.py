@@ -53,7 +53,7 @@ def load_pairs(data: DataConfig, split: Split, lowercase: bool = False) -> Pairs
     if complete.dropped:
         print(f"[data] train: {complete.dropped:,} of {len(found):,} pairs dropped: an empty side", file=sys.stderr)
     if not complete:
-        raise DataError(f"data.train holds no pair with text on both sides ({len(found):,} pairs read)")
+        raise DataError(f"data.train has no pair with text on both sides ({len(found):,} pairs read)")
     return complete
 
 

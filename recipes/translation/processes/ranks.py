@@ -188,8 +188,8 @@ def _begin() -> None:
     except (ValueError, RuntimeError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
-            f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']} did not meet the others at {where}: {error}; "
-            "start every process with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
+            f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']} could not join the others at {where}: "
+            f"{error}; start every process with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
         ) from error
 
 

@@ -16,7 +16,7 @@ class TrainingError(Exception):
 
 
 class OtherRankError(Exception):
-    """Another process of the run failed first; the message names it and its error."""
+    """Another process of the run failed first or was lost; the message names it and, if known, its error."""
 
 
 class StopSignals:

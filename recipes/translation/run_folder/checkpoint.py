@@ -129,7 +129,9 @@ def load_training(folder: Path) -> SavedTraining:
     weights = _read_weights(whole)
     moments = _read_tensors(whole / "training.safetensors")
     if record.pop("of", None) != {"weights": fingerprint(weights), "moments": fingerprint(moments)}:
-        raise CheckpointError(f"{whole / 'training.json'} is of other weights or moments than lie beside it; {MIXED}")
+        raise CheckpointError(
+            f"{whole / 'training.json'} belongs to other weights or moments than those beside it; {MIXED}"
+        )
     return SavedTraining(weights, moments, _as_state(record, whole / "training.json"))
 
 
@@ -266,10 +268,10 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{folder / 'model.json'} is not what this version writes; {MIXED}")
     for name, digest in of.items():
         if name != "weights" and (not (folder / name).is_file() or sha256(folder / name) != digest):
-            raise CheckpointError(f"{folder / 'model.json'} is of another {name} than lies beside it; {MIXED}")
+            raise CheckpointError(f"{folder / 'model.json'} belongs to another {name} than the one beside it; {MIXED}")
     weights = _read_tensors(folder / "model.safetensors")
     if fingerprint(weights) != of["weights"]:
-        raise CheckpointError(f"{folder / 'model.json'} is of other weights than lie beside it; {MIXED}")
+        raise CheckpointError(f"{folder / 'model.json'} belongs to other weights than those beside it; {MIXED}")
     return weights
 
 

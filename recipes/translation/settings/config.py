@@ -40,8 +40,8 @@ class DataConfig:
         Literal["builtin", "text", "tsv", "jsonl", "parquet", "hub"],
         Help(
             "builtin | text (two line-aligned files, plain or .gz) | tsv (a header line names the columns; no "
-            "quoting) | jsonl | parquet | hub (a Hugging Face data set). Where it is not given, the files tell "
-            "it: two are text, one is what its name ends in, none is builtin."
+            "quoting) | jsonl | parquet | hub (a Hugging Face data set). If it is not set, the files "
+            "decide: two files are text, one file is what its name ends in, and none is builtin."
         ),
     ] = "builtin"
     path: Annotated[
@@ -155,8 +155,8 @@ class TrainingConfig:
         int,
         Help(
             "Batches per optimizer step; the gradient is divided by the tokens of all of them. The step is the "
-            "same whatever it runs on: processes share its batches out, a batch that does not go round is split"
-            " like those of one process over its devices."
+            "same whatever it runs on: each process gets as many whole batches as the others, and the sentences of "
+            "the remaining batches are divided among them."
         ),
         Range(at_least=1),
     ] = 1
@@ -218,9 +218,7 @@ class LayoutConfig:
 
     data: Annotated[
         int,
-        Help(
-            "Copies of the model, each with its share of the sentences; 0 is as many as the others leave processes for."
-        ),
+        Help("Copies of the model, each with its share of the sentences; 0 makes as many as there are processes for."),
         Range(at_least=0),
     ] = 0
     shard: Annotated[

@@ -308,7 +308,7 @@ def _converted(node: yaml.Node, kind: Any) -> Any:
 def _text(value: str) -> str:
     """Return the value if it can be a file name and UTF-8 text; else raise _UnfitError."""
     if "\0" in value:
-        raise _UnfitError("it holds a NUL")
+        raise _UnfitError("it contains a NUL")
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -258,7 +258,7 @@ class Layout:
 
     @property
     def has_whole_model(self) -> bool:
-        """Whether `model` was neither split nor sharded."""
+        """Return whether `model` was neither split nor sharded."""
         return self.axes[1:] == (1, 1, 1)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:

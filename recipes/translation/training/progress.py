@@ -151,7 +151,7 @@ def _remove_after(path: Path, after_step: int) -> None:
         aside = path.with_name("metrics.odd.txt")
         with aside.open("ab") as file:
             file.writelines(odd)
-        print(f"[train] {path}: {len(odd):,} lines that are no records of steps moved to {aside}", flush=True)
+        print(f"[train] {path}: {len(odd):,} lines that are not records of steps were moved to {aside}", flush=True)
     if remaining != before:
         new = path.with_name(f".{path.name}.new")
         with new.open("wb") as file:

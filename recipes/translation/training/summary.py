@@ -60,7 +60,7 @@ class Summary:
         lines.append(f"[train] {self.run}: {', '.join(sorted(path.name for path in visible(self.run)))}")
         if self.stopped_by:
             lines.append(
-                f"[train] stopped by {self.stopped_by.name}; go on with: {command('train', '--run', self.run)}"
+                f"[train] stopped by {self.stopped_by.name}; resume with: {command('train', '--run', self.run)}"
             )
         return "\n".join(lines)
 
