@@ -69,6 +69,7 @@ def rate(folder: str, steps: int, precision: str, how: str, device: str) -> floa
     if how == "two ranks":  # "--" keeps torchrun from taking --run for one of its own options
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
     command = [sys.executable, *launch, "benchmarks.gpu_training", "--child", how, "--run", run]
+    # It never reaches its last step: it is stopped when enough steps are timed
     command += ["--steps", str(100 * steps), "--precision", precision, "--device", device]
     metrics = Path(run, "metrics.jsonl")
     output = Path(f"{run}.log")

@@ -102,7 +102,7 @@ def measure(layout: str, steps: int, precision: str) -> Measured:
 
 def _free_port() -> int:
     with socket.socket() as listener:
-        listener.bind(("localhost", 0))
+        listener.bind(("localhost", 0))  # the system chooses one
         return int(listener.getsockname()[1])
 
 

@@ -67,6 +67,8 @@ def batches(vocab_size: int, tokens: int, order: str) -> Iterator[Batch]:
     made = TokenBatches(*pairs(vocab_size), batch_tokens=round(1.05 * tokens))
     if order == "similar":
         yield from (made.batch(indices) for indices in made.epoch(0))
+        return
+    # Pairs in random order, as many in each batch as have `tokens` target tokens on average
     all_tokens = sum(length * count for length, count in TARGET_LENGTHS.items())
     size = round(tokens * sum(TARGET_LENGTHS.values()) / all_tokens)
     for start in range(0, len(made.sources) - size, size):

@@ -261,7 +261,7 @@ def read_epoch(config: RunConfig) -> tuple[int, float]:
 
 def first_step(config: RunConfig, file: str | None) -> float:
     """Return the seconds from the start of `train`, with subwords made before, to the first line of its metrics."""
-    load_corpus(config)
+    load_corpus(config)  # so that every file is in the system's cache
     given: list[str] = []
     if file:
         given = ["--config", file]

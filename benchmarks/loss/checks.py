@@ -70,7 +70,7 @@ def what_is_wrong(implementation: Implementation, problem: Problem, device: str)
     try:
         parts = kit.parts(x)
         ignores_factor = _ignores_factor(x)
-    except kit.RaisedError as raised:
+    except kit.RaisedError as raised:  # the kit's own, around the error that says what the implementation refused
         raise raised.__cause__ or raised from None
     words = [
         f"{part.label} off by {part.error:.1e} ({kit.TWICE * part.share:.1f} x plain's)"

@@ -52,6 +52,7 @@ def load(path: Path, device: str, command: str) -> Results:
     here = {"hardware": hardware(device), "threads": torch.get_num_threads(), "versions": versions(device)}
     if path.exists():
         results: Results = json.loads(path.read_text())
+        # Figures of different machines or versions must not be compared within one file
         for name, value in here.items():
             if results[name] != value:
                 raise SystemExit(f"{path} was measured with {name} {results[name]}; here it is {value}: use --out")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recipes.translation.atomic_folder import CheckpointError, whole_folder, writing_to
 from recipes.translation.data.lines import lines_of, read_lines
@@ -295,7 +295,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def _run_config(options: argparse.Namespace) -> RunConfig:
     """Read the settings; without --config, an existing run's own take the place of the defaults."""
-    given: dict[str, Any] = overrides(options)
+    given: dict[str, object] = {**overrides(options)}
     path = options.config
     if path is None:
         run = str(given.get("run", RunConfig().run))

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 from recipes.translation.atomic_folder import CheckpointError, replaced_folder, verified_folder
 from recipes.translation.data.sentence_pairs import fingerprint, load_pairs
@@ -38,7 +37,7 @@ def prepare(config: RunConfig) -> tuple[Subwords, Subwords]:
     return models[names[0]], models[names[1]]
 
 
-def _settings(config: RunConfig) -> dict[str, Any]:
+def _settings(config: RunConfig) -> dict[str, object]:
     """Return everything on which the models depend: the training text, and the subword settings.
 
     Files are identified by their contents: a file that was written again may have the same name, size and time.
@@ -48,7 +47,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     return {"data": data, "subwords": dataclasses.asdict(config.subwords)}
 
 
-def _reusable(folder: Path, settings: dict[str, Any]) -> Path | None:
+def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
     """Return the folder with undamaged models made with these settings; None if there is none."""
     try:
         found = verified_folder(folder)
@@ -60,7 +59,7 @@ def _reusable(folder: Path, settings: dict[str, Any]) -> Path | None:
     return found
 
 
-def _train(config: RunConfig, folder: Path, settings: dict[str, Any]) -> None:
+def _train(config: RunConfig, folder: Path, settings: dict[str, object]) -> None:
     start = time.monotonic()
     pairs = load_pairs(config.data, "train", lowercase=config.subwords.lowercase)
     sources = [pair.source for pair in pairs]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -218,7 +218,7 @@ def _raise_first_cause(ranks: Ranks, key: str, error: Exception) -> None:
     if lost:
         reason = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # without gloo's source file and advice
         what = f"lost another one, which ended or did not come: {reason}"
-    store: Any = dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d._get_default_store()
     try:
         first = store.compare_set(key, "", f"{ranks.rank} {what}").decode()
     except Exception:  # the store was in the process of rank 0, which has ended

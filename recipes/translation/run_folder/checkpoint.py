@@ -143,7 +143,7 @@ def _as_state(record: Mapping[str, Any], path: Path) -> TrainingState:
 
 
 def load_translator(
-    folder: Path, device: str | torch.device = "cpu", overrides: Mapping[str, Any] | None = None
+    folder: Path, device: str | torch.device = "cpu", overrides: Mapping[str, object] | None = None
 ) -> Translator:
     """Read and verify the model in `folder`, in eval mode on `device`; `overrides` are those of `load_config`."""
     whole = verified_folder(folder)
@@ -293,7 +293,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: {error}; {MIXED}") from error
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+def _write_json(path: Path, values: Mapping[str, object]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 

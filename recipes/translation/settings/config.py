@@ -283,7 +283,7 @@ class RunConfig:
 SCHEMA = Schema(RunConfig)
 
 
-def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+def load_config(path: str | Path | None, overrides: Mapping[str, object] | None = None) -> RunConfig:
     """Read the YAML file at `path`; `overrides` replace its settings, and defaults are used for all others.
 
     The key of an override is its dotted name (`training.steps`). Its text is read as in a YAML file, except that a text
@@ -363,7 +363,7 @@ def save_config(config: RunConfig, path: str | Path) -> None:
     os.replace(unfinished, path)
 
 
-def _with_lists(value: Any) -> Any:
+def _with_lists(value: object) -> object:
     """Replace tuples, which YAML does not have, by lists."""
     if isinstance(value, dict):
         return {key: _with_lists(inner) for key, inner in value.items()}

@@ -131,7 +131,7 @@ class Schema:
                 given[key] = Setting(self._value(key, value_node, value_location), value_location)
         return given
 
-    def read_overrides(self, overrides: Mapping[str, Any]) -> dict[str, Setting]:
+    def read_overrides(self, overrides: Mapping[str, object]) -> dict[str, Setting]:
         """Read settings by dotted key, from text as on the command line or from values."""
         given = {}
         for key, value in overrides.items():
@@ -205,7 +205,7 @@ class Schema:
                 continue
         raise ConfigError(self._refusal(key, location, _shown(node)) + reason)
 
-    def _allows(self, key: str, value: Any) -> bool:
+    def _allows(self, key: str, value: object) -> bool:
         setting = self.settings[key]
         if setting.choices:
             return value in setting.choices
@@ -261,7 +261,7 @@ def _composed(text: str) -> yaml.Node | None:
     return node
 
 
-def _as_node(value: Any, alternatives: Sequence[Any]) -> yaml.Node:
+def _as_node(value: object, alternatives: Sequence[Any]) -> yaml.Node:
     """Convert an override to the YAML node that it would be in a file; text remains text if the setting may be text."""
     if not isinstance(value, str):
         if isinstance(value, tuple):  # which safe_dump refuses
@@ -276,7 +276,7 @@ def _as_node(value: Any, alternatives: Sequence[Any]) -> yaml.Node:
     return _composed(_text(value)) or yaml.ScalarNode(f"{YAML_TAG}null", "")
 
 
-def _is_list(kind: Any) -> bool:
+def _is_list(kind: object) -> bool:
     return get_origin(kind) is tuple
 
 

@@ -73,7 +73,7 @@ def summarize(
         return Summary(run, state, steps, None, stopped_by, ())
     best = Validation.from_dict(load_facts(run / "best"))
     samples: tuple[Sample, ...] = ()
-    if not stopped_by:  # who presses Ctrl-C does not wait for translations
+    if not stopped_by:  # nobody who presses Ctrl-C wants to wait for translations
         samples = translated(run / "best", corpus)
     return Summary(run, state, steps, best, stopped_by, samples)
 
