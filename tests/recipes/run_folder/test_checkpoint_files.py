@@ -67,12 +67,12 @@ def test_files_of_two_runs_are_refused_even_under_one_manifest(
     mixed = shutil.copytree(run, tmp_path / "run")
     shutil.copyfile(other_run / "last" / name, mixed / "last" / name)
     with pytest.raises(
-        CheckpointError, match=r"is of (an)?other .* lies? beside it; restore .* mixed, or changed"
+        CheckpointError, match=r"belongs to (an)?other .* than (the one|those) beside it; restore .* mixed, or changed"
     ) as caught:
         load_training(resealed(mixed / "last"))
     assert "\n" not in str(caught.value)
     if not name.startswith("training."):
-        with pytest.raises(CheckpointError, match=r"lies? beside it"):
+        with pytest.raises(CheckpointError, match=r"than (the one|those) beside it"):
             load_translator(mixed / "last")
 
 
