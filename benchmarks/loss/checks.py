@@ -26,6 +26,7 @@ def kit_inputs(implementation: Implementation, problem: Problem, device: str) ->
         given = problem._replace(
             rows=len(hidden), smoothing=options.label_smoothing, dtype=options.dtype, bias=bias is not None
         )
+        # The kit's tensors in place of the layer's own parameters: gradients must reach the kit's leaves
         generator = nn.Linear(weight.size(1), weight.size(0), bias is not None, device="meta")
         generator.weight = weight  # type: ignore[assignment]
         generator.bias = bias  # type: ignore[assignment]
@@ -69,7 +70,7 @@ def what_is_wrong(implementation: Implementation, problem: Problem, device: str)
     try:
         deviations = kit.deviations(x)
         ignores_factor = _ignores_factor(x)
-    except kit.RaisedError as raised:
+    except kit.RaisedError as raised:  # the kit's own, around the error that says what the implementation refused
         raise raised.__cause__ or raised from None
     words = [
         f"{d.label} off by {d.error:.1e} ({kit.TWICE * d.of_allowed:.1f} x plain's)"
