@@ -118,7 +118,7 @@ def checked(
     prefix: str = "",
     *,
     any_dtype: bool = False,
-    further: Callable[[], Mapping[str, object]] = dict,
+    further: Callable[[VocabShard], Mapping[str, object]] = lambda shard: {},
 ) -> tuple[VocabShard, SoftTarget]:
     """Return the shard and the soft target over this rank's classes, after checking all arguments.
 
@@ -127,14 +127,15 @@ def checked(
     Args:
         prefix: the beginning of the names of hidden, weight and bias among the caller's arguments.
         any_dtype: whether weight and bias may have another dtype than hidden without autocast.
-        further: checks the caller's further arguments, and returns those that must be the same on all ranks, by name.
+        further: checks the caller's further arguments, given the shard, and returns those that must be the same on all
+            ranks, by name.
     """
     if vocab is not None and not isinstance(vocab, VocabShard):
         raise TypeError(f"vocab is a {type(vocab).__name__}; it must be a seqpar.VocabShard, or None")
     wrong: Exception | None = None
     try:
         shard, q = _checked_on_this_rank(inputs, settings, vocab, loss_scale, prefix, any_dtype)
-        facts = further()
+        facts = further(shard)
     except (TypeError, ValueError, IndexError) as error:
         wrong = error
     if wrong is not None:

@@ -45,8 +45,11 @@ from seqpar.losses.score_rows import (
 )
 
 INVARIANT_ROWS = 64
-"""Rows of every product in batch-invariant mode. A matrix product's rounding depends on its shape, and on nothing else
-that the batch decides."""
+"""Rows of every product in batch-invariant mode: a matrix product of one shape rounds each row in one way."""
+
+INVARIANT_WIDTH = 16
+"""What the width of a product is a multiple of in that mode, filled up with zeros. With other widths (5, 7, 33) MKL's
+rounding of a row was measured to depend on the row's place; with multiples of 4 it never did."""
 
 
 class HiddenSlots(NamedTuple):
@@ -120,9 +123,22 @@ class ScoreFormula:
                 kept.entropy.write_product(chunk, entropy_KV, self.projection.weight_VD)
         return _joined(blocks)
 
-    def invariant_scores(self, hidden_KD: Tensor, chunk: Chunk) -> RowScores:
+    def batch_invariant(self) -> ScoreFormula:
+        """Return the same formula with a width of hidden that `scores_in_tile` takes."""
+        weight_VD = self.projection.weight_VD
+        missing = -weight_VD.size(1) % INVARIANT_WIDTH
+        projection = Projection(
+            pad(weight_VD, (0, missing)),
+            self.projection.bias_V,
+            weight_VD.dtype,
+            self.projection.softcap,
+            self.projection.temperature,
+        )
+        return self._of(projection, self.picked_NP, self.temperature_N, self.counted_N)
+
+    def scores_in_tile(self, hidden_KD: Tensor, chunk: Chunk) -> RowScores:
         """Do as `scores` for at most INVARIANT_ROWS rows, in tensors of exactly so many."""
-        rows = len(hidden_KD)
+        rows, width = hidden_KD.shape
         missing = INVARIANT_ROWS - rows
         picked_KP = pad(self.picked_NP[chunk], (0, 0, 0, missing))
         temperature_K = None
@@ -131,17 +147,24 @@ class ScoreFormula:
         counted_K = None
         if self.counted_N is not None:
             counted_K = pad(self.counted_N[chunk], (0, missing), value=True)
-        tile = ScoreFormula(
-            self.projection,
-            picked_KP,
-            temperature_K,
+        tile = self._of(self.projection, picked_KP, temperature_K, counted_K)
+        hidden_KD = pad(hidden_KD, (0, self.projection.weight_VD.size(1) - width, 0, missing))
+        scores = tile.scores(hidden_KD, slice(0, INVARIANT_ROWS))
+        return RowScores(*(None if t is None else t[:rows] for t in scores))  # type: ignore[arg-type]
+
+    def _of(
+        self, projection: Projection, picked_NP: Tensor, temperature_N: Tensor | None, counted_N: Tensor | None
+    ) -> ScoreFormula:
+        """Return the same formula for other rows."""
+        return ScoreFormula(
+            projection,
+            picked_NP,
+            temperature_N,
             entropy=self.entropy,
             top_k=self.top_k,
             split=self.split,
-            counted_N=counted_K,
+            counted_N=counted_N,
         )
-        scores = tile.scores(pad(hidden_KD, (0, 0, 0, missing)), slice(0, INVARIANT_ROWS))
-        return RowScores(*(None if t is None else t[:rows] for t in scores))  # type: ignore[arg-type]
 
     def store_gradients(self, hidden_KD: Tensor, chunk: Chunk, upstream: Upstream, slots: LinearSlots) -> None:
         """Compute the chunk's product again, and store the gradients of hidden, weight and bias.
@@ -172,9 +195,12 @@ class ScoreFormula:
 
     def slots(self, hidden_ND: Tensor) -> HiddenSlots:
         """Return empty slots for all rows."""
-        of_entropy = RowGradient(hidden_ND) if self.entropy else None
-        slope_NP = hidden_ND.new_zeros(self.picked_NP.shape, dtype=wide(self.projection.weight_VD.dtype))
-        return HiddenSlots(RowGradient(hidden_ND), of_entropy, slope_NP)
+        product_dtype = self.projection.weight_VD.dtype
+        # A and Q are added up in backward, so that they must not be rounded below the products' own dtype
+        like_ND = hidden_ND.detach().to(torch.promote_types(hidden_ND.dtype, product_dtype))
+        of_entropy = RowGradient(like_ND) if self.entropy else None
+        slope_NP = hidden_ND.new_zeros(self.picked_NP.shape, dtype=wide(product_dtype))
+        return HiddenSlots(RowGradient(like_ND), of_entropy, slope_NP)
 
     def hidden_gradient(
         self,
@@ -199,7 +225,7 @@ class ScoreFormula:
             if len(weight_VD):
                 for factor_N, index_N in zip(factor_NP.unbind(1), index_NP.unbind(1), strict=True):
                     grad_ND += factor_N.unsqueeze(1) * weight_VD[index_N]
-        return grad_ND.to(of_log_prob_ND.dtype)
+        return grad_ND
 
     def _own_gradients_(self, block: _Block, computed: _Softmax) -> None:
         """Overwrite the block's product by d log_prob / d product, and its second one by d entropy / d product."""

@@ -112,13 +112,12 @@ def token_scores(
     )
     inputs, vocab = local_tensors(Inputs(hidden, weight, target, bias), vocab)
     request = _Request(None if is_number else temperature, entropy, top_k, ids, product_dtype, batch_invariant)  # type: ignore[arg-type]
-    vocab_size = len(inputs.weight) if vocab is None else vocab.vocab_size
     shard, q = checked(
         inputs,
         settings,
         vocab,
         any_dtype=product_dtype is not None,
-        further=lambda: _checked_request(request, inputs, ignore_index, vocab_size),
+        further=lambda shard: _checked_request(request, inputs, ignore_index, shard.vocab_size),
     )
     rows = planned(inputs, settings, shard, product_dtype)
     tokens = _ScoredTokens(rows, request, ignore_index, q)
@@ -246,6 +245,9 @@ class _ScoredTokens:
             split=rows.split,
             counted_N=self.counted_N if self.in_every_row else None,
         )
+        self.invariant_formula = None
+        if request.batch_invariant:
+            self.invariant_formula = self.formula.batch_invariant()
         # -log p as a cross-entropy, for which an accelerator has a kernel
         self.cross_entropy = LinearFormula(rows.projection, rows.target_N, q, rows.split, rows.ignored)
 
@@ -253,20 +255,19 @@ class _ScoredTokens:
         """Return the scores of all rows; 0, and classes -1, where the target is ignored."""
         out = self._empty()
         chunks = self.chunks
-        score_chunk = self.formula.scores
-        if self.request.batch_invariant:
+        if self.invariant_formula is not None:
             chunks = cut_rows(self.counted_N, INVARIANT_ROWS)
         for chunk in chunks:
-            hidden_KD = hidden_ND[chunk]
-            if self.request.batch_invariant:
-                found = self.formula.invariant_scores(hidden_KD, chunk)
+            if self.invariant_formula is not None:
+                found = self.invariant_formula.scores_in_tile(hidden_ND[chunk], chunk)
             else:
-                found = score_chunk(hidden_KD, chunk, kept)
+                found = self.formula.scores(hidden_ND[chunk], chunk, kept)
             for into, rows in zip(out, found, strict=True):
                 if into is not None and rows is not None:
                     into[chunk] = rows
-        # The formula is needed until backward, its buffers are not
+        # The formula is needed until backward, its buffers and the padded weight are not
         self.projection.buffers.clear()
+        self.invariant_formula = None
         if not self.in_every_row:
             return out
         for into, rows in zip(out, self._empty(), strict=True):
@@ -336,6 +337,7 @@ class _Scores(torch.autograd.Function):
         found = tokens.scores(hidden_ND.detach(), kept)
         ctx.tokens = tokens
         ctx.projection_is_frozen = kept is not None
+        ctx.hidden_dtype = hidden_ND.dtype
         if kept is None:
             ctx.save_for_backward(hidden_ND, weight, bias)
         else:
@@ -359,7 +361,8 @@ class _Scores(torch.autograd.Function):
         if ctx.projection_is_frozen:
             hidden_grad_ND = tokens.formula.hidden_gradient(upstream, *ctx.saved_tensors)
             # Where the target is ignored, the upstream factor may be anything, such as nan
-            return None, None, hidden_grad_ND.masked_fill_(~tokens.counted_N.unsqueeze(1), 0), None, None
+            hidden_grad_ND.masked_fill_(~tokens.counted_N.unsqueeze(1), 0)
+            return None, None, hidden_grad_ND.to(ctx.hidden_dtype), None, None
         hidden_ND, weight, bias = ctx.saved_tensors
         # The first two arguments are no tensors
         _, _, *needs_gradient = ctx.needs_input_grad

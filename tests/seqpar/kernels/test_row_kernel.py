@@ -20,7 +20,8 @@ from seqpar.testing.strategies import vocabulary_splits
 from tests.seqpar.distributed.test_vocab_parallel import assert_answers, losses
 from tests.seqpar.distributed.vocab_cases import PLAIN
 from tests.seqpar.linear.linear_loss import linear_cases, plain_logits, plain_loss
-from tests.seqpar.linear.test_linear_cross_entropy import LEAVES, LOW, both_errors
+from tests.seqpar.linear.test_linear_cross_entropy import LEAVES
+from tests.seqpar.linear.test_low_precision import LOW, both_errors
 from tests.seqpar.recording import recorded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -214,3 +214,108 @@ def test_scores_of_a_low_precision_model_are_not_rounded_to_its_dtype(dtype):
     exact = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1)
     assert (scores - exact).abs().max() <= 1e-6
     assert (exact - exact.to(dtype)).abs().max() > 1e-5  # which the dtype's own rounding would not keep
+
+
+def bits(scores):
+    """Every score of each token, bit by bit."""
+    columns = [scores.log_prob, scores.entropy, *scores.top_log_probs.unbind(-1), *scores.log_probs_at.unbind(-1)]
+    return torch.stack(columns, -1)
+
+
+@given(
+    st.integers(1, 150),
+    st.integers(1, 40),
+    st.integers(2, 300),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    st.integers(0, 2**16),
+)
+def test_a_batch_invariant_score_has_the_same_bits_in_any_batch(tokens, width, vocab_size, dtype, seed):
+    random = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=random).to(dtype)
+    weight = (3 * torch.randn(vocab_size, width, generator=random)).to(dtype)
+    target = torch.randint(vocab_size, (tokens,), generator=random)
+    bias = torch.randn(vocab_size, generator=random).to(dtype)
+
+    def of(rows, chunk_tokens):
+        given = {"bias": bias, "ids": target[rows].unsqueeze(1), "chunk_tokens": chunk_tokens}
+        return bits(
+            seqpar.token_scores(
+                hidden[rows], weight, target[rows], entropy=True, top_k=1, batch_invariant=True, **given
+            )
+        )
+
+    expected = of(torch.arange(tokens), None)
+    for chunk_tokens in (1, 7, None):
+        rows = torch.randperm(tokens, generator=random)[: int(torch.randint(1, tokens + 1, (1,), generator=random))]
+        assert torch.equal(of(rows, chunk_tokens), expected[rows])
+
+
+@given(score_cases(), CHUNKS)
+def test_batch_invariant_scores_have_the_plain_gradient(case, chunk_tokens):
+    tensors = case.tensors()
+    seed = case.linear.seed
+    options = {**case.options, "chunk_tokens": chunk_tokens, "batch_invariant": True}
+    assert_same_gradients(
+        lambda: weighted(seqpar.token_scores(**tensors, **options), seed),
+        lambda: weighted(plain_scores(**tensors, **case.options), seed),
+        {name: tensors[name] for name in ("hidden", "weight", "bias") if name in tensors},
+    )
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_float32_head_over_bfloat16_hidden_states_has_the_gradient_of_the_cast_ones(frozen):
+    torch.manual_seed(0)
+    hidden = torch.randn(40, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(30, 8, dtype=torch.bfloat16, requires_grad=not frozen)
+    bias = torch.randn(30, requires_grad=not frozen)
+    target = torch.randint(30, (40,))
+    found = seqpar.token_scores(
+        hidden, weight, target, bias=bias, entropy=True, product_dtype=torch.float32, chunk_tokens=7
+    )
+    log_p = torch.nn.functional.linear(hidden.float(), weight.float(), bias).log_softmax(-1)
+    plain = log_p.gather(1, target.unsqueeze(1)).squeeze(1)
+    plain_entropy = -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close(found.log_prob, plain, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.entropy, plain_entropy, rtol=1e-6, atol=1e-6)
+    narrow = seqpar.token_scores(hidden, weight, target, bias=bias.bfloat16()).log_prob
+    assert (narrow - plain).abs().max() > 1e-3
+    leaves = [hidden] if frozen else [hidden, weight, bias]
+    ours = torch.autograd.grad((found.log_prob * found.entropy).sum(), leaves)
+    theirs = torch.autograd.grad((plain * plain_entropy).sum(), leaves)
+    for got, expected in zip(ours, theirs, strict=True):
+        assert got.dtype == expected.dtype
+        # Both round the same float32 gradient to the leaf's dtype
+        torch.testing.assert_close(got, expected, rtol=2 * torch.finfo(got.dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_in_low_precision_the_error_is_at_most_twice_that_of_plain_torch(dtype, frozen, scale):
+    torch.manual_seed(0)
+    exact = {
+        "hidden": scale * torch.randn(64, 32).to(dtype).double(),
+        "weight": torch.randn(200, 32).to(dtype).double(),
+    }
+    target = torch.randint(200, (64,))
+    factors = torch.randn(2, 64, dtype=torch.float64)
+
+    def results(tensors, scores):
+        leaves = {name: t.clone().requires_grad_(name == "hidden" or not frozen) for name, t in tensors.items()}
+        log_prob, entropy = scores(**leaves)
+        total = (log_prob.double() * factors[0]).sum() + (entropy.double() * factors[1]).sum()
+        grads = torch.autograd.grad(total, [t for t in leaves.values() if t.requires_grad])
+        return [log_prob.detach().double(), entropy.detach().double(), *(g.double() for g in grads)]
+
+    def plain(hidden, weight):
+        log_p = (hidden @ weight.t()).to(torch.promote_types(hidden.dtype, torch.float32)).log_softmax(-1)
+        return log_p.gather(1, target.unsqueeze(1)).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+    def ours(hidden, weight):
+        return seqpar.token_scores(hidden, weight, target, entropy=True, chunk_tokens=13)[:2]
+
+    truth = results(exact, plain)
+    narrow = {name: t.to(dtype) for name, t in exact.items()}
+    for mine, theirs, true in zip(results(narrow, ours), results(narrow, plain), truth, strict=True):
+        floor = torch.finfo(torch.float32).eps * true.norm()
+        assert (mine - true).norm() <= 2 * (theirs - true).norm() + floor
