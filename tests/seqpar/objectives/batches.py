@@ -86,6 +86,6 @@ def graded(loss: Tensor, leaves: Mapping[str, Tensor]) -> tuple[Tensor, dict[str
     """The loss and its gradients; 0 where there is none."""
     gradients: Sequence[Tensor | None] = [None] * len(leaves)
     if loss.requires_grad:
-        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, retain_graph=True)
     named = zip(leaves, gradients, strict=True)
     return loss.detach(), {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in named}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -161,16 +162,22 @@ def steps(draw, world: int = 1) -> Step:
     pairs = draw(st.integers(world, 6))
     lengths = draw(st.lists(st.integers(0, LONGEST), min_size=2 * pairs, max_size=2 * pairs))
     ends = sorted({0, pairs, *draw(st.lists(st.integers(0, pairs), max_size=3))})
-    sizes = [2 * (b - a) for a, b in zip(ends, ends[1:], strict=False)]
+    sizes = [2 * (b - a) for a, b in pairwise(ends)]
     where = sorted(draw(st.lists(st.integers(0, len(sizes)), min_size=world - 1, max_size=world - 1)))
     borders = [0, *where, len(sizes)]
-    cuts = tuple(tuple(sizes[a:b]) for a, b in zip(borders, borders[1:], strict=False))
+    cuts = tuple(tuple(sizes[a:b]) for a, b in pairwise(borders))
     return Step(draw(st.integers(0, 999)), tuple(lengths), cuts, draw(st.booleans()))
 
 
 @given(steps(), st.sampled_from(METHODS))
 def test_micro_batches_of_unequal_sizes_are_one_batch(step, method):
     assert_same_results(on_a_rank(0, 1, step, method), expected(step, method))
+
+
+@given(steps(2), st.sampled_from(METHODS))
+def test_any_split_over_two_ranks_is_one_batch(step, method):
+    for answer in ranks(2, on_a_rank, step, method):
+        assert_same_results(answer, expected(step, method))
 
 
 UNEVEN = Step(1, (3, 0, 6, 2, 1, 1, 4, 5, 2, 6), ((4, 2), (2,), (2,)), packed=False)
@@ -195,7 +202,7 @@ def test_the_denominators_are_those_of_a_loop(batch):
     counted = [losses[p] for p in batch.counted()]
     by_sequence = [[losses[p] for p in batch.tokens(s)] for s in range(batch.sequences)]
     means = [sum(of) / len(of) for of in by_sequence if of]
-    zero = (losses * 0).sum()
+    zero = torch.zeros((), dtype=torch.float64)
     wanted = {
         "token": (per_token(losses, batch.mask), sum(counted, start=zero), len(counted)),
         "sequence": (
