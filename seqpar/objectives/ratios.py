@@ -23,8 +23,8 @@ Estimator = Literal["k1", "k3"]
 def token_log_ratio(log_prob: Tensor, other_log_prob: Tensor, mask: Tensor) -> Tensor:
     """Return each token's log-ratio to another policy, and 0 where `mask` is false.
 
-    Plain equivalent: `(log_prob - other_log_prob.detach()).masked_fill(~mask, 0)`; but a masked token has a gradient of
-    0 even where its log-probability is -inf.
+    Plain equivalent: `(log_prob - other_log_prob.detach()).masked_fill(~mask, 0)`. A masked token has the gradient 0 in
+    whatever is computed from it, even where its log-probability is -inf.
 
     Args:
         log_prob: of the policy in training, as `token_scores` returns it.
@@ -40,8 +40,8 @@ def token_log_ratio(log_prob: Tensor, other_log_prob: Tensor, mask: Tensor) -> T
     """
     log_prob, other_log_prob = checked_scores(log_prob=log_prob, other_log_prob=other_log_prob)
     check_mask(mask, log_prob, "log_prob")
-    # The operands are masked, not the difference: -inf - -inf is nan, and would be one in backward as well
-    return torch.where(mask, log_prob, 0) - torch.where(mask, other_log_prob.detach(), 0)
+    # Masked here, before any exponential: 0 times the gradient of an infinite or undefined ratio is nan in backward
+    return torch.where(mask, log_prob - other_log_prob.detach(), 0)
 
 
 def sequence_log_ratio(log_prob: Tensor, other_log_prob: Tensor, segment_ids: Tensor, sequences: int) -> Tensor:

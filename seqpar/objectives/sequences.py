@@ -56,10 +56,9 @@ def sequence_sums(values: Tensor, segment_ids: Tensor, sequences: int) -> Tensor
 
 
 def _sums(values: Tensor, segment_ids: Tensor, sequences: int) -> Tensor:
-    """Add up the values by segment; one more slot takes those that do not count, as zeros."""
-    counted = segment_ids >= 0
-    slots = torch.where(counted, segment_ids.long(), sequences).flatten()
-    sums = values.new_zeros(sequences + 1).index_add(0, slots, torch.where(counted, values, 0).flatten())
+    """Add up the values by segment; one more slot takes those that do not count, nan or not, and is dropped."""
+    slots = torch.where(segment_ids >= 0, segment_ids.long(), sequences)
+    sums = values.new_zeros(sequences + 1).index_add(0, slots.flatten(), values.flatten())
     return sums[:sequences]
 
 

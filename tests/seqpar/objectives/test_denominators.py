@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -174,6 +174,7 @@ def test_micro_batches_of_unequal_sizes_are_one_batch(step, method):
     assert_same_results(on_a_rank(0, 1, step, method), expected(step, method))
 
 
+@settings(max_examples=30)
 @given(steps(2), st.sampled_from(METHODS))
 def test_any_split_over_two_ranks_is_one_batch(step, method):
     for answer in ranks(2, on_a_rank, step, method):
@@ -241,3 +242,10 @@ def test_low_precision_losses_are_summed_in_float32(dtype):
         assert loss.total.dtype == torch.float32
         assert loss.total == 1024
     assert per_sequence(losses, ids, 1).total == 1
+
+
+def test_a_method_compiles_without_a_graph_break():
+    weight, m = the_weight(), micro_batch(UNEVEN, 0, 4)
+    compiled = torch.compile(loss_of, fullgraph=True, backend="eager")
+    found, plain = (graded(f("per_sequence", weight, m).total, {"weight": weight}) for f in (compiled, loss_of))
+    assert_same_results(found, plain)
