@@ -250,6 +250,12 @@ def test_k3_of_very_unlike_policies_is_finite_where_the_number_exists(dtype):
     assert found[-1] == log_ratio[-1]
 
 
+def test_k3_of_nearly_equal_policies_does_not_cancel_in_float32():
+    """It is about half the square of the log-ratio, which 1 would swallow."""
+    found = kl_estimate(torch.tensor(1e-3), "k3").item()
+    assert found == pytest.approx(kl_estimate(torch.tensor(1e-3, dtype=torch.float64), "k3").item(), rel=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_scores_are_widened(dtype):
     log_prob, mask = torch.tensor([-1.0], dtype=dtype), torch.tensor([True])

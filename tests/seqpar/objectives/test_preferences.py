@@ -183,6 +183,18 @@ def test_orpo_is_finite_where_a_probability_is_1_or_nearly_0(dtype):
         assert all(g.isfinite().all() for g in torch.autograd.grad(loss.sum(), tensors))
 
 
+def test_nothing_cancels_in_float32():
+    """Losses far below 1, and odds of probabilities close to 1, keep the digits of float32."""
+    far, near, other, wanted = (torch.tensor([x]) for x in (20.0, -1e-6, -0.01, True))
+    pairs = [
+        (dpo(far, -far, beta=0.5), dpo(far.double(), -far.double(), beta=0.5)),
+        (kto(far, wanted, beta=1.0, reference_point=0.0), torch.sigmoid(-far.double())),
+        (orpo(near, other, weight=1.0), orpo(near.double(), other.double(), weight=1.0)),
+    ]
+    for found, exact in pairs:
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+
+
 def test_a_pair_of_empty_responses_has_a_finite_loss_and_no_gradient():
     log_prob = torch.full((2, 3), -torch.inf, requires_grad=True)
     ids = padded_segments(torch.zeros(2, 3, dtype=torch.bool))
