@@ -102,7 +102,7 @@ def assert_same(ours, theirs, log_prob):
 
 
 @pytest.mark.parametrize(("variant", "smoothing"), [("sigmoid", 0.0), ("hinge", 0.0), ("ipo", 0.0), ("robust", 0.2)])
-def test_dpo(variant, smoothing):
+def test_dpo_and_its_variants_are_trls(variant, smoothing):
     log_prob, reference = scores(1), scores(2).detach()
     ratio = token_log_ratio(log_prob, reference, MASK)
     of = sequence_means if variant == "ipo" else sequence_sums
@@ -124,7 +124,7 @@ def test_dpo(variant, smoothing):
 
 
 @pytest.mark.parametrize("point", [0.4, -0.4])
-def test_kto(point):
+def test_kto_is_trls(point):
     log_prob, reference = scores(1), scores(2).detach()
     wanted = torch.tensor([True, False, True, True])
     unpaired = torch.full((B,), point, dtype=torch.float64)
@@ -149,7 +149,7 @@ def test_kto(point):
     assert_same(per_item(losses).mean, theirs, log_prob)
 
 
-def test_simpo_conservative_preferences_and_the_preference_of_cpo():
+def test_simpo_conservative_dpo_and_the_preference_of_cpo_are_trls():
     log_prob = scores(1)
     self = trainer(alpha=0.0, beta=2.0, label_smoothing=0.0, simpo_gamma=0.6, loss_type="simpo")
     means = sequence_means(log_prob, IDS, B).chunk(2)
@@ -163,7 +163,7 @@ def test_simpo_conservative_preferences_and_the_preference_of_cpo():
     assert_same(dpo(*sums, beta=2.0, label_smoothing=0.2).sum(), theirs, log_prob)
 
 
-def test_the_odds_ratio_of_orpo():
+def test_the_odds_ratio_of_orpo_is_trls():
     """TRL computes it in float32."""
     log_prob = scores(1)
     chosen, rejected = sequence_means(log_prob, IDS, B).chunk(2)
@@ -199,7 +199,7 @@ def trl_grpo(log_prob, inputs, **settings):
 
 @pytest.mark.parametrize("sampler", [False, True])
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
-def test_grpo_and_its_descendants(loss_type, sampler):
+def test_grpo_and_its_descendants_are_trls(loss_type, sampler):
     log_prob, old, reference = scores(1), scores(2).detach(), scores(3).detach()
     advantages = numbers(4, B).detach()
     weights = truncated_weights(token_log_ratio(old, scores(5), MASK), max_weight=2.0)
@@ -228,7 +228,7 @@ def test_grpo_and_its_descendants(loss_type, sampler):
     assert_same(ours.mean, trl_grpo(log_prob, inputs, loss_type=loss_type, use_vllm=sampler), log_prob)
 
 
-def test_gspo():
+def test_gspo_is_trls():
     log_prob, old, advantages = scores(1), scores(2).detach(), numbers(4, B).detach()
     losses = clipped_surrogate(
         sequence_log_ratio(log_prob, old, IDS, B), advantages, eps_low=0.2, eps_high=0.28, max_ratio=5.0
