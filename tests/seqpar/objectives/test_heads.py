@@ -61,15 +61,10 @@ def test_one_projection_of_all_heads_is_the_sum_of_one_projection_each(heads, ba
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
-def log_probs(hidden, weight, target):
-    scores = seqpar.token_scores(hidden, weight, target)
-    return getattr(scores, "log_prob", scores)
-
-
 def test_the_scores_of_all_heads_at_once_are_those_of_each():
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 2, 5, 4, dtype=torch.float64, generator=random)
     weight = torch.randn(7, 4, dtype=torch.float64, generator=random)
     targets = head_targets(torch.randint(0, 7, (2, 5), generator=random), 3)
-    each = torch.stack([log_probs(h, weight, t) for h, t in zip(hidden, targets, strict=True)])
-    torch.testing.assert_close(log_probs(hidden, weight, targets), each, rtol=1e-12, atol=0)
+    each = torch.stack([seqpar.token_scores(h, weight, t).log_prob for h, t in zip(hidden, targets, strict=True)])
+    torch.testing.assert_close(seqpar.token_scores(hidden, weight, targets).log_prob, each, rtol=1e-12, atol=0)

@@ -7,10 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import seqpar
 from seqpar.objectives import (
     clipped_surrogate,
     group_advantages,
     kl_estimate,
+    padded_segments,
     per_constant,
     per_item,
     per_sequence,
@@ -218,6 +220,30 @@ def test_gspo_is_the_papers_from_the_tokens_on(batch, seed):
         return per_item(clipped_surrogate(ratio, advantages, **OPTIONS)).mean
 
     assert_same_losses(ours, lambda: [naive()], {"log_prob": batch.log_prob})
+
+
+def test_with_token_scores_and_an_entropy_bonus_the_gradient_is_that_of_the_plain_logits():
+    hidden, weight = numbers(1, 4, 5, 3), numbers(2, 7, 3)
+    mask = torch.arange(5) < torch.tensor([5, 0, 2, 3]).unsqueeze(1)
+    target = torch.arange(20).view(4, 5).remainder(7).masked_fill(~mask, -100)
+    ids, advantages = padded_segments(mask), group_advantages(numbers(3, 4), 2)
+    old = -numbers(4, 4, 5).detach().abs()
+
+    def loss(log_prob, entropy):
+        ratio = token_log_ratio(log_prob, old, mask)
+        losses = clipped_surrogate(ratio, spread_to_tokens(advantages, ids), **OPTIONS)
+        return per_sequence(losses - 0.01 * entropy, ids, 4).mean
+
+    def ours():
+        scores = seqpar.token_scores(hidden, weight, target, entropy=True, chunk_tokens=3)
+        return loss(scores.log_prob, scores.entropy)
+
+    def plain():
+        log_p = (hidden @ weight.T).log_softmax(-1)
+        log_prob = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return [loss(log_prob, -(log_p.exp() * log_p).sum(-1))]
+
+    assert_same_losses(ours, plain, {"hidden": hidden, "weight": weight})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
