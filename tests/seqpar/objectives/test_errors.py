@@ -145,6 +145,19 @@ CASES = {
         TypeError,
         "segment_ids has dtype torch.bool",
     ),
+    "sequence ratio shape": (
+        lambda o: o.sequence_log_ratio(PAIR, PAIR, INTS, 1),
+        ValueError,
+        r"segment_ids has shape \(2,\) and log_prob \(2, 3\)",
+    ),
+    "kto point meta": (
+        lambda o: o.kto(TWO, MASK, beta=1.0, reference_point=ONE.to("meta")),
+        TypeError,
+        "reference_point is on the meta device",
+    ),
+    "mask list": (lambda o: o.per_token(TWO, [True, True]), TypeError, "mask is a list of 2; it must be a tensor"),
+    "padded list": (lambda o: o.padded_segments([[True]]), TypeError, "mask is a list of 1; it must be a tensor"),
+    "segment list": (lambda o: o.sequence_sums(TWO, [0, 0], 1), TypeError, "segment_ids is a list of 2"),
     "dft mask": (lambda o: o.dft(TWO, INTS), TypeError, "mask has dtype torch.int64; it must be bool"),
     "per token mask": (lambda o: o.per_token(TWO, INTS), TypeError, "mask has dtype torch.int64; it must be bool"),
     "per item": (
