@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import refuse_sharded
 from seqpar.engine.formula_match import FormulaMatch, NoFormula, match_formula
-from seqpar.engine.shards import OneOrScattered, Shard, check_targets, check_width, scattered
+from seqpar.engine.shards import OneOrScattered, Shard, check_targets, check_width, heads_on, scattered
 from seqpar.linear.token_scores import TokenScores, token_scores
 from seqpar.losses.criteria import ignored_target
-from seqpar.multi_device.replicas import check_replicable, gather, parallel_apply, replicate
+from seqpar.multi_device.replicas import check_replicable, gather, parallel_apply
 
 
 def scores_over_devices(
@@ -56,9 +56,7 @@ def scores_over_devices(
     check_width(shards, match.projection.weight.size(1))
     check_targets(shards, match.vocab_size)
     on = [shard.hidden.device for shard in shards]
-    if devices is None and all(p.device == on[0] for p in head.parameters()):
-        return _scores_of_shard(match, head, shards[0], options)
-    heads = replicate(head, on)
+    heads = heads_on(head, on)
     arguments = [(match, replica, shard, options) for replica, shard in zip(heads, shards, strict=True)]
     found = parallel_apply([_scores_of_shard] * len(shards), arguments, devices=on)
     return gather(found, on[0])  # type: ignore[no-any-return]
