@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.distributed.wrappers import refuse_sharded
+from seqpar.distributed.wrappers import is_fsdp_unit, refuse_sharded, structural_copy
 from seqpar.engine.formula_match import FormulaMatch, NoFormula, match_formula
 from seqpar.engine.shards import OneOrScattered, Shard, check_targets, check_width, heads_on, scattered
 from seqpar.linear.token_scores import TokenScores, token_scores
@@ -33,7 +33,13 @@ def scores_over_devices(
         TypeError: the generator is no `nn.Linear`, or only autograd knows the criterion's loss.
     """
     refuse_sharded(head)
-    match = match_formula(head["generator"], head["criterion"])
+    generator = head["generator"]
+    if is_fsdp_unit(generator):
+        # `inside_unit` has run the unit's hooks, after which its parameters are plain tensors
+        parameters = generator._parameters
+        generator = structural_copy(generator)
+        generator._parameters = parameters
+    match = match_formula(generator, head["criterion"])
     if isinstance(match, NoFormula):
         raise TypeError(
             f"scores are those of a projection and a criterion with a closed form: {match.reason}; call "
