@@ -6,6 +6,7 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -87,20 +88,25 @@ def plan(
 
 
 def checked(
-    inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor = 1.0, prefix: str = ""
+    inputs: Inputs,
+    settings: Settings,
+    vocab: VocabShard | None,
+    loss_scale: float | Tensor = 1.0,
+    further: Callable[[VocabShard], Mapping[str, object]] | None = None,
 ) -> tuple[VocabShard, SoftTarget]:
     """Return the shard and the soft target over this rank's classes, after checking all arguments.
 
     An invalid argument raises an error on every rank of the group.
 
     Args:
-        prefix: the beginning of the names of hidden, weight and bias among the caller's arguments.
+        further: checks a loss's other arguments, and returns what must be the same on all ranks, by name.
     """
     if vocab is not None and not isinstance(vocab, VocabShard):
         raise TypeError(f"vocab is a {type(vocab).__name__}; it must be a seqpar.VocabShard, or None")
     wrong: Exception | None = None
     try:
-        shard, q = _checked_on_this_rank(inputs, settings, vocab, loss_scale, prefix)
+        shard, q = _checked_on_this_rank(inputs, settings, vocab, loss_scale)
+        further_facts = {} if further is None else further(shard)
     except (TypeError, ValueError, IndexError) as error:
         wrong = error
     if wrong is not None:
@@ -108,22 +114,20 @@ def checked(
             _send_error_to_group(wrong, vocab)
         raise wrong
     if vocab is not None:
-        vocab.check(len(inputs.weight), _facts(inputs, settings, vocab), inputs.hidden)
+        vocab.check(len(inputs.weight), {**_facts(inputs, settings, vocab), **further_facts}, inputs.hidden)
     return shard, q
 
 
 def _checked_on_this_rank(
-    inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor, prefix: str
+    inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor
 ) -> tuple[VocabShard, SoftTarget]:
     """Return the shard and the soft target over this rank's classes; raise for arguments invalid on this rank."""
     _check_settings(settings)
     check_loss_scale(loss_scale)
-    _check_kinds(inputs, prefix)
-    _check_shapes(inputs, prefix)
-    _check_devices_and_dtypes(inputs, prefix)
+    check_tensors(inputs)
     rows = inputs.weight.size(0)
     if vocab is None and not rows:
-        raise ValueError(f"{prefix}weight has shape {tuple(inputs.weight.shape)}; it must have at least one class")
+        raise ValueError(f"weight has shape {tuple(inputs.weight.shape)}; it must have at least one class")
     shard = vocab or VocabShard(None, 0, rows)
     if shard.start + rows > shard.vocab_size:
         raise ValueError(
@@ -141,6 +145,17 @@ def _checked_on_this_rank(
     if excluded is not None and not 0 <= excluded < rows:
         excluded = None
     return shard, q._replace(excluded=excluded, weight_V=weight_V, z_loss=float(settings.z_loss))
+
+
+def check_tensors(inputs: Inputs, prefix: str = "") -> None:
+    """Raise unless the tensors' kinds, shapes, devices and dtypes fit each other.
+
+    Args:
+        prefix: the beginning of the names of hidden, weight and bias among the caller's arguments.
+    """
+    _check_kinds(inputs, prefix)
+    _check_shapes(inputs, prefix)
+    _check_devices_and_dtypes(inputs, prefix)
 
 
 NOTHING_WRONG = {"what is wrong": "nothing"}
