@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from seqpar.core.tensor_checks import check_floating
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.dense_rows import AgainstHead, AgainstLogProbs
@@ -133,12 +134,13 @@ def _teacher_facts(teacher: Teacher, inputs: Inputs, settings: Settings, shard: 
 def _check_head(teacher: TeacherHidden, inputs: Inputs) -> None:
     """Raise unless the teacher's head fits itself, the target and the student's vocabulary."""
     weight = inputs.weight
-    check_tensors(Inputs(teacher.hidden, teacher.weight, inputs.target, teacher.bias), "teacher.")
-    if len(weight) != len(teacher.weight) or weight.device != teacher.weight.device:
+    check_floating(teacher.weight, "teacher.weight")
+    if weight.shape[:1] != teacher.weight.shape[:1] or weight.device != teacher.weight.device:
         raise ValueError(
-            f"weight has {len(weight)} classes on {weight.device} and teacher.weight {len(teacher.weight)} on "
-            f"{teacher.weight.device}; both must have the same vocabulary on one device"
+            f"weight has shape {tuple(weight.shape)} on {weight.device} and teacher.weight "
+            f"{tuple(teacher.weight.shape)} on {teacher.weight.device}; both must have the same classes on one device"
         )
+    check_tensors(Inputs(teacher.hidden, teacher.weight, inputs.target, teacher.bias), "teacher.")
 
 
 def _check_same_teacher(teacher: Teacher, classes: int, shard: VocabShard) -> None:
