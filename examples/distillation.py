@@ -1,8 +1,9 @@
 """Distillation: a small model learns a large one's predictions, and neither model's full logits ever exist.
 
-Three students learn: one from the teacher's hidden states, one from the 20 most likely classes of each token
-(which could have been stored beforehand), and one from log-probabilities that a function computes chunk by chunk. Run it
-with `python examples/distillation.py`.
+Three students learn: one from the teacher's hidden states, one from the 20 most likely classes of each token (which
+could have been stored beforehand), and one from log-probabilities that a function computes chunk by chunk.
+
+Run it with `python examples/distillation.py`.
 """
 
 import torch

@@ -69,7 +69,8 @@ class TeacherTopK:
             with fewer classes; its log-probability is not read.
         log_probs: ids' shape, floating: log q at the student's temperature, over the whole vocabulary. They must not
             sum to more than 1 as probabilities, up to rounding.
-        rest: "renormalize" or "one_class".
+        rest: "renormalize" or "one_class". In the latter a teacher's rest that is within the rounding of its
+            log-probabilities counts as 0, and where there are no other classes there is no rest.
 
     Where the vocabulary is split over ranks, both are the same on every rank.
     """

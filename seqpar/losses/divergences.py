@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -58,8 +58,8 @@ RowTerms = Callable[[Tensor, Tensor, Tensor, Tensor], Terms]
 
 def check_divergence(divergence: object, beta: object) -> None:
     """Raise ValueError for an unknown divergence; raise unless beta is in (0, 1) for "jsd" and None for the others."""
-    if not isinstance(divergence, str) or divergence not in _TERMS:
-        known = ", ".join(repr(name) for name in _TERMS)
+    if divergence not in get_args(Divergence):
+        known = ", ".join(repr(name) for name in get_args(Divergence))
         raise ValueError(f"divergence is {divergence!r}; it must be one of {known}")
     if divergence == "jsd":
         check_number(beta, "beta", above=0, below=1)
@@ -69,9 +69,10 @@ def check_divergence(divergence: object, beta: object) -> None:
 
 def row_terms(divergence: Divergence, beta: float | None) -> RowTerms:
     """Return the function that computes this divergence's terms."""
-    if beta is not None:
+    if divergence == "jsd":
+        assert beta is not None
         return partial(_jsd_, float(beta))
-    return _TERMS[divergence]
+    return _WITHOUT_BETA[divergence]
 
 
 def logits_gradient_(terms: Terms, slope_K: Tensor, p_KC: Tensor) -> Tensor:
@@ -129,9 +130,8 @@ def _product_(weight_KC: Tensor, value_KC: Tensor) -> Tensor:
     return value_KC.masked_fill_(weight_KC == 0, 0).mul_(weight_KC)
 
 
-_TERMS: dict[str, RowTerms] = {
+_WITHOUT_BETA: dict[str, RowTerms] = {
     "forward_kl": _forward_kl_,
     "reverse_kl": _reverse_kl_,
-    "jsd": partial(_jsd_, 0.5),
     "total_variation": _total_variation_,
 }
