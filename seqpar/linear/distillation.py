@@ -101,7 +101,10 @@ def linear_distillation(
 
     def further(shard: VocabShard) -> Mapping[str, object]:
         check_divergence(divergence, beta)
-        return {"divergence": divergence, "beta": beta, **_teacher_facts(teacher, inputs, settings, shard)}
+        _check_teacher(teacher, inputs, settings, shard)
+        if vocab is None:
+            return {}
+        return {"divergence": divergence, "beta": beta, **_teacher_facts(teacher)}
 
     shard, _ = checked(inputs, settings, vocab, loss_scale, further)
     if vocab is not None:
@@ -110,24 +113,30 @@ def linear_distillation(
     return divergence_loss(inputs, settings, shard, comparison, loss_scale)
 
 
-def _teacher_facts(teacher: Teacher, inputs: Inputs, settings: Settings, shard: VocabShard) -> Mapping[str, object]:
-    """Return what must be the same on all ranks; raise unless the teacher's tensors fit the student's."""
-    facts: dict[str, object] = {"teacher": type(teacher).__name__}
+def _check_teacher(teacher: object, inputs: Inputs, settings: Settings, shard: VocabShard) -> None:
+    """Raise unless it is a teacher whose tensors fit the student's."""
     if isinstance(teacher, TeacherHidden):
         _check_head(teacher, inputs)
-        return {**facts, "the width and dtype of teacher.hidden": (teacher.hidden.size(-1), teacher.hidden.dtype)}
-    if isinstance(teacher, TeacherTopK):
+    elif isinstance(teacher, TeacherTopK):
         check_top_k(teacher, inputs.target, settings.ignore_index, shard.vocab_size)
-        return {**facts, "teacher.rest": teacher.rest, "teacher.ids": ids_fact(teacher.ids)}
-    if not isinstance(teacher, TeacherLogProbs):
+    elif not isinstance(teacher, TeacherLogProbs):
         raise TypeError(
             f"teacher is a {type(teacher).__name__}; it must be a seqpar.TeacherHidden, TeacherLogProbs or TeacherTopK"
         )
-    if not callable(teacher.function):
+    elif not callable(teacher.function):
         raise TypeError(
             f"teacher.function is a {type(teacher.function).__name__}; it must be a function of a chunk's rows that "
             "returns their log-probabilities"
         )
+
+
+def _teacher_facts(teacher: Teacher) -> Mapping[str, object]:
+    """Return what must be the same on all ranks, by name."""
+    facts: dict[str, object] = {"teacher": type(teacher).__name__}
+    if isinstance(teacher, TeacherHidden):
+        return {**facts, "the width and dtype of teacher.hidden": (teacher.hidden.size(-1), teacher.hidden.dtype)}
+    if isinstance(teacher, TeacherTopK):
+        return {**facts, "teacher.rest": teacher.rest, "teacher.ids": ids_fact(teacher.ids)}
     return facts
 
 

@@ -34,6 +34,8 @@ def soft_cross_entropy(
     def further(shard: VocabShard) -> Mapping[str, object]:
         _check_alone(soft_target, inputs, settings)
         check_sparse_target(soft_target, inputs.target, settings.ignore_index, shard.vocab_size)
+        if vocab is None:
+            return {}
         return {"soft_target.ids": ids_fact(soft_target.ids)}
 
     shard, _ = checked(inputs, settings, vocab, loss_scale, further)

@@ -69,6 +69,18 @@ def test_any_split_has_the_divergence_and_gradient_of_one_device(data):
         assert_answers(one.case, tensors, one.plain(tensors), whole[1:], split, order, per_rank)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_every_divergence_from_every_teacher_is_that_of_one_device(divergence, kind):
+    beta = 0.3 if divergence == "jsd" else None
+    one = Distillation(PLAIN, divergence, beta, kind, 3, 4, True)
+    answers = ranks(2, distill, [(one, [4, 7], [0, 1])])
+    tensors = one.student()
+    whole = seqpar.linear_distillation(**tensors, teacher=one.teacher(), **one.options)
+    per_rank = [theirs[0] for theirs in answers]
+    assert_answers(PLAIN, tensors, one.plain(tensors), whole[1:], [4, 7], [0, 1], per_rank)
+
+
 def soften(rank, world, case, k, split, order):
     vocab, rows = shard_of(case, split, order, rank)
     tensors = {name: t for name, t in parts(case, vocab, rows).items() if name != "class_weight"}

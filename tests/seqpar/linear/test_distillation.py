@@ -323,7 +323,7 @@ def function_of(result):
         ({"divergence": "jsd"}, TypeError, "beta is None; it must be a finite number above 0 and below 1"),
         ({"divergence": "jsd", "beta": 1.0}, ValueError, "beta is 1.0"),
         ({"teacher": torch.randn(6, 9)}, TypeError, "teacher is a Tensor; it must be a seqpar.TeacherHidden"),
-        ({"teacher": head(weight=(8, 5))}, ValueError, r"weight has shape \(9, 3\) on cpu and teacher.weight \(8, 5\) on cpu"),
+        ({"teacher": head(weight=(8, 5))}, ValueError, r"weight has shape \(9, 3\) on cpu and teacher.weight \(8, 5\)"),
         ({"teacher": head(hidden=(6, 4))}, ValueError, r"teacher.hidden has shape \(6, 4\) and teacher.weight"),
         ({"teacher": head(hidden=(5, 5))}, ValueError, r"teacher.hidden has shape .* target \(6,\)"),
         ({"temperature": -1.0}, ValueError, "temperature is -1.0"),
