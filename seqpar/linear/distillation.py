@@ -106,7 +106,7 @@ def linear_distillation(
             return {}
         return {"divergence": divergence, "beta": beta, **_teacher_facts(teacher)}
 
-    shard, _ = checked(inputs, settings, vocab, loss_scale, further)
+    shard, _ = checked(inputs, settings, vocab, loss_scale, further=further)
     if vocab is not None:
         _check_same_teacher(teacher, len(weight), shard)
     comparison = _comparison(teacher, row_terms(divergence, beta), inputs, settings, shard)

@@ -38,7 +38,7 @@ def soft_cross_entropy(
             return {}
         return {"soft_target.ids": ids_fact(soft_target.ids)}
 
-    shard, _ = checked(inputs, settings, vocab, loss_scale, further)
+    shard, _ = checked(inputs, settings, vocab, loss_scale, further=further)
     ids_NC = soft_target.ids.detach().flatten(0, -2).long()
     probs_NC = soft_target.probs.detach().flatten(0, -2).masked_fill(ids_NC < 0, 0)
     if vocab is not None:
