@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from seqpar.core.chunked_gradient import Rows
-from seqpar.core.chunks import Chunk, cut_rows, recording, rows_per_chunk
+from seqpar.core.chunks import Chunk
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.token_loss import TokenLoss, wide
-from seqpar.distributed.collectives import copy_to_group, world_size
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.formula import Projection, zero_rows
-from seqpar.linear.inputs import Inputs, Settings
-from seqpar.linear.leaves import LinearLeaves, LinearSlots, differentiable_loss, product_dtype
+from seqpar.linear.inputs import Inputs, Settings, planned
+from seqpar.linear.leaves import LinearSlots, differentiable_loss
 
 
 class RowResults(NamedTuple):
@@ -54,21 +53,8 @@ def divergence_loss(
     inputs: Inputs, settings: Settings, shard: VocabShard, comparison: Comparison, loss_scale: float | Tensor
 ) -> TokenLoss:
     """Return the summed divergence of all rows that are not ignored, as one node of autograd's graph."""
-    hidden = inputs.hidden
-    dtype = product_dtype(hidden)
-    softcap = None if settings.softcap is None else float(settings.softcap)
-    student = Projection(inputs.weight, inputs.bias, dtype, softcap, float(settings.temperature))
-    target_N = inputs.target.flatten().long()
-    # Every rank must cut the same chunks, also where ranks have different numbers of classes
-    most = settings.chunk_tokens or rows_per_chunk(shard.largest_even_part, dtype, hidden.device.type)
-    chunks = cut_rows(target_N != settings.ignore_index, most)
-    # Chunks contain ignored rows only while a CUDA graph is recorded
-    ignored = settings.ignore_index if recording(hidden.device) else None
-    formula = DivergenceFormula(student, comparison, target_N, world_size(shard.group) > 1, ignored)
-    # Each rank's hidden gradient covers its own classes only; the backward of this copy sums them over the group
-    hidden_ND = copy_to_group(hidden, shard.group).flatten(0, -2)
-    token_weight_N = None if inputs.token_weight is None else inputs.token_weight.flatten()
-    leaves = LinearLeaves(hidden_ND, inputs.weight, inputs.bias, token_weight_N)
+    leaves, chunks, student, target_N, split, ignored = planned(inputs, settings, shard)
+    formula = DivergenceFormula(student, comparison, target_N, split is not None, ignored)
     return differentiable_loss(formula, chunks, leaves, loss_scale)
 
 

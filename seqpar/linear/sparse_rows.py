@@ -42,7 +42,8 @@ class AgainstFewClasses:
         terms: the divergence.
         shard: this rank's classes.
         ids_NC: the given classes of all rows, k of them; -1 fills up a row.
-        log_q_NC, q_NC: the distribution, over the k classes, or over k + 1 with the rest as the last one.
+        log_q_NC, q_NC: the distribution, over the k classes, or over k + 1 with the rest as the last one. They may be
+            overwritten.
         z_loss: the factor of lse^2.
     """
 
@@ -78,8 +79,8 @@ class AgainstFewClasses:
         lse_K = sums.logits_KC.logsumexp(-1)
         log_p_KC = sums.logits_KC[:, : q_KC.size(1)].log_softmax(-1)
         p_KC = log_p_KC.exp()
-        # Copies, because the divergence overwrites them
-        terms = self.terms(log_p_KC, p_KC, log_q_KC.clone(), q_KC.clone())
+        # This overwrites the chunk's part of q, which no other chunk reads
+        terms = self.terms(log_p_KC, p_KC, log_q_KC, q_KC)
         loss_K = terms.loss_K
         grad_KC = logits_gradient_(terms, terms.slope_K, p_KC)
         if self.z_loss:

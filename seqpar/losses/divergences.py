@@ -29,7 +29,6 @@ Shape suffixes: K rows, C classes (of this rank, where the vocabulary is split; 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple, get_args
@@ -105,7 +104,8 @@ def _reverse_kl_(log_p_KC: Tensor, p_KC: Tensor, log_q_KC: Tensor, q_KC: Tensor)
 
 
 def _jsd_(beta: float, log_p_KC: Tensor, p_KC: Tensor, log_q_KC: Tensor, q_KC: Tensor) -> Terms:
-    log_m_KC = torch.logaddexp(log_q_KC + math.log(beta), log_p_KC + math.log1p(-beta))
+    # From p and q, not from their logarithms: those are less exact the further they are from 0
+    log_m_KC = torch.mul(q_KC, beta).add_(p_KC, alpha=1 - beta).log_()
     teacher_K = _dot(q_KC, log_q_KC.sub_(log_m_KC))
     slope_KC = _product_(p_KC, log_p_KC.sub_(log_m_KC)).mul_(1 - beta)
     slope_K = slope_KC.sum(-1)

@@ -245,6 +245,32 @@ def test_a_function_that_fails_on_one_rank_is_reported_on_every_rank_and_nothing
     assert text in second[1]
 
 
+def said_of_soft_targets(rank, world, ids, probs):
+    """Rank 1 has another soft target."""
+    vocab = seqpar.VocabShard(dist.group.WORLD, 4 * rank, 11)
+    tensors = {name: t for name, t in parts(PLAIN, vocab, [4, 7][rank]).items() if name != "class_weight"}
+    sparse = seqpar.SparseTarget(*(torch.tensor(x).expand(*PLAIN.lead, 2) for x in (ids[rank], probs[rank])))
+    return message(seqpar.linear_cross_entropy, **tensors, soft_target=sparse, vocab=vocab)
+
+
+@pytest.mark.parametrize(
+    ("ids", "probs", "expected"),
+    [
+        ([[0, 3], [3, 0]], [[0.5, 0.5]] * 2, "soft_target.ids: ("),
+        ([[0, 3]] * 2, [[0.5, 0.5], [0.25, 0.75]], "soft_target.probs: ranks [1] have other numbers than rank 0"),
+        (
+            [[0, 3]] * 2,
+            [[0.5, 0.5], [0.25, 0.25]],
+            "what is wrong: 'nothing' on ranks [0]; 'ValueError: soft_target.pr",
+        ),
+    ],
+)
+def test_ranks_with_other_soft_targets_are_named_on_every_rank(ids, probs, expected):
+    for error, text in ranks(2, said_of_soft_targets, ids, probs):
+        assert error == "RuntimeError"
+        assert f"ranks disagree on {expected}" in text
+
+
 def masked(rank, world, kind, divergence):
     """A bias of -inf on all of rank 1's classes, the student's and the teacher's."""
     vocab = seqpar.VocabShard.of([6, 5][rank], dist.group.WORLD)
