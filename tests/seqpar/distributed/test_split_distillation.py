@@ -261,7 +261,7 @@ def said_of_soft_targets(rank, world, ids, probs):
         (
             [[0, 3]] * 2,
             [[0.5, 0.5], [0.25, 0.25]],
-            "what is wrong: 'nothing' on ranks [0]; 'ValueError: soft_target.pr",
+            "what is wrong: 'nothing' on ranks [0]; 'ValueError: soft_target",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Arguments of distillation that cannot be right, each with the one line that says so; ignored rows may hold anything."""
+"""Arguments of distillation that cannot be right, each with the one line that says so."""
 
 import pytest
 import torch
