@@ -111,10 +111,13 @@ class VocabShard:
         numbers = span_number(self.start, self.start + rows), _checksum_number(checksum)
         return check_agreement(facts, self.group, numbers)
 
-    def check(self, rows: int, facts: Mapping[str, object], hidden: Tensor) -> None:
+    def check(self, rows: int, facts: Mapping[str, object], hidden: Tensor, name: str = "hidden") -> None:
         """Raise RuntimeError on every rank unless the ranks agree on `facts` and hidden and have every class once.
 
         It is one small collective; none for a group of one rank.
+
+        Args:
+            name: what the caller calls `hidden`.
         """
         everyone = self.meet(facts, rows, hidden)
         spans = [divmod(number, SPAN) for number, _ in everyone]
@@ -136,8 +139,9 @@ class VocabShard:
         eps = torch.finfo(hidden.dtype).eps
         others = [rank for rank, theirs in enumerate(checksums) if _differ(theirs, checksums[0], eps)]
         if others:
+            content = "hidden states" if name.endswith("hidden") else "numbers"
             raise RuntimeError(
-                f"ranks disagree on hidden: ranks {others} have other hidden states than rank 0, and the ranks that "
+                f"ranks disagree on {name}: ranks {others} have other {content} than rank 0, and the ranks that "
                 "share a vocabulary must have the same; give them one batch and one seed of dropout"
             )
 
