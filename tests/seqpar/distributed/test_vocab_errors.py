@@ -210,3 +210,44 @@ def test_a_shard_is_checked_where_it_is_made():
     with pytest.raises(ValueError, match=r"start is 12; it must be in \[0, 11\]"):
         seqpar.VocabShard(None, 12, 11)
     assert seqpar.VocabShard.of(11, None) == seqpar.VocabShard(None, 0, 11)
+
+
+def scores_asked_differently(rank, world, options):
+    """What each rank says about scores whose second rank was asked for something else."""
+    vocab = seqpar.VocabShard.of(3, dist.group.WORLD)
+    hidden = torch.ones(2, 4)
+    target = torch.tensor([0, 5])
+    return message(seqpar.token_scores, hidden, torch.ones(3, 4), target, vocab=vocab, **(options if rank else {}))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"entropy": True}, "entropy"),
+        ({"top_k": 2}, "top_k"),
+        ({"product_dtype": torch.float64}, "product_dtype"),
+        ({"batch_invariant": True}, "batch_invariant"),
+        ({"temperature": 2.0}, "temperature"),
+        ({"temperature": torch.tensor([1.0, 2.0])}, "temperature of each token"),
+        ({"ids": torch.tensor([[1], [5]])}, "ids"),
+    ],
+)
+def test_ranks_that_are_asked_for_different_scores_all_say_which(options, named):
+    for kind, text in ranks(2, scores_asked_differently, options):
+        assert kind == "RuntimeError"
+        assert f"ranks disagree on {named}: " in text
+
+
+def other_ids_or_temperature(rank, world, name, values):
+    vocab = seqpar.VocabShard.of(3, dist.group.WORLD)
+    given = {name: torch.as_tensor(values[rank])}
+    return message(seqpar.token_scores, torch.ones(2, 4), torch.ones(3, 4), torch.tensor([0, 5]), vocab=vocab, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("ids", ([[1], [5]], [[5], [1]])), ("temperature", ([1.0, 2.0], [1.0, 2.5]))]
+)
+def test_ranks_with_other_ids_or_temperatures_all_say_so(name, values):
+    for kind, text in ranks(2, other_ids_or_temperature, name, values):
+        assert kind == "RuntimeError"
+        assert f"ranks disagree on {name}" in text
