@@ -63,7 +63,8 @@ def _check_temperature(temperature: Tensor | None, target: Tensor, counted: Tens
     if bad.any():
         place = tuple(bad.nonzero()[0].tolist())
         raise ValueError(f"temperature {temperature[place].item()} at position {place} is not a finite number above 0")
-    return float(temperature.double().where(counted, 1.0).sum())
+    numbers = torch.arange(1, temperature.numel() + 1, device=temperature.device)
+    return float((temperature.double().where(counted, 1.0).flatten() * numbers).sum())
 
 
 def _check_ids(ids: Tensor | None, target: Tensor, counted: Tensor, vocab_size: int) -> object:

@@ -245,7 +245,7 @@ def other_ids_or_temperature(rank, world, name, values):
 
 
 @pytest.mark.parametrize(
-    ("name", "values"), [("ids", ([[1], [5]], [[5], [1]])), ("temperature", ([1.0, 2.0], [1.0, 2.5]))]
+    ("name", "values"), [("ids", ([[1], [5]], [[5], [1]])), ("temperature", ([1.0, 2.0], [2.0, 1.0]))]
 )
 def test_ranks_with_other_ids_or_temperatures_all_say_so(name, values):
     for kind, text in ranks(2, other_ids_or_temperature, name, values):
