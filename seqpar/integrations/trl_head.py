@@ -149,7 +149,7 @@ def examine(model: PreTrainedModel) -> Reading:
             f"{name} changes its hidden states between its backbone and its output embeddings; {WITHOUT}"
         )
     ours = _plain_logits(hidden_1WD, head, adapter)
-    if not _as_exact(ours, seen.own_logits, hidden_1WD.dtype):
+    if not _as_exact(ours, seen.own_logits):
         raise RefusedModelError(
             f"the output embeddings of {name} do more than multiply and add a bias (a hook, a forward of their own); "
             f"{WITHOUT}"
@@ -223,11 +223,11 @@ def _plain_logits(hidden: Tensor, head: Any, adapter: Adapter | None) -> Tensor:
     return logits + F.linear(low_rank, adapter.b_VR.to(wide))
 
 
-def _as_exact(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether logits are the same up to roundings of the model's precision."""
+def _as_exact(ours: Tensor, theirs: Tensor) -> bool:
+    """Return whether logits are the same up to roundings of the precision that the model's own have."""
     if theirs.shape != ours.shape:
         return False
-    if dtype in (torch.float32, torch.float64):
+    if theirs.dtype in (torch.float32, torch.float64):
         return close(ours, theirs)
     scale = max(1.0, float(ours.abs().max()))
-    return torch.allclose(ours, theirs.to(ours.dtype), rtol=0, atol=8 * torch.finfo(dtype).eps * scale)
+    return torch.allclose(ours, theirs.to(ours.dtype), rtol=0, atol=8 * torch.finfo(theirs.dtype).eps * scale)
