@@ -211,10 +211,6 @@ class _Node:
         The softcap and the factor are those the model was seen to use, not those TRL reads from its configuration.
         """
         self.calls += 1
-        if not torch.is_autocast_enabled(hidden_ND.device.type):
-            # As in TRL, the products have the dtype of the hidden states
-            weight_VD = weight_VD.to(hidden_ND.dtype)
-            bias_V = None if bias_V is None else bias_V.to(hidden_ND.dtype)
         dropped_ND = hidden_ND
         if self.adapter is not None:
             dropped_ND = self.adapter.dropout(hidden_ND)
@@ -229,7 +225,7 @@ class _Node:
             if self.adapter is not None:
                 low_rank_NR = adapter_rows(dropped_ND, self.adapter.a_RD, self.adapter.scaling)
                 parts.append((low_rank_NR, self.adapter.b_VR))
-            statistics = LogitStatistics(parts, **options)
+            statistics = LogitStatistics(parts, **options, chunk_tokens=self.chunk_tokens)
             mean_logits_N = statistics.mean_logits() if "mean_logits" in outputs else None
             log_sum_sq_N = statistics.log_sum_sq_probs() if "log_sum_sq_probs" in outputs else None
         is_top1_N = None
@@ -253,6 +249,9 @@ class _Node:
             "top_k": 1 if "is_top1" in outputs else None,
             "chunk_tokens": self.chunk_tokens,
         }
+        if not torch.is_autocast_enabled(hidden_ND.device.type):
+            # As in TRL, the products have the dtype of the hidden states, also where the projection's is wider
+            asked["product_dtype"] = hidden_ND.dtype
         if self.adapter is None:
             return token_scores(hidden_ND, weight_VD, target_N, **asked, **options)
         a_RD, b_VR, scaling, _ = self.adapter

@@ -20,6 +20,7 @@ class LogitStatistics:
     Args:
         parts: pairs of rows (N, D) and weight (V, D): the hidden states with the output embeddings, and the low-rank
             rows with the B of an adapter.
+        chunk_tokens: the most rows whose logits exist at once; None chooses by bytes.
     """
 
     def __init__(
@@ -28,12 +29,14 @@ class LogitStatistics:
         bias: Tensor | None,
         softcap: float | None,
         temperature: float,
+        chunk_tokens: int | None = None,
     ) -> None:
         self.parts = parts
         self.bias = bias
         self.softcap = softcap
         self.temperature = temperature
         self.dtype = wide(parts[0][0].dtype)
+        self.chunk_tokens = chunk_tokens
 
     def mean_logits(self) -> Tensor:
         """Return the mean logit of each row (N,)."""
@@ -53,16 +56,18 @@ class LogitStatistics:
     def _by_chunks(self, statistic: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a statistic of each row's logits, of which one chunk's exist at a time."""
         rows, weight = self.parts[0]
-        size = rows_per_chunk(len(weight), self.dtype, rows.device.type)
+        size = self.chunk_tokens or rows_per_chunk(len(weight), self.dtype, rows.device.type)
         chunks = [statistic(self._logits(slice(start, start + size))) for start in range(0, len(rows), size)]
         return torch.cat([rows.new_zeros(0, dtype=self.dtype), *chunks])
 
     def _logits(self, chunk: slice) -> Tensor:
         """Return the logits of some rows."""
-        products = [(rows[chunk] @ weight.t().to(rows.dtype)).to(self.dtype) for rows, weight in self.parts]
-        logits_KV = torch.stack(products).sum(0)
+        hidden, weight = self.parts[0]
+        logits_KV = (hidden[chunk] @ weight.t().to(hidden.dtype)).to(self.dtype)
+        for rows, factor in self.parts[1:]:
+            logits_KV += rows[chunk] @ factor.t().to(rows.dtype)
         if self.bias is not None:
-            logits_KV = logits_KV + self.bias
+            logits_KV += self.bias
         if self.softcap is not None:
             logits_KV = self.softcap * torch.tanh(logits_KV / self.softcap)
         return logits_KV / self.temperature

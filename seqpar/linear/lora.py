@@ -30,6 +30,7 @@ def lora_scores(
     softcap: float | None = None,
     entropy: bool = False,
     top_k: int | None = None,
+    product_dtype: torch.dtype | None = None,
     chunk_tokens: int | None = None,
 ) -> TokenScores:
     """Return the scores of every token under a projection and its low-rank adapter, a chunk's logits at a time.
@@ -47,7 +48,8 @@ def lora_scores(
             product with A is computed in A's dtype, and then rounded to that of `hidden`, as B is to `base_weight`'s.
         scaling: the adapter's factor; `lora_alpha / r` in PEFT.
         adapter_hidden: what A multiplies, if it is not `hidden`: `dropout(hidden)`, of hidden's shape.
-        target, bias, ignore_index, temperature, softcap, entropy, top_k, chunk_tokens: as `token_scores`.
+        target, bias, ignore_index, temperature, softcap, entropy, top_k, product_dtype, chunk_tokens: as
+            `token_scores`.
 
     Returns:
         `TokenScores`, with gradients for hidden, adapter_hidden, lora_A, lora_B and the bias.
@@ -69,6 +71,7 @@ def lora_scores(
         softcap=softcap,
         entropy=entropy,
         top_k=top_k,
+        product_dtype=product_dtype,
         chunk_tokens=chunk_tokens,
     )
 
