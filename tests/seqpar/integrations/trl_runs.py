@@ -7,6 +7,7 @@ the model's own logits, all of them ("plain"), or with `apply_seqpar_scores` ("s
 from __future__ import annotations
 
 import contextlib
+import gc
 import tempfile
 import types
 from typing import Any, NamedTuple
@@ -199,6 +200,7 @@ def trained(rank: int, world: int, run: Run) -> Outcome:
     GradientState._reset_state()
     kept = Kept()
     losses: list[float] = []
+    gc.freeze()  # the Trainer collects garbage at the start; going through all imported packages is most of its time
     with tempfile.TemporaryDirectory() as folder:
         trainer = made(run, folder, world, callbacks=[kept])
         step = trainer.training_step
@@ -220,4 +222,5 @@ def trained(rank: int, world: int, run: Run) -> Outcome:
             {k: float(v) for k, v in entry.items() if not any(part in k for part in TIMES)}
             for entry in trainer.state.log_history
         ]
+    gc.unfreeze()
     return Outcome(losses, metrics, kept.seen)
