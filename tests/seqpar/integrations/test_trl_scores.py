@@ -302,6 +302,42 @@ def test_the_logits_of_all_tokens_never_exist_at_once(lora):
     assert seen["scores"] <= 4000 * (DECODER["hidden_size"] + 2)  # the weight's own gradient
 
 
+class RowsProjected(TorchDispatchMode):
+    """Counts the rows of products with as many columns as the vocabulary has classes."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if "mm" in str(function) and output.size(-1) == VOCAB:
+            self.rows += output.size(0)
+        return output
+
+
+def test_rows_without_a_label_are_never_projected():
+    model = fused(tiny("llama"))
+    ids, labels = batch(3, 9, ignored=0.5)
+    kept = int((labels[:, 1:] != -100).sum())
+    with AppliedScores([model], None), torch.no_grad(), RowsProjected() as projected:
+        outputs = model(input_ids=ids, labels=labels, fused_lm_head=True)
+    assert 0 < kept < 24
+    assert projected.rows == 2 * kept  # once for the scores, once for the weights of WPO
+    assert outputs.label_mask.sum() == kept
+
+
+def test_tensors_saved_for_backward_may_be_moved_away_in_between():
+    model = fused(adapted(target_modules=["lm_head"]))
+    ids, labels = batch()
+    found = []
+    for moved in (contextlib.nullcontext(), torch.autograd.graph.save_on_cpu()):
+        model.zero_grad()
+        with AppliedScores([base_of(model)], None), moved:
+            outputs = model(input_ids=ids, labels=labels, fused_lm_head=True)
+        (outputs.log_probs + outputs.entropy).sum().backward()
+        found.append(gradients(model))
+    assert relative_error(found[1], found[0]) == 0
+
+
 def test_leaving_the_block_restores_trls_own_function_and_the_model():
     model = fused(tiny("llama"))
     ids, labels = batch()

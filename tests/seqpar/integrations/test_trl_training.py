@@ -107,6 +107,14 @@ def test_grpo_with_a_projection_in_float32_is_trls_own():
     same(trained(0, 1, run), trained(0, 1, run._replace(way="stock")), 1e-2)
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_under_autocast_a_step_is_trls_own_in_the_precision_of_bfloat16(kind):
+    run = Run(kind, "scores", dtype=torch.float32, options={"bf16": True})
+    got, expected = trained(0, 1, run), trained(0, 1, run._replace(way="stock"))
+    assert got.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert relative_error(got.gradients, expected.gradients) < 2e-2
+
+
 @pytest.mark.parametrize(
     ("kind", "model", "changes"),
     [
@@ -128,7 +136,8 @@ def two_ranks():
     pool.close()
 
 
-@pytest.mark.parametrize(("kind", "lora"), [("sft", {}), ("dpo", {}), ("kto", HEAD), ("grpo", HEAD)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lora", [{}, HEAD], ids=["full", "head"])
 def test_on_two_ranks_a_step_is_that_of_the_models_own_logits(two_ranks, kind, lora):
     run = Run(kind, "scores", lora=lora)
     scores = two_ranks.call(trained, run)
