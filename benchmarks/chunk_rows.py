@@ -53,6 +53,7 @@ def median_seconds(shape: tuple[int, int, int], dtype: torch.dtype, device: str,
     times: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for done in range(repeats + 1):
         print(f"\r{shape}: {done} of {repeats}", end="", file=sys.stderr, flush=True)
+        # One run of each in turn, so that a busy moment of the machine falls on all of them
         for rows, found in times.items():
             found.append(wall_seconds(lambda rows=rows: step(rows), device != "cpu"))  # type: ignore[misc]
     return {rows: statistics.median(found[1:]) for rows, found in times.items()}  # the first run warms up

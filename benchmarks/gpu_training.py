@@ -69,13 +69,17 @@ def rate(folder: str, steps: int, precision: str, how: str, device: str) -> floa
     if how == "two ranks":  # "--" keeps torchrun from taking --run for one of its own options
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
     command = [sys.executable, *launch, "benchmarks.gpu_training", "--child", how, "--run", run]
+    # It never reaches its last step: it is stopped when enough steps are timed
     command += ["--steps", str(100 * steps), "--precision", precision, "--device", device]
     metrics = Path(run, "metrics.jsonl")
     output = Path(f"{run}.log")
     started = 0.0
     with output.open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         while process.poll() is None:
-            lines = metrics.read_text().splitlines() if metrics.exists() else []
+            lines: list[str] = []
+            if metrics.exists():
+                lines = metrics.read_text().splitlines()
+            # The clock starts at the first look that finds the warm-up done; only the lines after that look are counted
             if len(lines) >= WARM_UP and not started:
                 started = time.perf_counter()
                 first = len(lines)
@@ -120,8 +124,9 @@ def main() -> None:
     if options.child is None:
         print(table(options.steps, options.device))
         return
-    ranks = 2 if options.child == "two ranks" else 1
-    devices = [options.device] * ranks
+    devices = [options.device]
+    if options.child == "two ranks":
+        devices = 2 * devices
     config = settings(options.run, options.steps, options.precision, devices)
     if options.child == "plain loss":
         with patch.object(seqpar.LossCompute, "forward", plain_loss):

@@ -52,7 +52,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def rank(number: int, world: int, port: int, settings: dict[str, Any], answers: str) -> None:
-    """Be one process of a run; leave the times of its steps and its peak memory in a file."""
+    """Run one process of a training; write the times of its steps and its peak memory to a file."""
     os.environ.update(OMP_NUM_THREADS=str(2 // world), OMP_WAIT_POLICY="PASSIVE")
     torch.set_num_threads(2 // world)
     if world > 1:
@@ -69,6 +69,7 @@ def rank(number: int, world: int, port: int, settings: dict[str, Any], answers: 
         def validated(self, state: Any, found: object) -> None:
             pass
 
+    # Only the steps are of interest: no progress line, no validation, no summary
     training.Progress = Timed
     training.summarize = lambda *_: None
     training.validate = lambda *_: training.Validation(0, 0.0, 0.0, 0.0, None)
@@ -92,6 +93,7 @@ def measure(layout: str, steps: int, precision: str) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         settings = {**BATCH, **changes, "run": f"{folder}/run", "training.steps": steps}
         settings |= {"training.validate_every": steps, "training.precision": precision}
+        # New processes each time: peak memory never falls within one
         mp.spawn(rank, (world, _free_port(), settings, folder), nprocs=world)
         found = [json.loads(Path(folder, f"{number}.json").read_text()) for number in range(world)]
         weights = load_file(f"{folder}/run/last/model.safetensors")
@@ -100,7 +102,7 @@ def measure(layout: str, steps: int, precision: str) -> Measured:
 
 def _free_port() -> int:
     with socket.socket() as listener:
-        listener.bind(("localhost", 0))
+        listener.bind(("localhost", 0))  # the system chooses one
         return int(listener.getsockname()[1])
 
 

@@ -103,9 +103,8 @@ class Wire(TorchDispatchMode):
             if group in self.rows_of:
                 rows = self.rows_of[group]
                 for rank, theirs in enumerate(arguments[0][0]):
-                    theirs[1] = span_number(
-                        rank * rows, (rank + 1) * rows
-                    )  # the shard's bounds, which VocabShard checks
+                    # The bounds of that rank's shard, which VocabShard checks
+                    theirs[1] = span_number(rank * rows, (rank + 1) * rows)
 
     @property
     def sent(self) -> Sent:
@@ -122,7 +121,7 @@ def _bytes(argument: Any) -> int:
 
 
 class Trunk(nn.Module):
-    """Be the smallest model below the projection: an embedding."""
+    """The smallest model below the projection: an embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,6 +197,7 @@ def _world() -> ProcessGroup:
 def _mesh(inner: str) -> tuple[ProcessGroup, ProcessGroup]:
     """Return the two groups that this rank is in on a mesh of data x `inner`."""
     size = min(INNER, dist.get_world_size() // 2)
+    # Neighbouring ranks are on one machine, so the axis that communicates most is the inner one
     mesh = init_device_mesh("cpu", (dist.get_world_size() // size, size), mesh_dim_names=("data", inner))
     return mesh.get_group("data"), mesh.get_group(inner)
 
@@ -289,6 +289,7 @@ def count(layout: str, chunks: int) -> Sent:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         step, wire = LAYOUTS[layout](BATCH * TIME // chunks)
         with Wire(wire.rows_of):
+            # What DDP and FSDP2 set up in their first steps does not count
             step()
             step()
         with wire:
@@ -328,7 +329,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the counts as JSON instead")
     options = parser.parse_args()
     found = counts(tuple(options.worlds))
-    print(json.dumps(found) if options.json else table(found))
+    if options.json:
+        print(json.dumps(found))
+    else:
+        print(table(found))
 
 
 if __name__ == "__main__":

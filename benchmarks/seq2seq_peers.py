@@ -55,6 +55,7 @@ def pairs(vocab_size: int, seed: int = 0) -> tuple[list[list[int]], list[list[in
     rng = numpy.random.default_rng(seed)
     targets = rng.permutation(numpy.repeat(list(TARGET_LENGTHS), list(TARGET_LENGTHS.values())))
     sources = numpy.rint(rng.normal(0.77 * targets + 3.2, 0.115 * targets + 0.5)).astype(int).clip(2)
+    # Ids from 4: 0 to 3 are padding, unknown, start and end. The length counts the end symbol, which the batch adds
     source_ids = [rng.integers(4, vocab_size, length - 1).tolist() for length in sources]
     target_ids = [rng.integers(4, vocab_size, length - 1).tolist() for length in targets]
     return source_ids, target_ids
@@ -62,9 +63,12 @@ def pairs(vocab_size: int, seed: int = 0) -> tuple[list[list[int]], list[list[in
 
 def batches(vocab_size: int, tokens: int, order: str) -> Iterator[Batch]:
     """Yield batches of about `tokens` target tokens: of `similar` lengths, as the recipe makes them, or `mixed`."""
+    # The budget counts padding, of which batches of similar lengths have about a twentieth
     made = TokenBatches(*pairs(vocab_size), batch_tokens=round(1.05 * tokens))
     if order == "similar":
         yield from (made.batch(indices) for indices in made.epoch(0))
+        return
+    # Pairs in random order, as many in each batch as have `tokens` target tokens on average
     all_tokens = sum(length * count for length, count in TARGET_LENGTHS.items())
     size = round(tokens * sum(TARGET_LENGTHS.values()) / all_tokens)
     for start in range(0, len(made.sources) - size, size):
@@ -217,7 +221,7 @@ class _TorchTransformer(nn.Module):
             batch_first=True,
         )
         self.generator = nn.Linear(config.d_model, vocab_size)
-        self.generator.weight = self.embed.weight
+        self.generator.weight = self.embed.weight  # tied, as in the other two models
         self.register_buffer("positions", sinusoidal_positions(0, 256, config.d_model, like=self.embed.weight))
 
     def _embedded(self, tokens: Tensor) -> Tensor:

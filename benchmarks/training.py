@@ -128,6 +128,7 @@ def training(size: str, precision: str, order: str, steps: int) -> Row:
     apart = check_loss(size)
     report(f"{size} {precision}, {order} lengths; our loss and the plain one are {apart:.0e} apart in float64")
     torch.manual_seed(0)
+    # All three are in memory at once, so that they can take turns on each batch
     built = [kind(config, vocab_size, precision) for kind in (Ours, Marian, TorchTransformer)]
     made = batches(vocab_size, TOKENS, order)
     inputs = [next(made) for _ in range(WARM_UP + steps)]
@@ -199,6 +200,7 @@ def decoding(size: str, repeats: int) -> Row:
     model = make_transformer(config, vocab_size, vocab_size, PAD).eval()
     peer = marian(config, vocab_size).eval()
     with torch.no_grad():
+        # No probability for the end symbol, so every hypothesis has LENGTH tokens in both models
         model.generator.bias[EOS] = -1e4
         peer.final_logits_bias[0, EOS] = -1e4
     made = batches(vocab_size, TOKENS, "mixed")
@@ -226,13 +228,16 @@ def decoding(size: str, repeats: int) -> Row:
 def loading() -> list[Row]:
     """Return target tokens a second through subwords and batches, and the seconds `train` takes to its first step."""
     with tempfile.TemporaryDirectory() as folder:
-        multi30k = "recipes/translation/configs/multi30k_en_de.yaml" if "SEQPAR_DATA" in os.environ else None
+        multi30k = None
+        name = "built-in corpus"
+        if "SEQPAR_DATA" in os.environ:
+            multi30k = "recipes/translation/configs/multi30k_en_de.yaml"
+            name = "Multi30k"
         config = load_config(multi30k, {"run": f"{folder}/run"})
-        name = "Multi30k" if multi30k else "built-in corpus"
         report(f"loading {name}")
         prepare(config)
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # the figure is for one core
         tokens, seconds = read_epoch(config)
         torch.set_num_threads(threads)
         first = first_step(config, multi30k)
@@ -256,8 +261,10 @@ def read_epoch(config: RunConfig) -> tuple[int, float]:
 
 def first_step(config: RunConfig, file: str | None) -> float:
     """Return the seconds from the start of `train`, with subwords made before, to the first line of its metrics."""
-    load_corpus(config)
-    given = ["--config", file] if file else []
+    load_corpus(config)  # so that every file is in the system's cache
+    given: list[str] = []
+    if file:
+        given = ["--config", file]
     command = [sys.executable, "-m", "recipes.translation", "train", *given, "--run", config.run]
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
@@ -286,7 +293,9 @@ def _training_table(rows: list[Row]) -> str:
     header += ["to Marian", "to nn.Transformer", "to Marian, if only products took time"]
     cells = []
     for row in rows:
-        most = f"{row['most']:.2f}" if "most" in row else "-"
+        most = "-"
+        if "most" in row:
+            most = f"{row['most']:.2f}"
         cells.append([row["name"], row["precision"], f"{row['padding']:.1%}", *_rates(row), *_ratios(row), most])
     return markdown_table(header, cells)
 
@@ -327,14 +336,18 @@ def machine() -> str:
 def write(path: Path, rows: list[Row]) -> None:
     """Put the rows into `<path>.json`, replacing those of the same name, and the tables into `<path>.md`."""
     data = path.with_suffix(".json")
-    kept = json.loads(data.read_text()) if data.exists() else []
-    merged = {_key(row): row for row in kept}
+    merged: dict[tuple[str, str, str | None], Row] = {}
+    if data.exists():
+        merged = {_key(row): row for row in json.loads(data.read_text())}
     for row in rows:
         merged[_key(row)] = {**row, "date": str(date.today()), "on": machine()}
     ordered = sorted(merged.values(), key=lambda row: (PARTS.index(row["part"]), str(_key(row))))
     data.write_text(json.dumps(ordered, indent=1) + "\n")
-    text = path.with_suffix(".md")
-    text.write_text(page(text.read_text() if text.exists() else "", ordered))
+    document = path.with_suffix(".md")
+    text = ""
+    if document.exists():
+        text = document.read_text()
+    document.write_text(page(text, ordered))
 
 
 def page(text: str, rows: list[Row]) -> str:

@@ -23,6 +23,7 @@ def padding_mask(tokens: Tensor, pad: int) -> Tensor:
     """
     real_BS = tokens != pad
     empty_B1 = ~real_BS.any(1, keepdim=True)
+    # A mask and not real_BS[:, 0] = True, since the batch may have no time step at all
     first_S = torch.arange(tokens.size(1), device=tokens.device) == 0
     return (real_BS | (empty_B1 & first_S))[:, None, None, :]
 
@@ -93,11 +94,14 @@ def attend(query_BHQK: Tensor, lookup: KeyValues, mask: Tensor | None, causal: b
     keys = lookup.keys.size(2)
     if query_BHQK.device.type != "cpu" or keys > SHORT or not batch:
         return F.scaled_dot_product_attention(query_BHQK, lookup.keys, lookup.values, attn_mask=mask, is_causal=causal)
+    # Sentences and heads become one batch: softmax(Q K^T / sqrt(d_k)) V is a product, a softmax and a product of each
     query_AQK, keys_ASK, values_ASK = (x.flatten(0, 1) for x in (query_BHQK, lookup.keys, lookup.values))
     # One call scales and multiplies; with beta 0 its first argument is ignored
     ignored = query_AQK.new_zeros(1, 1, 1)
     scores_AQS = torch.baddbmm(ignored, query_AQK, keys_ASK.mT, beta=0, alpha=width**-0.5)
-    added = added_scores(subsequent_mask(keys) if causal else mask, scores_AQS)
+    if causal:
+        mask = subsequent_mask(keys)
+    added = added_scores(mask, scores_AQS)
     if added is not None:
         scores_BHQS = scores_AQS.view(batch, heads, queries, keys)
         added = added.to(scores_BHQS.dtype)
@@ -142,6 +146,7 @@ class Attention(nn.Module):
         width = query_RTD.size(-1)  # of all heads here: d_model, unless heads are split over ranks
         query_BQD = query_RTD.view(sentences, beams * time, width)
         mixed_BHQK = attend(self._split(query_BQD), lookup, mask, causal)
+        # Concat(head_1 ... head_h): the heads of each query side by side again, (B, Q, H, K) -> (R, T, D)
         mixed: Tensor = self.output(mixed_BHQK.transpose(1, 2).reshape(rows, time, width))
         return mixed
 

@@ -43,7 +43,7 @@ class LayerCache:
             return
         for held in (self.own.keys, self.own.values):
             index = slots[:, None, :, None].expand(-1, held.size(1), -1, held.size(3))
-            held[:, :, : slots.size(1)] = held.gather(2, index)
+            held[:, :, : slots.size(1)] = held.gather(2, index)  # gather copies, so that no slot is read after a write
         self.slots = slots.size(1)
 
 
@@ -93,12 +93,16 @@ class DecoderCache:
         # Among the new slots, step t of beam k attends to steps up to t of the same beam k
         own_QQ = (itself_KK[:, None, :, None] & steps_TT[None, :, None, :]).reshape(beams * time, beams * time)
         mask_BQS = own_QQ.expand(sentences, -1, -1)
+        # Slots are in the order of time, and within one call in the order of beams: the new ones come last
         if self.visible is not None:
             mask_BQS = torch.cat((self.visible.repeat_interleave(time, 1), mask_BQS), 2)
+        # The history of a beam is what its latest step attends to
         self.visible = mask_BQS.unflatten(1, (beams, time))[:, :, -1]
         self.length += time
-        only_one = time == 1 and self.length == mask_BQS.size(2)
-        return None if only_one else mask_BQS[:, None]
+        # As many slots as steps: each sentence has one beam, whose history is all of them
+        if time == 1 and self.length == mask_BQS.size(2):
+            return None
+        return mask_BQS[:, None]
 
     def reorder(self, parents: Tensor) -> None:
         """Let beam k of each sentence continue the history of its beam parents[:, k]: (B, beams)."""
@@ -106,7 +110,10 @@ class DecoderCache:
             return
         self.visible = self.visible.gather(1, parents[:, :, None].expand(-1, -1, self.visible.size(2)))
         alive_BS = self.visible.any(1)
-        most = int(alive_BS.sum(1).max()) if len(alive_BS) else 0
+        # All sentences have the same number of slots: as many as the one that needs most of them
+        most = 0
+        if len(alive_BS):
+            most = int(alive_BS.sum(1).max())
         if 2 * most <= alive_BS.size(1):  # discarded beams leave slots that no beam attends to
             self._keep_slots(alive_BS.byte().topk(most, sorted=False).indices)
 

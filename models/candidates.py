@@ -55,6 +55,7 @@ def candidates_of(scores_BK: Tensor, logits_RV: Tensor, forbidden: list[int], co
 
     The logits of forbidden tokens become -inf, but count in the softmax's sum.
     """
+    # log sum over all classes = logaddexp(log sum over the others, log sum over the forbidden ones)
     forbidden_RF = logits_RV[:, forbidden]
     logits_RV[:, forbidden] = -math.inf
     maxima_RW, total_R = maxima_and_totals(logits_RV)
@@ -106,10 +107,12 @@ def best_tokens(
     start_BC = picked_BC // max(1, blocks) * vocab + picked_BC % max(1, blocks) * BLOCK
     inside_BM = (start_BC[:, :, None] + torch.arange(BLOCK, device=device)).flatten(1)
     row_K1 = torch.arange(live, device=device)[:, None]
+    # The classes after the last whole block are always candidates: (K, V mod BLOCK) -> (M,)
     rest_M = (row_K1 * vocab + torch.arange(blocks * BLOCK, vocab, device=device)).flatten()
     index_BM = torch.cat((inside_BM, rest_M.expand(batch, -1)), 1)
     logits_BM = logits_RV.reshape(batch, -1).gather(1, index_BM)
     row_BM = index_BM // vocab
+    # log p(prefix, token) = log p(prefix) + z_token - log sum exp z
     scores_BM = scores_BK.gather(1, row_BM) + (logits_BM - total_BK.gather(1, row_BM))
     best_BC, at_BC = scores_BM.topk(min(count, scores_BM.size(1)))
     return best_BC, index_BM.gather(1, at_BC)

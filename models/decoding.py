@@ -95,6 +95,7 @@ def greedy(
         tokens_B = torch.full((src.size(0),), bos, device=src.device)
         while source.sentences:
             logits_BV = logits_of(model, next_hidden(model, source, tokens_B, cache))
+            # The most probable token has the largest logit: no softmax is needed
             logits_BV[:, forbidden] = -math.inf
             tokens_B = logits_BV.argmax(-1)
             going = []
@@ -152,6 +153,7 @@ def beam_search(
                 finished[source.sentences[row]].append(hypothesis)
             beams, parents_BK = survive(beams, candidates, eos, beam)
 
+            # Live hypotheses of a sentence all have `step` tokens, so their log-probabilities compare without penalty
             going = []
             for row, best in enumerate(beams.scores[:, 0].tolist()):
                 sentence = source.sentences[row]
@@ -165,6 +167,7 @@ def beam_search(
                 beams = Beams(beams.prefixes[going], beams.scores[going])
                 parents_BK = parents_BK[going]
                 cache.keep_sentences(torch.tensor(going, device=src.device, dtype=torch.long))
+            # After the finished sentences have left, since `parents_BK` has a row for each one that goes on
             cache.reorder(parents_BK)
     return [(best_first(done) + rest)[:n_best] for done, rest in zip(finished, unfinished, strict=True)]
 
@@ -236,6 +239,7 @@ def first_beams(source: Source, bos: int) -> Beams:
 def ended(beams: Beams, candidates: Candidates, eos: int, norm: float, beam: int) -> Iterator[tuple[int, Hypothesis]]:
     """Yield (row, hypothesis) for each of the `beam` best candidates that ends."""
     scores_BK = candidates.scores[:, :beam]
+    # Only the `beam` best: an ending below them would not have survived as a hypothesis either
     ends_BK = (candidates.tokens[:, :beam] == eos) & (scores_BK > -math.inf)
     for row, rank in ends_BK.nonzero().tolist():
         tokens_T = beams.prefixes[row, candidates.beams[row, rank]]
@@ -244,6 +248,7 @@ def ended(beams: Beams, candidates: Candidates, eos: int, norm: float, beam: int
 
 def survive(beams: Beams, candidates: Candidates, eos: int, beam: int) -> tuple[Beams, Tensor]:
     """Return the `beam` best candidates that do not end, and which live hypothesis each one extends, (B, K)."""
+    # Among 2 x beam candidates at most `beam` end, one for each live hypothesis, so at least `beam` remain
     scores_BC = candidates.scores.masked_fill(candidates.tokens == eos, -math.inf)
     scores_BK, chosen_BK = scores_BC.topk(min(beam, scores_BC.size(1)))
     parents_BK = candidates.beams.gather(1, chosen_BK)
@@ -269,6 +274,7 @@ def is_done(finished: list[Hypothesis], bound: float, beam: int, n_best: int) ->
     `bound` is the best live log-probability over the normaliser of the longest translation allowed. Further tokens only
     lower the (negative) log-probability, and no normaliser is larger, so no live hypothesis can score above `bound`.
     """
+    # A best score of -inf means that no live hypothesis is left
     if bound == -math.inf or len(finished) >= beam:
         return True
     return len(finished) >= n_best and best_first(finished)[n_best - 1].score >= bound

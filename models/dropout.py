@@ -17,6 +17,7 @@ class Dropout(nn.Dropout):
         """Drop values of a tensor of any shape."""
         if not self.training or not self.p or x.device.type != "cpu":
             return super().forward(x)
+        # P(dropped) = dropped / 2^16, so E[x * remains] = x * (2^16 - dropped) / 2^16; at least one value must remain
         dropped = min(round(self.p * 2**16), 2**16 - 1)
         # Each int16 is uniform over -32,768 ... 32,767; the `dropped` lowest ones mean a dropped value
         words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)

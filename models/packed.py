@@ -25,6 +25,7 @@ def packed(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     changed = []
     try:
+        # By identity: a tied or reused layer is packed once
         for linear in {id(m): m for module in modules for m in module.modules()}.values():
             if isinstance(linear, nn.Linear) and can_be_packed(linear):
                 linear.forward = by_packed_weight(linear)  # type: ignore[method-assign, assignment]

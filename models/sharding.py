@@ -20,7 +20,7 @@ Shape suffixes: B sentences, T time steps, t time steps on this rank, D model wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
@@ -79,29 +79,30 @@ def cut(name: str, whole: Tensor, rank: int, world: int) -> Tensor:
     how = cut_of(name)
     if how is None or world == 1:
         return whole
+    # Keys and values are two blocks of one matrix, and a rank needs both blocks' rows of its own heads
     blocks = whole.chunk(how.blocks, how.axis)
     return torch.cat(
         [block.split(part_sizes(block.size(how.axis), world), how.axis)[rank] for block in blocks], how.axis
     )
 
 
-def join(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """Return the weight whose slices by `cut` are `parts`, in rank order."""
+def join(name: str, slices: Sequence[Tensor]) -> Tensor:
+    """Return the weight that `cut` divides into these slices, in rank order."""
     how = cut_of(name)
-    if how is None or len(parts) == 1:
-        return parts[0]
-    blocks = zip(*(part.chunk(how.blocks, how.axis) for part in parts), strict=True)
+    if how is None or len(slices) == 1:
+        return slices[0]
+    blocks = zip(*(own.chunk(how.blocks, how.axis) for own in slices), strict=True)
     return torch.cat([torch.cat(block, how.axis) for block in blocks], how.axis)
 
 
-def join_over(name: str, part: Tensor, group: ProcessGroup | None) -> Tensor:
+def join_over(name: str, own: Tensor, group: ProcessGroup | None) -> Tensor:
     """Gather a weight from the slices of the group's ranks, whole and detached on every rank."""
     how = cut_of(name)
     world = world_size(group)
     if how is None or world == 1:
-        return part.detach()
-    sizes = [size for (size,) in gather_numbers([part.size(how.axis)], group)]
-    return join(name, join_from_group(part.detach(), sizes, how.axis, group).split(sizes, how.axis))
+        return own.detach()
+    sizes = [size for (size,) in gather_numbers([own.size(how.axis)], group)]
+    return join(name, join_from_group(own.detach(), sizes, how.axis, group).split(sizes, how.axis))
 
 
 def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.VocabShard:
@@ -146,7 +147,10 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
                 module.bias = bias
                 module.out_features = len(weight)
                 continue
-            split = _SplitOutputs if how.axis == 0 else _SplitInputs
+            # y = W x + b: rows of W give a rank some entries of y, columns a term of every entry
+            split: type[_Split] = _SplitInputs
+            if how.axis == 0:
+                split = _SplitOutputs
             outer, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(outer), own_name, split(weight, bias, group))
     return vocabs["tgt_embed"]
@@ -164,8 +168,9 @@ def split_time_steps(model: EncoderDecoder, group: ProcessGroup | None) -> None:
     split = _TimeSteps(group)
     model.register_forward_pre_hook(split.begin, with_kwargs=True)
     for name, module in model.named_modules():
-        source = name.startswith(("src_", "encoder.")) or name.endswith("memory_attention.key_value")
-        side = "src" if source else "tgt"
+        side = "tgt"
+        if name.startswith(("src_", "encoder.")) or name.endswith("memory_attention.key_value"):
+            side = "src"
         if isinstance(module, Embedding):
             module.register_forward_pre_hook(split.embed_own(side))
         elif name.endswith(".key_value"):
@@ -183,9 +188,9 @@ class _TimeSteps:
         given = dict(zip(("src", "tgt", "src_mask", "tgt_mask"), args, strict=False)) | kwargs
         self.sizes = {side: part_sizes(given[side].size(1), world_size(self.group)) for side in ("src", "tgt")}
         tgt = given["tgt"]
-        mask = given.get("tgt_mask")
         # This rank's queries attend to the keys of all ranks, so a causal mask no longer follows from the shape alone
-        given["tgt_mask"] = subsequent_mask(tgt.size(1), tgt.device) if mask is None else mask
+        if given.get("tgt_mask") is None:
+            given["tgt_mask"] = subsequent_mask(tgt.size(1), tgt.device)
         for name, sides in (("src_mask", ("src", "tgt")), ("tgt_mask", ("tgt",))):
             given[name] = self._own_queries(name, given.get(name), {side: given[side].size(1) for side in sides})
         return (), given
@@ -203,15 +208,19 @@ class _TimeSteps:
         start, stop = self._own("tgt")
         return mask[:, :, start:stop]
 
-    def embed_own(self, side: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def embed_own(self, side: str) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, int]]:
+        """Return a hook that gives an embedding this rank's tokens, and the position of the first one."""
+
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, int]:
             start, stop = self._own(side)
             return args[0][:, start:stop], start
 
         return hook
 
-    def join(self, side: str) -> Any:
-        def hook(_: nn.Module, __: Any, output_BtD: Tensor) -> Tensor:
+    def join(self, side: str) -> Callable[[nn.Module, object, Tensor], Tensor]:
+        """Return a hook that joins the keys and values of all ranks."""
+
+        def hook(_: nn.Module, __: object, output_BtD: Tensor) -> Tensor:
             return join_from_group(output_BtD, self.sizes[side], 1, self.group)
 
         return hook
@@ -231,6 +240,7 @@ class _SplitLookup(nn.Module):
         self.vocab = vocab
 
     def forward(self, tokens: Tensor) -> Tensor:
+        # Another rank's subword is looked up as any row and multiplied by 0, and so is its gradient
         index, owned = self.vocab.locate(tokens, len(self.weight))
         return sum_from_group(F.embedding(index, self.weight) * owned.unsqueeze(-1), self.vocab.group)
 
@@ -254,6 +264,7 @@ class _SplitInputs(_Split):
     """A linear map of inputs that are split over the ranks; the output is whole on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
+        # The bias is whole on every rank, and must be added once: after the sum
         return sum_from_group(F.linear(x, self.weight), self.group) + self.bias
 
 

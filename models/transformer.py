@@ -30,7 +30,9 @@ def sinusoidal_positions(start: int, stop: int, d_model: int, *, like: Tensor) -
     wide = torch.promote_types(like.dtype, torch.float32)
     position = torch.arange(start, stop, device=like.device, dtype=wide)
     pairs = torch.arange(0, d_model, 2, device=like.device, dtype=wide)
+    # 1 / 10000^(2i/d) = exp(-2i ln(10000) / d)
     angle = position[:, None] * torch.exp(pairs * (-math.log(10_000.0) / d_model))
+    # (T, D/2, 2) -> (T, D): sine and cosine of a frequency alternate
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(like.dtype)
 
 
@@ -62,6 +64,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position of (B, T, D)."""
         inner: Tensor = self.inner(x)
+        # In place where no gradient needs the values before: one tensor (B, T, d_ff) less
         inner = inner.relu() if inner.requires_grad else inner.relu_()
         y: Tensor = self.outer(inner)
         return y
@@ -130,6 +133,7 @@ class DecoderLayer(nn.Module):
             if cache is None:
                 lookup = self.self_attention.keys_values(y)
             else:
+                # The beams of a sentence share its list of slots: (B x beams, T, D) -> (B, beams x T, D)
                 steps = y.size(0) // max(1, memory.size(0)) * y.size(1)
                 lookup = cache.extend(self.self_attention.keys_values(y.reshape(memory.size(0), steps, y.size(2))))
             # A single cached step attends to all steps so far, so there is nothing to mask
@@ -202,7 +206,9 @@ class Decoder(nn.Module):
         src_mask = added_scores(src_mask, x)
         tgt_mask = added_scores(tgt_mask, x)
         for index, layer in enumerate(self.layers):
-            layer_cache = None if cache is None else cache.layers[index]
+            layer_cache = None
+            if cache is not None:
+                layer_cache = cache.layers[index]
             x = layer(x, memory, src_mask, tgt_mask, layer_cache)
         x = self.norm(x)
         return x
@@ -329,7 +335,7 @@ def make_transformer(config: TransformerConfig, src_vocab: int, tgt_vocab: int, 
         model.generator.weight = model.tgt_embed.lookup.weight
     if config.tie == "all":
         model.src_embed.lookup.weight = model.tgt_embed.lookup.weight
-    initialize(model)
+    initialize(model)  # after tying, so that a shared matrix is drawn once, as an embedding
     return model
 
 

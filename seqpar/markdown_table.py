@@ -14,5 +14,10 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def markdown_row(cells: Sequence[str]) -> str:
     """Return one row of a table, for tables that are printed row by row while measuring."""
-    padded = [f" {cell}" if cell else "" for cell in cells]
-    return "|" + "".join(f"{cell} |" for cell in padded)
+    row = "|"
+    for cell in cells:
+        # An empty cell is "| |", not "|  |"
+        if cell:
+            row += f" {cell}"
+        row += " |"
+    return row

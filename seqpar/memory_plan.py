@@ -150,9 +150,11 @@ def memory_plan(
     tokens_here = tokens
     vocab_here = vocab
     if layout == "vocab":
+        # The largest shard decides: an even split, rounded up
         vocab_here = -(-vocab // devices)
     else:
         tokens_here = -(-tokens // devices)
+    # The same choice as the loss makes: K <= most rows a chunk, in ceil(N / most) chunks
     most = chunk_tokens or rows_per_chunk(vocab_here, dtype, device)
     chunks = -(-tokens_here // most)
     # `cut_rows` cuts even chunks
@@ -176,7 +178,9 @@ def memory_plan(
         )
 
     chunked = sizes(rows, chunks)
+    # The plain loss is one chunk of all rows
     losses = [_in_layout("plain", sizes(tokens_here, 1), tokens_here, layout, devices)]
+    # LossCompute splits a vocabulary only in closed form, where it is linear_cross_entropy
     if layout != "vocab":
         losses.append(_in_layout("LossCompute", chunked, rows, layout, devices))
     losses.append(_in_layout("linear_cross_entropy", chunked, rows, layout, devices))
@@ -185,8 +189,10 @@ def memory_plan(
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     """Return the dtype, given by itself or by its name; raise ValueError for one that the losses do not have."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    found: object = dtype
+    if isinstance(dtype, str):
+        found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or found not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype is {dtype!r}; it must be float64, float32, bfloat16 or float16")
     return found
 
@@ -214,7 +220,10 @@ def _plain(s: _Sizes) -> _Peaks:
 
 def _engine(s: _Sizes) -> _Peaks:
     """Return the peaks of a `LossCompute` whose pair has no closed form: a module of one's own and `LabelSmoothing`."""
-    accumulator = s.wide_weight if s.chunks > 1 else 0
+    # The gradient of a single chunk needs no sum
+    accumulator = 0
+    if s.chunks > 1:
+        accumulator = s.wide_weight
     stored = s.hidden + accumulator
     # The softmax is one wide tensor, which its gradient overwrites; for narrow logits the gradient is copied once
     softmax = stored + s.logits + s.wide_logits
@@ -232,14 +241,18 @@ def _formula(s: _Sizes) -> _Peaks:
     """Return the peaks of `linear_cross_entropy`, whose chunks all use the same buffers."""
     # The gradient overwrites the logits. Triton has the softmax in registers, the CPU has it for a block of rows in its
     # cache; but with a split vocabulary the CPU computes it for all rows, so that ranks exchange sums once per chunk
-    softmax = s.wide_logits if s.cpu and s.narrow and s.split else 0
+    softmax = 0
+    if s.cpu and s.narrow and s.split:
+        softmax = s.wide_logits
     accumulator = 0
     # The products are summed in the gradient's own memory
     product = s.weight
     if s.narrow and s.chunks > 1:
         accumulator = s.wide_weight
         # An accelerator adds narrow products to the wide sum; the CPU has a block of rows of them, narrow and widened
-        product = 2 * s.added_at_once if s.cpu else 0
+        product = 0
+        if s.cpu:
+            product = 2 * s.added_at_once
     forward = s.logits + softmax + product + accumulator + s.hidden
     return _Peaks(softmax, accumulator, forward, 2 * s.hidden + (accumulator or s.weight))
 
@@ -251,6 +264,7 @@ def _in_layout(loss: Loss, s: _Sizes, rows: int, layout: Layout, devices: int) -
     gathered = 0
     exchange = 0
     peak = max(peaks.forward, peaks.backward)
+    # DDP's bucket is there from the start, so it adds to either peak
     if layout == "ddp" and devices > 1:
         exchange = s.weight
         peak += exchange
@@ -259,6 +273,7 @@ def _in_layout(loss: Loss, s: _Sizes, rows: int, layout: Layout, devices: int) -
         # FSDP2 frees the all-gather's output only when the next unit is gathered; the weight is a copy of it
         gathered = 2 * s.weight
         exchange = s.weight
+        # While gradients are reduced: the whole gradient, its copy for the exchange, the shard received, hidden's
         reduced = s.weight + exchange + weight + s.hidden
         peak = max(gathered + peaks.forward, s.weight + peaks.backward, s.weight + reduced)
     return LossBytes(

@@ -12,7 +12,7 @@ from seqpar.engine.multi_gpu import MultiGPULossCompute
 from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.distillation import linear_distillation
 from seqpar.linear.sampled import sampled_cross_entropy
-from seqpar.linear.token_scores import token_scores
+from seqpar.linear.token_scores import TokenScores, token_scores
 from seqpar.losses.criteria import CrossEntropy, LabelSmoothing
 from seqpar.multi_device.data_parallel import DataParallel, data_parallel
 from seqpar.multi_device.placement import place
@@ -26,6 +26,7 @@ __all__ = [
     "ModelWithLoss",
     "MultiGPULossCompute",
     "TokenLoss",
+    "TokenScores",
     "VocabShard",
     "accumulate_gradients",
     "check_agreement",

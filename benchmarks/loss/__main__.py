@@ -25,7 +25,11 @@ from benchmarks.loss.parts import PARTS, Run
 
 def main() -> None:
     """Measure the parts that were asked for, print a table of each, and write tables and plots."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.loss",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("parts", nargs="*", metavar="part", help=f"any of {', '.join(PARTS)}; default is all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to measure")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")

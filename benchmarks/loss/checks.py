@@ -26,6 +26,7 @@ def kit_inputs(implementation: Implementation, problem: Problem, device: str) ->
         given = problem._replace(
             rows=len(hidden), smoothing=options.label_smoothing, dtype=options.dtype, bias=bias is not None
         )
+        # The kit's tensors in place of the layer's own parameters: gradients must reach the kit's leaves
         generator = nn.Linear(weight.size(1), weight.size(0), bias is not None, device="meta")
         generator.weight = weight  # type: ignore[assignment]
         generator.bias = bias  # type: ignore[assignment]
@@ -67,18 +68,18 @@ def what_is_wrong(implementation: Implementation, problem: Problem, device: str)
     """
     x = kit_inputs(implementation, CHECK._replace(smoothing=problem.smoothing, dtype=problem.dtype), device)
     try:
-        parts = kit.parts(x)
+        deviations = kit.deviations(x)
         ignores_factor = _ignores_factor(x)
-    except kit.RaisedError as raised:
+    except kit.RaisedError as raised:  # the kit's own, around the error that says what the implementation refused
         raise raised.__cause__ or raised from None
     words = [
-        f"{part.label} off by {part.error:.1e} ({kit.TWICE * part.share:.1f} x plain's)"
-        for part in parts
-        if part.share > 1
+        f"{d.label} off by {d.error:.1e} ({kit.TWICE * d.of_allowed:.1f} x plain's)"
+        for d in deviations
+        if d.of_allowed > 1
     ]
     if ignores_factor:
         words.append("ignores a factor on the loss")
-    return {part.name: part.error for part in parts}, words
+    return {d.name: d.error for d in deviations}, words
 
 
 def _ignores_factor(x: kit.Inputs) -> bool:

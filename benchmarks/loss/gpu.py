@@ -81,7 +81,9 @@ def why_not(name: str, way: Implementation, problem: Problem) -> str:
 def least_bytes(problem: Problem) -> int:
     """Return the hidden gradient, the weight's sum (float32 if there are several chunks) and one chunk of logits."""
     rows = min(problem.rows, rows_per_chunk(problem.vocab_size, problem.dtype, "cuda"))
-    sum_dtype = wide(problem.dtype) if rows < problem.rows else problem.dtype
+    sum_dtype = problem.dtype
+    if rows < problem.rows:
+        sum_dtype = wide(problem.dtype)
     weight = problem.vocab_size * problem.width * sum_dtype.itemsize
     return weight + (problem.rows * problem.width + rows * problem.vocab_size) * problem.dtype.itemsize
 
@@ -122,8 +124,8 @@ def measure(problem: Problem, device: str, repeats: int | None, progress: Progre
     products = floors(x)
     runs = {(problem, name): run for name, run in {**products, **steps}.items()}
     rounds = repeats or ROUNDS
-    share = problem.products / (rounds * len(runs))
-    taken = interleaved(runs, [x], rounds, lambda what: progress.add(share, what), in_a_row=2)
+    work = problem.products / (rounds * len(runs))
+    taken = interleaved(runs, [x], rounds, lambda what: progress.add(work, what), in_a_row=2)
     x.clear()
     return {
         "floor seconds": {name: taken[problem, name] for name in products},
@@ -152,13 +154,15 @@ def _rows(entry: Entry) -> list[list[str]]:
     if problem["smoothing"]:
         title += f", smoothing {problem['smoothing']:g}"
     floor = floor_seconds(entry)
+    # Three products of 2 N D V operations each
     rate = 6 * problem["rows"] * problem["width"] * problem["vocab_size"] / floor / 1e12
     least = entry["least bytes"]
     rows = [[title, f"three products, {rate:,.0f} TFLOP/s", f"{floor * 1e3:.2f}", "", f"{least / MIB:,.0f}", "1"]]
     for name, times in entry["seconds"].items():
         time = statistics.median(times)
         peak = entry["peak bytes"][name]
-        mark = " *" if name in entry["wrong"] else ""
+        if name in entry["wrong"]:
+            name += " *"
         figures = [f"{time * 1e3:.2f}", f"{floor / time:.0%}", f"{peak / MIB:,.0f}", f"{peak / least:.2f}"]
-        rows.append([title, name + mark, *figures])
+        rows.append([title, name, *figures])
     return rows

@@ -84,7 +84,9 @@ def implementations(best_options: dict[str, Any]) -> dict[str, Implementation | 
 
 def why_no_torch_op() -> str:
     """Return why torch's own chunked op cannot run; empty where it can."""
-    return "" if hasattr(F, "linear_cross_entropy") else f"torch {torch.__version__} has none"
+    if hasattr(F, "linear_cross_entropy"):
+        return ""
+    return f"torch {torch.__version__} has none"
 
 
 def over_devices() -> dict[str, Implementation]:

@@ -23,15 +23,19 @@ CHUNKS_ALLOWED = 1.3
 
 def step_peak(name: str, problem: Problem, device: str, options: dict[str, Any]) -> int | str:
     """Return the peak of an implementation, or of the bare products (`CHUNKED`), or what became of its process."""
+    # A fresh process, whose peak is the step's own. A fork of this one would inherit its memory; the fork server has
+    # imported torch once for all of them
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.loss.memory"])
     receiver, sender = context.Pipe(duplex=False)
     arguments = (sender, name, problem, device, options, torch.get_num_threads())
     process = context.Process(target=_send_peak, args=arguments)
     process.start()
-    sender.close()
+    sender.close()  # here, so that `recv` raises EOFError if the process ends without an answer
     try:
-        found: int | str = receiver.recv() if receiver.poll(LIMIT) else f"no answer in {LIMIT} s"
+        found: int | str = f"no answer in {LIMIT} s"
+        if receiver.poll(LIMIT):
+            found = receiver.recv()
     except EOFError:
         process.join()
         found = f"its process ended with {process.exitcode}"
@@ -82,8 +86,8 @@ def _tiny(problem: Problem) -> Problem:
 
 def allowed_bytes(problem: Problem, device: str) -> int:
     """Return the hidden gradient, the weight gradient and 1.3 of the engine's chunks of logits, at least float32."""
-    kept = math.ceil(problem.rows * (1 - problem.padding))
-    rows = min(kept, rows_per_chunk(problem.vocab_size, problem.dtype, torch.device(device).type))
+    unpadded_rows = math.ceil(problem.rows * (1 - problem.padding))
+    rows = min(unpadded_rows, rows_per_chunk(problem.vocab_size, problem.dtype, torch.device(device).type))
     chunk = rows * problem.vocab_size * max(4, problem.dtype.itemsize)
     gradients = (problem.rows * problem.width + problem.vocab_size * problem.width) * problem.dtype.itemsize
     return gradients + math.ceil(CHUNKS_ALLOWED * chunk)

@@ -35,8 +35,12 @@ def engine(
     """
 
     def prepare(x: Inputs) -> Step:
-        generator = x.generator if known else OwnProjection(x.generator)
-        devices = None if replicas is None else [x.hidden.device] * replicas
+        generator: nn.Module = x.generator
+        if not known:
+            generator = OwnProjection(x.generator)
+        devices = None
+        if replicas is not None:
+            devices = [x.hidden.device] * replicas
         criterion = seqpar.LabelSmoothing(x.problem.smoothing, "torch")
         compute = seqpar.LossCompute(generator, criterion, devices, chunk_tokens=chunk_tokens)
         return lambda: compute(x.hidden, x.target).total / x.tokens

@@ -76,7 +76,9 @@ class Run(NamedTuple):
 
     def todo(self, part: str, problems: list[Problem]) -> list[Problem]:
         """Return the problems that were asked for and are not measured yet."""
-        done = {} if self.again else self.results["parts"].get(part, {})
+        done = self.results["parts"].get(part, {})
+        if self.again:
+            done = {}
         return [problem for problem in problems if self.only in str(problem) and str(problem) not in done]
 
     def keep(self, part: str, problem: Problem, entry: Entry) -> None:
@@ -126,9 +128,12 @@ def choose(problem: Problem, options: dict[str, Any], names: list[str] | None) -
     """Choose among the named implementations; `names` of None is all but the one with few rows at a time."""
     runs: dict[str, Implementation] = {}
     not_run: dict[str, str] = {}
-    for name, way in implementations(options).items():
-        wanted = name != OWN_SMALL if names is None else name in names
-        if not wanted:
+    found = implementations(options)
+    wanted = names
+    if wanted is None:
+        wanted = [name for name in found if name != OWN_SMALL]
+    for name, way in found.items():
+        if name not in wanted:
             continue
         reason = why_not(name, way, problem)
         if not reason and problem.products > HUGE and name not in MAIN:
@@ -148,15 +153,17 @@ def measure(run: Run, part: str, problems: list[Problem], progress: Progress, na
     chosen = choose(first, options, names)
     for name, way in chosen.runs.items():
         check(run, name, way, first)
-    skip_memory = first.products > LARGE and first.smoothing
-    weighed = [] if skip_memory else [*chosen.runs, CHUNKED]
-    times = timed(run, problems, chosen.runs, lambda share, what: progress.add(share * work, what), len(weighed))
-    share = work / times.steps
+    # At a large size a process for each implementation takes minutes, so memory is measured once for the shape
+    weighed = [*chosen.runs, CHUNKED]
+    if first.products > LARGE and first.smoothing:
+        weighed = []
+    times = timed(run, problems, chosen.runs, lambda fraction, what: progress.add(fraction * work, what), len(weighed))
+    work_of_run = work / times.steps
     for problem in problems:
         memory = {}
         for name in weighed:
             memory[name] = step_peak(name, problem, run.device, options)
-            progress.add(share, f"{problem}: memory of {name}")
+            progress.add(work_of_run, f"{problem}: memory of {name}")
         entry = {
             **times.of(problem),
             "steps in a row": runs_in_a_row(problem),
@@ -190,18 +197,20 @@ def timed(
     fixed_rounds: int | None = None,
     with_products: bool = True,
 ) -> Times:
-    """Time the products and every implementation, interleaved; `report` is told each run's share of all the runs.
+    """Time the products and every implementation, interleaved; `report` gets each run's fraction of all runs.
 
     Only the products, whose time decides how many rounds there are, and implementations that compile are warmed up.
     """
-    torch.compiler.reset()
+    torch.compiler.reset()  # torch stops compiling after a few shapes of one function
     runs: Runs = {}
     inputs = []
     estimate = 0.0
     for problem in problems:
         x = Inputs.drawn(problem, run.device)
         # Implementations without a bias are measured with the same tensors: they never look at it
-        products = floors(x) if with_products else {}
+        products: dict[str, Callable[[], None]] = {}
+        if with_products:
+            products = floors(x)
         product_times = [seconds(product, [x]) for product in (*products.values(), *products.values())]
         ways = len(chosen) + len(products)
         estimate += min(product_times, default=0.0) * runs_in_a_row(problem) * TYPICAL * ways
@@ -222,7 +231,9 @@ def timed(
 def rounds_within_budget(round_seconds: float) -> int:
     """Return how many rounds fit into the budget, as an odd number: the median is then a measured time."""
     fitting = max(FEWEST_ROUNDS, min(MOST_ROUNDS, int(BUDGET / round_seconds)))
-    return fitting if fitting % 2 else fitting - 1
+    if fitting % 2 == 0:
+        return fitting - 1
+    return fitting
 
 
 def check(run: Run, name: str, way: Implementation, problem: Problem) -> None:
@@ -245,7 +256,11 @@ def best_options(run: Run, dtype: torch.dtype) -> dict[str, Any]:
         stored[problem.dtype_name] = {"problem": as_json(problem), "best": best["options"], "tried": tried}
         save(run.results, run.path)
     chosen = dict(stored[problem.dtype_name]["best"])
-    chosen["acc_dtype"] = None if chosen["acc_dtype"] == "None" else getattr(torch, chosen["acc_dtype"])
+    # In the file it is text: "float32", or "None" for the weight's own dtype
+    if chosen["acc_dtype"] == "None":
+        chosen["acc_dtype"] = None
+    else:
+        chosen["acc_dtype"] = getattr(torch, chosen["acc_dtype"])
     return chosen
 
 
@@ -254,7 +269,7 @@ def _try_options(problem: Problem, device: str) -> list[Entry]:
     tried = []
     for options in torch_op_choices(problem.dtype):
         step = forward_and_backward(x, torch_op(options)(x))
-        fastest = min(seconds(step, [x]) for _ in range(3))
+        fastest = min(seconds(step, [x]) for _ in range(3))  # the first run warms up
         wrong = what_is_wrong(Implementation(torch_op(options)), problem, device)[1]
         written = {**options, "acc_dtype": str(options["acc_dtype"]).removeprefix("torch.")}
         tried.append({"options": written, "seconds": fastest, "wrong": wrong})

@@ -62,7 +62,9 @@ def torch_op(options: dict[str, Any]) -> Callable[[Inputs], Step]:
 
 def torch_op_choices(dtype: torch.dtype) -> list[dict[str, Any]]:
     """Return the options of torch's op worth trying: those its documentation names, over sensible chunks."""
-    sum_dtypes = [None, torch.float32] if dtype.itemsize < 4 else [None]
+    sum_dtypes: list[torch.dtype | None] = [None]
+    if dtype.itemsize < 4:
+        sum_dtypes.append(torch.float32)
     tried = itertools.product(["compact", "balanced", "accurate"], [512, 1024, 2048], sum_dtypes)
     return [{"acc_policy": policy, "batch_chunk_size": rows, "acc_dtype": kind} for policy, rows, kind in tried]
 
@@ -70,7 +72,9 @@ def torch_op_choices(dtype: torch.dtype) -> list[dict[str, Any]]:
 def cut_cross_entropy(x: Inputs) -> Step:
     """Use apple's `linear_cross_entropy`; without a supported GPU that is its `impl="torch_compile"`."""
     linear_cross_entropy = import_quietly("cut_cross_entropy").linear_cross_entropy
-    impl = "torch_compile" if x.device == "cpu" else "cce"
+    impl = "cce"
+    if x.device == "cpu":
+        impl = "torch_compile"
     return lambda: linear_cross_entropy(x.hidden, x.weight, x.target, reduction="sum", impl=impl) / x.tokens
 
 
@@ -92,7 +96,9 @@ def liger(wide_sums: bool) -> Callable[[Inputs], Step]:
 
     def prepare(x: Inputs) -> Step:
         module = import_quietly("liger_kernel.transformers.fused_linear_cross_entropy")
-        sums = torch.float32 if wide_sums else None
+        sums = None
+        if wide_sums:
+            sums = torch.float32
         loss = module.LigerFusedLinearCrossEntropyLoss(
             label_smoothing=x.problem.smoothing, reduction="sum", accum_dtype=sums
         )

@@ -102,10 +102,11 @@ def loop_2018(x: Inputs) -> Step:
 
     def criterion(log_probs_KV: Tensor, target_K: Tensor) -> Tensor:
         smoothing = x.problem.smoothing
-        share = smoothing / log_probs_KV.size(1)
+        # q = (1 - eps) onehot(y) + eps / V
+        uniform = smoothing / log_probs_KV.size(1)
         ignored_K = target_K == IGNORED
-        wanted_KV = torch.full_like(log_probs_KV, share)
-        wanted_KV.scatter_(1, target_K.masked_fill(ignored_K, 0)[:, None], 1 - smoothing + share)
+        wanted_KV = torch.full_like(log_probs_KV, uniform)
+        wanted_KV.scatter_(1, target_K.masked_fill(ignored_K, 0)[:, None], 1 - smoothing + uniform)
         wanted_KV.masked_fill_(ignored_K[:, None], 0)
         return F.kl_div(log_probs_KV, wanted_KV, reduction="sum")
 
@@ -128,6 +129,7 @@ def loop_2018(x: Inputs) -> Step:
 
 def smoothed_entropy(smoothing: float, vocab_size: int) -> float:
     """Return the entropy of a token's smoothed distribution q: cross-entropy = KL divergence + H(q)."""
-    share = smoothing / vocab_size
-    classes_with_probability = [(1, 1 - smoothing + share), (vocab_size - 1, share)]
+    # H(q) = -sum q log q over one class with 1 - eps + eps / V and V - 1 classes with eps / V
+    uniform = smoothing / vocab_size
+    classes_with_probability = [(1, 1 - smoothing + uniform), (vocab_size - 1, uniform)]
     return -sum(count * q * math.log(q) for count, q in classes_with_probability if q)

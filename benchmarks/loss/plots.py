@@ -29,6 +29,7 @@ def draw(results: Results, beside: Path) -> list[str]:
     matplotlib.use("svg")
     matplotlib.rcParams.update(
         {
+            # Text remains text, and the same figures give the same bytes
             "svg.fonttype": "none",
             "svg.hashsalt": "seqpar",
             "font.family": "sans-serif",
@@ -67,10 +68,11 @@ def _bars(results: Results) -> Any:
     where = f"{shape_title(entries[0])}, float32; {results['hardware']}, {results['threads']} threads"
     figure.suptitle(f"{where}\nupper bar: no smoothing; lower bar: smoothing 0.1", color=INK)
     left, right = figure.subplots(1, 2, sharey=True)
-    names = list(entries[0]["seconds"])[::-1]
+    names = list(entries[0]["seconds"])[::-1]  # from bottom to top, as the axis counts
     left.set_yticks(range(len(names)), names)
     for label in left.get_yticklabels():
-        label.set_color(OURS_BLUE if label.get_text() in OURS else INK)
+        if label.get_text() in OURS:
+            label.set_color(OURS_BLUE)
     for entry, offset, strength in zip(entries, (0.2, -0.2), (1.0, 0.5), strict=True):
         floor = floor_seconds(entry)
         ratios = {name: (median(entry, name) or 0) / floor for name in names}
@@ -94,7 +96,9 @@ def _bar(axes: Any, names: list[str], values: dict[str, float], offset: float, s
         if not value:
             axes.text(0, row + offset, " not run", va="center", fontsize=8, fontstyle="italic")
             continue
-        color = OURS_BLUE if name in OURS else OTHERS
+        color = OTHERS
+        if name in OURS:
+            color = OURS_BLUE
         axes.barh(row + offset, value, height=0.36, color=color, alpha=strength)
         axes.text(value, row + offset, " " + form.format(value), va="center", fontsize=9)
 
@@ -125,6 +129,7 @@ def _memory(results: Results) -> Any:
     sizes = f"D={problem['width']}, V={problem['vocab_size']:,}"
     axes.set_title(f"Projection and loss, forward and backward: {sizes}, float32", color=INK, loc="left", fontsize=11)
     axes.set(xlim=(0, tokens[-1] * 1.02), ylim=(0, None), xlabel="tokens", ylabel="peak memory, MiB")
+    # The first two ticks would overlap: the token counts double
     axes.set_xticks(tokens[2:], [f"{count:,}" for count in tokens[2:]])
     return figure
 
@@ -154,4 +159,6 @@ def _lines(results: Results) -> Any:
 
 def _short(size: int) -> str:
     """Return whole thousands as "8k"."""
-    return f"{size // 1000}k" if size % 1000 == 0 else str(size)
+    if size % 1000:
+        return str(size)
+    return f"{size // 1000}k"

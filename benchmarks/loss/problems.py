@@ -28,9 +28,13 @@ class Problem(NamedTuple):
     bias: bool = True
 
     def __str__(self) -> str:
-        padding = f" padding={self.padding:.0%}" if self.padding else ""
-        bias = "" if self.bias else " no bias"
-        return f"{self.shape}{padding}{bias} smoothing={self.smoothing:g} {self.dtype_name}"
+        # These names are the keys of the recorded figures
+        words = [self.shape]
+        if self.padding:
+            words.append(f"padding={self.padding:.0%}")
+        if not self.bias:
+            words.append("no bias")
+        return " ".join([*words, f"smoothing={self.smoothing:g}", self.dtype_name])
 
     @property
     def shape(self) -> str:
@@ -112,7 +116,9 @@ class Inputs:
 
 def sentence_length(problem: Problem) -> int:
     """Return the time steps of a sentence: TIME where the rows divide into such sentences, else 1."""
-    return TIME if problem.rows % TIME == 0 else 1
+    if problem.rows % TIME:
+        return 1
+    return TIME
 
 
 def _drawn_targets(problem: Problem) -> Tensor:
@@ -120,6 +126,7 @@ def _drawn_targets(problem: Problem) -> Tensor:
     time = sentence_length(problem)
     batch = problem.rows // time
     target_BT = torch.randint(problem.vocab_size, (batch, time))
+    # Lengths are spread evenly from all TIME steps down to (1 - 2 padding) of them, so their mean is 1 - padding
     even_B = (torch.randperm(batch) + 0.5) / batch
     length_B = (time * (1 - 2 * problem.padding * even_B)).round()
     return target_BT.masked_fill(torch.arange(time) >= length_B[:, None], IGNORED).flatten()

@@ -103,7 +103,9 @@ def target_table(goals: list[targets.Target]) -> list[str]:
     """Return goals, limits, and the worst that was measured."""
     rows = []
     for goal in goals:
-        reached = "yes" if goal.reached else "**no**"
+        reached = "**no**"
+        if goal.reached:
+            reached = "yes"
         rows.append([goal.claim, goal.limit, goal.measured, goal.where, reached])
     return table(["goal", "limit", "worst case", "where", "reached"], rows)
 
@@ -127,7 +129,9 @@ def part_table(results: Results, part: str) -> list[str]:
         "devices": _devices,
         "gpu": gpu.table,
     }
-    return tables[part](entries) if entries else ["nothing measured", ""]
+    if not entries:
+        return ["nothing measured", ""]
+    return tables[part](entries)
 
 
 def _shapes(results: Results, entries: list[Entry]) -> list[str]:
@@ -163,16 +167,21 @@ def _cell(entry: Entry, name: str) -> str:
     if time is None:
         return "-"
     plain = median(entry, PLAIN)
-    to_plain = f" / {time / plain:.2f}" if plain else ""
+    text = f"{time / floor_seconds(entry):.2f} ({fastest_to_floor(entry, name):.2f})"
+    if plain:
+        text += f" / {time / plain:.2f}"
     peak = entry["peak bytes"].get(name)
-    memory = f"{peak / MIB:,.0f} MiB" if isinstance(peak, int) else peak or "memory not measured"
-    return f"{time / floor_seconds(entry):.2f} ({fastest_to_floor(entry, name):.2f}){to_plain}; {memory}"
+    if isinstance(peak, int):
+        return f"{text}; {peak / MIB:,.0f} MiB"
+    return f"{text}; {peak or 'memory not measured'}"  # text says what became of the process
 
 
 def _mark(results: Results, entry: Entry, name: str) -> str:
     problem = entry["problem"]
     checked = results["checks"].get(f"{problem['dtype']} smoothing={problem['smoothing']:g}", {}).get(name)
-    return " *" if checked and checked["wrong"] else ""
+    if checked and checked["wrong"]:
+        return " *"
+    return ""
 
 
 def _remarks(entries: list[Entry]) -> list[str]:
@@ -186,15 +195,16 @@ def _remarks(entries: list[Entry]) -> list[str]:
                 problems_of.setdefault(f"{name}: {note}", []).append(title(entry))
     remarks = []
     for text, problems in sorted(problems_of.items()):
-        where = f" ({problems[0]})" if len(problems) == 1 else ""
-        remarks.append(f"- {text}{where}")
+        if len(problems) == 1:
+            text = f"{text} ({problems[0]})"
+        remarks.append(f"- {text}")
     return [*remarks, ""]
 
 
 def _padding(entries: list[Entry]) -> list[str]:
     by_padding = {bool(entry["problem"]["padding"]): entry for entry in entries}
     if len(by_padding) < 2:
-        return ["half measured", ""]
+        return ["only one of the two problems is measured", ""]
     whole = by_padding[False]
     padded = by_padding[True]
     floors = [floor_seconds(whole), floor_seconds(padded)]
@@ -218,7 +228,9 @@ def _memory(entries: list[Entry]) -> list[str]:
 
 
 def _mib(value: Any) -> str:
-    return f"{value / MIB:,.0f}" if isinstance(value, int) else str(value or "-")
+    if isinstance(value, int):
+        return f"{value / MIB:,.0f}"
+    return str(value or "-")  # text says what became of the process
 
 
 def _linear(results: Results) -> list[str]:

@@ -42,7 +42,9 @@ def newest_path(device: str) -> Path:
 
 def stem(device: str) -> str:
     """Return how the names of the files about that device begin."""
-    return "loss" if device == "cpu" else f"loss-{torch.device(device).type}"
+    if device == "cpu":
+        return "loss"
+    return f"loss-{torch.device(device).type}"
 
 
 def load(path: Path, device: str, command: str) -> Results:
@@ -50,6 +52,7 @@ def load(path: Path, device: str, command: str) -> Results:
     here = {"hardware": hardware(device), "threads": torch.get_num_threads(), "versions": versions(device)}
     if path.exists():
         results: Results = json.loads(path.read_text())
+        # Figures of different machines or versions must not be compared within one file
         for name, value in here.items():
             if results[name] != value:
                 raise SystemExit(f"{path} was measured with {name} {results[name]}; here it is {value}: use --out")
@@ -71,9 +74,9 @@ def load(path: Path, device: str, command: str) -> Results:
 def save(results: Results, path: Path) -> None:
     """Write the file in one step, so that a run that is stopped leaves it whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(results, indent=1) + "\n")
-    part.replace(path)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(results, indent=1) + "\n")
+    unfinished.replace(path)
 
 
 def hardware(device: str) -> str:
@@ -94,10 +97,14 @@ def fastest_to_floor(entry: Entry, name: str) -> float | None:
     """Return the fastest run of an implementation over that of the products, which a shared machine disturbs least."""
     times = entry["seconds"].get(name)
     floor = min(time for times in entry["floor seconds"].values() for time in times)
-    return min(times) / floor if times else None
+    if not times:
+        return None
+    return min(times) / floor
 
 
 def median(entry: Entry, name: str) -> float | None:
     """Return the median seconds of an implementation, or None where it was not run."""
     times = entry["seconds"].get(name)
-    return statistics.median(times) if times else None
+    if not times:
+        return None
+    return statistics.median(times)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -133,22 +134,29 @@ def _judged(
     measured = f"{worst:.3g}"
     if len(found) > 1:
         measured += f" (best {ordered[-1][0]:.3g})"
-    inside = sum(value <= limit if largest else value >= limit for value, _ in found)
+    is_inside = operator.ge
+    if largest:
+        is_inside = operator.le
+    inside = sum(is_inside(value, limit) for value, _ in found)
     yield Target(claim, text, measured, f"{title(entry)}; {inside} of {len(found)} inside", inside == len(found))
 
 
 def title(entry: Entry) -> str:
     """Return the problem in short."""
     problem = entry["problem"]
-    smoothing = f", smoothing {problem['smoothing']:g}" if problem["smoothing"] else ""
-    return f"{shape_title(entry)}{smoothing}, {problem['dtype']}"
+    words = [shape_title(entry)]
+    if problem["smoothing"]:
+        words.append(f"smoothing {problem['smoothing']:g}")
+    return ", ".join([*words, problem["dtype"]])
 
 
 def shape_title(entry: Entry) -> str:
     """Return the problem's shape in short."""
     problem = entry["problem"]
-    padding = f", {problem['padding']:.0%} padding" if problem["padding"] else ""
-    return f"{problem['rows']:,} x {problem['width']:,} x {problem['vocab_size']:,}{padding}"
+    shape = f"{problem['rows']:,} x {problem['width']:,} x {problem['vocab_size']:,}"
+    if problem["padding"]:
+        return f"{shape}, {problem['padding']:.0%} padding"
+    return shape
 
 
 def to_floor(entry: Entry) -> float | None:
@@ -166,7 +174,9 @@ def _time_ratio(name: str, other: str) -> Ratio:
 
 
 def _ratio(value: float | None, other: float | None) -> float | None:
-    return None if value is None or other is None else value / other
+    if value is None or other is None:
+        return None
+    return value / other
 
 
 def _fastest_peer(entry: Entry) -> float | None:
@@ -178,7 +188,9 @@ def _fastest_peer(entry: Entry) -> float | None:
 def peak(entry: Entry, name: str) -> int | None:
     """Return the peak bytes of an implementation, or None where there is no figure."""
     found = entry["peak bytes"].get(name)
-    return found if isinstance(found, int) else None
+    if not isinstance(found, int):  # text says what became of the process
+        return None
+    return found
 
 
 def _to_allowance(entry: Entry) -> float | None:
@@ -188,7 +200,9 @@ def _to_allowance(entry: Entry) -> float | None:
 def _own_to_allowance(entry: Entry) -> float | None:
     whole = peak(entry, ENGINE)
     libraries = peak(entry, CHUNKED)
-    return None if whole is None or libraries is None else (whole - libraries) / entry["allowed bytes"]
+    if whole is None or libraries is None:
+        return None
+    return (whole - libraries) / entry["allowed bytes"]
 
 
 def _memory_to_plain(entry: Entry) -> float | None:
@@ -230,6 +244,7 @@ def fit(sizes: list[int], times: list[float]) -> tuple[float, float, list[float]
 
     With weights w = 1/t^2, slope = sum w (s - s') (t - t') / sum w (s - s')^2, where ' is the weighted mean.
     """
+    # sum ((t - line) / t)^2 is the weighted sum of squares with w = 1 / t^2
     weights = [1 / time**2 for time in times]
     total = sum(weights)
     mean_size = sum(w * s for w, s in zip(weights, sizes, strict=True)) / total

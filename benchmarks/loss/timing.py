@@ -66,19 +66,22 @@ def three_products(x: Inputs, rows: int | None) -> Callable[[], None]:
 
     They write into memory that is there already.
     """
-    kept_KD = x.hidden.detach()[x.target != IGNORED]
+    unpadded_KD = x.hidden.detach()[x.target != IGNORED]
     weight_VD = x.weight.detach()
-    count = len(kept_KD) if rows is None else min(rows, len(kept_KD))
+    count = len(unpadded_KD)
+    if rows is not None:
+        count = min(rows, count)
     logits_KV = torch.ones(count, len(weight_VD), dtype=weight_VD.dtype, device=x.device)
-    hidden_grad_KD = torch.ones_like(kept_KD)
+    hidden_grad_KD = torch.ones_like(unpadded_KD)
     weight_grad_VD = torch.ones_like(weight_VD)
 
     def step() -> None:
-        for start in range(0, len(kept_KD), count):
-            hidden_KD = kept_KD[start : start + count]
+        for start in range(0, len(unpadded_KD), count):
+            hidden_KD = unpadded_KD[start : start + count]
             product_KV = logits_KV[: len(hidden_KD)]
             torch.mm(hidden_KD, weight_VD.t(), out=product_KV)
             torch.mm(product_KV, weight_VD, out=hidden_grad_KD[start : start + count])
+            # The sum over the chunks: the first product writes it, the others add to it
             if start:
                 weight_grad_VD.addmm_(product_KV.t(), hidden_KD)
             else:
@@ -131,7 +134,9 @@ Runs = dict[tuple[Problem, str], Callable[[], None]]
 
 def runs_in_a_row(problem: Problem) -> int:
     """Return how many runs follow each other, of which the last is timed."""
-    return 2 if problem.products <= LARGE else 1
+    if problem.products > LARGE:
+        return 1
+    return 2
 
 
 def interleaved(

@@ -38,13 +38,14 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)  # of a process that was killed while it was writing
         new.mkdir()
         yield new
+        # Listed before it is renamed: a folder with a manifest is complete
         _write_manifest(new)
         for path in [*new.iterdir(), new]:
             _flush(path)
         # A folder cannot be renamed to one that is not empty. Between the two renames below there is no `target`;
         # `whole_folder` then returns `previous`, the complete old folder
         if target.exists():
-            _retire(previous, target)
+            _retire(previous, target)  # left by a process that was killed before it could remove it
             target.rename(previous)
         new.rename(target)
         _flush(target.parent)
@@ -53,7 +54,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
         message = f"{target} cannot be written: {error.strerror or error}"
         if whole_folder(target):
-            message += "; what it held is kept"
+            message += "; its old contents are still there"
         raise CheckpointError(message) from error
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
@@ -87,9 +88,11 @@ def check_replaceable(target: Path) -> None:
 def whole_folder(target: Path) -> Path | None:
     """Return the folder with the last complete contents of `target`; None if there is none."""
     folder = target
-    if not target.exists():  # a process was killed between two renames
+    if not target.exists():  # a process was killed between the two renames of `replaced_folder`
         folder = _beside(target, "previous")
-    return folder if (folder / MANIFEST).is_file() else None
+    if not (folder / MANIFEST).is_file():
+        return None
+    return folder
 
 
 def verified_folder(target: Path) -> Path:
@@ -147,7 +150,7 @@ def _listed(folder: Path) -> dict[str, str]:
     try:
         entries = json.loads((folder / MANIFEST).read_bytes())["files"]
         listed = {str(name): str(entry["sha256"]) for name, entry in entries.items()}
-        if any(Path(name).name != name for name in listed):
+        if any(Path(name).name != name for name in listed):  # ../../file would be removed with the folder
             raise ValueError("files outside the folder")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recipes.translation.atomic_folder import CheckpointError, whole_folder, writing_to
 from recipes.translation.data.lines import lines_of, read_lines
@@ -48,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        return fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        if error.filename:  # str(error) would begin with [Errno 13]
+            return fail(f"{error.filename}: {error.strerror}")
+        return fail(str(error))
     except OtherRankError as error:
         if os.environ.get("RANK", "0") != "0":
             return 2  # rank 0 prints the error
@@ -194,7 +196,9 @@ def translate(argv: Sequence[str]) -> int:
     typing = not options.sentences and not options.file and sys.stdin.isatty()
     with joined(LayoutConfig().timeout) as ranks:
         if typing and ranks.world > 1:
-            raise ConfigError("several processes translate sentences given as words, with --file or through a pipe")
+            raise ConfigError(
+                "sentences can be typed to one process only; give several processes words, --file or a pipe"
+            )
         sentences: list[str] = []
         if not typing:
             sentences = ranks.run_on_main(lambda: options.sentences or _sentences(options.file))
@@ -256,7 +260,7 @@ def typed(prompt: str) -> Iterator[str]:
 
 def _path(word: str) -> str:
     if "\0" in word:
-        raise argparse.ArgumentTypeError(f"{word!r} is no path: it has a NUL in it")
+        raise argparse.ArgumentTypeError(f"{word!r} is not a path: it contains a NUL")
     return word
 
 
@@ -291,7 +295,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def _run_config(options: argparse.Namespace) -> RunConfig:
     """Read the settings; without --config, an existing run's own take the place of the defaults."""
-    given: dict[str, Any] = overrides(options)
+    given: dict[str, object] = {**overrides(options)}
     path = options.config
     if path is None:
         run = str(given.get("run", RunConfig().run))
@@ -303,7 +307,7 @@ def _run_config(options: argparse.Namespace) -> RunConfig:
 
 def _with_folder(config: RunConfig) -> RunConfig:
     if "\0" in config.run:
-        raise ConfigError(f"run is {config.run!r}, which is no path: it has a NUL in it")
+        raise ConfigError(f"run is {config.run!r}, which is not a path: it contains a NUL")
     return config
 
 
@@ -316,14 +320,16 @@ def _load(options: argparse.Namespace, ranks: Ranks) -> Translator:
     from recipes.translation.run_folder.checkpoint import load_translator
 
     def read() -> Translator:
-        run = Path(options.run)
-        folder = run if whole_folder(run) else run / options.checkpoint
+        folder = Path(options.run)
+        if not whole_folder(folder):  # it is not a checkpoint itself, so it is the run that contains one
+            folder = folder / options.checkpoint
         if whole_folder(folder) is None and not folder.exists():
             raise CheckpointError(
                 f"there is no trained model in {folder}; train one, or name another folder with --run"
             )
         return load_translator(folder, "cpu", {name: value for name, value in given.items() if value is not None})
 
+    # On the CPU, where one process can send it to the others; each then uses a GPU of its own
     translator = ranks.run_on_main(read)
     if torch.cuda.is_available():
         translator.model.to(torch.device("cuda", ranks.local_rank % torch.cuda.device_count()))

@@ -30,7 +30,7 @@ def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
     began = time.monotonic()
     data = config.data
     if any(whole_folder(run / name) for name in ("best", "last")):
-        print(f"[demo] {run} holds an earlier run, which is replaced: the demo always starts afresh")
+        print(f"[demo] {run} contains an earlier run, which is now replaced: the demo always starts afresh")
     print(f"[demo] {data.source} -> {data.target}, {data.builtin_pairs:,} pairs of the built-in corpus, into {run}")
     summary = train(config, fresh=True, ranks=ranks)
     print(summary)
@@ -44,7 +44,10 @@ def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
     print(f"[demo] the first {SAMPLES} sentences of the test set:")
     for pair, translation in list(zip(evaluation.pairs, evaluation.translations, strict=True))[:SAMPLES]:
         print(Sample(pair.source, translation, pair.target))
-    written = ", ".join(map(str, evaluation.write(run) if ranks.is_main else []))
+    paths: list[Path] = []
+    if ranks.is_main:
+        paths = evaluation.write(run)
+    written = ", ".join(map(str, paths))
     print(f"[demo] trained and evaluated in {duration(time.monotonic() - began)}")
     print(f"[demo] the model is {run / 'best'}; every step is in {run / 'metrics.jsonl'}; the test set in {written}")
     print(f'[demo] translate a sentence of your own:\n\n  {command("translate", "--run", run)} "{SENTENCE}"\n')

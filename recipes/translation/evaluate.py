@@ -76,7 +76,7 @@ def score(
     bleu = BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
     bleu_lowercase = BLEU(lowercase=True, tokenize=tokenize, force=True)
     chrf = CHRF(lowercase=lowercase)
-    streams = [list(references)]
+    streams = [list(references)]  # one reference for each sentence; sacreBLEU takes several
     return Scores(
         sentences=len(references),
         bleu=bleu.corpus_score(list(hypotheses), streams).score,

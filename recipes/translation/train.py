@@ -9,7 +9,7 @@ step, so that the gradient equals that of all sentences of the step on one devic
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 import numpy
@@ -59,7 +59,10 @@ def train(config: RunConfig, *, fresh: bool = False, ranks: Ranks | None = None)
         ranks.agree(must_agree(config))
         axes = axes_of(config.layout, ranks.world)
         devices = devices_of(config.training, ranks)
-        lock = sole_writer(Path(config.run)) if ranks.is_main else nullcontext()
+        lock: AbstractContextManager[None] = nullcontext()
+        if ranks.is_main:
+            lock = sole_writer(Path(config.run))
+        # On all ranks: where the folder is locked already, rank 0 raises, and the others must not wait for it
         ranks.run_on_all(lambda: held.enter_context(lock))
         return train_on(ranks, config, axes, devices, fresh)
 
@@ -77,6 +80,7 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
     ranks.agree({"the training and validation data": corpus.fingerprint})
     state = saved.state if saved else TrainingState(data=corpus.fingerprint)
     check_same_data(corpus, saved, run)
+    # Every rank draws the same weights, so that none need be sent
     torch.manual_seed(settings.seed)
     model = build_model(sizes, corpus.source, corpus.target).to(WEIGHTS[settings.precision])
     if saved:
@@ -84,12 +88,13 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
         check_moments(model, saved, run / "last")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layout = Layout(model, config, axes, devices, ranks)
+    # After the layout, which replaces the parameters that it splits or shards
     optimizer = torch.optim.Adam(model.parameters(), betas=settings.betas, eps=1e-9, fused=True)
     if saved:
         layout.fill_moments(optimizer, saved.moments)
     announce(config, parameters, corpus, layout, state)
 
-    steps = Steps(corpus.train, settings.accumulate, layout.share, layout.shares, layout.device)
+    steps = Steps(corpus.train, settings.accumulate, layout.data_rank, layout.data_ranks, layout.device)
     batches = steps.after(state.epoch, state.batch)
     metrics = Metrics(run / "metrics.jsonl" if ranks.is_main else None, after_step=state.step)
     stopped_by = None
@@ -215,7 +220,7 @@ def spoiled(step: int, what: str, run: Path) -> TrainingError:
         "or training.precision float32"
     )
     if whole_folder(run / "last"):
-        message += f"; {run / 'last'} holds the last good state"
+        message += f"; {run / 'last'} has the last good state"
     return TrainingError(message)
 
 
@@ -243,11 +248,11 @@ def announce(config: RunConfig, parameters: int, corpus: Corpus, layout: Layout,
     """Print the size of the model and of the data, the layout, and the step from which training resumes."""
     dropped = ""
     if corpus.train.dropped:
-        dropped = f" ({corpus.train.dropped:,} too long pairs left out)"
+        dropped = f" ({corpus.train.dropped:,} pairs that are too long left out)"
     print(
         f"[train] {parameters / 1e6:.1f} M parameters, {len(corpus.target):,} target subwords, "
         f"{len(corpus.train):,} batches an epoch{dropped}, {layout}",
         flush=True,
     )
     if state.step:
-        print(f"[train] going on from step {state.step:,} of {config.run}", flush=True)
+        print(f"[train] resuming from step {state.step:,} of {config.run}", flush=True)

@@ -29,6 +29,7 @@ def translate(
     """
     ids = source_ids(translator, sentences, max(translator.config.training.max_length, decoding.max_length))
     longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
+    # Sentences of similar length share a batch, which then has little padding; every rank gets some of every length
     mine = longest_first[ranks.rank :: ranks.world]
     found: dict[int, list[int]] = {}
     with evaluating(translator.model):
@@ -44,13 +45,18 @@ def source_ids(translator: Translator, sentences: Sequence[str], longest: int) -
     """Return the subwords of each sentence, at most `longest`, as in training."""
     for number, sentence in enumerate(sentences, start=1):
         _check_unicode(number, sentence)
-    lowercase = translator.config.subwords.lowercase
-    ids = translator.source.encode([sentence.lower() for sentence in sentences] if lowercase else list(sentences))
+    texts = list(sentences)
+    if translator.config.subwords.lowercase:
+        texts = [text.lower() for text in texts]
+    ids = translator.source.encode(texts)
     cut = [number for number, row in enumerate(ids, start=1) if len(row) > longest]
     if cut:
         first = cut[0]
+        subject = f"{len(cut):,} sentences are"
+        if len(cut) == 1:
+            subject = "1 sentence is"
         print(
-            f"[translate] {len(cut):,} {'sentence is' if len(cut) == 1 else 'sentences are'} cut to {longest:,} "
+            f"[translate] {subject} cut to {longest:,} "
             f"subwords, the larger of training.max_length and decoding.max_length: sentence {first:,} has "
             f"{len(ids[first - 1]):,}; split what is longer into sentences",
             file=sys.stderr,
@@ -64,6 +70,7 @@ def search(translator: Translator, sources: list[list[int]], decoding: DecodingC
     width = len(sources[0]) + 1
     rows = [[*ids, EOS, *[PAD] * (width - len(ids) - 1)] for ids in sources]
     src = torch.tensor(rows, device=model.generator.weight.device)
+    # The end symbol is a token of the source too
     limits = [min(default_limit(len(ids) + 1), decoding.max_length) for ids in sources]
     if decoding.beam == 1:
         return greedy(model, src, bos=BOS, eos=EOS, max_length=limits)

@@ -1,6 +1,7 @@
 """One autograd node that computes a loss chunk by chunk and stores gradients instead of logits.
 
-    forward:   for each chunk c:  l_c = the chunk's summed loss;  store the gradient of l_c
+    before:    for each chunk c:  l_c = the chunk's summed loss;  store the gradient of l_c
+    forward:   return sum_c l_c
     backward:  return upstream factor x stored gradient, for the hidden states and for each parameter
 
 Every loss goes through this node as a `ChunkLoss`, a function that computes one chunk's loss and stores its gradient.
@@ -95,6 +96,7 @@ def check_loss_scale(loss_scale: object) -> None:
         if loss_scale.numel() != 1 or loss_scale.is_complex() or loss_scale.dtype == torch.bool:
             description = f"shape {tuple(loss_scale.shape)} and dtype {loss_scale.dtype}"
             raise TypeError(f"loss_scale has {description}; it must be a number, or a tensor of one")
+        # A traced tensor has no number to read, either
         if loss_scale.device.type != "cpu" or torch.compiler.is_compiling():
             return
         value = loss_scale.item()
@@ -104,6 +106,7 @@ def check_loss_scale(loss_scale: object) -> None:
 
 
 def _check_arguments(per_chunk: object, per_token: Sequence[Tensor], params: Sequence[Tensor], empty: object) -> None:
+    """Raise TypeError or ValueError, as `chunked_gradient` says."""
     if not callable(per_chunk):
         raise TypeError(f"per_chunk is a {type(per_chunk).__name__}; it must be a function that returns a TokenLoss")
     if not isinstance(empty, TokenLoss):
@@ -137,11 +140,16 @@ def differentiable_sum(
     of `cut_rows` and `cut_time` never do. A None among `per_token` or `params` stands for a tensor that was not given.
     """
     leaves = (*per_token, *params)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
-        fields = _ChunkedGradient.apply(chunk_loss, chunks, len(per_token), empty, loss_scale, *leaves)
-        return TokenLoss(*fields)
+    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in leaves]
+    gradients = None
+    # The chunks leave no graph behind. The node below, which has the sum as its output, stands in for all of theirs
     with torch.no_grad():
-        return sum_over_chunks(chunk_loss, chunks, per_token, empty, None)
+        if any(wanted):
+            gradients = Gradients(per_token, params, wanted, len(chunks), loss_scale)
+        loss = sum_over_chunks(chunk_loss, chunks, per_token, empty, gradients)
+    if gradients is None:
+        return loss
+    return TokenLoss(*_StoredGradient.apply(gradients, loss, len(chunks), *leaves))
 
 
 def sum_over_chunks(
@@ -154,33 +162,28 @@ def sum_over_chunks(
     """Return the loss of all chunks, and store its gradients in `gradients` unless that is None; under `no_grad`."""
     losses = []
     for chunk in chunks:
-        rows = tuple(None if t is None else t.detach()[chunk] for t in per_token)
+        # (K, ...) of each (N, ...): a view if the chunk is a slice, else a copy
+        rows = tuple(t if t is None else t.detach()[chunk] for t in per_token)
         losses.append(_checked(chunk_loss(rows, chunk, gradients)))
     return _sum(empty, losses)
 
 
-class _ChunkedGradient(torch.autograd.Function):
-    """The node: forward computes the loss and its gradients, backward scales and returns the gradients."""
+class _StoredGradient(torch.autograd.Function):
+    """The node: forward returns a loss whose gradients are stored already, backward scales and returns them."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        chunk_loss: ChunkLoss,
-        chunks: Sequence[Chunk],
-        split: int,
-        empty: TokenLoss,
-        loss_scale: float | Tensor,
-        *leaves: Tensor | None,
+        ctx: Any, gradients: Gradients, loss: TokenLoss, chunks: int, *leaves: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        per_token = leaves[:split]
-        wanted = [t is not None and t.requires_grad for t in leaves]
-        gradients = Gradients(per_token, leaves[split:], wanted, len(chunks), loss_scale)
-        loss = sum_over_chunks(chunk_loss, chunks, per_token, empty, gradients)
         ctx.gradients = gradients
-        ctx.any_chunks = bool(chunks)
+        ctx.any_chunks = chunks > 0
         # A criterion may return a constant 0 where it has nothing to sum: that is no mistake of the caller's
-        ctx.is_detached = 0 < gradients.detached_chunks == len(chunks) and bool(loss.total != 0)
-        ctx.shapes = [_Shape(t.shape, t.dtype, t.device) if t is not None and t.requires_grad else None for t in leaves]
+        ctx.is_detached = 0 < gradients.detached_chunks == chunks and bool(loss.total != 0)
+        ctx.leaves = len(leaves)
+        ctx.shapes = {
+            i: _Shape(t.shape, t.dtype, t.device) for i, t in enumerate(leaves) if t is not None and t.requires_grad
+        }
+        # Counts and `nll` are reported, never differentiated
         ctx.mark_non_differentiable(*(t for t in loss[1:] if t is not None))
         # An unused output's gradient arrives as None, not as zeros that would cost memory
         ctx.set_materialize_grads(False)
@@ -204,19 +207,26 @@ class _ChunkedGradient(torch.autograd.Function):
                 "number (.detach(), torch.tensor(...)), or the generator ran under torch.no_grad()"
             )
         gradients: Gradients = ctx.gradients
+        # From here on the slots hold the only references, so that each one can free its gradient
         ctx.gradients = None
-        slots = (*gradients.per_token, *gradients.params)
-        # forward's first five arguments are no tensors and have no gradient
-        constants = (None,) * 5
+        # forward's first three arguments are no tensors and have no gradient
+        constants = (None,) * 3
+        # In the order of forward's leaves
+        grads: list[Tensor | None] = [None] * ctx.leaves
         if upstream is None:
-            return *constants, *(None for _ in slots)
+            return *constants, *grads
         if not ctx.any_chunks:
             # Not 0 x upstream: with no tokens the caller may have divided by 0
-            return *constants, *(None if shape is None else shape.zeros() for shape in ctx.shapes)
+            for i, shape in ctx.shapes.items():
+                grads[i] = shape.zeros()
+            return *constants, *grads
         # d (factor x total) / d leaf = factor x (stored gradient / scale)
         factor = upstream / _on(gradients.scale, upstream.device)
-        # Each slot frees its gradient before the next one is scaled
-        return *constants, *[None if slot is None else slot.release(factor) for slot in slots]
+        for i, slot in enumerate((*gradients.per_token, *gradients.params)):
+            # Each slot frees its gradient before the next one is scaled
+            if slot is not None:
+                grads[i] = slot.release(factor)
+        return *constants, *grads
 
 
 class AutogradChunkLoss:
@@ -239,12 +249,14 @@ class AutogradChunkLoss:
         given = tuple(t for t in rows if t is not None)
         if gradients is None:
             return self.function(self.params, given, chunk)
+        # The rows are detached, so they are leaves of this chunk's graph, and so are the parameters
         for t, slot in zip(given, gradients.per_token, strict=True):
             t.requires_grad_(slot is not None)
         leaves = (*given, *self.params)
-        # The node's forward runs under no_grad
+        # `differentiable_sum` runs under no_grad
         with torch.enable_grad():
             loss = _checked(self.function(self.params, given, chunk))
+        # Once is enough: every chunk runs the same code
         if not self.graph_is_checked:
             _refuse_unknown_leaves(loss.total, {id(t) for t in leaves})
             self.graph_is_checked = True
@@ -252,12 +264,14 @@ class AutogradChunkLoss:
             gradients.detached_chunks += 1
             return loss
         grads = _gradients(loss.total, leaves, gradients.scale)
+        # `grads` is in the order of `leaves`: first the rows, then the parameters
         for slot, grad in zip(gradients.per_token, grads[: len(given)], strict=True):
             if slot is not None and grad is not None:
                 slot.write(chunk, grad)
         for param_slot, grad in zip(gradients.params, grads[len(given) :], strict=True):
             if param_slot is not None and grad is not None:
                 param_slot.add(grad)
+        # Without its graph, which would keep this chunk's logits alive
         return loss.detach()
 
 
@@ -288,10 +302,13 @@ def _sum(empty: TokenLoss, losses: Sequence[TokenLoss]) -> TokenLoss:
 
 def _gradients(total: Tensor, leaves: tuple[Tensor, ...], scale: float | Tensor) -> list[Tensor | None]:
     """Return the gradient of `scale x total` with respect to each leaf; None for a leaf that requires none."""
-    wanted = [t for t in leaves if t.requires_grad]
+    wanted = {i: t for i, t in enumerate(leaves) if t.requires_grad}
+    # d (scale x total) / d leaf: the scale enters at the top, before a small number can underflow
     upstream = torch.ones_like(total) * scale
-    found = iter(torch.autograd.grad(total, wanted, upstream, allow_unused=True))
-    return [next(found) if t.requires_grad else None for t in leaves]
+    # A parameter need not take part in every chunk, such as an expert to which none of its tokens was sent
+    grads = torch.autograd.grad(total, list(wanted.values()), upstream, allow_unused=True)
+    by_position = dict(zip(wanted, grads, strict=True))
+    return [by_position.get(i) for i in range(len(leaves))]
 
 
 def _refuse_unknown_leaves(total: Tensor, known: set[int]) -> None:
@@ -302,6 +319,7 @@ def _refuse_unknown_leaves(total: Tensor, known: set[int]) -> None:
         known: the `id` of each tensor that has a gradient slot.
     """
     todo = [total.grad_fn]
+    # A node is reached once by each use of its result: without this set the search would take exponential time
     seen = set()
     while todo:
         node = todo.pop()

@@ -1,6 +1,6 @@
 """Cut the rows of a batch into chunks, and choose how many rows a chunk has.
 
-Shape suffixes: B batch, T time, N = B*T rows, K kept rows (their target is not ignored).
+Shape suffixes: B batch, T time, N = B*T rows, K counted rows (their target is not ignored).
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ def check_chunks(chunks: Sequence[Chunk], rows: int, device: torch.device) -> No
         _check_chunk(chunk, f"chunks[{i}]", rows)
     if recording(device):
         return
+    # (N,): how many times each row occurs
     uses_N = torch.zeros(rows, dtype=torch.int32, device=device)
     for chunk in chunks:
         if isinstance(chunk, slice):
             uses_N[chunk] += 1
         else:
+            # Unlike `uses_N[chunk] += 1`, this counts an index twice that is twice in the chunk
             uses_N.index_put_((chunk,), torch.ones_like(chunk, dtype=torch.int32), accumulate=True)
     if device.type != "cpu":
         torch._assert_async((uses_N <= 1).all(), "chunks overlap: each row may occur once")
@@ -69,6 +71,7 @@ def _check_chunk(chunk: object, name: str, rows: int) -> None:
             f"{name} is a {type(chunk).__name__} of shape {tuple(chunk.shape)} and {chunk.dtype}; it must be a slice "
             "or a vector of int64 indices"
         )
+    # On an accelerator the indexing itself asserts this; reading the smallest index would wait for the device
     if chunk.device.type == "cpu" and len(chunk) and not -rows <= int(chunk.min()) <= int(chunk.max()) < rows:
         raise IndexError(f"{name} has rows from {int(chunk.min())} to {int(chunk.max())}, and there are {rows} rows")
 
@@ -89,6 +92,7 @@ def check_size(size: int | None, name: str) -> None:
 
 def rows_per_chunk(vocab_size: int, dtype: torch.dtype, device_type: str) -> int:
     """Return how many rows of `vocab_size` logits, in float32 or wider, fit in the budget of that kind of device."""
+    # Bytes of logits as the softmax sees them, float32 or wider, whatever the dtype of the products
     budget = ACCELERATOR_BUDGET
     narrow_factor = 4
     if device_type == "cpu":
@@ -100,40 +104,45 @@ def rows_per_chunk(vocab_size: int, dtype: torch.dtype, device_type: str) -> int
     return max(fewest, budget // max(1, vocab_size * max(4, dtype.itemsize)))
 
 
-def cut_rows(kept_N: Tensor, rows: int) -> list[Chunk]:
-    """Return the rows where the mask `kept_N` is true, in order, in the fewest even chunks of at most `rows`.
+def cut_rows(counted_N: Tensor, rows: int) -> list[Chunk]:
+    """Return the rows where the mask `counted_N` is true, in order, in the fewest even chunks of at most `rows`.
 
     While a CUDA graph is recorded, all rows are returned: a graph has one number of rows.
     """
-    if recording(kept_N.device):
-        return list(_even_slices(len(kept_N), rows))
-    indices_K = kept_N.nonzero().squeeze(1)
+    if recording(counted_N.device):
+        return list(_even_slices(len(counted_N), rows))
+    indices_K = counted_N.nonzero().squeeze(1)
     slices = _even_slices(len(indices_K), rows)
-    if len(indices_K) == len(kept_N):
+    if len(indices_K) == len(counted_N):
         return list(slices)
     return [indices_K[s] for s in slices]
 
 
 def _even_slices(count: int, most: int) -> list[slice]:
     """Return adjacent slices of `range(count)`, at most `most` long and of sizes that differ by at most one."""
+    if not count:
+        return []
     number = -(-count // most)
-    bounds = [i * count // number for i in range(number + 1)] if number else []
+    # The bounds are rounded and not the size, so that the remainder is spread over the slices
+    bounds = [i * count // number for i in range(number + 1)]
     return [slice(start, end) for start, end in pairwise(bounds)]
 
 
-def cut_time(kept_BT: Tensor, steps: int) -> list[Chunk]:
+def cut_time(counted_BT: Tensor, steps: int) -> list[Chunk]:
     """Return the rows where the mask is true, `steps` time steps of the whole batch to a chunk.
 
-    Rows are numbered as in `kept_BT.flatten()`: sequence b at time t is row b * T + t.
+    Rows are numbered as in `counted_BT.flatten()`: sequence b at time t is row b * T + t.
     """
-    batch, time = kept_BT.shape
-    if recording(kept_BT.device):
-        rows_TB = torch.arange(batch * time, device=kept_BT.device).view(batch, time).t()
+    batch, time = counted_BT.shape
+    if recording(counted_BT.device):
+        # No row may be dropped, so chunks of steps x batch rows cover all of them
+        rows_TB = torch.arange(batch * time, device=counted_BT.device).view(batch, time).t()
         return list(rows_TB.reshape(-1).split(steps * batch))
     # Time-major positions t * B + b, in order, so that the rows of a chunk are adjacent here
-    position_K = kept_BT.t().reshape(-1).nonzero().squeeze(1)
+    position_K = counted_BT.t().reshape(-1).nonzero().squeeze(1)
     time_K = position_K.div(max(1, batch), rounding_mode="floor")
     sequence_K = position_K % max(1, batch)
+    # A chunk's number of counted rows; it is 0 where all of its time steps are padding
     sizes = torch.bincount(time_K // steps).tolist()
     row_K = sequence_K * time + time_K
     return [chunk for chunk in row_K.split(sizes) if len(chunk)]
@@ -145,4 +154,5 @@ def even_sizes(rows: int, parts: int) -> list[int]:
     Without rows it is [0].
     """
     parts = max(1, min(rows, parts))
+    # The remainder, fewer than `parts` rows, is given out one row each from the front
     return [rows // parts + (i < rows % parts) for i in range(parts)]

@@ -5,47 +5,57 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-def leaves(structure: Any) -> Iterator[Any]:
+
+def leaves(structure: object) -> Iterator[object]:
     """Yield everything in the structure that is not a container, in a fixed order."""
     for child in _children(structure):
+        # `_children` yields a leaf itself
         if child is structure:
             yield structure
         else:
             yield from leaves(child)
 
 
-def rebuild(structure: Any, values: Iterator[Any]) -> Any:
+def rebuild(structure: object, values: Iterator[object]) -> Any:
     """Return a copy of the structure with its leaves taken, in order, from `values`."""
     if isinstance(structure, PackedSequence):
         raise TypeError("a PackedSequence cannot be cut by rows; pass the padded batch and its lengths instead")
     if isinstance(structure, Mapping):
+        # A copy instead of a call of its class, so that a BatchEncoding or an OrderedDict stays one
         made = copy.copy(structure)
         for key in structure:
             made[key] = rebuild(structure[key], values)  # type: ignore[index]
         return made
+    # A NamedTuple takes its values as arguments, a plain tuple takes one iterable
     if isinstance(structure, tuple) and hasattr(structure, "_fields"):
         return type(structure)(*(rebuild(child, values) for child in structure))
     if isinstance(structure, (list, tuple)):
         return type(structure)(rebuild(child, values) for child in structure)
     if _is_dataclass(structure):
-        made = copy.copy(structure)
+        record = copy.copy(structure)
         for field in dataclasses.fields(structure):
             # Plain assignment would raise on a frozen dataclass
-            object.__setattr__(made, field.name, rebuild(getattr(structure, field.name), values))
-        return made
+            object.__setattr__(record, field.name, rebuild(getattr(structure, field.name), values))
+        return record
     return next(values)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], structure: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], structure: object) -> Any:
     """Return the structure with `function` applied to each tensor and everything else unchanged."""
-    found = leaves(structure)
-    return rebuild(structure, (function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in found))
+    mapped = []
+    for leaf in leaves(structure):
+        if isinstance(leaf, Tensor):
+            leaf = function(leaf)
+        mapped.append(leaf)
+    return rebuild(structure, iter(mapped))
 
 
 def describe(structure: object) -> str:
@@ -57,12 +67,12 @@ def describe(structure: object) -> str:
     return type(structure).__name__
 
 
-def _is_dataclass(structure: object) -> bool:
+def _is_dataclass(structure: object) -> TypeGuard[DataclassInstance]:
     """Return whether it is an instance of a dataclass; `is_dataclass` is true of the class, too."""
     return dataclasses.is_dataclass(structure) and not isinstance(structure, type)
 
 
-def _children(structure: Any) -> Iterator[Any]:
+def _children(structure: object) -> Iterator[object]:
     """Yield the direct contents of a container, and anything else itself."""
     if isinstance(structure, Mapping):
         yield from structure.values()

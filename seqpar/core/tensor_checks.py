@@ -29,6 +29,7 @@ def check_dense(value: object, name: str, *, dtensor: bool = False) -> None:
     """Raise TypeError unless `value` is a strided tensor with data; a DTensor is allowed if `dtensor` is true."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is {_kind_of(value)}; it must be a tensor")
+    # Before `_why_not_dense`: a DTensor is strided, but its numbers are only this rank's
     if is_dtensor(value):
         if dtensor:
             return
@@ -66,6 +67,7 @@ def check_floating(value: object, name: str, *, dtensor: bool = False) -> None:
     """Raise TypeError unless `value` is a dense tensor of float16, bfloat16, float32 or float64."""
     check_dense(value, name, dtensor=dtensor)
     assert isinstance(value, Tensor)
+    # The 8-bit floats have neither sums nor products in torch
     if value.dtype not in FLOATING:
         raise TypeError(
             f"{name} has dtype {value.dtype}; it must be a floating dtype: float16, bfloat16, float32 or float64"
@@ -93,11 +95,13 @@ def check_number(
     bounds = (("at least", at_least), ("above", above), ("at most", at_most), ("below", below))
     range_text = " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)
     wanted = f"a finite number {range_text}".rstrip()
+    # A bool is a Real: True would pass as 1
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {_kind_of(value)}; it must be {wanted}")
     try:
         number = float(value)
-    except OverflowError:  # an int above the largest float
+    except OverflowError:
+        # An int above the largest float is no finite number, either
         number = math.inf
     inside = (
         math.isfinite(number)

@@ -19,6 +19,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return a + b, and None where either is unknown."""
+    if a is None or b is None:
+        return None
+    return a + b
+
+
 class TokenLoss(NamedTuple):
     """The loss of some tokens, as sums. Divide once, at the top, by the tokens of the whole step.
 
@@ -44,11 +51,16 @@ class TokenLoss(NamedTuple):
                 f"TokenLoss + {type(other).__name__}: a TokenLoss can only be added to a TokenLoss; add any other loss "
                 "after the division, loss.total / loss.tokens + other"
             )
-        fields = (None if a is None or b is None else a + b for a, b in zip(self, other, strict=True))
-        return TokenLoss(*fields)  # type: ignore[arg-type]
+        return TokenLoss(
+            self.total + other.total,
+            self.tokens + other.tokens,
+            _added(self.nll, other.nll),
+            _added(self.correct, other.correct),
+        )
 
     def __radd__(self, other: object) -> TokenLoss:
         """Return `other + self`, where `other` may be the 0 that `sum(losses)` starts from."""
+        # `sum` begins with 0 + losses[0]; any other number is a mistake, which `__add__` explains
         if isinstance(other, int) and other == 0:
             return self
         return self.__add__(other)  # type: ignore[operator]
@@ -75,12 +87,14 @@ class TokenLoss(NamedTuple):
 
     def __format__(self, spec: str) -> str:
         """Format it as a tuple, and refuse the format of a number."""
+        # f"{loss:.3f}" asks for one number, f"{loss}" does not
         if spec:
             raise TypeError(f"a TokenLoss in the format {spec!r} is sums, not one number; {INSTEAD}")
         return repr(self)
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise for a missing name; for a method of tensors, say what to write instead."""
+        # Python and torch ask for names such as `__torch_function__`, and a hint would not help them
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"'TokenLoss' object has no attribute {name!r}")
         raise AttributeError(f"TokenLoss.{name}: a TokenLoss is sums, not one tensor; {INSTEAD}")
@@ -97,6 +111,7 @@ class TokenLoss(NamedTuple):
     @staticmethod
     def zero(dtype: torch.dtype, device: torch.device, tells: bool) -> TokenLoss:
         """Return the loss of no tokens; `tells` is whether the criterion computes `nll` and `correct`."""
+        # The same dtypes and device as the loss of a chunk, so that they can be stacked
         total = torch.zeros((), dtype=wide(dtype), device=device)
         count = torch.zeros((), dtype=torch.int64, device=device)
         if not tells:

@@ -46,7 +46,7 @@ def accumulate_gradients(
     *,
     model: nn.Module | None = None,
     group: ProcessGroup | None = None,
-    backward: Callable[[Tensor], Any] = Tensor.backward,
+    backward: Callable[[Tensor], object] = Tensor.backward,
     agree: Mapping[str, object] | None = None,
 ) -> TokenLoss:
     """Add to `.grad` the gradient of (summed loss) / (tokens) over the micro-batches of all ranks, as if one batch.
@@ -92,6 +92,7 @@ def accumulate_gradients(
     """
     _check_arguments(micro_batches, loss_of, tokens_of, backward, agree)
     check_group(group)
+    # Iterated over twice, for the counts and for the losses; an iterator could give its items only once
     mine = list(micro_batches)
     group = _group_of(model, group)
     step = _exchange_counts(len(mine), _counted([tokens_of(m) for m in mine]), _facts(model, agree), group)
@@ -104,14 +105,17 @@ def accumulate_gradients(
         to_run = mine + [_filler(mine, step, group)] * missing
         factors += [0.0] * missing
     losses: list[TokenLoss] = []
+    # The graph of a micro-batch is freed by its own backward, before the next one's forward
     for i, micro_batch in enumerate(to_run):
         with _reducing(model, i == longest - 1 or (i == 0 and _records_static_graph(model))):
             loss = _checked(loss_of(micro_batch))
             backward(loss.total * factors[i])
         losses.append(loss.detach())
+        # A borrowed micro-batch counts for the rank that lent it
         if i >= len(mine):
             losses[i] = _zeros_like(losses[i])
     whole = sum_over_ranks(sum(losses[1:], start=losses[0]), group)
+    # The same two numbers on every rank, so that all of them raise or none
     if int(whole.tokens) != step.tokens:
         raise RuntimeError(
             f"tokens_of counted {step.tokens} tokens in this step and the losses {int(whole.tokens)}, so the gradients "
@@ -122,6 +126,7 @@ def accumulate_gradients(
 
 def _loss_factor(model: nn.Module | None, step: _Step, group: ProcessGroup | None) -> float:
     """Return what each summed loss is multiplied by: 1 / tokens, times the ranks where the model averages over them."""
+    # mean over P ranks of (P x this rank's sum / tokens) = sum of all ranks / tokens
     averaged_over = 1
     if model is not None:
         averaged_over = world_size(group)
@@ -129,7 +134,9 @@ def _loss_factor(model: nn.Module | None, step: _Step, group: ProcessGroup | Non
 
 
 def _zeros_like(loss: TokenLoss) -> TokenLoss:
-    return TokenLoss(*(t if t is None else torch.zeros_like(t) for t in loss))  # type: ignore[arg-type]
+    """Return a loss with the same fields, all of them 0."""
+    zeros: TokenLoss = map_tensors(torch.zeros_like, loss)
+    return zeros
 
 
 def sum_over_ranks(loss: TokenLoss, group: ProcessGroup | None) -> TokenLoss:
@@ -145,6 +152,7 @@ def sum_over_ranks(loss: TokenLoss, group: ProcessGroup | None) -> TokenLoss:
 
 
 def _kind(value: object) -> str:
+    """Return what a value is, for an error message."""
     if value is None:
         return "None"
     return f"a {type(value).__name__}"
@@ -153,6 +161,7 @@ def _kind(value: object) -> str:
 def _check_arguments(
     micro_batches: object, loss_of: object, tokens_of: object, backward: object, agree: object
 ) -> None:
+    """Raise TypeError for an argument of a wrong type."""
     if not isinstance(micro_batches, Iterable):
         raise TypeError(f"micro_batches is {_kind(micro_batches)}; it must be an iterable of this rank's micro-batches")
     for name, function in (("loss_of", loss_of), ("tokens_of", tokens_of), ("backward", backward)):
@@ -166,6 +175,7 @@ def _counted(counts: Sequence[int | Tensor]) -> int:
     """Return the sum of the counts; tensors are summed where they are, so that a device is waited for only once."""
     for count in counts:
         _check_count(count)
+    # Sums of float64 are exact up to 2^53 tokens
     total = float(sum(count.reshape(()) for count in counts if isinstance(count, Tensor)))
     total += float(sum(count for count in counts if not isinstance(count, Tensor)))
     if not total >= 0 or total % 1:
@@ -174,16 +184,19 @@ def _counted(counts: Sequence[int | Tensor]) -> int:
 
 
 def _check_count(count: object) -> None:
+    """Raise unless it is a whole number of at least 0; a tensor's number is not read here."""
     if isinstance(count, Tensor):
         if count.numel() != 1:
             raise ValueError(f"tokens_of returned a tensor of shape {tuple(count.shape)}; it must return one number")
     elif isinstance(count, bool) or not isinstance(count, Real):
         raise TypeError(f"tokens_of returned {_kind(count)}; it must return a whole number, how many tokens count")
+    # Not `< 0`, which is False for nan
     elif not float(count) >= 0 or float(count) % 1:
         raise ValueError(f"tokens_of returned {count}; it must return a whole number, at least 0")
 
 
 def _checked(loss: TokenLoss) -> TokenLoss:
+    """Return the loss; raise unless it is a TokenLoss that a backward can start from."""
     if not isinstance(loss, TokenLoss):
         raise TypeError(
             f"loss_of returned {_kind(loss)}; it must return a seqpar.TokenLoss, the summed loss and its tokens: "
@@ -195,6 +208,8 @@ def _checked(loss: TokenLoss) -> TokenLoss:
 
 
 def _group_of(model: nn.Module | None, group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the group to count tokens over, which is the one that the model reduces gradients over."""
+    # DDP says what its group is, FSDP2 does not
     own: ProcessGroup | None = getattr(model, "process_group", None)
     if model is not None and not hasattr(model, "no_sync") and not hasattr(model, "set_requires_gradient_sync"):
         raise TypeError(
@@ -205,6 +220,7 @@ def _group_of(model: nn.Module | None, group: ProcessGroup | None) -> ProcessGro
         return group
     if own is not None and group is None:
         return own
+    # Two handles of the same ranks are different objects, so sizes are compared
     if own is not None and group is not None and group.size() == own.size():
         return group
     if group is None:
@@ -215,6 +231,7 @@ def _group_of(model: nn.Module | None, group: ProcessGroup | None) -> ProcessGro
 
 
 def _facts(model: nn.Module | None, agree: Mapping[str, object] | None) -> dict[str, object]:
+    """Return what must be the same on all ranks: the caller's facts, and the parameters that are trained."""
     facts = dict(agree or {})
     if model is not None:
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -241,6 +258,7 @@ def _filler(mine: list[MicroBatch], step: _Step, group: ProcessGroup | None) -> 
     if min(step.micro_batches):
         return mine[0]
     lender = next(rank for rank, count in enumerate(step.micro_batches) if count)
+    # Only the lender sends anything; the others pass None into the collective
     lent: tuple[MicroBatch, bool] | None = None
     if rank_in(group) == lender:
         lent = _without_accelerator(mine[0])

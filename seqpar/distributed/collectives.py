@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from seqpar.core.tensor_checks import check_dense
+
+Value = TypeVar("Value")
 
 
 def check_group(group: object) -> None:
@@ -68,8 +70,10 @@ def group_max(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     return _reduced(tensor, group, dist.ReduceOp.MAX)
 
 
-def _reduced(tensor: Tensor, group: ProcessGroup | None, operation: Any) -> Tensor:
+def _reduced(tensor: Tensor, group: ProcessGroup | None, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    """Return the tensor reduced over the group, as a new tensor."""
     check_dense(tensor, "tensor")
+    # all_reduce overwrites its argument, which may be the caller's own tensor
     result = tensor.detach().clone()
     if world_size(group) > 1:
         dist.all_reduce(result, operation, group=group)
@@ -89,16 +93,18 @@ def gather_numbers(numbers: Sequence[int], group: ProcessGroup | None) -> list[l
     """Return every rank's whole numbers, in rank order; all ranks must give the same count of them."""
     check_group(group)
     device = None
-    if group is not None and dist.get_backend(group) == "nccl":  # which has no collectives for CPU tensors
+    # NCCL has no collectives for CPU tensors
+    if group is not None and dist.get_backend(group) == "nccl":
         device = torch.accelerator.current_accelerator()
     return [t.tolist() for t in group_gather(torch.tensor(numbers, dtype=torch.int64, device=device), group)]
 
 
-def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
+def gather_objects(value: Value, group: ProcessGroup | None) -> list[Value]:
     """Return every rank's value, in rank order; it is pickled on the way."""
     if world_size(group) == 1:
         return [value]
-    everyone: list[Any] = [None] * world_size(group)
+    # Every entry is overwritten with a rank's value
+    everyone = [value] * world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone
 
@@ -139,6 +145,8 @@ def join_from_group(tensor: Tensor, sizes: Sequence[int], dim: int, group: Proce
 
 
 class _CopyToGroup(torch.autograd.Function):
+    """Identity in forward, the sum over the group in backward."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -150,16 +158,21 @@ class _CopyToGroup(torch.autograd.Function):
 
 
 class _SumFromGroup(torch.autograd.Function):
+    """The sum over the group in forward, identity in backward."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         return group_sum(tensor.contiguous(), group)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        # d (a + b) / d a = 1, and all ranks have the same upstream gradient
         return upstream, None
 
 
 class _JoinFromGroup(torch.autograd.Function):
+    """Concatenation over the group in forward, the sum over the group of this rank's slice in backward."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, sizes: Sequence[int], dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim = dim
@@ -167,7 +180,8 @@ class _JoinFromGroup(torch.autograd.Function):
         ctx.size = tensor.size(dim)
         ctx.group = group
         shape = list(tensor.shape)
-        shape[dim] = max(sizes)  # all_gather takes tensors of the same shape only, so shorter slices are padded
+        # all_gather takes tensors of the same shape only, so shorter slices are padded
+        shape[dim] = max(sizes)
         padded = tensor.new_zeros(shape)
         padded.narrow(dim, 0, ctx.size).copy_(tensor)
         gathered = group_gather(padded, group)
@@ -175,6 +189,7 @@ class _JoinFromGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        # Every rank used the whole result, so this rank's slice has a gradient from each of them
         return group_sum(upstream.contiguous(), ctx.group).narrow(ctx.dim, ctx.start, ctx.size), None, None, None
 
 
@@ -207,6 +222,7 @@ def check_agreement(
         return [theirs[1:] for theirs in gathered]
     # Every rank has seen the difference, so all of them take part in this second, more expensive collective
     everyone = gather_objects(dict(facts), group)
+    # The first difference, in the order of the facts: later ones often follow from it
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):
@@ -218,8 +234,11 @@ def check_agreement(
 
 
 def _check_facts(facts: object, numbers: object) -> None:
+    """Raise TypeError or ValueError, as `check_agreement` says."""
     if not isinstance(facts, Mapping):
-        raise TypeError(f"facts is a {type(facts).__name__}; it must be a dict of names and what is to be the same")
+        raise TypeError(
+            f"facts is a {type(facts).__name__}; it must be a dict of names and the values that must be the same"
+        )
     for name in facts:
         if not isinstance(name, str):
             raise TypeError(f"facts has the key {name!r}; its keys must be names, as text")

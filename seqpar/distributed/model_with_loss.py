@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,16 +49,21 @@ class ModelWithLoss(nn.Module):
 
     def __init__(self, model: nn.Module, loss: nn.Module) -> None:
         super().__init__()
-        for name, part in (("model", model), ("loss", loss)):
-            check_module(part, name)
-            refuse_data_parallel(part, name)
+        for name, module in (("model", model), ("loss", loss)):
+            check_module(module, name)
+            refuse_data_parallel(module, name)
         self.model = model
         self.loss = loss
+        # A generator that both have is one module with two paths; a checkpoint has the path in the model alone
         self.register_state_dict_post_hook(_drop_second_names)
         self.register_load_state_dict_pre_hook(_restore_second_names)
 
     def forward(
-        self, *inputs: Any, target: Any, per_token: Mapping[str, Tensor] | None = None, **keywords: Any
+        self,
+        *inputs: object,
+        target: Tensor | Sequence[Tensor],
+        per_token: Mapping[str, Tensor] | None = None,
+        **keywords: object,
     ) -> TokenLoss:
         """Return the loss of `target` given the model's hidden states of the inputs.
 
@@ -81,20 +86,25 @@ class ModelWithLoss(nn.Module):
             extra |= more
         return self.loss(hidden, target, **extra)  # type: ignore[no-any-return]
 
-    def _shared_parts(self) -> dict[str, str]:
-        """Return the path inside the loss of each submodule that is also in the model, with its path there."""
+    def _shared_modules(self) -> dict[str, str]:
+        """Return, for each submodule of the loss that is also in the model, its path in the loss and in the model."""
         paths = {id(module): name for name, module in self.model.named_modules(prefix="model")}
         return {n: paths[id(module)] for n, module in self.loss.named_modules(prefix="loss") if id(module) in paths}
 
 
-def _drop_second_names(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for second in module._shared_parts():  # type: ignore[operator]
+def _drop_second_names(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Remove a shared submodule's tensors under the loss's name; they stay under the model's."""
+    assert isinstance(module, ModelWithLoss)
+    for second in module._shared_modules():
         for key in [k for k in state if k.startswith(f"{prefix}{second}.")]:
             del state[key]
 
 
-def _restore_second_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for second, first in module._shared_parts().items():  # type: ignore[operator]
+def _restore_second_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Add a shared submodule's tensors under the loss's name, which a strict load asks for."""
+    assert isinstance(module, ModelWithLoss)
+    for second, first in module._shared_modules().items():
         start = f"{prefix}{first}."
         for key in [k for k in state if k.startswith(start)]:
+            # A checkpoint with both names, written without this class, is loaded as it is
             state.setdefault(f"{prefix}{second}.{key.removeprefix(start)}", state[key])

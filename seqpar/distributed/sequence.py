@@ -49,17 +49,20 @@ def time_steps(time: int, rank: int, world: int, order: Order = "contiguous") ->
         check_whole(value, name, least)
     if rank >= world:
         raise ValueError(f"rank is {rank}; it must be in [0, {world})")
+    # Piece p is [ends[p] - sizes[p], ends[p])
     sizes = part_sizes(time, world * len(_pieces_of(rank, world, order)))
     ends = list(accumulate(sizes))
     return torch.cat([torch.arange(ends[p] - sizes[p], ends[p]) for p in _pieces_of(rank, world, order)])
 
 
 def _check_order(order: object) -> None:
+    """Raise ValueError unless it is one of the two orders."""
     if order not in ("contiguous", "zigzag"):
         raise ValueError(f"order is {order!r}; it must be 'contiguous' or 'zigzag'")
 
 
 def _check_dim(dim: object, tensor: Tensor) -> None:
+    """Raise unless it is one of the tensor's dimensions, which may be counted from the end."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim is {dim!r}; it must be an int, the dimension of time")
     if not -tensor.dim() <= dim < tensor.dim():
@@ -107,11 +110,13 @@ def join_time(parts: Sequence[Tensor], dim: int = 1, order: Order = "contiguous"
     sizes = [part.size(dim) for part in parts]
     steps = [time_steps(sum(sizes), rank, len(parts), order) for rank in range(len(parts))]
     _check_sizes(sizes, [len(s) for s in steps], order)
-    inverse = torch.argsort(torch.cat(steps)).to(parts[0].device)  # step t is at position inverse[t] of the join
-    return torch.cat(list(parts), dim).index_select(dim, inverse)
+    # Step t is at position inverse_T[t] of the tensors put one after another
+    inverse_T = torch.argsort(torch.cat(steps)).to(parts[0].device)
+    return torch.cat(list(parts), dim).index_select(dim, inverse_T)
 
 
 def _check_parts(parts: Sequence[Tensor], dim: int) -> None:
+    """Raise unless they are dense tensors that may differ in their size along `dim` alone."""
     if not isinstance(parts, (list, tuple)):
         raise TypeError(f"parts is a {type(parts).__name__}; it must be a list of all ranks' tensors, in rank order")
     if not parts:
@@ -121,19 +126,21 @@ def _check_parts(parts: Sequence[Tensor], dim: int) -> None:
     first = parts[0]
     _check_dim(dim, first)
     for i, part in enumerate(parts):
+        # The first one's shape, except for the time steps
         shape = list(part.shape)
         if len(shape) == first.dim():
             shape[dim] = first.size(dim)
         if shape != list(first.shape) or part.device != first.device:
             raise ValueError(
                 f"parts[{i}] has shape {tuple(part.shape)} on {part.device} and parts[0] {tuple(first.shape)} on "
-                f"{first.device}; they may differ in dimension {dim} alone"
+                f"{first.device}; they may differ only in dimension {dim}"
             )
         if part.dtype != first.dtype:
             raise TypeError(f"parts[{i}] has dtype {part.dtype} and parts[0] {first.dtype}; they must be the same")
 
 
 def _check_sizes(sizes: list[int], expected: list[int], order: Order) -> None:
+    """Raise ValueError unless every rank has as many time steps as the order gives it."""
     if sizes != expected:
         raise ValueError(
             f"the ranks have {sizes} time steps, {sum(sizes)} in all, and {order} order gives them {expected}; cut "
@@ -171,6 +178,7 @@ def next_token_targets(
     if len({batch for batch, _ in everyone}) > 1:
         raise RuntimeError(f"ranks disagree on the batch size: ranks 0 to {world - 1} have {[b for b, _ in everyone]}")
     times = [time for _, time in everyone]
+    # Which piece follows which is then known only for the sizes of `split_time`; contiguous pieces may have any
     if order == "zigzag":
         _check_sizes(times, [len(time_steps(sum(times), r, world, order)) for r in range(world)], order)
     pieces = _pieces_of(rank, world, order)
@@ -180,8 +188,10 @@ def next_token_targets(
     after_the_end_B1 = tokens.new_full((tokens.size(0), 1), ignore_index)
     targets = []
     for piece, piece_Bt in zip(pieces, mine_pBt, strict=True):
+        # Empty pieces have no first token, so the next piece that has one is taken
         following = (first_tokens[p] for p in sorted(first_tokens) if p > piece)
         next_B1 = next(following, after_the_end_B1)
+        # An empty piece gets no target, although `next_B1` has a column
         targets.append(torch.cat([piece_Bt[:, 1:], next_B1], 1)[:, : piece_Bt.size(1)])
     return torch.cat(targets, 1)
 

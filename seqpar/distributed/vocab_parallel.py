@@ -19,7 +19,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,12 +30,17 @@ from seqpar.distributed.collectives import (
     check_agreement,
     check_group,
     gather_numbers,
+    group_gather,
     group_max,
     group_sum,
     rank_in,
     world_size,
 )
+from seqpar.losses.score_rows import ScoreSums, in_descending_order
 from seqpar.losses.softmax_loss import RowSums
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 
 def check_whole(value: object, name: str, least: int | None = None) -> None:
@@ -82,6 +87,7 @@ class VocabShard:
         Every rank of the group must call it, once, when the weight is created: it is one small collective.
         """
         check_whole(weight_rows, "weight_rows", 0)
+        # This rank's classes begin after those of all lower ranks
         rows = [count for (count,) in gather_numbers([weight_rows], group)]
         return cls(group, sum(rows[: rank_in(group)]), sum(rows))
 
@@ -113,16 +119,18 @@ class VocabShard:
         everyone = self.meet(facts, rows, hidden)
         spans = [divmod(number, SPAN) for number, _ in everyone]
         reached = 0
+        # In the order of the classes, whatever the order of the ranks; a rank without classes has an empty span
         for start, end in sorted((start, end) for start, end in spans if start < end):
             if start != reached:
-                reached = -1  # a gap or an overlap, which no later span can mend
+                # A gap or an overlap, which no later span can close
+                reached = -1
                 break
             reached = end
         if reached != self.vocab_size:
             said = "; ".join(f"[{start}, {end}) on rank {rank}" for rank, (start, end) in enumerate(spans))
             raise RuntimeError(
                 f"the weight's rows are the classes {said}; together they must be [0, {self.vocab_size}), each class "
-                "once; VocabShard.of(weight_rows, group) works the starts out"
+                "once; VocabShard.of(weight_rows, group) computes the starts"
             )
         checksums = [_checksum_from(number) for _, number in everyone]
         eps = torch.finfo(hidden.dtype).eps
@@ -150,12 +158,16 @@ class VocabShard:
         below_N = tied_N & (self.start + rows.argbest_N < target_N)
         hit_N = (rows.correct_N & tied_N).to(best_N.dtype) - below_N.to(best_N.dtype)
         optional = (rows.sum_N, rows.gold_weight_N, rows.weight_N)
+        # Stacked, because one collective of (C, N) costs a fraction of C collectives of (N,). exp(lse_r - best) is at
+        # most the rank's number of classes, so it cannot overflow
         columns = [(here_N - best_N).exp(), rows.gold_N, hit_N, *(t for t in optional if t is not None)]
         sums = iter(group_sum(torch.stack(columns), self.group))
+        # lse = best + log sum_r exp(lse_r - best); the columns come back in the order in which they were stacked
         lse_N = best_N + next(sums).log()
         gold_N = next(sums)
+        # 1 if the target's rank has a hit and no rank a tie below it; every tie below takes 1 away
         correct_N = next(sums) == 1
-        sum_N, gold_weight_N, weight_N = (t if t is None else next(sums) for t in optional)
+        sum_N, gold_weight_N, weight_N = [t if t is None else next(sums) for t in optional]
         return RowSums(
             best_N=best_N,
             lse_N=lse_N,
@@ -164,8 +176,59 @@ class VocabShard:
             sum_N=sum_N,
             gold_weight_N=gold_weight_N,
             weight_N=weight_N,
+            # This rank's part of the total probability, exp(lse_r - lse)
             share_N=(here_N - lse_N).exp(),
         )
+
+    def combine_scores(self, sums: ScoreSums, top_k: int) -> ScoreSums:
+        """Return what the scores need from the whole vocabulary: one all-gather, and two more for the top classes.
+
+        Each rank adds the ranks' numbers in rank order, so that a row's sums do not depend on its place in the batch,
+        as those of an all-reduce may.
+        """
+        columns = [sums.best_N, sums.log_sum_N, *sums.picked_NP.unbind(1)]
+        if sums.mean_N is not None:
+            columns.append(sums.mean_N)
+        everyone_RCN = torch.stack(group_gather(torch.stack(columns), self.group))
+        picked_RPN = everyone_RCN[:, 2 : 2 + sums.picked_NP.size(1)]
+        best_RN = everyone_RCN[:, 0]
+        best_N = best_RN.amax(0)
+        # S = sum_r S_r exp(m_r - m); a rank whose classes are all masked out (-inf), or that has none, adds nothing
+        offset_RN = best_RN - best_N
+        empty_RN = best_RN == -math.inf
+        share_RN = (everyone_RCN[:, 1] + offset_RN).exp().masked_fill(empty_RN, 0)
+        sum_N = share_RN.sum(0)
+        share_RN = share_RN / sum_N
+        mean_N = None
+        if sums.mean_N is not None:
+            # sum_k p_k (z_k - m) = sum_r share_r (mean_r + m_r - m)
+            mean_RN = share_RN * (everyone_RCN[:, -1] + offset_RN)
+            mean_N = mean_RN.masked_fill(empty_RN, 0).sum(0)
+        rank = rank_in(self.group)
+        top_NT, top_ids_NT = self._top_of_all(sums.top_NT, sums.top_ids_NT, top_k)
+        return ScoreSums(
+            best_N=best_N,
+            log_sum_N=sum_N.log(),
+            mean_N=mean_N,
+            picked_NP=picked_RPN.sum(0).t(),
+            top_NT=top_NT,
+            top_ids_NT=top_ids_NT,
+            share_N=share_RN[rank],
+            offset_N=offset_RN[rank].masked_fill(empty_RN[rank], 0),
+        )
+
+    def _top_of_all(self, top_NT: Tensor, top_ids_NT: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """Return the `top_k` largest of all ranks' top logits, and their classes."""
+        if not top_k:
+            return top_NT, top_ids_NT
+        # A rank with fewer classes fills its columns with a class above all others, at -inf
+        missing = top_k - top_NT.size(1)
+        top_NT = torch.nn.functional.pad(top_NT, (0, missing), value=-math.inf)
+        top_ids_NT = torch.nn.functional.pad(top_ids_NT, (0, missing), value=self.vocab_size)
+        values_NC = torch.cat(group_gather(top_NT, self.group), 1)
+        ids_NC = torch.cat(group_gather(top_ids_NT, self.group), 1)
+        values_NC, ids_NC = in_descending_order(values_NC, ids_NC)
+        return values_NC[:, :top_k], ids_NC[:, :top_k]
 
 
 ROUNDINGS = 4
@@ -186,7 +249,8 @@ def _checksum(hidden_ND: Tensor) -> tuple[float, float]:
     """
     rows, width = hidden_ND.shape
     device = hidden_ND.device
-    with torch.autocast(device.type, enabled=False):  # which would round the products to bfloat16
+    # Autocast would round the products to bfloat16
+    with torch.autocast(device.type, enabled=False):
         column_D = (torch.arange(width, device=device) + 0.5).cos()
         rows_N = (hidden_ND @ column_D.to(hidden_ND.dtype)).float()
         weighted_N = rows_N * (1.3 * torch.arange(rows, device=device) + 0.5).cos()
@@ -220,6 +284,7 @@ def local_rows(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | No
     Raises:
         TypeError: a weight or bias that is not split by rows, or not by rows only, or on a mesh of several axes.
     """
+    # Importing DTensor takes longer than importing this library
     from torch.distributed.tensor import DTensor, Shard
 
     for name, tensor in (("weight", weight), ("bias", bias)):
@@ -237,6 +302,7 @@ def local_rows(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | No
     most_rows = -(-weight.size(0) // mesh.size())
     shard = VocabShard(mesh.get_group(), min(mesh.get_local_rank() * most_rows, weight.size(0)), weight.size(0))
     if bias is not None:
+        assert isinstance(bias, DTensor)
         bias = _local(bias, Shard(0))
     return _local(weight, Shard(0)), bias, shard
 
@@ -256,5 +322,6 @@ def local_copy(tensor: Tensor, name: str) -> Tensor:
     return _local(tensor, *tensor.placements)
 
 
-def _local(tensor: Any, *placements: Any) -> Tensor:
-    return tensor.to_local(grad_placements=placements)  # type: ignore[no-any-return]
+def _local(tensor: DTensor, *placements: Placement) -> Tensor:
+    """Return this rank's own tensor; in backward its gradient becomes a DTensor with these placements."""
+    return tensor.to_local(grad_placements=placements)

@@ -34,7 +34,7 @@ def refuse_data_parallel(module: nn.Module, what: str) -> None:
     """Raise RuntimeError if the module or one of its submodules is a DistributedDataParallel."""
     if any(isinstance(submodule, DistributedDataParallel) for submodule in module.modules()):
         raise RuntimeError(
-            f"{what} is, or has inside, a DistributedDataParallel, whose reducer must see one forward that ends in the "
+            f"{what} is or contains a DistributedDataParallel, whose reducer must see one forward that ends in the "
             f"loss; {WRAP_BOTH}"
         )
 
@@ -55,7 +55,8 @@ def inside_unit(generator: nn.Module, compute: Callable[..., Any], *inputs: Any)
     if not is_fsdp_unit(generator):
         return compute(*inputs)
     unit: Any = generator
-    unit.forward = compute  # an attribute of the instance goes before the class's forward; the hooks run around it
+    # An attribute of the instance takes precedence over the class's forward; the hooks run around it
+    unit.forward = compute
     try:
         return unit(*inputs)
     finally:
@@ -70,8 +71,10 @@ def structural_copy(module: nn.Module) -> Any:
     """
     if not is_fsdp_unit(module):
         return module._replicate_for_data_parallel()
-    original_class: Any = type(module).__mro__[2]  # after the unit's own class and FSDPModule
+    # The third class, after the one that `fully_shard` made and FSDPModule
+    original_class: Any = type(module).__mro__[2]
     copy: Any = original_class.__new__(original_class)
+    # `forward` is the whole loop over chunks while `inside_unit` runs, and the copy must not call that
     attributes = {name: value for name, value in module.__dict__.items() if name != "forward"}
     copy.__dict__ = attributes | {
         "_parameters": {},

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,10 +53,13 @@ def project(generator: nn.Module, names: Sequence[str], shape: tuple[int, ...], 
     Raises:
         ValueError: the generator does not return a (..., V) tensor.
     """
+    # (K, ...) -> (*shape, ...), and back to (K, V) at the end
     hidden, *extra = (t.reshape(*shape, *t.shape[1:]) for t in rows)
     logits = generator(hidden, **dict(zip(names, extra, strict=True)))
     if not isinstance(logits, Tensor) or logits.shape[:-1] != hidden.shape[:-1]:
-        returned = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        returned = f"a {type(logits).__name__}"
+        if isinstance(logits, Tensor):
+            returned = f"shape {tuple(logits.shape)}"
         raise ValueError(
             f"the generator returned {returned} for hidden {tuple(hidden.shape)}; it must return (..., V) scores"
         )
@@ -83,6 +85,7 @@ def first_scores(generator: nn.Module, scores: Project, shape: tuple[int, ...], 
     except RuntimeError as error:
         hidden = rows[0]
         dtypes = {p.dtype for p in generator.parameters() if p.is_floating_point()}
+        # Autocast casts hidden itself, so there the error has another cause
         if dtypes and hidden.dtype not in dtypes and not torch.is_autocast_enabled(hidden.device.type):
             names = ", ".join(sorted(str(dtype) for dtype in dtypes))
             raise TypeError(
@@ -95,19 +98,22 @@ def first_scores(generator: nn.Module, scores: Project, shape: tuple[int, ...], 
         raise
 
 
-def criterion_loss(criterion: Any, logits: Tensor, target: Tensor) -> TokenLoss:
+def criterion_loss(criterion: nn.Module, logits: Tensor, target: Tensor) -> TokenLoss:
     """Return the criterion's loss of logits (K, V) and targets (K,), with the counts that it computes.
 
     Raises:
         TypeError: it does not return a tensor, or its `token_loss` does not return a `TokenLoss`.
     """
-    if hasattr(criterion, "token_loss"):
-        return _checked_token_loss(criterion.token_loss(logits, target))
+    token_loss = getattr(criterion, "token_loss", None)
+    if token_loss is not None:
+        return _checked_token_loss(token_loss(logits, target))
     total = criterion(logits, target)
     if not isinstance(total, Tensor):
         raise TypeError(f"the criterion returned a {type(total).__name__}; it must return a tensor, the summed loss")
     # Chunks contain ignored rows only while a CUDA graph is recorded
-    ignored = ignored_target(criterion) if recording(target.device) else None
+    ignored = None
+    if recording(target.device):
+        ignored = ignored_target(criterion)
     if ignored is None:
         return TokenLoss(total, torch.full((), len(target), device=target.device))
     return TokenLoss(total, (target != ignored).sum())
@@ -151,9 +157,12 @@ def refuse_mixing(generator: nn.Module, scores: Project, rows: Sequence[Tensor],
         mixed = _mixed_by_value(generator, scores, rows, lead)
     if not mixed:
         return
+    # The usual culprit, in training mode or without running statistics
     norms = [module for module in generator.modules() if isinstance(module, _BatchNorm)]
     names = sorted({type(norm).__name__ for norm in norms if norm.training or norm.running_mean is None})
-    reason = f" ({', '.join(names)} takes statistics over the batch)" if names else ""
+    reason = ""
+    if names:
+        reason = f" ({', '.join(names)} takes statistics over the batch)"
     raise ValueError(
         f"the generator mixes rows: {mixed}{reason}. It is called on a few tokens at a time, so a token's scores must "
         "depend on that token alone; compute anything that mixes tokens before the engine, and pass the result as "
@@ -182,8 +191,9 @@ def _mixed_by_gradient(scores: Project, rows: Sequence[Tensor], lead: int) -> st
             upstream = torch.zeros_like(logits_KV)
             upstream[own] = torch.rand_like(logits_KV[own]) + 1
             (grad,) = torch.autograd.grad(logits_KV, hidden, upstream)
-            # Anything above the rounding of the row's own gradient comes from mixing; a nan is no evidence of it
+            # For each row k, the largest entry of d (weighted scores of row `own`) / d hidden_k
             size_K = grad.flatten(1).abs().amax(1)
+            # Anything above the rounding of the row's own gradient comes from mixing; a nan is no evidence of it
             least = torch.finfo(grad.dtype).eps * size_K[own]
             has_gradient_K = (size_K > least) & size_K.isfinite()
             distances |= {abs(own - k) for k in has_gradient_K.nonzero().flatten().tolist()}
@@ -227,6 +237,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
     """Return the largest difference relative to the largest number, over numbers that are finite in both."""
     a = a.float()
     b = b.float()
+    # A masked class has -inf in every row, and -inf - -inf is nan
     finite = a.isfinite() & b.isfinite()
     largest = float(a.where(finite, 0).abs().max())
     if not largest:
@@ -246,23 +257,28 @@ def check_additive(criterion: nn.Module, logits: Tensor, target: Tensor) -> bool
     def total(logits_KV: Tensor, target_K: Tensor) -> Tensor:
         return criterion_loss(criterion, logits_KV, target_K).total.sum()
 
+    # For any sum over rows: f(x, x) = 2 f(x) and f(x) = f(first half) + f(second half). A mean fails the first, a term
+    # for pairs of rows the second
     half = len(target) // 2
     once = total(logits, target)
     again = total(logits, target)
     twice = float(total(logits.repeat(2, 1), target.repeat(2)))
     halves = float(total(logits[:half], target[:half])) + float(total(logits[half:], target[half:]))
     whole = float(once)
+    # 0 = 2 x 0 holds for a mean as well
     if whole == 0 or not math.isfinite(whole):
         return False
+    # Random, for example by sampled classes: no two sums of it can be compared
     if whole != float(again):
         return True
     rounding = max(NOT_ADDITIVE, *(4 * torch.finfo(t.dtype).eps for t in (logits, once) if t.is_floating_point()))
+    # The most likely mistake has a message of its own
     if abs(twice - whole) <= rounding * abs(whole):
         raise ValueError(
             f"the criterion gives {whole:.6g} for {len(target)} rows and {twice:.6g} for the same rows twice, so it "
             "takes a mean; the criterion must sum (reduction='sum'): divide once, by the tokens of the step"
         )
-    # Float sums in different orders: a difference up to `rounding` is no evidence
+    # Floats added in different orders: a difference up to `rounding` is no evidence
     for which, found, wanted in ((" twice", twice, 2 * whole), ("", whole, halves)):
         if abs(found - wanted) > rounding * (abs(found) + abs(wanted)):
             raise ValueError(

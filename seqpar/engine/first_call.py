@@ -45,7 +45,6 @@ def logit_facts(
     head: nn.ModuleDict,
     replicas: Sequence[nn.ModuleDict],
     shards: Sequence[Shard],
-    kept: Sequence[Tensor],
 ) -> LogitFacts:
     """Return the facts about these inputs, from `known` or from a probe, after checking every target.
 
@@ -53,7 +52,6 @@ def logit_facts(
         known: the facts found so far; new ones are added.
         head: the engine's generator and criterion.
         replicas: the replicas of `head`, one per shard.
-        kept: for each shard, which tokens are not ignored.
 
     Raises:
         IndexError: a target outside the vocabulary.
@@ -67,14 +65,17 @@ def logit_facts(
         product_dtype(hidden),
         _wants_gradients(head, shards[0]),
     )
-    found = _facts_while_recording(known, situation) if recording(hidden.device) else known.get(situation)
+    found = known.get(situation)
+    if recording(hidden.device):
+        found = _facts_while_recording(known, situation)
     if found is not None and found.criterion_is_checked:
-        check_targets(shards, kept, found.vocab_size)
+        check_targets(shards, found.vocab_size)
         return found
-    for replica, shard, keep in zip(replicas, shards, kept, strict=True):
-        index_K = probe_index(keep.flatten())
+    # One shard is enough, because all replicas run the same code; the first may have nothing but padding
+    for replica, shard in zip(replicas, shards, strict=True):
+        index_K = probe_index(shard.counted.flatten())
         if len(index_K):
-            known[situation] = _probe(replica, shard, index_K, lambda size: check_targets(shards, kept, size))
+            known[situation] = _probe(replica, shard, index_K, lambda size: check_targets(shards, size))
             return known[situation]
     # Every target is ignored, so there is nothing to project and the size of the vocabulary does not matter
     return LogitFacts(vocab_size=1, dtype=hidden.dtype, criterion_is_checked=False)
@@ -109,7 +110,9 @@ def _probe(head: nn.ModuleDict, shard: Shard, index_K: Tensor, check_classes: Ca
 
     # Dropout in the probe must not advance the random state: the loss would depend on whether a call was the first
     device = shard.hidden.device
-    forked = [] if device.type == "cpu" else [device]
+    forked = []
+    if device.type != "cpu":
+        forked = [device]
     with torch.random.fork_rng(forked, device_type=device.type):
         with torch.no_grad():
             logits_KV = first_scores(copy["generator"], scores, (*(1,) * (lead - 1), len(index_K)), rows)

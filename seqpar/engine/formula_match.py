@@ -19,7 +19,7 @@ class FormulaMatch(NamedTuple):
     """A pair with a closed form: the projection, and the settings of the criterion."""
 
     projection: nn.Linear
-    """The generator's projection, or a replica of it."""
+    """The generator itself, or the linear layer before its log-softmax."""
     ignore_index: int
     label_smoothing: float
     smoothing_convention: Convention
@@ -35,6 +35,11 @@ class FormulaMatch(NamedTuple):
         """Return the target distribution of a row."""
         q = soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, self.vocab_size)
         return q._replace(weight_V=self.class_weight)
+
+    def of_replica(self, head: nn.ModuleDict) -> FormulaMatch:
+        """Return the match with the tensors of a replica of the pair, or of the pair itself."""
+        class_weight = getattr(head["criterion"], "weight", None)
+        return self._replace(projection=_projection_of(head["generator"]), class_weight=class_weight)
 
 
 class NoFormula(NamedTuple):
@@ -54,11 +59,13 @@ def match_formula(generator: nn.Module, criterion: nn.Module) -> FormulaMatch | 
     # A parametrised weight is no entry of _parameters; its gradient needs autograd
     if type(projection).forward is not nn.Linear.forward or "weight" not in projection._parameters:
         return NoFormula(f"the generator is a {type(generator).__name__}, not nn.Linear")
+    # Subclasses may compute anything, so the type must be one of these itself
     if type(criterion) not in (CrossEntropy, LabelSmoothing, nn.CrossEntropyLoss):
         return NoFormula(f"the criterion is a {type(criterion).__name__}, whose formula is not known")
     for module in (*generator.modules(), *criterion.modules()):
         if any(getattr(module, hooks) for hooks in HOOKS):
             return NoFormula(f"{type(module).__name__} has hooks")
+    # CrossEntropy is a LabelSmoothing with eps = 0
     if isinstance(criterion, LabelSmoothing):
         convention = criterion.smoothing_convention
         return FormulaMatch(projection, criterion.ignore_index, criterion.label_smoothing, convention, None)
@@ -95,7 +102,9 @@ def match_split(head: nn.ModuleDict, per_token: Iterable[str] = ()) -> FormulaMa
 
 def check_class_weight(criterion: nn.Module, vocab_size: int) -> None:
     """Raise ValueError unless an `nn.CrossEntropyLoss` has that many class weights, or none."""
-    weight = criterion.weight if type(criterion) is nn.CrossEntropyLoss else None
+    if type(criterion) is not nn.CrossEntropyLoss:
+        return
+    weight = criterion.weight
     if weight is not None and weight.shape != (vocab_size,):
         raise ValueError(
             f"the criterion's weight has shape {tuple(weight.shape)} and the generator makes {vocab_size} scores; it "

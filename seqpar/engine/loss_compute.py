@@ -10,7 +10,8 @@ Shape suffixes: B batch, T time, N rows (B*T, or the rows of a 2-D hidden), K ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from seqpar.core.chunked_gradient import AutogradChunkLoss, check_loss_scale, differentiable_sum
 from seqpar.core.chunks import Chunk, check_size, cut_rows, cut_time, recording, rows_per_chunk
+from seqpar.core.structures import map_tensors
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import inside_unit, is_fsdp_unit, refuse_data_parallel, refuse_sharded
@@ -26,10 +28,10 @@ from seqpar.engine.explanation import facts_of, how_it_is_computed, how_it_is_cu
 from seqpar.engine.first_call import LogitFacts, Situation, logit_facts
 from seqpar.engine.formula_match import FormulaMatch, check_class_weight, match_formula, match_inputs, match_split
 from seqpar.engine.shards import (
+    OneOrScattered,
     Shard,
     check_targets,
     check_width,
-    kept_tokens,
     one_for_each_device,
     rows_of,
     scattered,
@@ -37,6 +39,7 @@ from seqpar.engine.shards import (
 from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.formula import LinearFormula, Projection
 from seqpar.linear.leaves import LinearLeaves, differentiable_loss, product_dtype
+from seqpar.losses.criteria import ignored_target
 from seqpar.multi_device.devices import Device, check_devices
 from seqpar.multi_device.replicas import bind, check_replicable, parallel_apply, replicate
 
@@ -80,7 +83,9 @@ class LossCompute(nn.Module):
         _check_modules(generator, criterion)
         _check_sizes(chunk_tokens, chunk_size)
         self.head = nn.ModuleDict({"generator": generator, "criterion": criterion})
-        self.devices = None if devices is None else check_devices(devices)
+        self.devices: tuple[torch.device, ...] | None = None
+        if devices is not None:
+            self.devices = check_devices(devices)
         self.chunk_tokens = chunk_tokens
         self.chunk_size = chunk_size
         self.vocab = vocab
@@ -95,7 +100,7 @@ class LossCompute(nn.Module):
         target: Tensor | Sequence[Tensor],
         *,
         loss_scale: float | Tensor = 1.0,
-        **per_token: Any,
+        **per_token: OneOrScattered | None,
     ) -> TokenLoss:
         """Return the summed loss of all tokens.
 
@@ -126,49 +131,63 @@ class LossCompute(nn.Module):
             refuse_sharded(self.head)
             match = match_split(self.head, per_token)
             return _linear_loss(match, hidden, target, loss_scale, self.chunk_tokens, self.vocab)
+        # A graph of torch.compile cannot contain chunks, whose number depends on the targets. It can contain
+        # linear_cross_entropy, which is a single operator there
         one_device = self.devices is None and self.chunk_size is None
         if torch.compiler.is_compiling() and one_device and isinstance(hidden, Tensor) and not per_token:
             compiled_match = match_formula(self.head["generator"], self.head["criterion"])
             if isinstance(compiled_match, FormulaMatch):
                 return _linear_loss(compiled_match, hidden, target, loss_scale, self.chunk_tokens, None)
-        # FSDP2 gathers a unit's weights in the unit's own forward only
+        # FSDP2 gathers a unit's weights only around the unit's own forward
         arguments = (hidden, target, loss_scale, per_token)
         if is_fsdp_unit(self.head["generator"]):
             return inside_unit(self.head["generator"], self._loss, *arguments)  # type: ignore[no-any-return]
         return self._loss(*arguments)
 
-    def _loss(self, hidden: Any, target: Any, loss_scale: float | Tensor, per_token: dict[str, Any]) -> TokenLoss:
+    def _loss(
+        self,
+        hidden: OneOrScattered,
+        target: OneOrScattered,
+        loss_scale: float | Tensor,
+        per_token: dict[str, OneOrScattered | None],
+    ) -> TokenLoss:
         """Return the summed loss over all devices, on the first one."""
         refuse_sharded(self.head)
         check_replicable(self.head)
+        criterion = self.head["criterion"]
         given = {name: value for name, value in per_token.items() if value is not None}
-        shards = scattered(hidden, target, given, self.devices, self.chunk_size)
+        shards = scattered(hidden, target, given, self.devices, self.chunk_size, ignored_target(criterion))
         match = match_inputs(self.head, shards[0])
-        kept = [kept_tokens(self.head["criterion"], shard.target) for shard in shards]
         if isinstance(match, FormulaMatch):
+            # Before shards are joined, because the errors name shapes and positions of the caller's batch
             check_width(shards, match.projection.weight.size(1))
-            check_targets(shards, kept, match.vocab_size)
-            check_class_weight(self.head["criterion"], match.vocab_size)
+            check_targets(shards, match.vocab_size)
+            check_class_weight(criterion, match.vocab_size)
             # Time steps are cut from (B, T), which joining shards would flatten
             if self.chunk_size is None:
                 shards = one_for_each_device(shards)
-                kept = [kept_tokens(self.head["criterion"], shard.target) for shard in shards]
         devices = [shard.hidden.device for shard in shards]
-        needs_no_replica = len(shards) == 1 and all(p.device == devices[0] for p in self.head.parameters())
-        heads = [self.head] if needs_no_replica else replicate(self.head, devices)
+        heads = self._heads_on(devices)
+        shard_loss: Callable[..., TokenLoss] = _autograd_loss
         if isinstance(match, FormulaMatch):
-            shard_loss = _formula_loss
+            shard_loss = partial(_formula_loss, match)
             facts = LogitFacts(match.vocab_size, product_dtype(shards[0].hidden), True)
         else:
-            shard_loss = _autograd_loss
-            facts = logit_facts(self._facts, self.head, heads, shards, kept)
-        chunks = [_chunks(keep, facts, self.chunk_tokens, self.chunk_size) for keep in kept]
-        if needs_no_replica and self.devices is None:
+            # The probe checks the targets as soon as it knows the number of classes
+            facts = logit_facts(self._facts, self.head, heads, shards)
+        chunks = [_chunks(shard.counted, facts, self.chunk_tokens, self.chunk_size) for shard in shards]
+        if self.devices is None and heads[0] is self.head:
             return shard_loss(self.head, shards[0], chunks[0], loss_scale)
         arguments = [(h, s, c, loss_scale) for h, s, c in zip(heads, shards, chunks, strict=True)]
         # One thread per device; the losses are added on the first one, and autograd sends the gradients back
         losses = parallel_apply([shard_loss] * len(shards), arguments, devices=devices)
         return sum((_moved(loss, devices[0]) for loss in losses[1:]), start=losses[0])
+
+    def _heads_on(self, devices: list[torch.device]) -> list[nn.ModuleDict]:
+        """Return generator and criterion on each device: replicas, or the originals where they are already there."""
+        if len(devices) == 1 and all(p.device == devices[0] for p in self.head.parameters()):
+            return [self.head]
+        return replicate(self.head, devices)
 
     def explain(self, tokens: int = 4096) -> str:
         """Describe how one device computes the loss of so many tokens that are not ignored, and why."""
@@ -186,7 +205,9 @@ class LossCompute(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the settings for `print(module)`."""
-        devices = None if self.devices is None else [str(d) for d in self.devices]
+        devices = None
+        if self.devices is not None:
+            devices = [str(d) for d in self.devices]
         return f"devices={devices}, chunk_tokens={self.chunk_tokens}, chunk_size={self.chunk_size}"
 
 
@@ -219,12 +240,12 @@ def _check_split(devices: Sequence[Device] | None, chunk_size: int | None) -> No
         )
 
 
-def _chunks(kept: Tensor, facts: LogitFacts, chunk_tokens: int | None, chunk_size: int | None) -> list[Chunk]:
+def _chunks(counted: Tensor, facts: LogitFacts, chunk_tokens: int | None, chunk_size: int | None) -> list[Chunk]:
     """Return the chunks of a shard, given the mask of its tokens that are not ignored."""
     if chunk_size is not None:
-        return cut_time(kept, chunk_size)
-    most = chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, kept.device.type)
-    return cut_rows(kept.flatten(), most)
+        return cut_time(counted, chunk_size)
+    most = chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, counted.device.type)
+    return cut_rows(counted.flatten(), most)
 
 
 def _linear_loss(
@@ -251,26 +272,34 @@ def _linear_loss(
     )
 
 
-def _formula_loss(head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor) -> TokenLoss:
-    """Return one device's loss, its gradient in closed form."""
-    match = match_formula(head["generator"], head["criterion"])
-    assert isinstance(match, FormulaMatch)
+def _formula_loss(
+    match: FormulaMatch, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor
+) -> TokenLoss:
+    """Return one device's loss, its gradient in closed form, given the original pair's match and a replica of it."""
+    here = match.of_replica(head)
+    weight_VD = here.projection.weight
+    bias_V = here.projection.bias
     (hidden_ND,) = rows_of(shard)
-    projection = Projection(match.projection.weight, match.projection.bias, product_dtype(hidden_ND))
+    ignored = None
     # Chunks contain ignored rows only while a CUDA graph is recorded
-    ignored = match.ignore_index if recording(hidden_ND.device) else None
-    chunk_loss = LinearFormula(projection, shard.target.flatten(), match.soft_target, ignored=ignored)
-    leaves = LinearLeaves(hidden_ND, match.projection.weight, match.projection.bias)
+    if recording(hidden_ND.device):
+        ignored = here.ignore_index
+    # Under autocast the products are narrower than the leaves, which receive gradients of their own dtype
+    projection = Projection(weight_VD, bias_V, product_dtype(hidden_ND))
+    chunk_loss = LinearFormula(projection, shard.target.flatten(), here.soft_target, ignored=ignored)
+    leaves = LinearLeaves(hidden_ND, weight_VD, bias_V)
     return differentiable_loss(chunk_loss, chunks, leaves, loss_scale)
 
 
 def _autograd_loss(head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor) -> TokenLoss:
     """Return one device's loss, its gradient by autograd, chunk by chunk."""
+    # A tied parameter is listed once, and its gradient is the sum over all of its uses
     params = tuple(head.parameters())
     names = tuple(shard.per_token)
     target_N = shard.target.flatten()
 
     def per_chunk(leaves: tuple[Tensor, ...], rows: tuple[Tensor, ...], chunk: Chunk) -> TokenLoss:
+        # A copy of the head whose parameters are the leaves of this chunk's graph
         bound = bind(head, {id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
         # As many dimensions as hidden had: the generator may expect (batch, time, D)
         shape = (*(1,) * (shard.target.dim() - 1), len(rows[0]))
@@ -284,4 +313,5 @@ def _autograd_loss(head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_
 
 def _moved(loss: TokenLoss, device: torch.device) -> TokenLoss:
     """Return the loss on that device."""
-    return TokenLoss(*(None if t is None else t.to(device) for t in loss))  # type: ignore[arg-type]
+    moved: TokenLoss = map_tensors(lambda t: t.to(device), loss)
+    return moved

@@ -1,46 +1,59 @@
-"""Check the engine's batch and scatter it over the devices."""
+"""Check the engine's batch and scatter it over the devices.
+
+Shape suffixes: N rows (batch x time), D hidden.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from seqpar.core.tensor_checks import check_dense, check_floating
-from seqpar.losses.criteria import ignored_target
 from seqpar.losses.target_checks import check_range, check_target
 from seqpar.multi_device.replicas import scatter
+
+OneOrScattered = Tensor | Sequence[Tensor]
+"""One tensor of all rows, or one tensor for each device."""
 
 
 class Shard(NamedTuple):
     """The rows of the batch that one device computes."""
 
     hidden: Tensor
+    """(N, D) or (B, T, D)."""
     target: Tensor
+    """int64, hidden's leading shape."""
+    counted: Tensor
+    """The mask of the targets that are not ignored, of target's shape."""
     per_token: dict[str, Tensor]
 
 
 def scattered(
-    hidden: Any,
-    target: Any,
-    per_token: dict[str, Any],
+    hidden: OneOrScattered,
+    target: OneOrScattered,
+    per_token: dict[str, OneOrScattered],
     devices: Sequence[torch.device] | None,
     time_steps: int | None,
+    ignored: int | None,
 ) -> list[Shard]:
     """Return one shard per device; tensors that are already scattered are not moved.
 
     Args:
         hidden, target, per_token, devices: as those of `LossCompute`, without per-token tensors that are None.
         time_steps: the chunk_size of `LossCompute`.
+        ignored: the target that the criterion ignores, if there is one.
 
     Raises:
         TypeError, ValueError: as `LossCompute`.
     """
     if not isinstance(hidden, (list, tuple)):
         _check_batch(hidden, target, per_token, time_steps)
-        return [Shard(*s) for s in scatter((hidden, target.long(), per_token), devices or [hidden.device])]
+        assert isinstance(hidden, Tensor)
+        pieces = scatter((hidden, target, per_token), devices or [hidden.device])
+        return [_shard(h, t, extra, ignored) for h, t, extra in pieces]
     _check_scattered(hidden)
     hidden_devices = [h.device for h in hidden]
     sizes = [len(h) for h in hidden]
@@ -48,14 +61,24 @@ def scattered(
     columns = {name: _scattered_like_hidden(value, name, hidden_devices, sizes) for name, value in per_token.items()}
     shards = []
     for i, h in enumerate(hidden):
-        shards.append(Shard(h, targets[i], {name: column[i] for name, column in columns.items()}))
-    for shard in shards:
-        _check_batch(*shard, time_steps)
-    return [shard._replace(target=shard.target.long()) for shard in shards]
+        mine = {name: column[i] for name, column in columns.items()}
+        _check_batch(h, targets[i], mine, time_steps)
+        shards.append(_shard(h, targets[i], mine, ignored))
+    return shards
 
 
-def _check_scattered(hidden: Sequence[Any]) -> None:
-    """Raise unless it is one tensor per device; an LSTM's return value, a tuple with a tuple in it, is not."""
+def _shard(hidden: Tensor, target: Tensor, per_token: dict[str, Tensor], ignored: int | None) -> Shard:
+    """Return the shard of one device, with the mask of the targets that count."""
+    # Widened first: in uint8 an ignored -100 would be compared as 156
+    target = target.long()
+    counted = torch.ones_like(target, dtype=torch.bool)
+    if ignored is not None:
+        counted = target != ignored
+    return Shard(hidden, target, counted, per_token)
+
+
+def _check_scattered(hidden: Sequence[object]) -> None:
+    """Raise unless it is one tensor per device; the tuple that an LSTM returns, with a tuple in it, is not."""
     if not hidden:
         raise ValueError("hidden is an empty list; it must be a tensor, or one tensor for each device")
     for i, tensor in enumerate(hidden):
@@ -65,17 +88,22 @@ def _check_scattered(hidden: Sequence[Any]) -> None:
                 "LSTM returns a tuple: hidden, _ = lstm(inputs))"
             )
         check_floating(tensor, f"hidden[{i}]")
+        assert isinstance(tensor, Tensor)
         if tensor.dim() < 2:
             raise ValueError(f"hidden[{i}] has shape {tuple(tensor.shape)}; it must be (N, D) or (batch, time, D)")
 
 
 def _scattered_like_hidden(
-    value: Any, name: str, devices: Sequence[torch.device], sizes: Sequence[int]
+    value: OneOrScattered, name: str, devices: Sequence[torch.device], sizes: Sequence[int]
 ) -> Sequence[Tensor]:
     """Return one tensor per device, from one tensor of all rows or from a list with one per device."""
     if not isinstance(value, (list, tuple)):
         check_dense(value, name)
-        rows = len(value) if value.dim() else 0
+        assert isinstance(value, Tensor)
+        # A tensor without dimensions has no rows to scatter
+        rows = 0
+        if value.dim():
+            rows = len(value)
         if rows != sum(sizes):
             raise ValueError(f"{name} has {rows} rows and the scattered hidden {sizes}, {sum(sizes)} rows")
         return scatter(value, devices, sizes=sizes)
@@ -86,14 +114,20 @@ def _scattered_like_hidden(
     return [tensor.to(device) for tensor, device in zip(value, devices, strict=True)]
 
 
-def _check_batch(hidden: Any, target: Any, per_token: dict[str, Any], time_steps: int | None) -> None:
-    """Raise TypeError or ValueError unless dtypes and shapes fit each other, and `time_steps`."""
+def _check_batch(
+    hidden: OneOrScattered, target: OneOrScattered, per_token: Mapping[str, OneOrScattered], time_steps: int | None
+) -> None:
+    """Raise TypeError or ValueError unless all are dense tensors whose dtypes and shapes fit each other and the cut."""
     check_floating(hidden, "hidden")
+    assert isinstance(hidden, Tensor)
     if isinstance(target, (list, tuple)):
         raise TypeError(f"hidden is one tensor and target a {type(target).__name__}; scatter both or neither")
+    check_dense(target, "target")
+    assert isinstance(target, Tensor)
     check_target(hidden, target)
     for name, value in per_token.items():
         check_dense(value, name)
+        assert isinstance(value, Tensor)
         if value.shape[: target.dim()] != target.shape:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}; the first dimensions of a per-token tensor must be target's "
@@ -115,20 +149,13 @@ def check_width(shards: Sequence[Shard], width: int) -> None:
             )
 
 
-def check_targets(shards: Sequence[Shard], kept: Sequence[Tensor], vocab_size: int) -> None:
-    """Raise IndexError for a target outside the vocabulary that is not ignored; count positions in the whole batch."""
+def check_targets(shards: Sequence[Shard], vocab_size: int) -> None:
+    """Raise IndexError for a target that counts and is outside the vocabulary."""
+    # The caller knows positions in the whole batch, not in a shard of it
     above = 0
-    for shard, keep in zip(shards, kept, strict=True):
-        check_range(shard.target, keep, vocab_size, above)
+    for shard in shards:
+        check_range(shard.target, shard.counted, vocab_size, above)
         above += len(shard.target)
-
-
-def kept_tokens(criterion: nn.Module, target: Tensor) -> Tensor:
-    """Return which tokens the criterion does not ignore, a mask of target's shape."""
-    ignored = ignored_target(criterion)
-    if ignored is None:
-        return torch.ones_like(target, dtype=torch.bool)
-    return target != ignored
 
 
 def rows_of(shard: Shard) -> tuple[Tensor, ...]:
@@ -142,15 +169,19 @@ def one_for_each_device(shards: list[Shard]) -> list[Shard]:
 
     In closed form a second replica on a device would only be a second weight gradient to add.
     """
+    # In the order of the device list: its first device is where the losses are added
     by_device: dict[torch.device, list[Shard]] = {}
     for shard in shards:
         by_device.setdefault(shard.hidden.device, []).append(shard)
     joined = []
     for same_device in by_device.values():
         if len(same_device) == 1:
+            # As it is: joining would copy hidden
             joined.append(same_device[0])
         else:
             hidden_ND = torch.cat([shard.hidden.flatten(0, -2) for shard in same_device])
             target_N = torch.cat([shard.target.flatten() for shard in same_device])
-            joined.append(Shard(hidden_ND, target_N, {}))
+            counted_N = torch.cat([shard.counted.flatten() for shard in same_device])
+            # A pair with a closed form takes no per-token tensors
+            joined.append(Shard(hidden_ND, target_N, counted_N, {}))
     return joined

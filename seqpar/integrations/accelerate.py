@@ -63,7 +63,7 @@ def accumulated_step(
     if steps != 1:
         raise ValueError(
             f"the accelerator has gradient_accumulation_steps={steps} and would divide every loss by it; leave it at "
-            "1: the micro-batches handed in here are the accumulation"
+            "1: the micro-batches passed here are the accumulation"
         )
     return accumulate_gradients(
         micro_batches, loss_of, tokens_of, model=_reducer(accelerator, model), backward=accelerator.backward
@@ -77,6 +77,6 @@ def _reducer(accelerator: Accelerator, model: nn.Module) -> DistributedDataParal
     if isinstance(model, DistributedDataParallel):
         return model
     raise TypeError(
-        f"there are {accelerator.num_processes} ranks and the model is a {type(model).__name__}; hand in the "
+        f"there are {accelerator.num_processes} ranks and the model is a {type(model).__name__}; pass the "
         "DistributedDataParallel that accelerator.prepare returned, or call seqpar.accumulate_gradients"
     )

@@ -24,7 +24,7 @@ from seqpar.linear.cross_entropy import linear_cross_entropy
 
 
 class ChunkedCrossEntropy(nn.Module):
-    """The result that fairseq asks of a criterion: `(summed loss, sample size, logged numbers)` of a sample.
+    """Compute what fairseq asks of a criterion: `(summed loss, sample size, logged numbers)` of a sample.
 
     Plain equivalent: fairseq's `label_smoothed_cross_entropy`, which divides the smoothing evenly among all classes but
     the target (eps/(V-1); eps/V in versions before 2021). fairseq's trainer divides by the sample sizes of all
@@ -53,7 +53,7 @@ class ChunkedCrossEntropy(nn.Module):
 
     def forward(
         self, model: nn.Module, sample: Mapping[str, Any], reduce: bool = True
-    ) -> tuple[Tensor, Any, dict[str, Any]]:
+    ) -> tuple[Tensor, int, dict[str, object]]:
         """Return the loss of one sample.
 
         Args:
@@ -68,7 +68,8 @@ class ChunkedCrossEntropy(nn.Module):
             TypeError: an output projection that is not a plain `nn.Linear`, such as an adaptive softmax.
         """
         if not reduce:
-            raise ValueError("reduce=False asks for the loss of every token; take seqpar.token_scores for that")
+            raise ValueError("reduce=False asks for the loss of every token; use seqpar.token_scores for that")
+        # Features instead of logits: the projection is part of the loss
         net_output = model(**sample["net_input"], features_only=True)
         projection = _projection(model)
         loss = linear_cross_entropy(
@@ -78,10 +79,12 @@ class ChunkedCrossEntropy(nn.Module):
             bias=projection.bias,
             ignore_index=self.padding_idx,
             label_smoothing=self.label_smoothing,
-            smoothing_convention="fairseq",  # eps / (V - 1) on every class but the target
+            # eps / (V - 1) on every class but the target
+            smoothing_convention="fairseq",
             chunk_tokens=self.chunk_tokens,
         )
         sentences = sample["target"].size(0)
+        # fairseq divides the gradient by the sum of the sample sizes of the step
         sample_size = sample["ntokens"]
         if self.sentence_avg:
             sample_size = sentences
@@ -103,8 +106,9 @@ class ChunkedCrossEntropy(nn.Module):
 
 
 def _projection(model: nn.Module) -> nn.Linear:
-    decoder: Any = model.decoder
-    projection = getattr(decoder, "output_projection", None)
+    """Return the decoder's output projection; raise TypeError unless it is a plain `nn.Linear`."""
+    projection = getattr(model.decoder, "output_projection", None)
+    # A subclass with a forward of its own may compute anything
     if not isinstance(projection, nn.Linear) or type(projection).forward is not nn.Linear.forward:
         raise TypeError(
             f"the decoder's output_projection is a {type(projection).__name__}; the chunked loss needs an nn.Linear"

@@ -76,12 +76,13 @@ def accumulated_step(
 
 def _reducer(module: LightningModule) -> DistributedDataParallel | None:
     """Return the module that reduces the gradients over ranks; None for a single device."""
+    # `strategy.model` is the wrapper around the LightningModule, whose reduction must wait for the last micro-batch
     strategy = module.trainer.strategy
     if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
         return strategy.model
     if isinstance(strategy, SingleDeviceStrategy):
         return None
     raise TypeError(
-        f"the Trainer's strategy is a {type(strategy).__name__}; accumulated_step knows one device and DDP; with "
-        "another call seqpar.accumulate_gradients with what reduces the gradients"
+        f"the Trainer's strategy is a {type(strategy).__name__}; accumulated_step supports one device and DDP; for "
+        "any other call seqpar.accumulate_gradients with the module that reduces the gradients"
     )

@@ -53,7 +53,7 @@ class ChunkedLossCompute(nn.Module):
         self,
         generator: nn.Module,
         criterion: nn.Module,
-        statistics: Callable[..., Any],
+        statistics: Callable[..., object],
         *,
         tgt_shift_index: int = 1,
         chunk_tokens: int | None = None,
@@ -75,7 +75,7 @@ class ChunkedLossCompute(nn.Module):
         attns: Mapping[str, Tensor] | None = None,
         trunc_start: int = 0,
         trunc_size: int | None = None,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, object]:
         """Return the loss of one batch, or of some of its time steps, and its statistics.
 
         Args:
@@ -85,14 +85,17 @@ class ChunkedLossCompute(nn.Module):
             trunc_start, trunc_size: the time steps of truncated backpropagation; by default all of them.
         """
         target = batch["tgt"]
+        # (batch, time, features): the words are the first feature
         if target.dim() == 3:
             target = target[..., 0]
         end = target.size(1)
         if trunc_size is not None:
             end = trunc_start + trunc_size
+        # Output step t predicts target step t + tgt_shift_index
         loss = self.engine(output[:, trunc_start:end], target[:, trunc_start + self.tgt_shift_index : end])
         sentences = 0
-        if trunc_start == 0:  # a batch in several pieces of time counts its sentences once, in the first
+        # A batch that is cut along time counts its sentences once, with its first steps
+        if trunc_start == 0:
             sentences = len(batch["srclen"])
         statistics = self.statistics(
             loss=loss.total.item(),

@@ -103,7 +103,8 @@ def apply_seqpar_loss(
     """
     check_smoothing(label_smoothing, "torch")
     check_size(chunk_tokens, "chunk_tokens")
-    if hasattr(model, "get_base_model"):  # PEFT's: it puts soft prompts in front of the labels before calling the base
+    # PEFT's model puts soft prompts in front of the labels before it calls its base model
+    if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     plain_head(model)
     if any(isinstance(getattr(hook, "__self__", None), AppliedLoss) for hook in model._forward_hooks.values()):
@@ -181,8 +182,10 @@ class AppliedLoss:
         head = model.get_output_embeddings()
         head.__dict__["seqpar_call"] = None
         self.withheld = None
+        # Labels may have been passed by position
         if args:
             kwargs = self.signature.bind_partial(*args).arguments | kwargs
+        # `generate`, for example
         if kwargs.get("labels") is None and not self.withholds:
             return None
         if not (model.training and torch.is_grad_enabled()):
@@ -192,14 +195,15 @@ class AppliedLoss:
             return None
         if kwargs.get("fused_lm_head"):
             raise TypeError(
-                f"TRL's trainer takes the loss of {type(model).__name__} in its own chunks and would ignore this one; "
-                "hand it compute_loss_func=compute_loss_func(applied), or use it without apply_seqpar_loss"
+                f"TRL's trainer computes the loss of {type(model).__name__} in its own chunks and would ignore this "
+                "one; pass it compute_loss_func=compute_loss_func(applied), or use it without apply_seqpar_loss"
             )
         self._check_head(head)
         call, kwargs = self._with_window(model, kwargs)
         call.reading = self._reading(model, kwargs)
         if call.target_BT is None:
             self.withheld = call.reading
+        # In the head's __dict__, past nn.Module.__setattr__: the head's hooks and the model's share it for this forward
         head.__dict__["seqpar_call"] = call
         for name in ("labels", "shift_labels"):
             if kwargs.get(name) is not None:
@@ -207,6 +211,7 @@ class AppliedLoss:
         return (), kwargs
 
     def _check_head(self, head: nn.Linear) -> None:
+        """Raise RuntimeError if the output embeddings are not the ones that were hooked, or are sharded."""
         if self._at_head not in head._forward_pre_hooks.values():
             raise RuntimeError(
                 "the output embeddings were replaced since apply_seqpar_loss (resize_token_embeddings does that); call "
@@ -241,6 +246,7 @@ class AppliedLoss:
         labels_1W = self.window_1W.to(model.get_output_embeddings().weight.device)
         window: dict[str, Any] = {"labels": labels_1W}
         if kwargs.get("shift_labels") is not None:
+            # Other labels than the unshifted ones, so that it shows which of the two the model uses
             window["shift_labels"] = labels_1W.flip(1)
         parameters = self.signature.parameters
         if "return_dict" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -249,6 +255,7 @@ class AppliedLoss:
 
     def _reading(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> Reading:
         """Return what the model does to its logits; settings that are new are checked first."""
+        # Checked once for each combination, because any of them may choose another branch of the forward
         settings = (model.training, *settings_of(model, kwargs))
         if settings not in self.checked:
             self.checked[settings] = self._checked_reading(model, kwargs)
@@ -271,6 +278,7 @@ class AppliedLoss:
         assert call.made_up is not None
         logits_1WV = call.made_up
         bias_V = final_bias(model, head.weight)
+        # Added by the model outside of the head, whose output is what was made up
         if bias_V is not None:
             logits_1WV = logits_1WV + bias_V
         target_1W = self._target(kwargs["labels"], kwargs.get("shift_labels"))
@@ -321,7 +329,8 @@ class AppliedLoss:
         """Replace the window's loss by that of all tokens."""
         head = model.get_output_embeddings()
         call: Call | None = head.__dict__.pop("seqpar_call", None)
-        if call is None or outputs is None:  # None: the forward raised
+        # Without outputs the forward has raised an error, and this hook is called all the same
+        if call is None or outputs is None:
             return None
         name = type(model).__name__
         if call.hidden_BTD is None:
@@ -329,21 +338,28 @@ class AppliedLoss:
         refuse_added(name, outputs)
         fields: dict[str, Any] = {"loss": None, "logits": None}
         if call.loss is None:
+            # A Trainer's loss function gets hidden states as logits, and computes the loss of them
             fields["logits"] = UsingParameters.apply(call.hidden_BTD, *head.parameters())
         else:
             fields["loss"] = divided(call.loss, call.items)
         if not call.as_tuple:
             return type(outputs)(**{**outputs, **fields})
+        # As the model does it: a loss that is None is left out of the tuple
         return tuple((outputs | fields)[key] for key in outputs if key != "loss" or call.loss is not None)
 
     def loss_of_outputs(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Return the loss that a Trainer asks for after the forward: of hidden states in training, else of logits."""
-        scores = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+        if isinstance(outputs, Mapping):
+            scores: Tensor = outputs["logits"]
+        else:
+            # Labels were not given, so there is no loss in front of the logits
+            scores = outputs[0]
         target_BT = self._target(labels, None)
         if self.withheld is not None:
             loss = self._token_loss(self.model, self.withheld, scores, target_BT)
             return divided(loss, num_items_in_batch)
-        if self.unlabelled is not None:  # evaluated before its first training step, so the label shift is unchecked
+        # Evaluated before its first training step, so the label shift is unchecked
+        if self.unlabelled is not None:
             refuse_sharded(self.model.get_output_embeddings())
             self._reading(self.model, self.unlabelled | self._window(self.model, self.unlabelled))
             self.unlabelled = None
@@ -362,6 +378,7 @@ class AppliedLoss:
     def _token_loss(
         self, model: PreTrainedModel, reading: Reading | None, hidden_BTD: Tensor, target_BT: Tensor
     ) -> TokenLoss:
+        """Return the chunked loss of all hidden states."""
         assert reading is not None
         check_shapes(type(model).__name__, hidden_BTD, target_BT)
         head = model.get_output_embeddings()

@@ -44,6 +44,7 @@ class UsingParameters(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_BTD: Tensor, *parameters: Tensor) -> Tensor:
+        # They are only counted: each of them gets None for a gradient here, and its real one from the loss
         ctx.parameters = len(parameters)
         return hidden_BTD.view_as(hidden_BTD)
 
@@ -56,6 +57,7 @@ def divided(loss: TokenLoss, items: Tensor | int | None) -> Tensor:
     """Return the summed loss divided by `items`, or the mean over the labels that are not ignored."""
     if items is None:
         return loss.mean
+    # A Trainer counts on the device of the batch, which need not be that of the model's last layers
     if isinstance(items, Tensor):
         items = items.to(loss.total.device)
     return loss.total / items

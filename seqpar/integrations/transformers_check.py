@@ -48,6 +48,7 @@ def made_up_labels(special: set[int], vocab_size: int) -> Tensor:
 
 def made_up_logits(labels_1W: Tensor, like: Tensor) -> Tensor:
     """Return random logits (1, W, V) in float32 or wider."""
+    # On the CPU, so that every device gets the same numbers
     generator = torch.Generator().manual_seed(1)
     logits_1WV = torch.empty(*labels_1W.shape, like.size(-1), dtype=wide(like.dtype))
     return logits_1WV.uniform_(-SPREAD, SPREAD, generator=generator).to(like.device)
@@ -59,7 +60,10 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     python_state = random.getstate()
     numpy_state = np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    forked = []
+    if device.type == "cuda":
+        forked = [device]
+    with torch.random.fork_rng(forked):
         yield
     random.setstate(python_state)
     np.random.set_state(numpy_state)
@@ -68,7 +72,7 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
             buffer.copy_(before)
 
 
-def own_outputs(model: nn.Module, kwargs: dict[str, Any], forget: Callable[[], None]) -> Any:
+def own_outputs(model: nn.Module, kwargs: dict[str, Any], forget: Callable[[], None]) -> object:
     """Return the model's outputs for the window.
 
     An error of the model is the batch's own if it also occurs without labels; otherwise the labels caused it. `forget`
@@ -79,25 +83,26 @@ def own_outputs(model: nn.Module, kwargs: dict[str, Any], forget: Callable[[], N
     except (RefusedModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        # If this raises an error, the batch is to blame, and the caller sees that error
         forget()
         model.forward(**{k: v for k, v in kwargs.items() if k not in ("labels", "shift_labels")})
         raise RefusedModelError(
-            f"{type(model).__name__} fails with the labels of a few tokens in the place of all "
-            f"({type(error).__name__}: {' '.join(str(error).split())}): it does more with labels than take the loss of "
-            f"its logits; {WITHOUT}"
+            f"{type(model).__name__} fails with the labels of a few tokens instead of all "
+            f"({type(error).__name__}: {' '.join(str(error).split())}): it does more with labels than compute the loss "
+            f"of its logits; {WITHOUT}"
         ) from error
 
 
 def check_shapes(name: str, scores: Tensor, target_BT: Tensor) -> None:
-    """Raises ValueError unless there is a label for each prediction."""
+    """Raise ValueError unless there is a label for each prediction."""
     if scores.shape[:-1] != target_BT.shape:
         raise ValueError(
-            f"{name} makes {tuple(scores.shape[:-1])} predictions for labels of shape {tuple(target_BT.shape)}; give a "
-            "label to each, -100 where none is wanted (images, soft prompts)"
+            f"{name} makes {tuple(scores.shape[:-1])} predictions for labels of shape {tuple(target_BT.shape)}; give "
+            "each a label, -100 where none is wanted (images, soft prompts)"
         )
 
 
-def examine(name: str, ways: list[Reading], logits_1WV: Tensor, target_1W: Tensor, outputs: Any) -> Reading:
+def examine(name: str, ways: list[Reading], logits_1WV: Tensor, target_1W: Tensor, outputs: object) -> Reading:
     """Return what the model does to its logits; raise an error unless its logits and loss of the window are ours."""
     if not isinstance(outputs, Mapping):
         raise RefusedModelError(f"{name} returns no field logits but {type(outputs).__name__}; {WITHOUT}")
@@ -105,7 +110,9 @@ def examine(name: str, ways: list[Reading], logits_1WV: Tensor, target_1W: Tenso
         raise RefusedModelError(f"{name} returns no field logits but {list(outputs)}; {WITHOUT}")
     refuse_added(name, outputs)
     theirs = outputs["logits"].detach()
+    # The configuration names the numbers but not what is done with them; the model's own logits decide
     reading = matching_reading(name, ways, logits_1WV, theirs, WITHOUT)
+    # With these logits, random and far apart, a loss that shifts its labels in another way is far off
     loss = outputs.get("loss")
     if loss is None:
         raise RefusedModelError(f"{name} returns no loss for labels; {WITHOUT}")
@@ -133,10 +140,12 @@ def matching_reading(name: str, ways: list[Reading], logits_1WV: Tensor, theirs:
     )
 
 
-def refuse_added(name: str, outputs: Any) -> None:
+def refuse_added(name: str, outputs: object) -> None:
     """Raise RuntimeError if the model adds something to the cross-entropy, which the chunked loss would lose."""
     named = False
     loss = None
+    # Either sign is enough: a router's loss under a name of its own, or a loss that needs a gradient although its
+    # logits need none
     if isinstance(outputs, Mapping):
         named = any(key.endswith(("aux_loss", "z_loss")) for key in outputs)
         loss = outputs.get("loss")
@@ -171,6 +180,7 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _shown(loss: Tensor) -> str:
+    """Return a loss as text; of one that is not a single number, the shape."""
     if loss.dim() == 0:
         return f"{loss.item():.6g}"
     return f"of shape {tuple(loss.shape)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 """The names of factors of the logits. Some models multiply by them, some divide, and some ignore them."""
 
-Settings = tuple[Any, ...]
+Settings = tuple[object, ...]
 
 
 class Reading(NamedTuple):
@@ -54,6 +54,7 @@ def readings(model: PreTrainedModel) -> list[Reading]:
     for config in configurations(model.config):
         for name, values in named.items():
             value = getattr(config, name, None)
+            # A factor that is turned off is None or 0
             if isinstance(value, int | float) and value > 0:
                 values.add(float(value))
     softcaps = [None, *sorted(value for name in SOFTCAPS for value in named[name])]
@@ -73,18 +74,20 @@ def final_bias(model: PreTrainedModel, like: Tensor) -> Tensor | None:
 
 def special_labels(model: PreTrainedModel, vocab_size: int) -> set[int]:
     """Return the token ids in the configuration: a label that a model treats specially is among them."""
-    found: list[Any] = []
+    found: list[object] = []
     for config in configurations(model.config):
         for name, value in vars(config).items():
             if "token" in name and isinstance(value, list):
                 found += value
             elif "token" in name:
                 found.append(value)
+    # Some are None, and an image token may be above the vocabulary of the output embeddings
     return {v for v in found if isinstance(v, int) and 0 <= v < vocab_size}
 
 
-def settings_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Settings:
+def settings_of(model: PreTrainedModel, kwargs: Mapping[str, object]) -> Settings:
     """Return everything that a forward may branch on: which arguments are given, its flags, and the configuration."""
+    # A flag or a mode may choose a branch; of a tensor only whether it is given
     given: list[tuple[str, object]] = []
     for name, value in sorted(kwargs.items()):
         if isinstance(value, bool | str):
@@ -110,7 +113,7 @@ def next_labels(labels_BT: Tensor) -> Tensor:
     return F.pad(labels_BT, (0, 1), value=IGNORED)[..., 1:]
 
 
-def lacks_decoder_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
+def lacks_decoder_inputs(model: PreTrainedModel, kwargs: Mapping[str, object]) -> bool:
     """Return whether the model has a decoder whose inputs are not among the arguments."""
     given = any(kwargs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
     return bool(getattr(model.config, "is_encoder_decoder", False)) and not given
@@ -124,8 +127,10 @@ def decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
         return prepare(labels_BT)  # type: ignore[no-any-return]
-    modules = (sys.modules.get(part.__module__) for part in type(model).__mro__)
+    # Models without that method have a function in their module, which a subclass elsewhere inherits
+    modules = (sys.modules.get(cls.__module__) for cls in type(model).__mro__)
     shift = next(filter(None, (getattr(module, "shift_tokens_right", None) for module in modules)), None)
+    # A model of text and something else has the decoder's token ids in the configuration of its text
     config = model.config
     if getattr(config, "decoder_start_token_id", None) is None:
         config = config.get_text_config(decoder=True)
@@ -148,6 +153,6 @@ def plain_head(model: PreTrainedModel) -> nn.Linear:
         kind = f"{type(head).__module__}.{type(head).__qualname__}"
     raise TypeError(
         f"the output embeddings of {type(model).__name__} are a {kind}; the chunked loss needs a torch.nn.Linear "
-        "(without an adapter: leave them out of PEFT's target_modules and modules_to_save), else use the model without "
-        "apply_seqpar_loss"
+        "(without an adapter: leave them out of PEFT's target_modules and modules_to_save); otherwise use the model "
+        "without apply_seqpar_loss"
     )

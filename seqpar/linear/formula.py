@@ -70,7 +70,7 @@ class Projection:
 
         A product that `logits` will widen has no bias: it is added there, before the sum is rounded.
         """
-        out = self._buffer("product", len(hidden_KD), hidden_KD.dtype)
+        out = self.buffer("product", len(hidden_KD), hidden_KD.dtype)
         if self.bias_V is None or self.widen or not biased:
             return torch.mm(hidden_KD, self.weight_VD.t(), out=out)
         return torch.addmm(self.bias_V, hidden_KD, self.weight_VD.t(), out=out)
@@ -93,7 +93,7 @@ class Projection:
         # Softcap and temperature are computed in float32. A plain product stays narrow on an accelerator, whose softmax
         # widens it in registers; the CPU's passes are several times as fast on a wide copy
         if self.widen or (x_KV.dtype != dtype and not plain):
-            x_KV = self._buffer("wide", len(x_KV), dtype).copy_(x_KV)
+            x_KV = self.buffer("wide", len(x_KV), dtype).copy_(x_KV)
             if self.bias_V is not None and self.widen:
                 x_KV += self.bias_V
         if plain:
@@ -101,7 +101,7 @@ class Projection:
         if self.softcap is None:
             return x_KV.div_(self.temperature), None
         tanh_KV = x_KV.div_(self.softcap).tanh_()
-        capped = self._buffer("capped", len(x_KV), dtype)
+        capped = self.buffer("capped", len(x_KV), dtype)
         return torch.mul(tanh_KV, self.softcap / self.temperature, out=capped), tanh_KV
 
     def to_product_(
@@ -153,7 +153,7 @@ class Projection:
             return None
         return grad_KV.sum(0, dtype=wide(grad_KV.dtype))
 
-    def _buffer(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
+    def buffer(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
         """Return memory for some rows' products or logits; it is the same memory at every call with the same name."""
         buffer = self.buffers.get(name)
         if buffer is None or len(buffer) < rows:
@@ -218,25 +218,6 @@ class LinearFormula:
                     # total = sum_i a_i loss_i, so d total / d a_i = loss_i
                     slots.token_weight.write(chunk, torch.cat(loss_blocks) * slots.scale)
         return TokenLoss(*(torch.stack(column).sum() for column in zip(*losses, strict=True)))
-
-    def scores(self, hidden_KD: Tensor, chunk: Chunk) -> Tensor:
-        """Return log p of the chunk's targets; 0 where the target is `ignored`."""
-        target_K = self.target_N[chunk]
-        counted_K = self._counted(target_K)
-        if counted_K is not None:
-            hidden_KD = zero_rows(hidden_KD, ~counted_K)
-            target_K = target_K.where(counted_K, 0)
-        block_scores = []
-        with torch.autocast(target_K.device.type, enabled=False):
-            product_KV = self.projection.product(hidden_KD.to(self.projection.weight_VD.dtype))
-            for block_KV, block_K, _ in self._blocks(product_KV, target_K, None):
-                logits_KV, _ = self.projection.logits(block_KV)
-                _, sums = softmax_and_sums(logits_KV, block_K, self.q, self.split, self._out(logits_KV))
-                block_scores.append(sums.gold_N - sums.lse_N)
-        scores_K = torch.cat(block_scores)
-        if counted_K is None:
-            return scores_K
-        return scores_K.where(counted_K, torch.zeros_like(scores_K))
 
     def _blocks(
         self, product_KV: Tensor, target_K: Tensor, weight_K: Tensor | None

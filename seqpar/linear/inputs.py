@@ -6,6 +6,7 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -63,13 +64,28 @@ def local_tensors(inputs: Inputs, vocab: VocabShard | None) -> tuple[Inputs, Voc
     return Inputs(hidden, weight, target, bias, class_weight, token_weight), vocab
 
 
-def plan(
-    inputs: Inputs, settings: Settings, shard: VocabShard, q: SoftTarget
-) -> tuple[LinearLeaves, list[Chunk], LinearFormula]:
-    """Return the tensors with one row per token, the chunks of rows, and the function that computes a chunk's loss."""
+class Planned(NamedTuple):
+    """The rows of a projection, cut into chunks."""
+
+    leaves: LinearLeaves
+    chunks: list[Chunk]
+    projection: Projection
+    target_N: Tensor
+    split: VocabShard | None
+    """The classes that this rank has; None if it has all."""
+    ignored: int | None
+    """The target of rows that a chunk contains but that do not count; None if no chunk contains such rows."""
+
+
+def planned(inputs: Inputs, settings: Settings, shard: VocabShard, dtype: torch.dtype | None = None) -> Planned:
+    """Return the projection, the tensors with one row per token, and the chunks of rows.
+
+    Args:
+        dtype: that of the matrix products; None is autocast's if it is on, else hidden's.
+    """
     hidden = inputs.hidden
     target_N = inputs.target.flatten().long()
-    dtype = product_dtype(hidden)
+    dtype = dtype or product_dtype(hidden)
     softcap = None if settings.softcap is None else float(settings.softcap)
     projection = Projection(inputs.weight, inputs.bias, dtype, softcap, float(settings.temperature))
     # A group of one rank has all classes and needs no sums over ranks
@@ -79,15 +95,30 @@ def plan(
     chunks = cut_rows(target_N != settings.ignore_index, most)
     # Chunks contain ignored rows only while a CUDA graph is recorded
     ignored = settings.ignore_index if recording(hidden.device) else None
-    formula = LinearFormula(projection, target_N, q, split, ignored)
     # Each rank's hidden gradient covers its own classes only; the backward of this copy sums them over the group
     hidden_ND = copy_to_group(hidden, shard.group).flatten(0, -2)
     token_weight_N = None if inputs.token_weight is None else inputs.token_weight.flatten()
-    return LinearLeaves(hidden_ND, inputs.weight, inputs.bias, token_weight_N), chunks, formula
+    leaves = LinearLeaves(hidden_ND, inputs.weight, inputs.bias, token_weight_N)
+    return Planned(leaves, chunks, projection, target_N, split, ignored)
+
+
+def plan(
+    inputs: Inputs, settings: Settings, shard: VocabShard, q: SoftTarget
+) -> tuple[LinearLeaves, list[Chunk], LinearFormula]:
+    """Return the tensors with one row per token, the chunks of rows, and the function that computes a chunk's loss."""
+    leaves, chunks, projection, target_N, split, ignored = planned(inputs, settings, shard)
+    return leaves, chunks, LinearFormula(projection, target_N, q, split, ignored)
 
 
 def checked(
-    inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor = 1.0, prefix: str = ""
+    inputs: Inputs,
+    settings: Settings,
+    vocab: VocabShard | None,
+    loss_scale: float | Tensor = 1.0,
+    prefix: str = "",
+    *,
+    any_dtype: bool = False,
+    further: Callable[[VocabShard], Mapping[str, object]] = lambda shard: {},
 ) -> tuple[VocabShard, SoftTarget]:
     """Return the shard and the soft target over this rank's classes, after checking all arguments.
 
@@ -95,12 +126,16 @@ def checked(
 
     Args:
         prefix: the beginning of the names of hidden, weight and bias among the caller's arguments.
+        any_dtype: whether weight and bias may have another dtype than hidden without autocast.
+        further: checks the caller's further arguments, given the shard, and returns those that must be the same on all
+            ranks, by name.
     """
     if vocab is not None and not isinstance(vocab, VocabShard):
         raise TypeError(f"vocab is a {type(vocab).__name__}; it must be a seqpar.VocabShard, or None")
     wrong: Exception | None = None
     try:
-        shard, q = _checked_on_this_rank(inputs, settings, vocab, loss_scale, prefix)
+        shard, q = _checked_on_this_rank(inputs, settings, vocab, loss_scale, prefix, any_dtype)
+        facts = further(shard)
     except (TypeError, ValueError, IndexError) as error:
         wrong = error
     if wrong is not None:
@@ -108,19 +143,24 @@ def checked(
             _send_error_to_group(wrong, vocab)
         raise wrong
     if vocab is not None:
-        vocab.check(len(inputs.weight), _facts(inputs, settings, vocab), inputs.hidden)
+        vocab.check(len(inputs.weight), {**_facts(inputs, settings, vocab), **facts}, inputs.hidden)
     return shard, q
 
 
 def _checked_on_this_rank(
-    inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor, prefix: str
+    inputs: Inputs,
+    settings: Settings,
+    vocab: VocabShard | None,
+    loss_scale: float | Tensor,
+    prefix: str,
+    any_dtype: bool,
 ) -> tuple[VocabShard, SoftTarget]:
     """Return the shard and the soft target over this rank's classes; raise for arguments invalid on this rank."""
     _check_settings(settings)
     check_loss_scale(loss_scale)
     _check_kinds(inputs, prefix)
     _check_shapes(inputs, prefix)
-    _check_devices_and_dtypes(inputs, prefix)
+    _check_devices_and_dtypes(inputs, prefix, any_dtype)
     rows = inputs.weight.size(0)
     if vocab is None and not rows:
         raise ValueError(f"{prefix}weight has shape {tuple(inputs.weight.shape)}; it must have at least one class")
@@ -231,10 +271,10 @@ def _check_shapes(inputs: Inputs, prefix: str) -> None:
         )
 
 
-def _check_devices_and_dtypes(inputs: Inputs, prefix: str) -> None:
-    """Raise ValueError for a device other than hidden's, TypeError for another dtype unless autocast is on."""
+def _check_devices_and_dtypes(inputs: Inputs, prefix: str, any_dtype: bool) -> None:
+    """Raise ValueError for a device other than hidden's, TypeError for another dtype unless something casts it."""
     hidden = inputs.hidden
-    autocast = torch.is_autocast_enabled(hidden.device.type)
+    is_cast = any_dtype or torch.is_autocast_enabled(hidden.device.type)
     for name, tensor in inputs._asdict().items():
         if tensor is None:
             continue
@@ -243,7 +283,7 @@ def _check_devices_and_dtypes(inputs: Inputs, prefix: str) -> None:
             raise ValueError(
                 f"{prefix}hidden is on {hidden.device} and {shown} on {tensor.device}; move them to one device"
             )
-        if name in ("weight", "bias") and tensor.dtype != hidden.dtype and not autocast:
+        if name in ("weight", "bias") and tensor.dtype != hidden.dtype and not is_cast:
             raise TypeError(
                 f"{prefix}hidden has dtype {hidden.dtype} and {shown} {tensor.dtype}; cast one, or use autocast"
             )

@@ -1,22 +1,42 @@
-"""Compute the log-probability of each target under a projection in chunks, and the logits again in backward.
+"""Compute log-probabilities and entropies of tokens under a projection in chunks, and the logits again in backward.
 
-Shape suffixes: N rows (batch x time), D hidden, V vocabulary (this rank's classes, if it is split).
+Shape suffixes: N rows (batch x time), D hidden, V vocabulary (this rank's classes, if it is split), J given classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from seqpar.core.chunks import Chunk
-from seqpar.core.token_loss import wide
-from seqpar.distributed.vocab_parallel import VocabShard
+from seqpar.core.chunked_gradient import Rows
+from seqpar.core.chunks import Chunk, cut_rows, recording
+from seqpar.core.stored_gradients import Gradients
+from seqpar.core.tensor_checks import check_floating, check_integer_target
+from seqpar.core.token_loss import TokenLoss, wide
+from seqpar.distributed.vocab_parallel import VocabShard, check_whole
 from seqpar.linear.formula import LinearFormula
-from seqpar.linear.inputs import Inputs, Settings, checked, local_tensors, plan
-from seqpar.linear.leaves import LinearLeaves, LinearWanted, loss_and_gradients
+from seqpar.linear.inputs import Inputs, Planned, Settings, checked, local_tensors, planned
+from seqpar.linear.leaves import LinearGradients, LinearLeaves, LinearSlots, LinearWanted, loss_and_gradients
+from seqpar.linear.score_formula import INVARIANT_ROWS, HiddenSlots, ScoreFormula
+from seqpar.losses.score_rows import RowScores, Upstream
+from seqpar.losses.softmax_loss import SoftTarget
+
+
+class TokenScores(NamedTuple):
+    """The scores of tokens, in nats, float32 or wider; all are 0, and classes -1, where the target is ignored."""
+
+    log_prob: Tensor
+    """(target's shape) log p of the target, at most 0."""
+    entropy: Tensor | None = None
+    """(target's shape) -sum_k p_k log p_k, at least 0; None if not asked for."""
+    top_log_probs: Tensor | None = None
+    """(target's shape, top_k) the largest log-probabilities, in descending order, without a gradient; None likewise."""
+    top_ids: Tensor | None = None
+    """(target's shape, top_k) their classes; of equally likely ones the lower first."""
+    log_probs_at: Tensor | None = None
+    """(ids' shape) the log-probabilities of the classes `ids`; None likewise."""
 
 
 def token_scores(
@@ -26,77 +46,330 @@ def token_scores(
     *,
     bias: Tensor | None = None,
     ignore_index: int = -100,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
-    chunk_tokens: int | None = None,
+    entropy: bool = False,
+    top_k: int | None = None,
+    ids: Tensor | None = None,
+    product_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     vocab: VocabShard | None = None,
-) -> Tensor:
-    """Return log p(target) of every token, while one chunk's logits exist at a time.
+    chunk_tokens: int | None = None,
+) -> TokenScores:
+    """Return log p(target) of every token and, if asked for, further scores, while one chunk's logits exist at a time.
 
-    Plain equivalent:
+    Plain equivalent, apart from tokens whose target is `ignore_index`:
 
-        logits = F.linear(hidden, weight, bias) / temperature
-        logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)  # and 0 where target is ignore_index
+        log_p = (F.linear(hidden, weight, bias) / temperature).log_softmax(-1)
+        log_prob = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        top_log_probs, top_ids = log_p.topk(top_k)
+        log_probs_at = log_p.gather(-1, ids)
 
-    For losses that are not a sum over tokens: ratios of policies (PPO, GRPO), preferences (DPO), scores of sequences.
-    Backward computes the logits again, because the factor of each token is known only there: five matrix products
-    instead of three. If the factors are known in forward, `linear_cross_entropy(..., token_weight=...)` is cheaper.
+    For losses that are no sum of cross-entropies: ratios of policies (PPO, GRPO), preferences (DPO), scores of
+    sequences; `seqpar.objectives` has them. If each token's factor is known before backward,
+    `linear_cross_entropy(..., token_weight=...)` needs one matrix product less.
+
+    `log_prob`, `entropy` and `log_probs_at` may all be used in one loss, whose backward goes through the projection
+    once and may be called again (`retain_graph=True`). Matrix products of rows x D x V:
+
+        nothing requires a gradient            1
+        hidden does, the projection does not   2, or 3 with `entropy`: forward stores one hidden gradient for each
+                                               (the size of hidden), because a token's does not depend on the others
+        the projection does                    4, or 3 if hidden does not
 
     Args:
-        hidden, weight, target, bias, ignore_index, softcap, temperature, chunk_tokens, vocab: as
-            `linear_cross_entropy`.
+        hidden, weight, target, bias, ignore_index, softcap, chunk_tokens, vocab: as `linear_cross_entropy`. A class
+            whose bias is -inf has probability 0 and no part in the entropy.
+        temperature: divides the logits, after softcap; a number above 0, or one for each token, without a gradient.
+        entropy: also return the entropy of each token's distribution.
+        top_k: also return so many of the largest log-probabilities, and their classes.
+        ids: int64 classes (target's shape, J), whose log-probabilities to return also.
+        product_dtype: the dtype of the matrix products, such as torch.float32 for a float32 head over bfloat16 hidden
+            states; hidden, weight and bias may then have any floating dtype. Plain equivalent: both cast to it. None is
+            autocast's dtype if it is on, else that of hidden.
+        batch_invariant: compute scores that are the same to the last bit whatever else is in the batch, wherever the
+            token is in it, and whatever the chunk size or the number of data ranks: every product has 64 rows, filled
+            up with zeros. For the same device and number of threads. Takes longer (`docs/post-training.md`), and a
+            frozen projection saves no product.
 
     Returns:
-        (target's shape), in nats, at most 0, float32 or wider. Backward may be called again (`retain_graph=True`).
+        `TokenScores`, the same on every rank of a split vocabulary's group.
 
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: as `linear_cross_entropy`.
+        TypeError: a temperature that requires a gradient; ids that are no integers.
+        ValueError: ids or a temperature of another shape; top_k outside [1, vocab_size].
+        IndexError: an id outside [0, vocab_size).
         RuntimeError: in backward with `create_graph=True`.
     """
-    settings = Settings(ignore_index=ignore_index, softcap=softcap, temperature=temperature, chunk_tokens=chunk_tokens)
+    is_number = not isinstance(temperature, Tensor)
+    settings = Settings(
+        ignore_index=ignore_index,
+        softcap=softcap,
+        temperature=temperature if is_number else 1.0,  # type: ignore[arg-type]
+        chunk_tokens=chunk_tokens,
+    )
     inputs, vocab = local_tensors(Inputs(hidden, weight, target, bias), vocab)
-    shard, q = checked(inputs, settings, vocab)
-    leaves, chunks, formula = plan(inputs, settings, shard, q)
-    scores_N: Tensor = _TokenScores.apply(formula, chunks, leaves.hidden, leaves.weight, leaves.bias)
-    return scores_N.reshape(inputs.target.shape)
+    request = _Request(None if is_number else temperature, entropy, top_k, ids, product_dtype, batch_invariant)  # type: ignore[arg-type]
+    shard, q = checked(
+        inputs,
+        settings,
+        vocab,
+        any_dtype=product_dtype is not None,
+        further=lambda shard: _checked_request(request, inputs, ignore_index, shard.vocab_size),
+    )
+    rows = planned(inputs, settings, shard, product_dtype)
+    tokens = _ScoredTokens(rows, request, ignore_index, q)
+    hidden_ND, projection_weight, projection_bias, _ = rows.leaves
+    found = RowScores(*_Scores.apply(tokens, torch.is_grad_enabled(), hidden_ND, projection_weight, projection_bias))
+    shape = inputs.target.shape
+    scores = TokenScores(found.log_prob_N.reshape(shape))
+    if entropy and found.entropy_N is not None:
+        scores = scores._replace(entropy=found.entropy_N.reshape(shape))
+    if ids is not None:
+        scores = scores._replace(log_probs_at=found.log_probs_at_NJ.reshape(ids.shape))
+    if top_k is not None:
+        top_log_probs = found.top_log_probs_NT.reshape(*shape, top_k)
+        scores = scores._replace(top_log_probs=top_log_probs, top_ids=found.top_ids_NT.reshape(*shape, top_k))
+    return scores
 
 
-class _TokenScores(torch.autograd.Function):
-    """The node: it saves no logits and computes them again in backward."""
+class _Request(NamedTuple):
+    """What the caller asked for, beside the log-probability of the target."""
+
+    temperature: Tensor | None
+    entropy: bool
+    top_k: int | None
+    ids: Tensor | None
+    product_dtype: torch.dtype | None
+    batch_invariant: bool
+
+
+def _checked_request(request: _Request, inputs: Inputs, ignore_index: int, vocab_size: int) -> dict[str, object]:
+    """Return what must be the same on all ranks of a split vocabulary's group; raise for an invalid argument."""
+    counted = inputs.target.long() != ignore_index
+    for name in ("entropy", "batch_invariant"):
+        value = getattr(request, name)
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r:.60}; it must be True or False")
+    if request.product_dtype is not None and not request.product_dtype.is_floating_point:
+        raise TypeError(f"product_dtype is {request.product_dtype}; it must be a floating dtype, such as torch.float32")
+    if request.top_k is not None:
+        check_whole(request.top_k, "top_k", 1)
+        if request.top_k > vocab_size:
+            raise ValueError(f"top_k is {request.top_k} and there are {vocab_size} classes; it must be at most as many")
+    facts: dict[str, object] = {name: getattr(request, name) for name in ("entropy", "top_k", "product_dtype")}
+    facts["batch_invariant"] = request.batch_invariant
+    facts["temperature of each token"] = _check_temperature(request.temperature, inputs.target, counted)
+    facts["ids"] = _check_ids(request.ids, inputs.target, counted, vocab_size)
+    return facts
+
+
+def _check_temperature(temperature: Tensor | None, target: Tensor, counted: Tensor) -> object:
+    """Raise unless it is None or one number above 0 for each token; return what must be the same on all ranks."""
+    if temperature is None:
+        return "none"
+    check_floating(temperature, "temperature")
+    if temperature.requires_grad:
+        raise TypeError("temperature requires a gradient, and gets none here: pass temperature.detach()")
+    if temperature.shape != target.shape:
+        raise ValueError(
+            f"temperature has shape {tuple(temperature.shape)} and target {tuple(target.shape)}; it must be a number, "
+            "or one for each token"
+        )
+    _check_device(temperature, "temperature", target)
+    if recording(target.device):
+        return "given"
+    bad = counted & ~((temperature > 0) & temperature.isfinite())
+    if bad.any():
+        place = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(f"temperature {temperature[place].item()} at position {place} is not a finite number above 0")
+    return float(temperature.double().where(counted, 1.0).sum())
+
+
+def _check_ids(ids: Tensor | None, target: Tensor, counted: Tensor, vocab_size: int) -> object:
+    """Raise unless ids is None or has classes for each token; return what must be the same on all ranks."""
+    if ids is None:
+        return "none"
+    check_integer_target(ids, "ids")
+    if ids.dim() != target.dim() + 1 or ids.shape[:-1] != target.shape:
+        raise ValueError(
+            f"ids has shape {tuple(ids.shape)} and target {tuple(target.shape)}; it must be (target's shape, J)"
+        )
+    _check_device(ids, "ids", target)
+    if recording(target.device):
+        return tuple(ids.shape)
+    bad = counted.unsqueeze(-1) & ((ids < 0) | (ids >= vocab_size))
+    if bad.any():
+        place = tuple(bad.nonzero()[0].tolist())
+        raise IndexError(
+            f"ids has {ids[place].item()} at position {place}, outside the vocabulary [0, {vocab_size}); only tokens "
+            "whose target is ignore_index may have any number"
+        )
+    numbers = torch.arange(1, ids.numel() + 1, device=ids.device)
+    return (*ids.shape, int((ids.long().where(counted.unsqueeze(-1), 0).flatten() * numbers).sum()))
+
+
+def _check_device(tensor: Tensor, name: str, target: Tensor) -> None:
+    """Raise ValueError unless the tensor is on target's device."""
+    if tensor.device != target.device:
+        raise ValueError(f"target is on {target.device} and {name} on {tensor.device}; move them to one device")
+
+
+class _ScoredTokens:
+    """The rows of one call, and the function that computes a chunk's scores."""
+
+    def __init__(self, rows: Planned, request: _Request, ignore_index: int, q: SoftTarget) -> None:
+        self.chunks = rows.chunks
+        self.projection = rows.projection
+        self.request = request
+        self.counted_N = rows.target_N != ignore_index
+        # Any class will do where the target is ignored: such a row is in no chunk, or its results are set to 0
+        picked_NP = rows.target_N.where(self.counted_N, 0).unsqueeze(1)
+        if request.ids is not None:
+            ids_NJ = request.ids.flatten(0, -2).long()
+            picked_NP = torch.cat([picked_NP, ids_NJ.where(self.counted_N.unsqueeze(1), 0)], 1)
+        self.picked_NP = picked_NP
+        temperature_N = None
+        if request.temperature is not None:
+            dtype = wide(rows.projection.weight_VD.dtype)
+            temperature_N = request.temperature.flatten().to(dtype).where(self.counted_N, 1.0)
+        self.in_every_row = rows.ignored is not None
+        self.formula = ScoreFormula(
+            rows.projection,
+            picked_NP,
+            temperature_N,
+            entropy=request.entropy,
+            top_k=request.top_k or 0,
+            split=rows.split,
+            counted_N=self.counted_N if self.in_every_row else None,
+        )
+        self.invariant_formula = None
+        if request.batch_invariant:
+            self.invariant_formula = self.formula.batch_invariant()
+        # -log p as a cross-entropy, for which an accelerator has a kernel
+        self.cross_entropy = LinearFormula(rows.projection, rows.target_N, q, rows.split, rows.ignored)
+
+    def scores(self, hidden_ND: Tensor, kept: HiddenSlots | None) -> RowScores:
+        """Return the scores of all rows; 0, and classes -1, where the target is ignored."""
+        out = self._empty()
+        chunks = self.chunks
+        if self.invariant_formula is not None:
+            chunks = cut_rows(self.counted_N, INVARIANT_ROWS)
+        for chunk in chunks:
+            if self.invariant_formula is not None:
+                found = self.invariant_formula.scores_in_tile(hidden_ND[chunk], chunk)
+            else:
+                found = self.formula.scores(hidden_ND[chunk], chunk, kept)
+            for into, rows in zip(out, found, strict=True):
+                if into is not None and rows is not None:
+                    into[chunk] = rows
+        # The formula is needed until backward, its buffers and the padded weight are not
+        self.projection.buffers.clear()
+        self.invariant_formula = None
+        if not self.in_every_row:
+            return out
+        for into, rows in zip(out, self._empty(), strict=True):
+            if into is not None and rows is not None:
+                into.copy_(into.where(_as_column(self.counted_N, into), rows))
+        return out
+
+    def _empty(self) -> RowScores:
+        """Return the scores of ignored rows."""
+        rows = len(self.counted_N)
+        top_k = self.request.top_k or 0
+        zero_N = self.counted_N.new_zeros(rows, dtype=wide(self.projection.weight_VD.dtype))
+        return RowScores(
+            log_prob_N=zero_N,
+            entropy_N=zero_N.clone() if self.request.entropy else None,
+            log_probs_at_NJ=zero_N.new_zeros((rows, self.picked_NP.size(1) - 1)),
+            top_log_probs_NT=zero_N.new_zeros((rows, top_k)),
+            top_ids_NT=torch.full((rows, top_k), -1, device=zero_N.device),
+        )
+
+    def upstream(self, log_prob_N: Tensor | None, entropy_N: Tensor | None, log_probs_at_NJ: Tensor | None) -> Upstream:
+        """Return the gradients that arrive in backward; None for a score that was not used, 0 in ignored rows."""
+        if log_prob_N is None:
+            log_prob_N = self.counted_N.new_zeros(len(self.counted_N), dtype=wide(self.projection.weight_VD.dtype))
+        if log_probs_at_NJ is not None and not log_probs_at_NJ.size(1):
+            log_probs_at_NJ = None
+        given = Upstream(log_prob_N, entropy_N, log_probs_at_NJ)
+        if not self.in_every_row:
+            return given
+        counted = (None if t is None else t.where(_as_column(self.counted_N, t), 0) for t in given)
+        return Upstream(*counted)  # type: ignore[arg-type]
+
+    def gradients(self, leaves: LinearLeaves, upstream: Upstream, wanted: LinearWanted) -> LinearGradients:
+        """Return the gradients of all leaves, the product computed again chunk by chunk."""
+        one_score = upstream.entropy_N is None and upstream.log_probs_at_NJ is None
+        if one_score and self.cross_entropy.kernel is not None and self.formula.temperature_N is None:
+            # sum_i u_i log p_i = sum_i (-u_i) loss_i: the cross-entropy with token weights -u
+            leaves = leaves._replace(token_weight=-upstream.log_prob_N)
+            _, found = loss_and_gradients(self.cross_entropy, self.chunks, leaves, wanted)
+            self.projection.buffers.clear()
+            return found
+        nothing = TokenLoss.zero(leaves.hidden.dtype, leaves.hidden.device, tells=False)
+
+        def chunk_gradient(rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
+            (hidden_KD, _) = rows
+            assert hidden_KD is not None
+            assert gradients is not None
+            self.formula.store_gradients(hidden_KD, chunk, upstream, LinearSlots.of(gradients))
+            return nothing
+
+        _, found = loss_and_gradients(chunk_gradient, self.chunks, leaves, wanted)
+        self.projection.buffers.clear()
+        return found
+
+
+class _Scores(torch.autograd.Function):
+    """The node: it saves no logits. Its outputs are the fields of `RowScores`."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        formula: LinearFormula,
-        chunks: Sequence[Chunk],
-        hidden_ND: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
-        ctx.formula = formula
-        ctx.chunks = chunks
-        ctx.save_for_backward(hidden_ND, weight, bias)
-        scores_N = hidden_ND.new_zeros(len(hidden_ND), dtype=wide(formula.projection.weight_VD.dtype))
-        for chunk in chunks:
-            scores_N[chunk] = formula.scores(hidden_ND.detach()[chunk], chunk)
-        # The formula is needed until backward, its buffers are not
-        formula.projection.buffers.clear()
-        return scores_N
+        ctx: Any, tokens: _ScoredTokens, grad_is_enabled: bool, hidden_ND: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        kept = None
+        projection_is_frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+        if grad_is_enabled and hidden_ND.requires_grad and projection_is_frozen and not tokens.request.batch_invariant:
+            kept = tokens.formula.slots(hidden_ND)
+        found = tokens.scores(hidden_ND.detach(), kept)
+        ctx.tokens = tokens
+        ctx.projection_is_frozen = kept is not None
+        ctx.hidden_dtype = hidden_ND.dtype
+        if kept is None:
+            ctx.save_for_backward(hidden_ND, weight, bias)
+        else:
+            ctx.save_for_backward(weight, *kept.tensors())
+        ctx.mark_non_differentiable(found.top_log_probs_NT, found.top_ids_NT)
+        # An unused score's gradient arrives as None, not as zeros that would cost time
+        ctx.set_materialize_grads(False)
+        return tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of sum_i upstream_i log p_i: that of the cross-entropy with token weights -upstream."""
+    def backward(
+        ctx: Any, log_prob_N: Tensor | None, entropy_N: Tensor | None, log_probs_at_NJ: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "token_scores was asked for a second derivative (create_graph=True), and it stores no graph of its "
                 "chunks; use log_softmax on the plain logits where you need one"
             )
+        tokens: _ScoredTokens = ctx.tokens
+        upstream = tokens.upstream(log_prob_N, entropy_N, log_probs_at_NJ)
+        if ctx.projection_is_frozen:
+            hidden_grad_ND = tokens.formula.hidden_gradient(upstream, *ctx.saved_tensors)
+            # Where the target is ignored, the upstream factor may be anything, such as nan
+            hidden_grad_ND.masked_fill_(~tokens.counted_N.unsqueeze(1), 0)
+            return None, None, hidden_grad_ND.to(ctx.hidden_dtype), None, None
         hidden_ND, weight, bias = ctx.saved_tensors
-        # log p_y = -loss, so sum_i u_i log p_i = sum_i (-u_i) loss_i: the closed form with token weights -u
-        leaves = LinearLeaves(hidden_ND, weight, bias, token_weight=-upstream_N)
         # The first two arguments are no tensors
         _, _, *needs_gradient = ctx.needs_input_grad
-        wanted = LinearWanted(*needs_gradient)
-        _, gradients = loss_and_gradients(ctx.formula, ctx.chunks, leaves, wanted)
-        ctx.formula.projection.buffers.clear()
-        return None, None, gradients.hidden, gradients.weight, gradients.bias
+        found = tokens.gradients(LinearLeaves(hidden_ND, weight, bias), upstream, LinearWanted(*needs_gradient))
+        return None, None, found.hidden, found.weight, found.bias
+
+
+def _as_column(mask_N: Tensor, values: Tensor) -> Tensor:
+    """Return the mask in a shape that fits values with one row, or one number, for each of its rows."""
+    return mask_N.view(-1, *(1,) * (values.dim() - 1))

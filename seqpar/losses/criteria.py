@@ -64,18 +64,20 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, kept_N: Tensor, q: SoftTarget) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, counted_N: Tensor, q: SoftTarget) -> tuple[Tensor, ...]:
         """Return the sums of loss, tokens, nll and correct predictions."""
         p_NV, rows = softmax_and_sums(logits_NV, target_N, q)
+        # In a row that is ignored even a nan counts for nothing, which 0 x nan would not give
         zero = rows.lse_N.new_zeros(())
+        # -log p(gold) = logsumexp(z) - z_gold
         nll_N = rows.lse_N - rows.gold_N
-        total = row_losses(rows, q).where(kept_N, zero).sum()
-        tokens = kept_N.sum()
-        nll = nll_N.where(kept_N, zero).sum()
-        correct = (rows.correct_N & kept_N).sum()
+        total = row_losses(rows, q).where(counted_N, zero).sum()
+        tokens = counted_N.sum()
+        nll = nll_N.where(counted_N, zero).sum()
+        correct = (rows.correct_N & counted_N).sum()
         ctx.mark_non_differentiable(tokens, nll, correct)
         # On ctx itself rather than by save_for_backward, so that backward can free and overwrite the softmax
-        ctx.stored = (p_NV, target_N, kept_N, rows)
+        ctx.stored = (p_NV, target_N, counted_N, rows)
         ctx.q = q
         ctx.dtype = logits_NV.dtype
         return total, tokens, nll, correct
@@ -93,12 +95,12 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
                 "the criterion was asked for a second derivative (create_graph=True), and it computes only the first; "
                 "use torch.nn.functional.cross_entropy where you need one"
             )
-        p_NV, target_N, kept_N, rows = ctx.stored
+        p_NV, target_N, counted_N, rows = ctx.stored
         ctx.stored = None
         grad_NV = logits_gradient_(p_NV, target_N, rows, ctx.q)
         # On the CPU a pass over the logits is saved if all factors are 1; on other devices reading them would wait
-        if upstream.device.type != "cpu" or upstream != 1 or not kept_N.all():
-            grad_NV *= (upstream * kept_N).unsqueeze(1)
+        if upstream.device.type != "cpu" or upstream != 1 or not counted_N.all():
+            grad_NV *= (upstream * counted_N).unsqueeze(1)
         return grad_NV.to(ctx.dtype), None, None, None
 
 
@@ -144,9 +146,9 @@ class LabelSmoothing(nn.Module):
         """Return the summed loss with its counts, from one pass over the logits."""
         target = checked_target(logits, target, self.ignore_index)
         q = soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, logits.size(-1))
-        kept = target != self.ignore_index
+        counted = target != self.ignore_index
         # An ignored target need not be a class; class 0 stands in for it
-        return TokenLoss(*_SmoothedCrossEntropy.apply(logits, target.where(kept, 0), kept, q))
+        return TokenLoss(*_SmoothedCrossEntropy.apply(logits, target.where(counted, 0), counted, q))
 
     def extra_repr(self) -> str:
         """Return the settings for `print(module)`."""

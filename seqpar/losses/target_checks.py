@@ -22,19 +22,20 @@ def check_target(hidden: Tensor, target: Tensor) -> None:
         )
 
 
-def check_range(target: Tensor, kept: Tensor, vocab_size: int, above: int = 0) -> None:
+def check_range(target: Tensor, counted: Tensor, vocab_size: int, above: int = 0) -> None:
     """Raise IndexError if a target that is not ignored is outside [0, vocab_size).
 
     Nothing is checked while a CUDA graph is recorded, because no target can be read then.
 
     Args:
-        kept: which targets are not ignored.
+        counted: the mask of the targets that are not ignored.
         above: how many rows of the batch come before these; the message counts positions in the whole batch.
     """
     if recording(target.device):
         return
-    bad = kept & ((target < 0) | (target >= vocab_size))
+    bad = counted & ((target < 0) | (target >= vocab_size))
     if bad.any():
+        # Read only now that the caller is about to see the error
         first, *rest = bad.nonzero()[0].tolist()
         raise IndexError(
             f"target {target[(first, *rest)].item()} at position {(above + first, *rest)} is outside the vocabulary "
@@ -58,6 +59,7 @@ def checked_target(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
         )
     if target.device != logits.device:
         raise ValueError(f"logits are on {logits.device} and target on {target.device}; move them to one device")
+    # Before the comparison with ignore_index, which a narrow dtype would wrap around
     target = target.long()
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         check_range(target, target != ignore_index, logits.size(1))

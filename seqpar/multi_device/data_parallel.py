@@ -15,20 +15,23 @@ from seqpar.multi_device.replicas import batch_rows, gather, parallel_apply, rep
 
 def _apply(
     module: nn.Module,
-    inputs: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    inputs: tuple[object, ...],
+    kwargs: Mapping[str, object],
     devices: Sequence[Device],
     dim: int,
 ) -> list[Any]:
     """Return the outputs of the replicas, each on its device; a single one where there are no rows to divide."""
+    # Without rows, each replica would compute the whole output once more
     if batch_rows((inputs, kwargs), dim) is None:
         devices = devices[:1]
     shards = scatter((inputs, dict(kwargs)), devices, dim)
-    used = devices[: len(shards)]  # fewer rows than devices leave the last ones idle
+    # Fewer rows than devices leave the last devices idle
+    used = devices[: len(shards)]
     return parallel_apply(replicate(module, used), [s[0] for s in shards], [s[1] for s in shards], used)
 
 
 def _checked_ids(device_ids: Sequence[Device] | None) -> tuple[torch.device, ...]:
+    """Return the devices; every accelerator, or the CPU, for None."""
     if device_ids is None:
         return tuple(available())
     return check_devices(device_ids, "device_ids")
@@ -36,11 +39,11 @@ def _checked_ids(device_ids: Sequence[Device] | None) -> tuple[torch.device, ...
 
 def data_parallel(
     module: nn.Module,
-    inputs: Any,
+    inputs: object,
     device_ids: Sequence[Device] | None = None,
     output_device: Device | None = None,
     dim: int = 0,
-    module_kwargs: Mapping[str, Any] | None = None,
+    module_kwargs: Mapping[str, object] | None = None,
 ) -> Any:
     """Return `module(*inputs, **module_kwargs)`, computed with the rows divided among the devices.
 
@@ -53,6 +56,7 @@ def data_parallel(
     devices = _checked_ids(device_ids)
     if output_device is None:
         output_device = devices[0]
+    # As in torch, one argument need not be in a tuple; a list is one argument
     if not isinstance(inputs, tuple):
         inputs = (inputs,)
     outputs = _apply(module, inputs, module_kwargs or {}, devices, dim)
@@ -95,7 +99,7 @@ class DataParallel(nn.Module):
         self.dim = dim
         self.gather_outputs = gather_outputs
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Return the module's output for all rows; with `gather_outputs=False`, the list of the devices' outputs."""
         outputs = _apply(self.module, inputs, kwargs, self.device_ids, self.dim)
         if not self.gather_outputs:

@@ -26,26 +26,34 @@ def available() -> list[torch.device]:
 
 
 def _what_exists() -> str:
+    """Return what devices this machine has, for the end of an error message."""
     names = ["cpu"] + [str(d) for d in available() if d.type != "cpu"]
     return "this machine has " + ", ".join(names)
 
 
 def _check_one(device: object, name: str) -> torch.device:
+    """Return the device with its index; raise TypeError or ValueError, as `check_devices` says."""
+    # True is an int, and would be the device 1
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise TypeError(f"{name}: {device!r} is a {type(device).__name__}, not a device; {_what_exists()}")
     kind = accelerator()
-    if isinstance(device, int) and kind is None:
-        raise ValueError(f"{name}: device {device} is an accelerator's index, and there is none; {_what_exists()}")
     try:
-        found = torch.device(kind, device) if isinstance(device, int) and kind else torch.device(device)
+        if not isinstance(device, int):
+            found = torch.device(device)
+        elif kind is not None:
+            found = torch.device(kind, device)
+        else:
+            raise ValueError(f"{name}: device {device} is an accelerator's index, and there is none; {_what_exists()}")
     except RuntimeError:
         raise ValueError(f"{name}: {device!r} is not a device; {_what_exists()}") from None
     if found.type == "cpu":
         if found.index not in (None, 0):
             raise ValueError(f"{name}: {found} does not exist, the CPU is one device; {_what_exists()}")
+        # "cpu" and "cpu:0" are unequal in torch, and two names of one device must compare as one
         return torch.device("cpu")
     if found.type != kind:
         raise ValueError(f"{name}: {found} does not exist or cannot compute; {_what_exists()}")
+    # "cuda" alone is the current device, which may be another one by the time that the loss is computed
     index = torch.accelerator.current_device_index() if found.index is None else found.index
     count = torch.accelerator.device_count()
     if not 0 <= index < count:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,31 +44,32 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
     for name in parts:
         if name not in modules:
             raise KeyError(
-                f"{name!r} is no part of {type(model).__name__}; its parts are {[n for n in modules if n][:20]}"
+                f"{name!r} is not a part of {type(model).__name__}; its parts are {[n for n in modules if n][:20]}"
             )
     devices = {name: check_devices([device], f"parts[{name!r}]")[0] for name, device in parts.items()}
     _check_tensors(model, devices)
-    for (
-        name,
-        module,
-    ) in modules.items():  # each tensor goes directly to its device, so none ever holds more than its own
-        part = _part_of(name, devices)
-        if part is not None:
-            _move_own_tensors(module, devices[part])
+    # Each tensor goes directly to its own device, so no device ever holds more than its own
+    for name, module in modules.items():
+        owner = _innermost(name, devices)
+        if owner is not None:
+            _move_own_tensors(module, devices[owner])
     for name, device in devices.items():
         modules[name].register_forward_pre_hook(_bring_inputs(device), with_kwargs=True)
-        outer = _part_of(name.rpartition(".")[0], devices)
+        # The output of a submodule goes back to where the module around it continues
+        outer = _innermost(name.rpartition(".")[0], devices)
         if name and outer is not None and devices[outer] != device:
             modules[name].register_forward_hook(_send_output(devices[outer]))
     return model
 
 
 def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
+    """Move the parameters and buffers of the module, but not those of its submodules."""
+    # `_apply` is what `module.to` calls; it replaces a parameter's data, so that optimizers and ties keep the parameter
     module._apply(lambda tensor: tensor.to(device), recurse=False)
 
 
-def _part_of(name: str, devices: Mapping[str, torch.device]) -> str | None:
-    """Return the longest name in `devices` that contains the named module."""
+def _innermost(name: str, devices: Mapping[str, torch.device]) -> str | None:
+    """Return the longest name in `devices` that is the named module or one around it; None if there is none."""
     while name not in devices:
         if not name:
             return None
@@ -78,35 +78,40 @@ def _part_of(name: str, devices: Mapping[str, torch.device]) -> str | None:
 
 
 def _check_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
+    """Raise TypeError or ValueError unless every tensor has data and goes to exactly one device."""
+    # By identity: with remove_duplicate=False a tied tensor is listed under each of its names
     homes: dict[int, tuple[str, torch.device]] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for name, tensor in named:
-        part = _part_of(name.rpartition(".")[0], devices)
+        owner = _innermost(name.rpartition(".")[0], devices)
         if tensor.is_meta:
             raise TypeError(f"{name} is on the meta device and has no numbers; use model.to_empty(device=...)")
-        if part is None:
-            raise ValueError(f"{name} lies in none of the parts {list(devices)}; add one for it, or '' for the rest")
-        first, device = homes.setdefault(id(tensor), (name, devices[part]))
-        if device != devices[part]:
+        if owner is None:
+            raise ValueError(f"{name} is in none of the parts {list(devices)}; add one for it, or '' for the rest")
+        first, device = homes.setdefault(id(tensor), (name, devices[owner]))
+        if device != devices[owner]:
             raise ValueError(
-                f"{first} and {name} are one tensor and were placed on {device} and {devices[part]}; "
+                f"{first} and {name} are one tensor and were placed on {device} and {devices[owner]}; "
                 "place tied parts on one device, or untie them"
             )
 
 
-CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[object, ...], dict[str, object]]
 """The positional arguments and the keywords of a call."""
 
 
 def _bring_inputs(device: torch.device) -> Callable[..., CallArguments]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+    """Return a forward pre-hook that moves the arguments to the device."""
+
+    def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> CallArguments:
         moved: CallArguments = map_tensors(lambda t: _to(t, device), (args, kwargs))
         return moved
 
     return hook
 
 
-def _send_output(device: torch.device) -> Callable[..., Any]:
+def _send_output(device: torch.device) -> Callable[..., object]:
+    """Return a forward hook that moves the output to the device."""
     return lambda _, __, output: map_tensors(lambda t: _to(t, device), output)
 
 

@@ -28,6 +28,7 @@ Result = TypeVar("Result")
 
 
 def _distinct_cuda(devices: Sequence[torch.device]) -> bool:
+    """Return whether torch's own broadcast, scatter and reduction can be used: only on different CUDA devices."""
     return all(d.type == "cuda" for d in devices) and 1 < len(set(devices)) == len(devices)
 
 
@@ -70,7 +71,7 @@ def bind(module: Module, tensors: Mapping[int, Tensor]) -> Module:
 def _rebuild_flat_weights(replica: Any) -> None:
     """Make an RNN's second list of its weights, which its forward reads, agree with its parameters."""
     replica._flat_weights = [getattr(replica, name, None) for name in replica._flat_weights_names]
-    replica._flat_weight_refs = [None if w is None else weakref.ref(w) for w in replica._flat_weights]
+    replica._flat_weight_refs = [w if w is None else weakref.ref(w) for w in replica._flat_weights]
 
 
 def _refuse(module: nn.Module) -> None:
@@ -84,6 +85,7 @@ def _refuse(module: nn.Module) -> None:
             "pass the module from before torch.compile (module._orig_mod)"
         )
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        # Such as the bias of nn.Linear(..., bias=False)
         if tensor is None:
             continue
         if is_lazy(tensor):
@@ -116,6 +118,7 @@ def replicate(module: Module, device_ids: Sequence[Device]) -> list[Module]:
     own_buffers: set[torch.device] = set()
     replicas = []
     for device, copies in zip(devices, linked, strict=True):
+        # By identity, as `bind` looks them up: a tied parameter is one tensor in the replica as well
         tensors = {id(p): copy for p, copy in zip(parameters, copies, strict=True)}
         for buffer in buffers:
             shared = device == buffer.device and device not in own_buffers
@@ -136,6 +139,7 @@ def _linked_parameters(parameters: list[nn.Parameter], devices: Sequence[torch.d
     """Return the parameters on each device: one transfer per distinct device, an alias for each repeat."""
     distinct = list(dict.fromkeys(devices))
     if _distinct_cuda(distinct) and parameters and all(p.is_cuda for p in parameters):
+        # One flat tuple: all parameters on the first device, then all on the second, ...
         flat = Broadcast.apply([d.index for d in distinct], *parameters)
         count = len(parameters)
         there = {d: list(flat[i * count : (i + 1) * count]) for i, d in enumerate(distinct)}
@@ -185,6 +189,7 @@ def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequ
     devices = check_devices(device_ids, "device_ids")
     check_integer(dim, "dim")
     rows = batch_rows(inputs, dim)
+    # How many rows each shard gets; without rows every device gets the whole input
     if rows is None:
         shard_rows = [0] * len(devices)
     elif sizes is None:
@@ -195,11 +200,13 @@ def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequ
     if not fits:
         raise ValueError(f"sizes {shard_rows} do not cut {rows} rows for {len(devices)} devices")
     used = devices[: len(shard_rows)]
+    # From one list per leaf to one structure per device; inputs without any leaf, such as (), are their own shards
     scattered = [_scatter_leaf(leaf, used, dim, shard_rows) for leaf in leaves(inputs)]
     return [rebuild(inputs, iter(shard)) for shard in zip(*scattered, strict=True)] or [inputs for _ in used]
 
 
 def _checked_sizes(sizes: Sequence[int]) -> list[int]:
+    """Return the sizes; raise TypeError unless they are a list of ints."""
     if not isinstance(sizes, (list, tuple)):
         raise TypeError(f"sizes is a {type(sizes).__name__}; it must be a list of one number of rows for each device")
     for i, size in enumerate(sizes):
@@ -207,15 +214,17 @@ def _checked_sizes(sizes: Sequence[int]) -> list[int]:
     return list(sizes)
 
 
-def _scatter_leaf(leaf: Any, devices: Sequence[torch.device], dim: int, sizes: list[int]) -> Sequence[Any]:
+def _scatter_leaf(leaf: object, devices: Sequence[torch.device], dim: int, sizes: list[int]) -> Sequence[object]:
+    """Return the rows of a leaf on each device; a leaf without rows is the same on all of them."""
     if not isinstance(leaf, Tensor):
         return [leaf] * len(devices)
     if leaf.dim() == 0:
         return [leaf.to(d) for d in devices]
     if _distinct_cuda(devices):
-        return Scatter.apply([d.index for d in devices], sizes, dim, leaf)  # type: ignore[no-any-return]
+        pieces: Sequence[Tensor] = Scatter.apply([d.index for d in devices], sizes, dim, leaf)
+        return pieces
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    pieces = (leaf.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True))
+    pieces = [leaf.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
     # A copy to the CPU must be synchronous: the next operation there does not wait for the accelerator's stream
     return [piece.to(d, non_blocking=d.type != "cpu") for piece, d in zip(pieces, devices, strict=True)]
 
@@ -239,12 +248,15 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
     for i, other in enumerate(outputs):
         if describe(other) != describe(first):
             raise ValueError(f"replica 0 returned {describe(first)} and replica {i} {describe(other)}; they must match")
+    # One column per leaf, with every replica's value of it
     columns = zip(*(leaves(output) for output in outputs), strict=True)
     return rebuild(first, iter([_gather_leaf(column, device, dim) for column in columns]))
 
 
-def _gather_leaf(column: Sequence[Any], device: torch.device, dim: int) -> Any:
+def _gather_leaf(column: Sequence[object], device: torch.device, dim: int) -> object:
+    """Return the replicas' tensors as one; of other values the first, if all are equal."""
     if not isinstance(column[0], Tensor):
+        # Identity first: equality of an array is no bool
         for i, other in enumerate(column):
             if other is not column[0] and other != column[0]:
                 raise ValueError(
@@ -253,6 +265,7 @@ def _gather_leaf(column: Sequence[Any], device: torch.device, dim: int) -> Any:
         return column[0]
     for i, output in enumerate(column):
         check_dense(output, f"the output of replica {i}")
+    # A loss without dimensions becomes one entry of a vector
     outputs = [torch.atleast_1d(t) for t in column]
     if any(not -t.dim() <= dim < t.dim() for t in outputs):
         raise ValueError(f"cannot gather along dim {dim}: replica 0 returned shape {tuple(outputs[0].shape)}")
@@ -313,6 +326,7 @@ def parallel_apply(
 
 
 def _check_jobs(modules: object, inputs: object, kwargs_tup: object) -> None:
+    """Raise TypeError unless all three are lists of the right things; None for `kwargs_tup` is no keywords."""
     for name, values in (("modules", modules), ("inputs", inputs), ("kwargs_tup", kwargs_tup)):
         if not isinstance(values, (list, tuple, nn.ModuleList)) and (values is not None or name != "kwargs_tup"):
             raise TypeError(f"{name} is a {type(values).__name__}; it must be a list with one for each replica")
@@ -338,6 +352,7 @@ def side_by_side(job: Callable[[int], Result], where: Sequence[object]) -> list[
         with modes():
             return [job(i) for i in indices]
 
+    # Leaving the block waits for all threads: an error of one is raised only when no other still computes
     with ThreadPoolExecutor(len(jobs_of)) as pool:
         futures = [pool.submit(worker, indices) for indices in jobs_of.values()]
     results: dict[int, Result] = {}

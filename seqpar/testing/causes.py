@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_map
 
 Result = tuple[Tensor, Mapping[str, Tensor | None]]
 """A loss and its gradients by name."""
+Uses = Mapping[str, Sequence[tuple[str, Tensor]]]
+"""The gradient of each tensor, split by use: the operation and the gradient through it."""
 FACTOR = 0.125
 """The factor of the loss in the check that gradients follow it; a power of 2, so that it causes no rounding."""
 SAME = 1e-6
@@ -35,8 +37,8 @@ class Evidence:
     expected: Result
     eighth: Result | None = None
     """The same loss times `FACTOR`."""
-    uses: Mapping[str, Sequence[tuple[str, Tensor]]] = field(default_factory=dict)
-    """The plain gradient of each tensor, split by use: the operation and the gradient through it."""
+    uses: Uses = field(default_factory=dict)
+    """Of the plain gradients."""
     per_token: frozenset[str] = frozenset()
     """The tensors all of whose dimensions but the last are tokens."""
     tokens: int | None = None
@@ -93,12 +95,14 @@ def likely_cause(evidence: Evidence) -> str:
 
 
 def _no_tokens(e: Evidence) -> str | None:
+    """Recognise 0 / 0."""
     if e.tokens == 0 and not torch.isfinite(e.got[0]):
         return "a division by 0 tokens: every target is ignored, and 0 / 0 is not a number"
     return None
 
 
 def _no_gradient(e: Evidence) -> str | None:
+    """Recognise a tensor that the loss is detached from."""
     lost = [name for name, got, _ in e.pairs() if not got.count_nonzero()]
     if not lost:
         return None
@@ -106,6 +110,7 @@ def _no_gradient(e: Evidence) -> str | None:
 
 
 def _ignored_factor(e: Evidence) -> str | None:
+    """Recognise a backward that does not multiply by the upstream factor."""
     if e.eighth is None:
         return None
     pairs = [(n, e.eighth[1].get(n), g) for n, g in e.got[1].items() if g is not None and g.count_nonzero()]
@@ -117,12 +122,15 @@ def _ignored_factor(e: Evidence) -> str | None:
 
 
 def _dropped_rows(e: Evidence) -> str | None:
+    """Recognise a last chunk that is never computed, by its zeros at the end."""
     for name, got, plain in e.pairs():
         if name not in e.per_token:
             continue
         views = {"rows": (got.flatten(0, -2), plain.flatten(0, -2))}
-        if got.dim() == 3:  # (B, T, D), which may be cut over time
+        # (B, T, D) may be cut over time
+        if got.dim() == 3:
             views["time steps"] = got.transpose(0, 1), plain.transpose(0, 1)
+        # The engine cuts rows or time steps, so the last chunk is at the end of one of these
         for what, (got_view, plain_view) in views.items():
             count = _lost_at_the_end(got_view, plain_view)
             if count:
@@ -148,8 +156,10 @@ def _lost_at_the_end(got: Tensor, plain: Tensor) -> int:
 
 
 def _counted_padding(e: Evidence) -> str | None:
+    """Recognise ignored rows that have a gradient."""
     for name, got, plain in e.pairs():
         if name in e.per_token:
+            # The plain gradient of a row that is ignored is exactly 0, and of any other practically never
             extra = int((got.flatten(0, -2).any(1) & ~plain.flatten(0, -2).any(1)).sum())
             if extra:
                 return f"ignored padding is counted: {name} has a gradient in {extra} rows whose target is ignored"
@@ -176,10 +186,12 @@ def _wrong_divisor(e: Evidence) -> str | None:
 
 
 def _local_count(e: Evidence) -> str | None:
+    """Recognise a division by this rank's tokens instead of the step's."""
     if not e.tokens or e.world == 1:
         return None
-    # Only a per-token gradient shows it: a parameter's mixes the wrong factors of all ranks
+    # (sum / tokens here, averaged over the ranks) / (sum / divisor)
     expected_ratio = e.divisor / (e.tokens * e.world)
+    # Only a per-token gradient shows it: a parameter's mixes the wrong factors of all ranks
     for name, got, plain in e.pairs():
         times = ratio(got, plain)
         if name not in e.per_token or not times or math.isclose(times, 1, rel_tol=SAME):
@@ -193,6 +205,7 @@ def _local_count(e: Evidence) -> str | None:
 
 
 def _world_size(e: Evidence) -> str | None:
+    """Recognise the number of ranks as a factor too many or too few."""
     times = e.ratio()
     if e.world > 1 and times:
         # DDP averages over the ranks: without the factor world, gradients are 1/world; with it twice, world times
@@ -203,6 +216,7 @@ def _world_size(e: Evidence) -> str | None:
 
 
 def _missed_tie(e: Evidence) -> str | None:
+    """Recognise the gradient of a single use of a tensor that is used several times."""
     for name, got, _ in e.pairs():
         uses = e.uses.get(name, ())
         for number, (operation, gradient) in enumerate(uses, 1):
@@ -218,6 +232,7 @@ def _missed_tie(e: Evidence) -> str | None:
 
 
 def _accumulated(e: Evidence) -> str | None:
+    """Recognise a whole number of losses as a factor too many or too few."""
     times = e.ratio()
     # k micro-batches added up without a division give k times the gradient, a division too many gives 1/k
     for whole in (times, times and 1 / times):
@@ -232,14 +247,17 @@ def _accumulated(e: Evidence) -> str | None:
 
 
 def _rounding(e: Evidence) -> str | None:
+    """Recognise differences as small as float32's rounding."""
     pairs = [(e.got[0], e.expected[0]), *((got, plain) for _, got, plain in e.pairs())]
     errors = [float((got.to(plain) - plain).norm() / plain.norm().clamp(min=1e-300)) for got, plain in pairs]
-    if not all(error <= FLOAT32 for error in errors):  # false for nan, too
+    # Not `any(error > FLOAT32)`, which is false for nan
+    if not all(error <= FLOAT32 for error in errors):
         return None
     worst = max(errors)
     return f"float32 on the way: nothing is off by more than {worst:.1g} of its size, and float64 keeps 1e-16"
 
 
+# From the most specific to the most general: a bare ratio fits several mistakes, a lost row only one
 CAUSES: tuple[Callable[[Evidence], str | None], ...] = (
     _no_tokens,
     _ignored_factor,
@@ -309,12 +327,14 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        if name == "__get__":  # reading a property such as .shape contributes nothing to a gradient
+        # Reading a property such as .shape contributes nothing to a gradient
+        if name == "__get__":
             return func(*args, **(kwargs or {}))
 
         def aliased(value: Any) -> Any:
             if id(value) not in self.names:
                 return value
+            # d loss / d alias is the gradient through this operation alone
             alias = value.view_as(value)
             self.aliases[self.names[id(value)]].append((name, alias))
             return alias
@@ -327,6 +347,7 @@ def gradients_by_use(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) 
     """Return the gradient of each tensor through each operation that uses it; their sum is its gradient."""
     with _Uses(tensors) as watched:
         value = loss()
+    # An alias made under no_grad has no gradient to ask for
     named = [(name, use, alias) for name, uses in watched.aliases.items() for use, alias in uses if alias.requires_grad]
     if not named or not value.requires_grad:
         return {}

@@ -56,6 +56,7 @@ def assert_same_gradients(
     expected = value_and_gradients(reference, tensors, "reference")
     got = value_and_gradients(candidate, tensors, "candidate")
     refuse_no_gradients(got, expected, tensors)
+    # Both may be right about the rest, so this has to be looked at by itself
     for name, tensor in tensors.items():
         assert tensor.requires_grad or got[1][name] is None, f"{name} is frozen and got a gradient"
     try:
@@ -86,14 +87,18 @@ def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> N
     plain, plain_gradients = _dense(expected)
     assert gradients.keys() == plain_gradients.keys(), f"{sorted(gradients)} is not {sorted(plain_gradients)}"
     largest = max(_size(t) for t in (plain, *plain_gradients.values()) if t is not None)
+    # A gradient that is 0 in exact arithmetic is rounding noise in both, of about this size
     floor = ROUNDING * max(1.0, largest)
     _assert_close("the loss", value, plain, rtol, floor)
     for name, plain_gradient in plain_gradients.items():
-        pair = gradients[name], plain_gradient
-        zeros = next((torch.zeros_like(g) for g in pair if g is not None), None)
-        if zeros is not None:
-            found, reference = (zeros if g is None else g for g in pair)
-            _assert_close(f"the gradient of {name}", found, reference, rtol, floor)
+        gradient = gradients[name]
+        # No gradient is a gradient of 0
+        if gradient is None and plain_gradient is not None:
+            gradient = torch.zeros_like(plain_gradient)
+        if plain_gradient is None and gradient is not None:
+            plain_gradient = torch.zeros_like(gradient)
+        if gradient is not None and plain_gradient is not None:
+            _assert_close(f"the gradient of {name}", gradient, plain_gradient, rtol, floor)
 
 
 def check_tolerance(rtol: float) -> None:
@@ -113,6 +118,7 @@ def refuse_no_gradients(got: Result, expected: Result, tensors: Mapping[str, Ten
 
 def value_and_gradients(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor], what: str = "loss") -> Result:
     """Return the loss, and each tensor's `.grad` after one `backward()`; `.grad` is None before and after."""
+    # `backward` adds to `.grad`, whatever is there
     for tensor in tensors.values():
         tensor.grad = None
     if not callable(loss):
@@ -136,11 +142,13 @@ def an_eighth(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> Resu
     """Return the loss times `FACTOR` and its gradients; None if the loss cannot be called again."""
     try:
         return value_and_gradients(lambda: loss() * FACTOR, tensors)
-    except Exception:  # the caller is about to report the first failure, which this one must not hide
+    except Exception:
+        # The caller is about to report the first failure, which this one must not hide
         return None
 
 
 def _check_leaves(tensors: Mapping[str, Tensor]) -> None:
+    """Raise TypeError or ValueError unless they are named leaves, at least one."""
     if not isinstance(tensors, Mapping):
         raise TypeError(f"tensors is a {type(tensors).__name__}; it must be a dict of names and tensors")
     if not tensors:
@@ -170,15 +178,18 @@ def _size(tensor: Tensor) -> float:
 
 
 def _assert_close(what: str, got: Tensor, expected: Tensor, rtol: float, floor: float) -> None:
+    """Assert |got - expected| <= rtol x (the largest expected number) + floor, for each number."""
     assert got.shape == expected.shape, f"{what} has shape {tuple(got.shape)}, not {tuple(expected.shape)}"
     assert not expected.isnan().any(), f"{what} is off: the reference is nan there, so nothing can be compared with it"
     # In the wider dtype, so that a large float64 number is not rounded to float32's infinity
     wider = torch.promote_types(got.dtype, expected.dtype)
     got = got.to(expected.device, wider)
     expected = expected.to(wider)
+    # inf - inf is nan, so infinities are compared by themselves
     infinite = expected.isinf()
     assert torch.equal(got[infinite], expected[infinite]), f"{what} is off where the reference is infinite"
     size = _size(expected)
+    # Relative to the largest number: a sum's small numbers have the rounding of its large ones
     apart = (got - expected)[~infinite].abs()
     assert (apart <= rtol * size + floor).all(), (
         f"{what} is off by {apart.max().item():.3g} where the reference is {size:.3g} large"

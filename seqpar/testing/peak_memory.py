@@ -32,6 +32,7 @@ def can_measure_cpu() -> bool:
 
 def peak_bytes(call: Callable[[], object], device: str = "cpu") -> int:
     """Return the peak of one call in bytes, above the memory in use by this process (or on the device) before it."""
+    # A garbage cycle that is freed during the call would hide as much of its peak
     gc.collect()
     if device != "cpu":
         return _allocated_peak(call)
@@ -51,6 +52,8 @@ def process_peak_bytes() -> int:
 
 
 def _allocated_peak(call: Callable[[], object]) -> int:
+    """Return the peak of the memory allocated through torch on the current CUDA device."""
+    # Kernels run later than the host's code, and what they use may be freed only then
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -63,6 +63,7 @@ def plain_linear_cross_entropy(
 
     sum_n token_weight_n (sum_k w_k q_nk (-log p_nk [+ log q_nk with "harvard"]) + z_loss logsumexp(z_n)^2)
     """
+    # (N,): ignored rows are left out before anything is computed, so that a nan in them does not matter
     counted_N = target.flatten() != ignore_index
     logits_NV = plain_logits(hidden, weight, bias, softcap, temperature)[counted_N]
     q_NV = plain_smoothed_target(
@@ -70,9 +71,11 @@ def plain_linear_cross_entropy(
     ).to(logits_NV.dtype)
     terms_NV = -q_NV * torch.log_softmax(logits_NV, -1)
     if smoothing_convention == "harvard":
-        terms_NV = terms_NV + torch.special.xlogy(q_NV, q_NV)  # KL(q || p) instead of the cross-entropy
+        # KL(q || p) = sum q log q - sum q log p, where 0 log 0 = 0
+        terms_NV = terms_NV + torch.special.xlogy(q_NV, q_NV)
     if class_weight is not None:
         terms_NV = terms_NV * class_weight
+    # The auxiliary loss of PaLM (Chowdhery et al. 2022, section 5)
     loss_N = terms_NV.sum(-1) + z_loss * torch.logsumexp(logits_NV, -1).square()
     if token_weight is not None:
         loss_N = loss_N * token_weight.flatten()[counted_N]

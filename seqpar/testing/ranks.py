@@ -48,12 +48,14 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, world, self.folder.name, theirs), daemon=True)
             process.start()
+            # With its last copy in the rank, the pipe ends when the rank does
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
 
     def call(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
         """Call `function(rank, world, *arguments, **keywords)` in every rank; return the results in rank order."""
+        # Pickled once, so that all ranks get the same bytes and an error is raised before any of them starts
         message = pickle.dumps((function, arguments, keywords, warnings.filters))
         for pipe in self.pipes:
             pipe.send_bytes(message)
@@ -84,9 +86,11 @@ class Pool:
 
 
 def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
+    """Join the group and answer calls until the parent closes the pipe."""
     import torch
 
-    torch.set_num_threads(1)  # first: the parent's thread pool did not survive the fork
+    # Before anything else: the parent's thread pool did not survive the fork, and waiting for it would never end
+    torch.set_num_threads(1)
     import torch.distributed as dist
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -99,6 +103,7 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
         try:
             message = pipe.recv_bytes()
         except EOFError:
+            # Without the exit handlers of the parent, such as pytest's, which the fork has copied
             os._exit(0)
         try:
             function, arguments, keywords, filters = pickle.loads(message)
@@ -106,6 +111,7 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
                 warnings.resetwarnings()
                 warnings.filters.extend(filters)  # type: ignore[attr-defined]
                 answer = pickle.dumps((True, function(rank, world, *arguments, **keywords)))
+        # SystemExit and KeyboardInterrupt as well: the parent must hear of any end of the call
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ from seqpar.distributed.collectives import gather_objects, group_sum, rank_in, w
 from seqpar.engine.loss_compute import LossCompute
 from seqpar.losses.criteria import ignored_target
 from seqpar.multi_device.devices import Device
-from seqpar.testing.causes import FACTOR, Evidence, Result, gradients_by_use, likely_cause
+from seqpar.testing.causes import FACTOR, Evidence, Result, Uses, gradients_by_use, likely_cause
 from seqpar.testing.gradients import (
     assert_same_results,
     check_tolerance,
@@ -94,6 +94,7 @@ def assert_same_loss(
         loss = _engines(engine)
     floating = {name: t.detach().double() for name, t in per_token.items() if t.is_floating_point()}
     trial = _Trial(head, loss, hidden.detach().double(), target, per_token | floating, tokens, group, rtol)
+    # Gathered, so that all ranks raise the same error instead of waiting for one that did
     failures = {rank: text for rank, text in enumerate(gather_objects(trial.failure(), group)) if text}
     if failures:
         rank, message = next(iter(failures.items()))
@@ -118,10 +119,12 @@ class _Trial:
     def failure(self) -> str:
         """Return what differs, and the likely cause; empty if nothing does."""
         head = self.head["generator"], self.head["criterion"]
+        # New leaves in every trial, so that no gradient of an earlier one is left in them
         hidden = self.hidden.detach().requires_grad_()
         extra = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in self.per_token.items()}
         parameters = {n: p for name in self.head for n, p in _named(self.head, name)}
         tensors = {"hidden": hidden, **{n: t for n, t in extra.items() if t.requires_grad}, **parameters}
+        whole: list[tuple[Tensor, Tensor, dict[str, Any]]]
         whole = gather_objects((self.hidden, self.target, self.per_token), self.group)
 
         def candidate() -> Tensor:
@@ -129,7 +132,8 @@ class _Trial:
 
         def plain() -> Tensor:
             inputs = [*whole]
-            inputs[rank_in(self.group)] = hidden, self.target, extra  # this rank's own leaves, to be differentiated
+            # This rank's own leaves, to be differentiated, in the position of their copies
+            inputs[rank_in(self.group)] = hidden, self.target, extra
             losses = [plain_loss(*head, h, t, **keywords) for h, t, keywords in inputs]
             return torch.stack(losses).sum() / self.tokens
 
@@ -166,10 +170,12 @@ class _Trial:
                 gradient = torch.zeros_like(tensor)
             if name != "hidden" and name not in self.per_token:
                 gradient = group_sum(gradient, self.group)
+            # d (mean over the ranks) / d a tensor of this rank alone is 1 / world of its own gradient
             averaged[name] = gradient / world
         return group_sum(value, self.group) / world, averaged
 
-    def _evidence(self, got: Result, expected: Result, eighth: Result, uses: Any) -> Evidence:
+    def _evidence(self, got: Result, expected: Result, eighth: Result, uses: Uses) -> Evidence:
+        """Return the numbers from which `likely_cause` infers the cause."""
         ignored = ignored_target(self.head["criterion"])
         tokens = self.target.numel()
         if ignored is not None:
@@ -182,7 +188,8 @@ class _Trial:
         if world_size(self.group) > 1:
             return ""
         for smaller in self._subsets():
-            with suppress(Exception):  # a loss that fails for so few tokens has a problem of its own with them
+            # A loss that raises an error for so few tokens has a problem of its own with them
+            with suppress(Exception):
                 if not smaller.failure():
                     continue
                 shown = str(tuple(smaller.target.shape))
@@ -195,6 +202,7 @@ class _Trial:
     def _subsets(self) -> Iterator[_Trial]:
         """Yield the comparison on the first sentences and time steps, fewest tokens first, and on all of them last."""
         sizes = self.target.shape
+        # Every (b, t) from (1, 1) to (B, T): the first b sentences and t time steps
         corners = torch.cartesian_prod(*(torch.arange(1, n + 1) for n in sizes)).reshape(-1, len(sizes)).tolist()
         for corner in [*sorted(corners, key=math.prod)[:SMALLER_TRIES], list(sizes)]:
             at = tuple(slice(n) for n in corner)
@@ -203,8 +211,14 @@ class _Trial:
 
 
 def _check_arguments(
-    generator: object, criterion: object, hidden: object, target: object, tokens: object, per_token: dict[str, Any]
+    generator: object,
+    criterion: object,
+    hidden: object,
+    target: object,
+    tokens: object,
+    per_token: Mapping[str, object],
 ) -> None:
+    """Raise TypeError or ValueError for an argument that no loss could be computed with."""
     for name, module in (("generator", generator), ("criterion", criterion)):
         if not isinstance(module, nn.Module):
             raise TypeError(f"{name} is a {type(module).__name__}; it must be a torch.nn.Module")
@@ -226,13 +240,20 @@ def _in_float64(generator: nn.Module, criterion: nn.Module) -> nn.ModuleDict:
 
 
 def _named(head: nn.ModuleDict, key: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return the parameters of one of the two modules, under names that say which one."""
     return ((f"{key}.{name}", parameter) for name, parameter in head[key].named_parameters())
 
 
 def _engines(engine: LossCompute) -> Loss:
+    """Return the engine as a function that takes its modules as arguments, too; it already has them."""
     return lambda generator, criterion, hidden, target, **per_token: engine(hidden, target, **per_token)
 
 
 def _times(result: Result, factor: float) -> Result:
+    """Return the loss and its gradients times a factor."""
     value, gradients = result
-    return value * factor, {name: g if g is None else g * factor for name, g in gradients.items()}
+    scaled = dict(gradients)
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            scaled[name] = gradient * factor
+    return value * factor, scaled

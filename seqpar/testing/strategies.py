@@ -51,6 +51,7 @@ def lengths(batch: int, time: int) -> st.SearchStrategy[list[int]]:
 def masks(draw: st.DrawFn, shape: tuple[int, int]) -> Tensor:
     """Draw a mask (batch, time), True for tokens; padding is at the ends of sentences, scattered, or everywhere."""
     batch, time = shape
+    # (1, T) < (B, 1): the first tokens of each sentence
     if draw(st.booleans()):
         return torch.arange(time) < torch.tensor(draw(lengths(batch, time))).unsqueeze(1)
     return torch.rand(shape, generator=_random(draw(SEEDS))) >= draw(st.sampled_from(PADDING_FRACTIONS))
@@ -82,6 +83,7 @@ def chunkings(draw: st.DrawFn, batch: int, time: int) -> Chunking:
 @st.composite
 def vocabulary_splits(draw: st.DrawFn, vocab_size: int, world: int, least: Literal[0, 1] = 0) -> list[int]:
     """Draw how many classes each of `world` ranks has: different numbers, and with `least` 0 also none."""
+    # Rank r has the classes from cut r to cut r + 1; equal cuts leave it none
     cut = st.integers(least, vocab_size - least)
     cuts = sorted(draw(st.lists(cut, min_size=world - 1, max_size=world - 1, unique=bool(least))))
     return [b - a for a, b in zip([0, *cuts], [*cuts, vocab_size], strict=True)]
@@ -150,14 +152,21 @@ class Case:
 def cases(draw: st.DrawFn, max_devices: int = MOST_DEVICES, padding_is_a_class: bool = False) -> Case:
     """Draw a case of at most 7 x 9 tokens, 2 to 13 classes (at least 3 if padding is one) and `max_devices`."""
     batch, time = draw(shapes())
-    vocab_size = draw(st.integers(3 if padding_is_a_class else 2, 13))
-    inside = padding_is_a_class or draw(st.booleans())
+    # Two classes besides the padding, so that a target has an alternative
+    fewest = 2
+    if padding_is_a_class:
+        fewest = 3
+    vocab_size = draw(st.integers(fewest, 13))
+    padding = -100
+    if padding_is_a_class or draw(st.booleans()):
+        padding = draw(st.integers(0, vocab_size - 1))
+    width = draw(st.integers(1, 6))
     return Case(
         batch=batch,
         time=time,
-        width=draw(st.integers(1, 6)),
+        width=width,
         vocab_size=vocab_size,
-        padding=draw(st.integers(0, vocab_size - 1)) if inside else -100,
+        padding=padding,
         padding_share=draw(st.sampled_from(PADDING_FRACTIONS)),
         devices=len(draw(device_lists(most=max_devices)) or []),
         upstream=draw(st.sampled_from([1.0, 1 / 7, -3.0, 0.0, 1e4])),
@@ -167,6 +176,7 @@ def cases(draw: st.DrawFn, max_devices: int = MOST_DEVICES, padding_is_a_class: 
 
 
 def _random(seed: int) -> torch.Generator:
+    """Return a generator of its own, which leaves torch's global random state alone."""
     return torch.Generator().manual_seed(seed)
 
 

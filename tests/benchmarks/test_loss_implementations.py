@@ -15,7 +15,7 @@ from benchmarks.loss.implementations import ENGINE, LINEAR, PLAIN, Implementatio
 from benchmarks.loss.problems import IGNORED, Inputs, Problem
 from benchmarks.loss.timing import Progress, floors
 from seqpar.core.chunks import rows_per_chunk
-from seqpar.testing.conformance.inputs import parts
+from seqpar.testing.conformance.inputs import deviations
 
 TINY = Problem(128, 6, 11, dtype=torch.float64, padding=0.3)
 WAYS = {
@@ -35,7 +35,7 @@ WAYS = {
 @pytest.mark.parametrize("name", WAYS)
 def test_every_way_has_the_plain_gradients_in_float64(name, smoothing):
     x = kit_inputs(Implementation(WAYS[name]), TINY._replace(smoothing=smoothing), "cpu")
-    found = {part.name: part.error for part in parts(x)}
+    found = {deviation.name: deviation.error for deviation in deviations(x)}
     assert found.keys() == {"loss", "hidden", "weight", "bias"}
     assert max(found.values()) < 1e-12, found
 

@@ -28,7 +28,7 @@ def small_pieces() -> Iterator[None]:
     """What is done piece by piece for speed has several pieces here: caches grow, two sentences go together."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("models.cache.FIRST_ROOM", 1)
-        patch.setattr("models.grouped_encoding.TOGETHER", 2)
+        patch.setattr("models.grouped_encoding.GROUP_SIZE", 2)
         patch.setattr("models.candidates.LOGITS_BYTES", 600)
         yield
 

@@ -15,7 +15,6 @@ import pytest
 from recipes.translation.commands import COMMANDS, main
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import SCHEMA, load_config
-from recipes.translation.settings.options import setting_names
 from recipes.translation.translate import translate
 from tests.recipes.tiny import LEARNS, SETTINGS, options, tiny
 
@@ -66,7 +65,7 @@ def test_help_says_what_a_command_does_with_an_example_and_every_default(
     assert f"example:\n  python -m recipes.translation {command}" in text
     _, _, listed = text.partition("options:")
     if command in ("train", "prepare", "demo"):
-        for name in setting_names():
+        for name in SCHEMA.settings:
             _, found, entry = listed.partition(f"  --{name} ")
             assert found, name
             assert "(default: " in " ".join(entry.split("\n  --")[0].split()), name
@@ -220,7 +219,7 @@ def test_a_run_that_was_begun_keeps_its_settings(tmp_path: Path, capsys: pytest.
     assert main(["train", *options(tmp_path / "a", {"training.steps": 2})]) == 0
     (tmp_path / "a").rename(tmp_path / "b")
     assert main(["train", "--run", str(tmp_path / "b"), "--training.steps", "3"]) == 0
-    assert "going on from step 2" in capsys.readouterr().out
+    assert "resuming from step 2" in capsys.readouterr().out
     expected = tiny(tmp_path / "b", {"training.steps": 3})
     assert load_config(tmp_path / "b" / "last" / "config.yaml") == expected
 
@@ -310,5 +309,5 @@ def test_the_demo_ends_with_a_command_that_works_and_starts_afresh(
 
     assert main(["demo", *words]) == 0
     second = capsys.readouterr().out
-    assert f"{tmp_path / 'demo'} holds an earlier run, which is replaced" in second
+    assert f"{tmp_path / 'demo'} contains an earlier run, which is now replaced" in second
     assert "going on from" not in second

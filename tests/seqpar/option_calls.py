@@ -295,6 +295,7 @@ CALLS: dict[str, Call] = {
         lambda: {"total": torch.tensor(6.0), "tokens": torch.tensor(3)},
         numbers,
     ),
+    "TokenScores": Call(lambda **given: seqpar.TokenScores(**given), lambda: {"log_prob": torch.tensor(-1.0)}, numbers),
     "TokenLoss.detach": Call(lambda: None, dict),
     "TokenLoss.zero": Call(
         seqpar.TokenLoss.zero, lambda: {"dtype": torch.float64, "device": torch.device("cpu"), "tells": True}, numbers

@@ -153,6 +153,13 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "nll": to(torch.tensor(5.0)),
         "correct": to(torch.tensor(1)),
     },
+    "TokenScores": {
+        "log_prob": to(torch.tensor(-2.0)),
+        "entropy": to(torch.tensor(1.0)),
+        "top_log_probs": to(torch.tensor([-1.0])),
+        "top_ids": to(torch.tensor([1])),
+        "log_probs_at": to(torch.tensor([-3.0])),
+    },
     "TokenLoss.detach": {},
     "TokenLoss.zero": {"dtype": to(torch.float32), "device": to(torch.device("meta")), "tells": to(False)},
     "VocabShard": {
@@ -238,6 +245,11 @@ OPTIONS: dict[str, dict[str, Option]] = {
         **LINEAR,
         "softcap": to(2.0),
         "temperature": to(2.0),
+        "entropy": to(True),
+        "top_k": to(2),
+        "ids": to(torch.tensor([[1], [4], [4], [3], [0], [5]])),
+        "product_dtype": to(torch.float32),
+        "batch_invariant": to(True, see=at_once),
         "vocab": to(seqpar.VocabShard(None, 1, 8), refused="[1, 8)"),
     },
 }

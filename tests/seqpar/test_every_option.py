@@ -90,7 +90,9 @@ def over_two_ranks(rank: int, world: int) -> dict[str, tuple[object, object]]:
     }  # fmt: skip
 
 
-NOT_FOR_CALLERS = {"extra_repr", "VocabShard.check", "VocabShard.meet", "VocabShard.locate", "VocabShard.combine"}
+NOT_FOR_CALLERS = {"extra_repr"} | {
+    f"VocabShard.{name}" for name in ("check", "meet", "locate", "combine", "combine_scores")
+}
 """What only torch, and the losses themselves, call."""
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy
 import numpy.typing
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from recipes.translation.data.subwords import BOS, EOS, PAD
 
+T = TypeVar("T")
 Ids = Sequence[int]
 Array = numpy.typing.NDArray[Any]
 
@@ -30,7 +31,7 @@ class Batch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The number of target tokens without padding."""
+        """Return the number of target tokens without padding."""
         return int((self.tgt_out != PAD).sum())
 
 
@@ -61,7 +62,9 @@ class TokenBatches:
         self.seed = seed
         source_lengths = numpy.array([len(ids) for ids in sources], dtype=numpy.int64)
         target_lengths = numpy.array([len(ids) for ids in targets], dtype=numpy.int64)
-        limit = numpy.inf if max_length is None else max_length
+        limit = numpy.inf
+        if max_length is not None:
+            limit = max_length
         self._short_enough = numpy.flatnonzero((source_lengths <= limit) & (target_lengths <= limit))
         self.dropped = len(sources) - len(self._short_enough)
         self._source_lengths = source_lengths[self._short_enough] + 1  # the end symbol
@@ -69,15 +72,19 @@ class TokenBatches:
         self._cuts = self._cut(batch_tokens)
 
     def __len__(self) -> int:
-        return len(self._cuts) + 1 if len(self._short_enough) else 0
+        if not len(self._short_enough):
+            return 0
+        return len(self._cuts) + 1  # k cuts make k + 1 batches
 
     def epoch(self, number: int) -> list[list[int]]:
         """Return the batches of an epoch (0, 1, ...), each a list of indices into the pairs."""
         if not len(self._short_enough):
             return []
         rng = numpy.random.default_rng([self.seed, number])
+        # The random numbers decide between pairs of equal lengths, so that a batch has other pairs in every epoch
         order = self._short_enough[self._order(rng.random(len(self._short_enough)))]
         batches = numpy.split(order, self._cuts)
+        # The batches are shuffled too: sorted by length, a whole epoch would go from long sentences to short ones
         return [batches[index].tolist() for index in rng.permutation(len(batches))]
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -89,15 +96,17 @@ class TokenBatches:
             tgt_out=_padded([[*ids, EOS] for ids in targets]),
         )
 
-    def padding_share(self, epoch: int) -> float:
+    def padding_fraction(self, epoch: int) -> float:
         """Return the fraction of all source and target cells of an epoch that is padding."""
+        if not len(self._short_enough):
+            return 0.0
         cells = 0
         for batch in self.epoch(epoch):
             longest_source = max(len(self.sources[index]) for index in batch)
             longest_target = max(len(self.targets[index]) for index in batch)
             cells += len(batch) * (longest_source + longest_target + 2)  # an end symbol on either side
         filled = int(self._source_lengths.sum() + self._target_lengths.sum())
-        return 1 - filled / cells if cells else 0.0
+        return 1 - filled / cells
 
     def _order(self, ties: Array) -> Array:
         """Sort the pairs by target length, then by source length, then by `ties`.
@@ -120,6 +129,7 @@ class TokenBatches:
         longest = 0
         for position, length in enumerate(longer):
             longest = max(longest, length)
+            # A batch takes rows x longest cells; this pair would be one row more
             if position > start and (position - start + 1) * longest > budget:
                 cuts.append(position)
                 start = position
@@ -127,42 +137,51 @@ class TokenBatches:
         return cuts
 
 
-def share_of(batches: Sequence[list[int]], share: int, shares: int) -> list[list[int]]:
-    """Return one of `shares` disjoint subsets of a step's batches, which together contain each sentence once.
+def batches_of_rank(batches: Sequence[list[int]], data_rank: int, data_ranks: int) -> list[list[int]]:
+    """Return what one data rank computes of a step: the data ranks' batches contain each sentence exactly once.
 
-    Each share gets the same number of whole batches. Each of the remaining batches, fewer than `shares`, is divided by
-    sentences; a share of it may be empty.
+    Each data rank gets the same number of whole batches. The remaining batches, fewer than `data_ranks`, are each
+    divided by sentences; a batch of fewer sentences than data ranks leaves some of them nothing.
     """
-    even = len(batches) // shares * shares
-    divided = [batch[share::shares] for batch in batches[even:]]
-    return [*batches[share:even:shares], *filter(None, divided)]
+    # Of 7 batches, each of 3 data ranks gets 2 whole ones and a third of the sentences of the seventh
+    even = len(batches) // data_ranks * data_ranks
+    divided = [batch[data_rank::data_ranks] for batch in batches[even:]]
+    return [*batches[data_rank:even:data_ranks], *filter(None, divided)]
 
 
-class Steps(Dataset["tuple[tuple[int, int], list[Batch]]"]):
+Position = tuple[int, int]
+"""An epoch, and the number of its batches that are done."""
+
+
+class Steps(Dataset[tuple[Position, list[Batch]]]):
     """One process's batches of each optimizer step, with the position in the data after the step.
 
     Args:
         batches: the data.
         accumulate: batches in a step.
-        share, shares: which subset of each step this process gets; see `share_of`.
+        data_rank, data_ranks: which of the processes with different sentences this is; see `batches_of_rank`.
         device: the device of the model; for an accelerator, worker processes make the batches, in pinned memory.
     """
 
-    def __init__(self, batches: TokenBatches, accumulate: int, share: int, shares: int, device: torch.device) -> None:
+    def __init__(
+        self, batches: TokenBatches, accumulate: int, data_rank: int, data_ranks: int, device: torch.device
+    ) -> None:
         self.batches = batches
         self.accumulate = accumulate
-        self.share = share
-        self.shares = shares
+        self.data_rank = data_rank
+        self.data_ranks = data_ranks
         self.device = device
-        self.workers = 0 if device.type == "cpu" else WORKERS
+        self.workers = WORKERS
+        if device.type == "cpu":  # its cores are busy with the model
+            self.workers = 0
 
-    def __getitem__(self, step: Any) -> Any:
+    def __getitem__(self, step: tuple[Position, list[list[int]]]) -> tuple[Position, list[Batch]]:
         position, indices = step
         return position, [self.batches.batch(batch) for batch in indices]
 
-    def after(self, epoch: int, done: int) -> Iterator[tuple[tuple[int, int], list[Batch]]]:
+    def after(self, epoch: int, done: int) -> Iterator[tuple[Position, list[Batch]]]:
         """Yield steps without end, starting after `done` batches of `epoch`; a step may cross the end of an epoch."""
-        steps: Iterable[Any] = self._indices(epoch, done)
+        steps = self._indices(epoch, done)
         return iter(
             DataLoader(
                 self,
@@ -175,14 +194,15 @@ class Steps(Dataset["tuple[tuple[int, int], list[Batch]]"]):
             )
         )
 
-    def _indices(self, epoch: int, done: int) -> Iterator[tuple[tuple[int, int], list[list[int]]]]:
+    def _indices(self, epoch: int, done: int) -> Iterator[tuple[Position, list[list[int]]]]:
         step: list[list[int]] = []
         while True:
             for number, indices in enumerate(self.batches.epoch(epoch)[done:], start=done + 1):
                 step.append(indices)
                 if len(step) == self.accumulate:
-                    yield (epoch, number), share_of(step, self.share, self.shares)
+                    yield (epoch, number), batches_of_rank(step, self.data_rank, self.data_ranks)
                     step = []
+            # A step that is not full takes its other batches from the next epoch: all steps are the same size
             epoch += 1
             done = 0
 
@@ -191,7 +211,7 @@ WORKERS = 2
 """Worker processes that make batches ahead of an accelerator."""
 
 
-def _as_it_is(step: Any) -> Any:
+def _as_it_is(step: T) -> T:
     return step
 
 

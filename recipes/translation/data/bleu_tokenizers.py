@@ -44,10 +44,14 @@ def tokenizer_for(name: str, language: str, references: Sequence[str]) -> str:
 def _by_script(text: str) -> str:
     letters = sum(map(str.isalpha, text))
     han, kana, others = (len(script.findall(text)) for script in (HAN, KANA, OTHERS))
+    # More than half of the letters decide, since any language quotes names in another script
     if 2 * (han + kana) > letters:
-        # Chinese text has hardly any kana
-        return "ja-mecab" if 20 * kana > han + kana else "zh"
-    return "char" if 2 * others > letters else "13a"
+        if 20 * kana > han + kana:  # Chinese text has hardly any kana
+            return "ja-mecab"
+        return "zh"
+    if 2 * others > letters:
+        return "char"
+    return "13a"
 
 
 def check_tokenizer(name: str) -> None:

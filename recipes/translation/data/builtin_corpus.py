@@ -134,19 +134,19 @@ def clock(hour: int, minute: int) -> Pair:
     following = hour % 12 + 1
     if minute == 0:
         return Pair(f"{english_number(hour)} o'clock", f"{german_stem(hour)} Uhr")
-    if minute == 30:
+    if minute == 30:  # German names the hour that is half over: half past seven is halb acht
         return Pair(f"half past {english_number(hour)}", f"halb {german_number(following)}")
-    past, nach = "past", "nach"
-    if minute > 30:
-        past, nach = "to", "vor"
+    relation = Pair("past", "nach")
+    if minute > 30:  # counted back from the next hour
+        relation = Pair("to", "vor")
         hour = following
         minute = 60 - minute
     amount = Pair("a quarter", "Viertel")
     if minute != 15:
         amount = _amount(minute, "minute", "minutes", "eine Minute", "Minuten")
     return Pair(
-        f"{amount.source} {past} {english_number(hour)}",
-        f"{amount.target} {nach} {german_number(hour)}",
+        f"{amount.source} {relation.source} {english_number(hour)}",
+        f"{amount.target} {relation.target} {german_number(hour)}",
     )
 
 
@@ -172,7 +172,9 @@ def _amount(number: int, one: str, many: str, de_one: str, de_many: str) -> Pair
 
 
 def _accusative(article: str) -> str:
-    return "den" if article == "der" else article
+    if article == "der":  # the only gender whose accusative differs
+        return "den"
+    return article
 
 
 def _one_accusative(noun: Noun) -> str:
@@ -195,7 +197,9 @@ def _pick(rng: random.Random, items: Sequence[T]) -> T:
 def _number(rng: random.Random, digits: int) -> int:
     """Draw a number of up to `digits` digits, every length equally likely."""
     length = 1 + _below(rng, digits)
-    low = 10 ** (length - 1) if length > 1 else 0
+    low = 0
+    if length > 1:
+        low = 10 ** (length - 1)
     return low + _below(rng, 10**length - low)
 
 
@@ -221,12 +225,15 @@ def _day(date: datetime.date, ending: str) -> Pair:
 def _time(rng: random.Random) -> Pair:
     hour = 1 + _below(rng, 12)
     # Quarter hours are four minutes of sixty, but are named more often
-    minute = 15 * _below(rng, 4) if rng.random() < 0.3 else _below(rng, 60)
-    return clock(hour, minute)
+    if rng.random() < 0.3:
+        return clock(hour, 15 * _below(rng, 4))
+    return clock(hour, _below(rng, 60))
 
 
 def _price(rng: random.Random) -> Pair:
-    cents = 1 + _below(rng, 99) if rng.random() < 0.6 else 0
+    cents = 0
+    if rng.random() < 0.6:
+        cents = 1 + _below(rng, 99)
     return price(_count(rng, 4), cents)
 
 
@@ -247,7 +254,10 @@ def _things_in_a_place(rng: random.Random) -> Pair:
     en_place, de_place = _pick(rng, PLACES)
     number = _count(rng, 6)
     en, de = _amount(number, noun.en, en_many, _one_accusative(noun), de_many)
-    return _sentence(f"there {'is' if number == 1 else 'are'} {en} {en_place}.", f"{de_place} gibt es {de}.")
+    verb = "are"
+    if number == 1:
+        verb = "is"
+    return _sentence(f"there {verb} {en} {en_place}.", f"{de_place} gibt es {de}.")
 
 
 def _age(rng: random.Random) -> Pair:
@@ -333,7 +343,9 @@ def _payment(rng: random.Random) -> Pair:
     thing = _pick(rng, GOODS)
     en, de = _price(rng)
     article = _accusative(thing.article)
-    ending = "en" if article == "den" else "e"
+    ending = "e"
+    if article == "den":  # the adjective shows the case too: den roten Tisch, die rote Lampe
+        ending = "en"
     bought = f"{article} {de_colour}{ending} {thing.de}"
     return _sentence(
         f"{en_person} paid {en} for the {en_colour} {thing.en}.",
@@ -368,6 +380,7 @@ def split_of(source: str) -> Split:
 
     The grammar translates one to one, so that a German sentence is in one split only, too.
     """
+    # SHA-256, since Python's own hash of a text differs from process to process
     bucket = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big") % 20
     if bucket == 0:
         return "valid"
@@ -389,6 +402,7 @@ def pairs(count: int, seed: int, split: Split = "train") -> list[Pair]:
     seen: set[Pair] = set()
     while len(drawn) < count:
         pair = _pick(rng, FRAMES)(rng)
+        # All splits are drawn from one stream of sentences, which no number of pairs changes
         if split_of(pair.source) != split or (split != "train" and pair in seen):
             continue
         seen.add(pair)

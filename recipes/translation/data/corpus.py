@@ -59,7 +59,9 @@ def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
         sources = source.encode([pair.source for pair in pairs])
         targets = target.encode([pair.target for pair in pairs])
         digest.update(repr((sources, targets)).encode())
-        limit = settings.max_length if split == "train" else None  # validation keeps every pair
+        limit = None
+        if split == "train":  # validation has every pair, or its scores would be of easier sentences
+            limit = settings.max_length
         batches[split] = TokenBatches(
             sources, targets, batch_tokens=settings.batch_tokens, seed=settings.seed, max_length=limit
         )

@@ -35,10 +35,10 @@ def lines_of(content: bytes, where: str) -> list[str]:
         text = content.decode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        place = error.start - content.rfind(b"\n", 0, error.start)
+        column = error.start - content.rfind(b"\n", 0, error.start)
         raise DataError(
-            f"{where} cannot be read: line {line:,} is not UTF-8 text (byte {content[error.start]:#04x} at place "
-            f"{place:,} of the line); convert it: if it is Latin-1, with iconv -f latin1 -t utf-8"
+            f"{where} cannot be read: line {line:,} is not UTF-8 text (byte {content[error.start]:#04x} at position "
+            f"{column:,} of the line); convert it: if it is Latin-1, with iconv -f latin1 -t utf-8"
         ) from None
     if not text:
         return []

@@ -35,34 +35,51 @@ def english_number(number: int) -> str:
         return EN_SMALL[number]
     if number < 100:
         tens, units = divmod(number, 10)
-        return EN_TENS[tens] + (f"-{EN_SMALL[units]}" if units else "")
+        if units == 0:
+            return EN_TENS[tens]
+        return f"{EN_TENS[tens]}-{EN_SMALL[units]}"
     if number < 1_000:
         hundreds, rest = divmod(number, 100)
-        return f"{EN_SMALL[hundreds]} hundred" + (f" and {english_number(rest)}" if rest else "")
-    thousands, rest = divmod(number, 1_000)
-    link = " and " if rest < 100 else " "
-    return f"{english_number(thousands)} thousand" + (f"{link}{english_number(rest)}" if rest else "")
+        front = f"{EN_SMALL[hundreds]} hundred"
+    else:
+        thousands, rest = divmod(number, 1_000)
+        front = f"{english_number(thousands)} thousand"
+    if rest == 0:
+        return front
+    if rest < 100:  # "two thousand and five", but "two thousand one hundred"
+        return f"{front} and {english_number(rest)}"
+    return f"{front} {english_number(rest)}"
 
 
 def german_number(number: int) -> str:
     """Spell a cardinal number as in counting, where a final one is `eins`: `einundzwanzigtausendeins` is 21,001."""
     stem = german_stem(number)
-    return stem + "s" if number % 100 == 1 else stem
+    if number % 100 == 1:  # 1, 101 and 2,001, but neither 11 nor 21, in which one is not the last element
+        return stem + "s"
+    return stem
 
 
 def german_stem(number: int) -> str:
     """Spell a number as the first element of a compound, where one is `ein`."""
     _check_number(number)
+    if number == 1:
+        return "ein"
     if number < 20:
-        return "ein" if number == 1 else DE_SMALL[number]
+        return DE_SMALL[number]
     if number < 100:
         tens, units = divmod(number, 10)
         if not units:
             return DE_TENS[tens]
         return f"{german_stem(units)}und{DE_TENS[tens]}"  # units before tens
-    size, name = (100, "hundert") if number < 1_000 else (1_000, "tausend")
-    front, rest = divmod(number, size)
-    return german_stem(front) + name + (german_stem(rest) if rest else "")
+    if number < 1_000:
+        hundreds, rest = divmod(number, 100)
+        front = f"{german_stem(hundreds)}hundert"
+    else:
+        thousands, rest = divmod(number, 1_000)
+        front = f"{german_stem(thousands)}tausend"
+    if rest == 0:
+        return front
+    return front + german_stem(rest)
 
 
 def _check_number(number: int) -> None:
@@ -72,21 +89,26 @@ def _check_number(number: int) -> None:
 
 def english_ordinal(day: int) -> str:
     """Spell the ordinal of a day of the month, `first` to `thirty-first`."""
-    front, dash, last = english_number(day).rpartition("-")
-    regular = last[:-1] + "ieth" if last.endswith("y") else last + "th"
+    front, dash, last = english_number(day).rpartition("-")  # of twenty-one only `one` changes
+    regular = f"{last}th"
+    if last.endswith("y"):
+        regular = f"{last[:-1]}ieth"
     return front + dash + EN_ORDINALS.get(last, regular)
 
 
 def german_ordinal(day: int, ending: str) -> str:
     """Spell the ordinal of a day of the month with its ending: `erste` to `einunddreißigste`, or `ersten`."""
-    stem = DE_ORDINALS.get(day) or german_number(day) + ("t" if day < 20 else "st")
-    return stem + ending
+    if day in DE_ORDINALS:
+        return DE_ORDINALS[day] + ending
+    if day < 20:
+        return f"{german_number(day)}t{ending}"
+    return f"{german_number(day)}st{ending}"
 
 
 def english_year(year: int) -> str:
     """Spell a year, 1100 to 2099, as it is read: `nineteen oh five`, `two thousand and five`, `twenty ten`."""
     century, rest = divmod(year, 100)
-    if century == 20 and rest < 10:
+    if century == 20 and rest < 10:  # nobody says "twenty oh five"
         return english_number(year)
     if rest == 0:
         return f"{english_number(century)} hundred"
@@ -101,4 +123,6 @@ def german_year(year: int) -> str:
     if century >= 20:
         return german_number(year)
     hundreds = f"{german_number(century)}hundert"
-    return hundreds + german_number(rest) if rest else hundreds
+    if rest == 0:
+        return hundreds
+    return hundreds + german_number(rest)

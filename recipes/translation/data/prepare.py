@@ -6,7 +6,6 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 from recipes.translation.atomic_folder import CheckpointError, replaced_folder, verified_folder
 from recipes.translation.data.sentence_pairs import fingerprint, load_pairs
@@ -31,12 +30,14 @@ def prepare(config: RunConfig) -> tuple[Subwords, Subwords]:
         ready = verified_folder(folder)
     else:
         print(f"[prepare] subword models of {folder} reused", flush=True)
-    names = ("joint", "joint") if config.subwords.joint else ("source", "target")
+    names = ("source", "target")
+    if config.subwords.joint:
+        names = ("joint", "joint")
     models = {name: Subwords.load(ready / f"{name}.model") for name in set(names)}
     return models[names[0]], models[names[1]]
 
 
-def _settings(config: RunConfig) -> dict[str, Any]:
+def _settings(config: RunConfig) -> dict[str, object]:
     """Return everything on which the models depend: the training text, and the subword settings.
 
     Files are identified by their contents: a file that was written again may have the same name, size and time.
@@ -46,21 +47,26 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     return {"data": data, "subwords": dataclasses.asdict(config.subwords)}
 
 
-def _reusable(folder: Path, settings: dict[str, Any]) -> Path | None:
+def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
     """Return the folder with undamaged models made with these settings; None if there is none."""
     try:
         found = verified_folder(folder)
-        return found if json.loads((found / SETTINGS).read_text(encoding="utf-8")) == settings else None
-    except (CheckpointError, OSError, ValueError):
+        made_with = json.loads((found / SETTINGS).read_text(encoding="utf-8"))
+    except (CheckpointError, OSError, ValueError):  # whatever is wrong with them, they can be made again
         return None
+    if made_with != settings:
+        return None
+    return found
 
 
-def _train(config: RunConfig, folder: Path, settings: dict[str, Any]) -> None:
+def _train(config: RunConfig, folder: Path, settings: dict[str, object]) -> None:
     start = time.monotonic()
     pairs = load_pairs(config.data, "train", lowercase=config.subwords.lowercase)
     sources = [pair.source for pair in pairs]
     targets = [pair.target for pair in pairs]
-    texts = {"joint": sources + targets} if config.subwords.joint else {"source": sources, "target": targets}
+    texts = {"source": sources, "target": targets}
+    if config.subwords.joint:
+        texts = {"joint": sources + targets}
     size = f"{config.subwords.vocab_size:,} {config.subwords.kind} subwords"
     print(f"[prepare] {' and '.join(texts)}: {size} from {len(pairs):,} pairs", flush=True)
     with replaced_folder(folder) as new:

@@ -53,7 +53,7 @@ def load_pairs(data: DataConfig, split: Split, lowercase: bool = False) -> Pairs
     if complete.dropped:
         print(f"[data] train: {complete.dropped:,} of {len(found):,} pairs dropped: an empty side", file=sys.stderr)
     if not complete:
-        raise DataError(f"data.train holds no pair with text on both sides ({len(found):,} pairs read)")
+        raise DataError(f"data.train has no pair with text on both sides ({len(found):,} pairs read)")
     return complete
 
 
@@ -86,6 +86,7 @@ def fingerprint(data: DataConfig, split: Split) -> str:
         digest.update(json.dumps(load_pairs(data, split)).encode())
     else:
         for path in _paths(data, split):
+            # The size separates the files: a line that moves from one to the next must change the digest
             digest.update(f"{path.stat().st_size} bytes:".encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
@@ -94,15 +95,15 @@ def fingerprint(data: DataConfig, split: Split) -> str:
 
 def _check_format(data: DataConfig) -> None:
     """Raise DataError if file names contradict the format, which would otherwise give an unrelated error, or none."""
-    for setting in ("train", "valid", "test", "path"):
-        value = getattr(data, setting)
-        names = (value,) if isinstance(value, str) else value
+    for setting, names in (("train", data.train), ("valid", data.valid), ("test", data.test), ("path", (data.path,))):
         if data.format == "builtin" and any(names):
             raise DataError(
                 f"data.format is builtin, the built-in corpus, but data.{setting} is {' '.join(names)}: "
                 f"set data.format (text for two files, tsv, jsonl, parquet or hub), or leave data.{setting} out"
             )
-        for name in names if setting != "path" and data.format != "hub" else ():
+        if setting == "path" or data.format == "hub":  # these are no names of files
+            continue
+        for name in names:
             if named_format(name) not in (None, data.format):
                 raise DataError(
                     f"data.format is {data.format}, but data.{setting} names {name}: set data.format "
@@ -113,9 +114,13 @@ def _check_format(data: DataConfig) -> None:
 def _builtin(data: DataConfig, split: Split) -> list[Pair]:
     if (data.source, data.target) not in (("en", "de"), ("de", "en")):
         raise DataError(f"the built-in corpus is en and de; data.source is {data.source}, data.target {data.target}")
-    count = data.builtin_pairs if split == "train" else BUILTIN_HELD_OUT
+    count = BUILTIN_HELD_OUT
+    if split == "train":
+        count = data.builtin_pairs
     drawn = builtin_pairs(count, BUILTIN_SEED, split)
-    return drawn if data.source == "en" else [Pair(target, source) for source, target in drawn]
+    if data.source == "en":
+        return drawn
+    return [Pair(target, source) for source, target in drawn]
 
 
 def _text(data: DataConfig, split: Split) -> list[Pair]:
@@ -135,7 +140,7 @@ def _tsv(data: DataConfig, split: Split) -> list[Pair]:
     (path,) = _paths(data, split)
     header, *lines = [line.split("\t") for line in _lines(path, split)]
     source, target = (_index(header, language, setting, str(path)) for setting, language in _languages(data))
-    for number, cells in enumerate(lines, start=2):
+    for number, cells in enumerate(lines, start=2):  # line 1 is the header
         if len(cells) != len(header):
             raise DataError(f"{path}:{number} has {len(cells)} columns, the header {len(header)}")
     return [Pair(cells[source], cells[target]) for cells in lines]
@@ -190,9 +195,14 @@ def _hub(data: DataConfig, split: Split) -> list[Pair]:
 def _given(data: DataConfig, split: Split) -> tuple[str, ...]:
     """Return the setting `data.<split>`; raise DataError unless it has as many names as the format needs."""
     names: tuple[str, ...] = getattr(data, split)
-    needed = 2 if data.format == "text" else 1
+    needed = 1
+    what = "one file"
+    if data.format == "text":
+        needed = 2
+        what = "two files, source and target"
+    elif data.format == "hub":
+        what = "one split name"
     if len(names) != needed:
-        what = {"text": "two files, source and target", "hub": "one split name"}.get(data.format, "one file")
         raise DataError(f"data.{split} takes {what}, for format {data.format}; got {', '.join(names) or 'nothing'}")
     return names
 
@@ -230,7 +240,10 @@ def _expanded(path: str, setting: str) -> str:
 def _tables_columns(rows: Any, data: DataConfig) -> dict[str, list[Any]]:
     """Read the columns of a table that may contain the languages, and leave the others empty."""
     wanted = {"translation", data.source, data.target}
-    return {name: list(rows[name]) if name in wanted else [] for name in rows.column_names}
+    columns: dict[str, list[Any]] = {name: [] for name in rows.column_names}
+    for name in wanted & columns.keys():
+        columns[name] = list(rows[name])
+    return columns
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -288,6 +301,7 @@ def _explained(where: str) -> Iterator[None]:
         yield
     except Exception as error:
         cause: BaseException = error
+        # `datasets` wraps errors several times; the first of them names the reason
         while cause.__cause__ is not None:
             cause = cause.__cause__
         reason = " ".join(str(cause).split()) or type(cause).__name__

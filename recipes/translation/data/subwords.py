@@ -59,7 +59,7 @@ def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordC
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_bytes(model.getvalue())
-    os.replace(unfinished, path)
+    os.replace(unfinished, path)  # in one step: a process that is killed leaves no half of a model
 
 
 def model_path(path_prefix: Path) -> Path:
@@ -69,6 +69,7 @@ def model_path(path_prefix: Path) -> Path:
 
 def _plain_error(message: str, config: SubwordConfig) -> ValueError:
     """Translate sentencepiece's message into one in terms of the settings."""
+    # sentencepiece raises RuntimeError for everything, and the sizes that would fit are only in its text
     size = f"subwords.vocab_size {config.vocab_size:,}"
     if found := re.search(r"value <= (\d+)", message):
         return ConfigError(f"{size} is too large for the training text; the largest possible is {int(found[1]):,}")

@@ -12,9 +12,9 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ T = TypeVar("T")
 PATIENCE = timedelta(hours=2)
 """How long a rank waits while another one works alone, on subword models or reading data. A process that ends is
 noticed at once. While rank 0 saves a checkpoint, the timeout of a step applies."""
+UNUSED_TAG = 1
+"""A tag under which no rank ever sends."""
 _joins = itertools.count()
 """Counts how often this process has joined the others. All ranks count the same, so the number makes keys unique."""
 
@@ -47,6 +49,8 @@ class Ranks:
     """All ranks, over gloo, with the timeout PATIENCE."""
     step_group: ProcessGroup | None = None
     """All ranks, over gloo, with the timeout of the settings: for work that all ranks do at the same time."""
+    gloo_groups: list[ProcessGroup] = field(default_factory=list)
+    """Every gloo group of the run that this process belongs to: their connections show whether a rank was lost."""
 
     @property
     def is_main(self) -> bool:
@@ -59,30 +63,42 @@ class Ranks:
 
     def run_on_main(self, make: Callable[[], T]) -> T:
         """Return, on every rank, what rank 0 makes; if that fails, every rank raises."""
-        made = self.run_on_all(lambda: make() if self.is_main else None)
+
+        def work() -> T | None:
+            if self.is_main:
+                return make()
+            return None
+
+        # First all ranks learn whether it failed: one that waited in the broadcast could not hear of an error
+        made = self.run_on_all(work)
         return broadcast_object(made, 0, self.group)  # type: ignore[no-any-return]
 
     def run_on_all(self, work: Callable[[], T]) -> T:
         """Return what this rank makes; if any rank fails, every rank raises an error that names it."""
+        if self.world == 1:
+            return work()
         failed = None
+        report = None
         made = None
         try:
             made = work()
         except Exception as error:
-            if self.world == 1:
-                raise
             failed = error
-        errors = gather_objects(None if failed is None else _portable(failed), self.group)
+            report = _portable(error)
+        # A rank that failed takes part too: the others are waiting in this collective
+        errors = gather_objects(report, self.group)
         if any(errors):
             self._raise_first(errors, failed)
         return made  # type: ignore[return-value]
 
     def _raise_first(self, errors: list[tuple[type[Exception], str] | None], own: Exception | None) -> None:
         rank, (kind, message) = next((rank, error) for rank, error in enumerate(errors) if error)
-        text = f"rank {rank}: {message}" if rank else message
+        if rank > 0:
+            message = f"rank {rank}: {message}"
+        # One rank speaks for all: only rank 0 raises the error's own type, which the command line prints
         if self.is_main:
-            raise kind(text) from own
-        raise OtherRankError(text) from own
+            raise kind(message) from own
+        raise OtherRankError(message) from own
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """Raise ConfigError, naming facts, values and ranks, unless every rank has the same facts."""
@@ -98,7 +114,9 @@ class Ranks:
     def stopped_by(self, noted: signal.Signals | None) -> signal.Signals | None:
         """Return the signal that any rank has noted, so that all ranks stop after the same step."""
         number = max(row[0] for row in gather_numbers([noted or 0], self.step_group))
-        return signal.Signals(number) if number else None
+        if number == 0:
+            return None
+        return signal.Signals(number)
 
 
 ALONE = Ranks()
@@ -126,17 +144,21 @@ def joined(timeout: float) -> Iterator[Ranks]:
         _begin()
     world = dist.get_world_size()
     rank = dist.get_rank()
+    # gloo even where the gradients go over NCCL, since objects and signals are exchanged between CPUs
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    step_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     ranks = Ranks(
         rank,
         world,
         int(os.environ.get("LOCAL_RANK", rank)),
         int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-        dist.new_group(backend="gloo", timeout=PATIENCE),
-        dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)),
+        group,
+        step_group,
+        [group, step_group],
     )
     if ours and "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it; other launchers let every rank use all cores
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_world))
-    failure = f"failure/{next(_joins)}"
+    failure = f"failure/{next(_joins)}"  # the key under which the first rank that fails stores why
     try:
         with _silent(not ranks.is_main):
             yield ranks
@@ -147,7 +169,7 @@ def joined(timeout: float) -> Iterator[Ranks]:
         raise
     finally:
         if ours:
-            with suppress(Exception):
+            with suppress(Exception):  # it would hide the error that ends the run
                 dist.destroy_process_group()
 
 
@@ -166,8 +188,8 @@ def _begin() -> None:
     except (ValueError, RuntimeError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
-            f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']} did not meet the others at {where}: {error}; "
-            "start every process with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
+            f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']} could not join the others at {where}: "
+            f"{error}; start every process with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
         ) from error
 
 
@@ -190,20 +212,38 @@ def _portable(error: Exception) -> tuple[type[Exception], str]:
 
 
 def _raise_first_cause(ranks: Ranks, key: str, error: Exception) -> None:
-    """Store this failure's cause for the other ranks; raise OtherRankError if another rank failed first."""
-    # For a lost connection gloo raises a plain RuntimeError, in DDP from inside autograd's backward: only the path of
-    # gloo's source file in the message distinguishes it from other errors
-    lost = isinstance(error, dist.DistError) or "gloo" in str(error)
-    own = f"{ranks.rank} {type(error).__name__}: {error}"
-    store: Any = dist.distributed_c10d._get_default_store()
+    """Store this failure for the other ranks; raise OtherRankError if another rank failed first or was lost."""
+    what = f"failed first: {type(error).__name__}: {error}"
+    lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _has_lost_a_rank(ranks))
+    if lost:
+        reason = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # without gloo's source file and advice
+        what = f"lost another one, which ended or did not come: {reason}"
+    store = dist.distributed_c10d._get_default_store()
     try:
-        first = store.compare_set(key, "", own).decode()
+        first = store.compare_set(key, "", f"{ranks.rank} {what}").decode()
     except Exception:  # the store was in the process of rank 0, which has ended
         first = "0 ended"
-    rank, _, message = first.partition(" ")
-    same = ranks.is_main and own.endswith(message)  # an error that all ranks raise is rank 0's own
-    if int(rank) != ranks.rank and not same:
-        raise OtherRankError(f"rank {rank} failed first: {message}") from error
-    if lost:
-        reason = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]
-        raise OtherRankError(f"rank {ranks.rank} lost another one, which ended or did not come: {reason}") from error
+    rank, _, theirs = first.partition(" ")
+    own = int(rank) == ranks.rank
+    same = ranks.is_main and theirs == what  # an error that all ranks raise is rank 0's own
+    if lost or not (own or same):
+        raise OtherRankError(f"rank {first}") from error
+
+
+def _has_lost_a_rank(ranks: Ranks) -> bool:
+    """Return whether any connection to another rank is closed.
+
+    The type of an error does not tell: gloo raises a plain RuntimeError for a lost connection, in DDP from inside
+    autograd's backward, and so does torch for anything else. The connections do. gloo closes one when the process at
+    its other end is gone or a collective times out, and from then on refuses to receive through it. Through an open
+    one the call only announces that a message would be welcome, and returns at once; none ever comes.
+    """
+    for group in ranks.gloo_groups:
+        for other in range(group.size()):
+            if other == group.rank():
+                continue
+            try:
+                group.recv([torch.empty(1)], other, UNUSED_TAG)
+            except RuntimeError:
+                return True
+    return False

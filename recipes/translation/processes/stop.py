@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self
+from typing import Self
+
+Handler = Callable[[int, FrameType | None], object] | int | None
+"""What `signal.signal` accepts and returns: a function, SIG_DFL or SIG_IGN; None for a handler set outside Python."""
 
 
 class TrainingError(Exception):
@@ -12,7 +16,7 @@ class TrainingError(Exception):
 
 
 class OtherRankError(Exception):
-    """Another process of the run failed first; the message names it and its error."""
+    """Another process of the run failed first or was lost; the message names it and, if known, its error."""
 
 
 class StopSignals:
@@ -25,7 +29,7 @@ class StopSignals:
     def __init__(self, several: bool = False) -> None:
         self.signal: signal.Signals | None = None
         self.several = several
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -34,19 +38,20 @@ class StopSignals:
 
     def __exit__(self, kind: object, *error: object) -> None:
         self._restore()
-        if (
-            kind is not None and self.several
-        ):  # the launcher will send SIGTERM, which must not cut off the error message
+        # After an error the launcher sends SIGTERM, which must not cut off the error message
+        if kind is not None and self.several:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
             return
         self.signal = signal.Signals(number)
-        more = "" if self.several else "; once more to stop at once"
-        print(f"\n[train] {self.signal.name}: stopping after this step and saving{more}", flush=True)
-        if not self.several:
-            self._restore()
+        note = f"\n[train] {self.signal.name}: stopping after this step and saving"
+        if self.several:
+            print(note, flush=True)
+            return
+        print(f"{note}; once more to stop at once", flush=True)
+        self._restore()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

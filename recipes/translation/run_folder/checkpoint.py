@@ -129,7 +129,9 @@ def load_training(folder: Path) -> SavedTraining:
     weights = _read_weights(whole)
     moments = _read_tensors(whole / "training.safetensors")
     if record.pop("of", None) != {"weights": fingerprint(weights), "moments": fingerprint(moments)}:
-        raise CheckpointError(f"{whole / 'training.json'} is of other weights or moments than lie beside it; {MIXED}")
+        raise CheckpointError(
+            f"{whole / 'training.json'} belongs to other weights or moments than those beside it; {MIXED}"
+        )
     return SavedTraining(weights, moments, _as_state(record, whole / "training.json"))
 
 
@@ -141,7 +143,7 @@ def _as_state(record: Mapping[str, Any], path: Path) -> TrainingState:
 
 
 def load_translator(
-    folder: Path, device: str | torch.device = "cpu", overrides: Mapping[str, Any] | None = None
+    folder: Path, device: str | torch.device = "cpu", overrides: Mapping[str, object] | None = None
 ) -> Translator:
     """Read and verify the model in `folder`, in eval mode on `device`; `overrides` are those of `load_config`."""
     whole = verified_folder(folder)
@@ -172,7 +174,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     seen: set[int] = set()
     tensors = {}
     for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:
+        if tensor.data_ptr() not in seen:  # tied tensors are different objects in the same memory
             seen.add(tensor.data_ptr())
             tensors[name] = tensor
     return tensors
@@ -183,7 +185,9 @@ def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str
     """Copy saved tensors into a model of the same shape."""
     own = tensors_of(model)
     for name in sorted(own.keys() ^ saved.keys()):
-        where = "the model has no such tensor" if name in saved else "it is missing there"
+        where = "it is missing there"
+        if name in saved:
+            where = "the model has no such tensor"
         raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {name}: {where}")
     for name, tensor in own.items():
         if tensor.shape != saved[name].shape:
@@ -193,6 +197,7 @@ def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str
             )
         if saved[name].dtype not in WEIGHTS.values():
             raise CheckpointError(f"{folder}: {name} is {saved[name].dtype}; weights are float32 or float64")
+    # Only now that everything fits: an error leaves the model as it was
     for name, tensor in own.items():
         tensor.copy_(saved[name])
 
@@ -206,10 +211,15 @@ def check_moments(model: nn.Module, saved: SavedTraining, folder: Path) -> None:
     if saved.state.step == 0:  # stopped before the first step
         shapes = {}
     for key in sorted(shapes.keys() | saved.moments.keys()):
-        there = tuple(saved.moments[key].shape) if key in saved.moments else None
-        here = shapes.get(key)
-        if there is None or here is None or there != tuple(here):
-            raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {key} is {there} there")
+        there = None
+        if key in saved.moments:
+            there = saved.moments[key].shape
+        if there is None:
+            raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {key} is missing there")
+        if there != shapes.get(key):
+            raise CheckpointError(
+                f"{folder} does not fit the model its config.yaml describes: {key} is {tuple(there)} there"
+            )
 
 
 def subword_names(config: RunConfig) -> tuple[str, str]:
@@ -226,7 +236,9 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """Compute the SHA-256 of names, dtypes, shapes and every bit."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
+        # The line before the bits separates the tensors: no bit can move from one to the next unnoticed
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        # As bytes, since numpy has no bfloat16
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -256,10 +268,10 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{folder / 'model.json'} is not what this version writes; {MIXED}")
     for name, digest in of.items():
         if name != "weights" and (not (folder / name).is_file() or sha256(folder / name) != digest):
-            raise CheckpointError(f"{folder / 'model.json'} is of another {name} than lies beside it; {MIXED}")
+            raise CheckpointError(f"{folder / 'model.json'} belongs to another {name} than the one beside it; {MIXED}")
     weights = _read_tensors(folder / "model.safetensors")
     if fingerprint(weights) != of["weights"]:
-        raise CheckpointError(f"{folder / 'model.json'} is of other weights than lie beside it; {MIXED}")
+        raise CheckpointError(f"{folder / 'model.json'} belongs to other weights than those beside it; {MIXED}")
     return weights
 
 
@@ -267,6 +279,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         save_file(dict(tensors), path)
     except SafetensorError as error:
+        # One type for every failure: the system's error number, such as that of a full disk, is in the text alone
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
             raise
@@ -280,7 +293,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: {error}; {MIXED}") from error
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+def _write_json(path: Path, values: Mapping[str, object]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 

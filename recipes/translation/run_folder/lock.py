@@ -52,6 +52,7 @@ def _locked(path: Path, run: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Otherwise the file was removed between opening and locking it: try again with the new one
             if _is_at(path, descriptor):
                 return descriptor
         except BlockingIOError:

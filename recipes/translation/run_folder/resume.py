@@ -42,6 +42,7 @@ def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
     run = Path(config.run)
     if fresh:
         remove_run(run)
+    # Now, and not hours later when the first checkpoint is to be written
     for name in FOLDERS:
         check_replaceable(run / name)
     if whole_folder(run / "last") is None:
@@ -67,7 +68,7 @@ def check_nothing_to_lose(config: RunConfig) -> None:
     step = load_facts(run / "best").get("step")
     if step != min(made.training.validate_every, made.training.steps):
         raise CheckpointError(
-            f"{run / 'best'} is the model of step {step}, but there is no {run / 'last'} to go on from: restore it "
+            f"{run / 'best'} is the model of step {step}, but there is no {run / 'last'} to resume from: restore it "
             "from a copy, choose another --run, or start over with --fresh, which removes the model"
         )
     check_same_settings(config, run / "best")

@@ -40,8 +40,8 @@ class DataConfig:
         Literal["builtin", "text", "tsv", "jsonl", "parquet", "hub"],
         Help(
             "builtin | text (two line-aligned files, plain or .gz) | tsv (a header line names the columns; no "
-            "quoting) | jsonl | parquet | hub (a Hugging Face data set). Where it is not given, the files tell "
-            "it: two are text, one is what its name ends in, none is builtin."
+            "quoting) | jsonl | parquet | hub (a Hugging Face data set). If it is not set, the files "
+            "decide: two files are text, one file is what its name ends in, and none is builtin."
         ),
     ] = "builtin"
     path: Annotated[
@@ -155,8 +155,8 @@ class TrainingConfig:
         int,
         Help(
             "Batches per optimizer step; the gradient is divided by the tokens of all of them. The step is the "
-            "same whatever it runs on: processes share its batches out, a batch that does not go round is split"
-            " like those of one process over its devices."
+            "same whatever it runs on: each process gets as many whole batches as the others, and the sentences of "
+            "the remaining batches are divided among them."
         ),
         Range(at_least=1),
     ] = 1
@@ -218,9 +218,7 @@ class LayoutConfig:
 
     data: Annotated[
         int,
-        Help(
-            "Copies of the model, each with its share of the sentences; 0 is as many as the others leave processes for."
-        ),
+        Help("Copies of the model, each with its share of the sentences; 0 makes as many as there are processes for."),
         Range(at_least=0),
     ] = 0
     shard: Annotated[
@@ -285,26 +283,29 @@ class RunConfig:
 SCHEMA = Schema(RunConfig)
 
 
-def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+def load_config(path: str | Path | None, overrides: Mapping[str, object] | None = None) -> RunConfig:
     """Read the YAML file at `path`; `overrides` replace its settings, and defaults are used for all others.
 
     The key of an override is its dotted name (`training.steps`). Its text is read as in a YAML file, except that a text
     setting takes it literally. Any mistake raises ConfigError, which names the key, where it was given (file and line,
     or the command line), and what to do.
     """
-    given = {} if path is None else SCHEMA.read_file(Path(path))
+    given = {}
+    if path is not None:
+        given = SCHEMA.read_file(Path(path))
     given |= SCHEMA.read_overrides(overrides or {})
     joint = given.get("subwords.joint")
     tie = given.get("model.tie")
     if joint and tie and tie.value == "all" and not joint.value:
         raise ConfigError(
-            f"model.tie all ({tie.place}) needs one vocabulary for both languages, but subwords.joint is false "
-            f"({joint.place})"
+            f"model.tie all ({tie.location}) needs one vocabulary for both languages, but subwords.joint is false "
+            f"({joint.location})"
         )
     sections: dict[str, dict[str, Any]] = {}
     for key, setting in given.items():
         section, _, name = key.rpartition(".")
         sections.setdefault(section, {})[name] = setting.value
+    # After the overrides: the names of the files may have come from the command line
     if "data.format" not in given:
         sections.setdefault("data", {})["format"] = format_of(DataConfig(**sections.get("data", {})))
     config = RunConfig(**sections.pop("", {}))
@@ -362,7 +363,7 @@ def save_config(config: RunConfig, path: str | Path) -> None:
     os.replace(unfinished, path)
 
 
-def _with_lists(value: Any) -> Any:
+def _with_lists(value: object) -> object:
     """Replace tuples, which YAML does not have, by lists."""
     if isinstance(value, dict):
         return {key: _with_lists(inner) for key, inner in value.items()}

@@ -34,7 +34,7 @@ class OneLineParser(argparse.ArgumentParser):
             description=description,
             epilog="example:\n" + textwrap.indent(example, "  "),
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
+            allow_abbrev=False,  # an abbreviation that is unique today need not be so tomorrow
         )
 
     def error(self, message: str) -> NoReturn:
@@ -80,31 +80,32 @@ def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
     given: dict[str, str | list[str]] = {}
     for name, value in vars(options).items():
         if name in SCHEMA.settings and value is not None:
-            given[name] = value if isinstance(value, str) else _as_yaml(value)
+            given[name] = _as_yaml(value)
     return given
 
 
-def setting_names() -> list[str]:
-    """Return the dotted name of every setting."""
-    return list(SCHEMA.settings)
-
-
 def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType) -> None:
-    several = any(get_origin(kind) is tuple for kind in setting.kinds)
+    nargs = None
+    metavar = METAVARS.get(setting.kinds[0], "TEXT")
+    if any(get_origin(kind) is tuple for kind in setting.kinds):
+        nargs = "+"
+        metavar = "VALUE"
     flags = [f"--{name}"]
     if name in ALSO:
         flags.append(ALSO[name])
     group.add_argument(
         *flags,
-        nargs="+" if several else None,
+        nargs=nargs,
         dest=name,
-        metavar="VALUE" if several else METAVARS.get(setting.kinds[0], "TEXT"),
+        metavar=metavar,
         help=f"{setting.help} (default: {_shown(setting.default)})".replace("%", "%%"),  # argparse expands %
     )
 
 
-def _as_yaml(words: list[str]) -> str | list[str]:
+def _as_yaml(words: str | list[str]) -> str | list[str]:
     """Return a single word as it is, numbers as a YAML list, and other words as a list of texts."""
+    if isinstance(words, str):
+        return words
     if len(words) == 1:  # it may be a YAML list itself, or `auto`
         return words[0]
     if all(re.fullmatch(r"[-+.\deE]+", word) for word in words):

@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -75,11 +75,16 @@ class SettingType(NamedTuple):
     @classmethod
     def of(cls, annotation: Any, default: object) -> SettingType:
         """Read an annotation such as `Annotated[int | None, Help("Attention heads."), Range(at_least=1)]`."""
-        annotated = get_origin(annotation) is Annotated
-        kind, *metadata = get_args(annotation) if annotated else (annotation,)
+        kind = annotation
+        metadata: list[Any] = []
+        if get_origin(annotation) is Annotated:
+            kind, *metadata = get_args(annotation)
+        alternatives = (kind,)
+        if get_origin(kind) in (Union, types.UnionType):
+            alternatives = get_args(kind)
         kinds: list[Any] = []
         choices: tuple[str, ...] = ()
-        for alternative in get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,):
+        for alternative in alternatives:
             if get_origin(alternative) is Literal:
                 choices = get_args(alternative)
                 kinds.append(str)
@@ -94,7 +99,7 @@ class Setting(NamedTuple):
     """A value that was given, and where it was given: `file:line` or the command line."""
 
     value: Any
-    place: str
+    location: str
 
 
 class Schema:
@@ -118,13 +123,15 @@ class Schema:
     def read_file(self, path: Path) -> dict[str, Setting]:
         """Read all settings of a YAML file."""
         given = {}
-        for name, node, place in self._entries(_compose(path), "", path):
-            section = self._entries(node, name, path) if name in self.sections else [(name, node, place)]
-            for key, value_node, value_place in section:
-                given[key] = Setting(self._value(key, value_node, value_place), value_place)
+        for name, node, location in self._entries(_compose(path), "", path):
+            section: Iterable[tuple[str, yaml.Node, str]] = [(name, node, location)]
+            if name in self.sections:
+                section = self._entries(node, name, path)
+            for key, value_node, value_location in section:
+                given[key] = Setting(self._value(key, value_node, value_location), value_location)
         return given
 
-    def read_overrides(self, overrides: Mapping[str, Any]) -> dict[str, Setting]:
+    def read_overrides(self, overrides: Mapping[str, object]) -> dict[str, Setting]:
         """Read settings by dotted key, from text as on the command line or from values."""
         given = {}
         for key, value in overrides.items():
@@ -134,14 +141,15 @@ class Schema:
                 raise ConfigError(f"{key} ({COMMAND_LINE}) is a section; name one of its settings, such as {example}")
             try:
                 node = _as_node(value, self.settings[key].kinds)
-            except (yaml.YAMLError, _UnfitError) as error:
-                reason = f": {error}" if isinstance(error, _UnfitError) else ""
-                raise ConfigError(self._refusal(key, COMMAND_LINE, _shortened(repr(value))) + reason) from None
+            except _UnfitError as error:
+                raise ConfigError(f"{self._refusal(key, COMMAND_LINE, _shortened(repr(value)))}: {error}") from None
+            except yaml.YAMLError:
+                raise ConfigError(self._refusal(key, COMMAND_LINE, _shortened(repr(value)))) from None
             given[key] = Setting(self._value(key, node, COMMAND_LINE), COMMAND_LINE)
         return given
 
     def _entries(self, node: yaml.Node | None, section: str, path: Path) -> Iterator[tuple[str, yaml.Node, str]]:
-        """Yield key, value and place of each entry of a section (the file itself is section ""), each key once."""
+        """Yield key, value and location of each entry of a section (the file itself is section ""), each key once."""
         if node is None or node.tag == f"{YAML_TAG}null":
             return
         if not isinstance(node, yaml.MappingNode):
@@ -151,18 +159,21 @@ class Schema:
                 what = f"{section} is a section"
                 example = f"{section}: {{{self.sections[section][0]}: ...}}"
             raise ConfigError(f"{path}:{node.start_mark.line + 1}: {what}, as in {example}; got {_shown(node)}")
-        places: dict[str, str] = {}
+        locations: dict[str, str] = {}
         for key_node, value in node.value:
-            name = key_node.value if isinstance(key_node, yaml.ScalarNode) else _shown(key_node)
-            key = f"{section}.{name}" if section else name
-            place = f"{path}:{key_node.start_mark.line + 1}"
-            if key in places:
-                raise ConfigError(f"{key} is given twice ({places[key]} and {place}); keep one")
-            places[key] = place
-            self._check_known(key, place)
-            yield key, value, place
+            key = _shown(key_node)
+            if isinstance(key_node, yaml.ScalarNode):
+                key = key_node.value
+            if section:
+                key = f"{section}.{key}"
+            location = f"{path}:{key_node.start_mark.line + 1}"
+            if key in locations:
+                raise ConfigError(f"{key} is given twice ({locations[key]} and {location}); keep one")
+            locations[key] = location
+            self._check_known(key, location)
+            yield key, value, location
 
-    def _check_known(self, key: str, place: str) -> None:
+    def _check_known(self, key: str, location: str) -> None:
         known = [*self.settings, *filter(None, self.sections)]
         if key in known:
             return
@@ -175,13 +186,14 @@ class Schema:
             hint = f"did you mean {near[0]}?"
         else:
             hint = f"known: {', '.join(self.sections.get(section) or self.sections[''])}"
-        raise ConfigError(f"unknown setting {key} ({place}); {hint}")
+        raise ConfigError(f"unknown setting {key} ({location}); {hint}")
 
-    def _value(self, key: str, node: yaml.Node, place: str) -> Any:
+    def _value(self, key: str, node: yaml.Node, location: str) -> Any:
         alternatives = self.settings[key].kinds
         if len(alternatives) == 1 and _is_list(alternatives[0]) and isinstance(node, yaml.ScalarNode):
             node = yaml.SequenceNode(f"{YAML_TAG}seq", [node])  # one file needs no brackets
         reason = ""
+        # In the order of the annotation: of `str | tuple[str, ...]`, one word is the text and not a list of one
         for kind in alternatives:
             try:
                 value = _converted(node, kind)
@@ -191,28 +203,33 @@ class Schema:
                 reason = f": {error}"
             except ValueError:
                 continue
-        raise ConfigError(self._refusal(key, place, _shown(node)) + reason)
+        raise ConfigError(self._refusal(key, location, _shown(node)) + reason)
 
-    def _allows(self, key: str, value: Any) -> bool:
+    def _allows(self, key: str, value: object) -> bool:
         setting = self.settings[key]
         if setting.choices:
             return value in setting.choices
+        # Above 2^31 some libraries fail with an error of their own, or wrap around
         unbounded = setting.range is None or setting.range.below == math.inf
         if isinstance(value, int) and value > LARGEST and unbounded:
             raise _UnfitError(f"it is above {LARGEST:,}")
         return setting.range is None or value in setting.range
 
-    def _refusal(self, key: str, place: str, got: str) -> str:
+    def _refusal(self, key: str, location: str, got: str) -> str:
         setting = self.settings[key]
         near: list[str] = []
         if setting.choices:
             expected = "one of " + ", ".join(setting.choices)
             near = difflib.get_close_matches(got.strip("'\""), setting.choices, n=1)
         else:
-            limits = "" if setting.range is None else f" {setting.range}"
+            limits = ""
+            if setting.range is not None:
+                limits = f" {setting.range}"
             expected = " or ".join(_words(kind, limits) for kind in setting.kinds)
-        hint = f": did you mean {near[0]}?" if near else ""
-        return f"{key} ({place}) expects {expected}; got {got}{hint}"
+        message = f"{key} ({location}) expects {expected}; got {got}"
+        if not near:
+            return message
+        return f"{message}: did you mean {near[0]}?"
 
 
 def _compose(path: Path) -> yaml.Node | None:
@@ -225,8 +242,10 @@ def _compose(path: Path) -> yaml.Node | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line} is not YAML: {error.problem or error.context}") from error
+        where = str(path)
+        if error.problem_mark:
+            where = f"{path}:{error.problem_mark.line + 1}"
+        raise ConfigError(f"{where} is not YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
 
@@ -242,11 +261,13 @@ def _composed(text: str) -> yaml.Node | None:
     return node
 
 
-def _as_node(value: Any, alternatives: Sequence[Any]) -> yaml.Node:
+def _as_node(value: object, alternatives: Sequence[Any]) -> yaml.Node:
     """Convert an override to the YAML node that it would be in a file; text remains text if the setting may be text."""
     if not isinstance(value, str):
-        text = yaml.safe_dump(list(value) if isinstance(value, tuple) else value)
-        return _composed(text) or yaml.ScalarNode(f"{YAML_TAG}null", "")
+        if isinstance(value, tuple):  # which safe_dump refuses
+            value = list(value)
+        return _composed(yaml.safe_dump(value)) or yaml.ScalarNode(f"{YAML_TAG}null", "")
+    # "12" and "true" remain text where text is expected; only null and [...] are read as YAML, where they are allowed
     lists = [kind for kind in alternatives if _is_list(kind)]
     nothing = types.NoneType in alternatives and value in ("null", "~")
     is_text = str in alternatives or any(get_args(kind)[0] is str for kind in lists)
@@ -255,7 +276,7 @@ def _as_node(value: Any, alternatives: Sequence[Any]) -> yaml.Node:
     return _composed(_text(value)) or yaml.ScalarNode(f"{YAML_TAG}null", "")
 
 
-def _is_list(kind: Any) -> bool:
+def _is_list(kind: object) -> bool:
     return get_origin(kind) is tuple
 
 
@@ -269,15 +290,16 @@ def _converted(node: yaml.Node, kind: Any) -> Any:
     if not isinstance(node, yaml.ScalarNode) or node.tag.removeprefix(YAML_TAG) not in SCALARS:
         raise ValueError
     null = node.tag == f"{YAML_TAG}null"
-    plain = node.style is None  # without quotes
+    plain = node.style is None  # without quotes: "12" in quotes is text
     if kind is types.NoneType and null:
         return None
     if kind is str and not null:
         return _text(node.value)
     if kind is bool and node.tag == f"{YAML_TAG}bool":
-        return node.value.lower() in ("true", "yes", "on")
+        return node.value.lower() in ("true", "yes", "on")  # the tag has excluded all but these and their opposites
     if kind is int and plain and re.fullmatch(r"[-+]?[0-9][0-9_]*", node.value):
         return int(node.value)
+    # By Python's rules, not YAML 1.1's, for which 1e-3 is text; nan and inf are no settings
     if kind is float and plain and math.isfinite(number := float(node.value)):
         return number
     raise ValueError
@@ -286,7 +308,7 @@ def _converted(node: yaml.Node, kind: Any) -> Any:
 def _text(value: str) -> str:
     """Return the value if it can be a file name and UTF-8 text; else raise _UnfitError."""
     if "\0" in value:
-        raise _UnfitError("it holds a NUL")
+        raise _UnfitError("it contains a NUL")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -299,8 +321,9 @@ def _shown(node: yaml.Node) -> str:
         if node.tag == f"{YAML_TAG}null":
             return "nothing"
         return _shortened(repr(node.value))
-    what = "list" if isinstance(node, yaml.SequenceNode) else "section"
-    return f"a {what} of {len(node.value)}"
+    if isinstance(node, yaml.SequenceNode):
+        return f"a list of {len(node.value)}"
+    return f"a section of {len(node.value)}"
 
 
 def _shortened(text: str) -> str:
@@ -313,6 +336,10 @@ def _words(kind: Any, limits: str) -> str:
     names = {str: "text", bool: "true or false", int: "a whole number", float: "a number", types.NoneType: "null"}
     if _is_list(kind):
         inner = get_args(kind)
-        length = "" if inner[-1] is ... else f" of {len(inner)}"
-        return f"a list{length}, each {_words(inner[0], limits)}"
-    return names[kind] + (limits if kind in (int, float) else "")
+        each = _words(inner[0], limits)
+        if inner[-1] is ...:
+            return f"a list, each {each}"
+        return f"a list of {len(inner)}, each {each}"
+    if kind in (int, float):
+        return names[kind] + limits
+    return names[kind]

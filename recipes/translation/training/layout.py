@@ -49,7 +49,9 @@ def axes_of(layout: LayoutConfig, world: int) -> Axes:
     axes = Axes(layout.data or max(1, world // others), layout.shard, layout.sequence, layout.vocab)
     if prod(axes) != world:
         product = " x ".join(f"{name} {size}" for name, size in axes._asdict().items())
-        started = "1 process was" if world == 1 else f"{world} processes were"
+        started = f"{world} processes were"
+        if world == 1:
+            started = "1 process was"
         raise ConfigError(
             f"layout {product} is {prod(axes)} processes, but {started} started: start {prod(axes)}, as with torchrun "
             f"--nproc-per-node {prod(axes)}, or change the layout"
@@ -66,7 +68,9 @@ def devices_of(settings: TrainingConfig, ranks: Ranks) -> list[torch.device]:
         if gpus:
             return [gpus[ranks.local_rank % len(gpus)]]
         return [torch.device("cpu")]
-    given = [settings.devices] if isinstance(settings.devices, str) else settings.devices
+    given = settings.devices
+    if isinstance(given, str):
+        given = (given,)
     try:
         devices = list(check_devices(given))
     except ValueError as error:
@@ -102,13 +106,21 @@ class Groups(NamedTuple):
         def group(rows: Tensor) -> ProcessGroup | None:
             if rows.size(1) == 1:
                 return None
+            # One group of all ranks exists already: every further one costs connections between all pairs
             if len(rows) == 1 and not nccl and ranks.step_group is not None:
-                return ranks.step_group  # gloo over all ranks with the same timeout
+                return ranks.step_group
+            backend = "gloo"
+            if nccl:
+                backend = "nccl"
             own, _ = dist.new_subgroups_by_enumeration(
-                rows.tolist(), timeout=timedelta(seconds=timeout), backend="nccl" if nccl else "gloo"
+                rows.tolist(), timeout=timedelta(seconds=timeout), backend=backend
             )
+            if backend == "gloo":
+                ranks.gloo_groups.append(own)
             return own  # type: ignore[no-any-return]
 
+        # Each row is a group, and `view` and a transpose give the rows, since ranks are numbered with the last axis
+        # fastest. Sequence 2, vocab 2: vocab [[0, 1], [2, 3]], sequence [[0, 2], [1, 3]], tokens [[0, 2], [1, 3]]
         vocab = group(world.view(-1, axes.vocab))
         sequence = group(world.view(-1, axes.sequence, axes.vocab).mT.reshape(-1, axes.sequence))
         tokens = group(world.view(-1, axes.vocab).T)
@@ -151,29 +163,39 @@ class Layout:
         self.groups = Groups.of(axes, ranks, config.layout.timeout, self.device)
         self.token_rank = ranks.rank // axes.vocab
         # Ranks of a sequence group have the same sentences
-        self.share = self.token_rank // axes.sequence
-        self.shares = axes.data * axes.shard
+        self.data_rank = self.token_rank // axes.sequence
+        self.data_ranks = axes.data * axes.shard
         self.model = model.to(self.device)
         self.reducer: nn.Module | None = None
-        self.forward = self.whole_forward(model) if ranks.world == 1 else self._spread()
+        if ranks.world == 1:
+            self.forward = self.whole_forward(model)
+        else:
+            self.forward = self._distribute()
 
-    def _spread(self) -> Callable[[Batch], seqpar.TokenLoss]:
+    def _distribute(self) -> Callable[[Batch], seqpar.TokenLoss]:
         """Split and wrap the model together with its loss; return the forward of a batch."""
         try:
-            vocab = split_weights(self.model, self.groups.vocab)
+            shard = split_weights(self.model, self.groups.vocab)
         except ValueError as error:
             raise ConfigError(f"layout.vocab {self.axes.vocab}: {error}") from error
         split_time_steps(self.model, self.groups.sequence)
-        both = seqpar.ModelWithLoss(self.model, self._engine(self.model, vocab if self.axes.vocab > 1 else None))
+        vocab = None
+        if self.axes.vocab > 1:
+            vocab = shard
+        both = seqpar.ModelWithLoss(self.model, self._engine(self.model, vocab))
         if self.groups.shards is not None:
+            # Each layer is gathered for its own forward and backward; the last call shards what is in none of them
             for layer in (*self.model.encoder.layers, *self.model.decoder.layers):
                 fully_shard(layer, mesh=self.groups.shards)
             fully_shard(both, mesh=self.groups.shards)
             self.reducer = both
         elif self.groups.tokens is not None:
+            device_ids = None
+            if self.device.type != "cpu":
+                device_ids = [self.device]
             self.reducer = DistributedDataParallel(
                 both,
-                device_ids=None if self.device.type == "cpu" else [self.device],
+                device_ids=device_ids,
                 process_group=self.groups.tokens,
                 gradient_as_bucket_view=True,
             )
@@ -188,13 +210,15 @@ class Layout:
             self.settings.smoothing_convention,
             ignore_index=PAD,
         )
-        devices = self.devices if vocab is None else None
+        devices = None
+        if vocab is None:  # a shard of the vocabulary stays on the device it is on
+            devices = self.devices
         return seqpar.LossCompute(model.generator, criterion, devices, self.settings.chunk_tokens, vocab=vocab)
 
     def __str__(self) -> str:
         if self.groups == Groups(None, None, None, None):
             return f"devices {', '.join(map(str, self.devices))}"
-        # The axes of 1 process say nothing
+        # An axis of 1 process distributes nothing
         axes = " x ".join(f"{name} {size}" for name, size in self.axes._asdict().items() if size > 1)
         return f"{prod(self.axes)} processes ({axes}), here {self.device}"
 
@@ -234,7 +258,7 @@ class Layout:
 
     @property
     def has_whole_model(self) -> bool:
-        """Whether `model` was neither split nor sharded."""
+        """Return whether `model` was neither split nor sharded."""
         return self.axes[1:] == (1, 1, 1)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
@@ -260,7 +284,7 @@ class Layout:
             name, _, what = key.removeprefix("optimizer/").rpartition("/")
             parameter = parameters[name]
             value = value.to(parameter.device)
-            if value.dim():
+            if value.dim():  # Adam's number of steps has no dimensions, and is whole on every rank
                 value = cut(name, value, rank_in(self.groups.vocab), world_size(self.groups.vocab))
                 if isinstance(parameter, DTensor):
                     value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -268,4 +292,6 @@ class Layout:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -32,7 +32,9 @@ class Progress:
     def __init__(self, state: TrainingState, steps: int) -> None:
         self.steps = steps
         self.recent: deque[tuple[float, int, float]] = deque(maxlen=100)
-        self.live = Live(console=Console(), transient=True) if sys.stdout.isatty() else None
+        self.live: Live | None = None
+        if sys.stdout.isatty():
+            self.live = Live(console=Console(), transient=True)
         self.mark = time.monotonic()
         self.began = self.mark - state.seconds
         self.next_line = self.mark + PLAIN_SECONDS
@@ -59,14 +61,18 @@ class Progress:
 
     def validated(self, state: TrainingState, found: object) -> None:
         """Show the result of a validation; its seconds do not count as training."""
-        note = "   best so far" if state.best_step == state.step else ""
-        self.say(f"[valid] step {state.step:>6,}   {found}{note}")
+        line = f"[valid] step {state.step:>6,}   {found}"
+        if state.best_step == state.step:
+            line += "   best so far"
+        self.say(line)
+        # The clock starts anew, so that the next step is not charged with the validation
         self._tick(state)
 
     def line(self, step: int) -> str:
         """Return the progress line of `step`."""
         seconds = max(sum(each[0] for each in self.recent), 1e-9)
         tokens = sum(each[1] for each in self.recent)
+        # The mean over tokens, as in training: a step of few tokens counts less than one of many
         loss = sum(each[1] * each[2] for each in self.recent) / tokens
         left = (self.steps - step) * seconds / len(self.recent)
         return (
@@ -102,7 +108,9 @@ class Metrics:
         if path is not None and path.exists():
             with writing_to(path):
                 _remove_after(path, after_step)
-        self.file = path.open("a", encoding="utf-8") if path is not None else None
+        self.file: TextIO | None = None
+        if path is not None:
+            self.file = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> Self:
         return self
@@ -131,6 +139,7 @@ def _remove_after(path: Path, after_step: int) -> None:
     """Replace `path` by a file with the records up to a step alone."""
     before = path.read_bytes()
     *lines, cut_off = before.split(b"\n")
+    # A process that is killed while it writes may leave half a line, or a whole one without its line break
     if _record(cut_off) is not None:
         lines.append(cut_off)
     records = [(line, _record(line)) for line in lines if line.strip()]
@@ -142,13 +151,13 @@ def _remove_after(path: Path, after_step: int) -> None:
         aside = path.with_name("metrics.odd.txt")
         with aside.open("ab") as file:
             file.writelines(odd)
-        print(f"[train] {path}: {len(odd):,} lines that are no records of steps moved to {aside}", flush=True)
+        print(f"[train] {path}: {len(odd):,} lines that are not records of steps were moved to {aside}", flush=True)
     if remaining != before:
         new = path.with_name(f".{path.name}.new")
         with new.open("wb") as file:
             file.write(remaining)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the rename, or a crash of the machine could leave an empty file
         new.replace(path)
 
 
@@ -158,11 +167,15 @@ def _record(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:  # bool is a subclass of int
+        return None
+    return record
 
 
 def duration(seconds: float) -> str:
     """Format seconds as hours, minutes and seconds: 0:07, 12:30, 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours == 0:
+        return f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{rest:02}"

@@ -20,8 +20,12 @@ def learning_rate(settings: TrainingConfig, step: int, d_model: int) -> float:
     if settings.schedule == "constant":
         return settings.learning_rate * min(step / warmup, 1.0)
     if settings.schedule == "linear":
+        # 1 at step `warmup` and 0 at steps + 1, so that the last step still learns. The divisor is 0 or less where the
+        # training ends within the warm-up
         left = max(settings.steps + 1 - step, 0) / max(settings.steps + 1 - warmup, 1)
         return settings.learning_rate * min(step / warmup, left)
+    # Rises to 1 at step `warmup`, where both terms are 1. Noam's rate is this over sqrt(d_model * warmup):
+    # min(step * warmup^-1.5, step^-0.5) = warmup^-0.5 * min(step / warmup, (warmup / step)^0.5)
     shape = min(step / warmup, sqrt(warmup / step))
     if settings.schedule == "inverse_sqrt":
         return settings.learning_rate * shape

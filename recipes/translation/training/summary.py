@@ -27,8 +27,10 @@ class Sample:
     reference: str
 
     def __str__(self) -> str:
-        right = "right" if self.translation == self.reference else f"should be: {self.reference}"
-        return f"  {self.source}\n    -> {self.translation}   ({right})"
+        verdict = f"should be: {self.reference}"
+        if self.translation == self.reference:
+            verdict = "right"
+        return f"  {self.source}\n    -> {self.translation}   ({verdict})"
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Summary:
         lines.append(f"[train] {self.run}: {', '.join(sorted(path.name for path in visible(self.run)))}")
         if self.stopped_by:
             lines.append(
-                f"[train] stopped by {self.stopped_by.name}; go on with: {command('train', '--run', self.run)}"
+                f"[train] stopped by {self.stopped_by.name}; resume with: {command('train', '--run', self.run)}"
             )
         return "\n".join(lines)
 
@@ -70,7 +72,9 @@ def summarize(
     if whole_folder(run / "best") is None:
         return Summary(run, state, steps, None, stopped_by, ())
     best = Validation.from_dict(load_facts(run / "best"))
-    samples = () if stopped_by else translated(run / "best", corpus)
+    samples: tuple[Sample, ...] = ()
+    if not stopped_by:  # nobody who presses Ctrl-C wants to wait for translations
+        samples = translated(run / "best", corpus)
     return Summary(run, state, steps, best, stopped_by, samples)
 
 
@@ -91,5 +95,6 @@ def command(*words: object) -> str:
     """Return a shell command of this recipe, with the path to Python relative to the current folder if it is inside."""
     python = Path(sys.executable)
     here = Path.cwd()
-    short = python.relative_to(here) if python.is_relative_to(here) else python
-    return f"{short} -m recipes.translation {shlex.join(map(str, words))}"
+    if python.is_relative_to(here):
+        python = python.relative_to(here)
+    return f"{python} -m recipes.translation {shlex.join(map(str, words))}"

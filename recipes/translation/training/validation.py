@@ -45,8 +45,10 @@ class Validation:
         return cls(record["step"], *(record[f"valid_{name}"] for name in NAMES))
 
     def __str__(self) -> str:
-        bleu = "" if self.bleu is None else f"   BLEU {self.bleu:.1f}"
-        return f"loss {self.loss:.3f}   perplexity {self.perplexity:.2f}   accuracy {self.accuracy:.1f} %{bleu}"
+        line = f"loss {self.loss:.3f}   perplexity {self.perplexity:.2f}   accuracy {self.accuracy:.1f} %"
+        if self.bleu is None:
+            return line
+        return f"{line}   BLEU {self.bleu:.1f}"
 
 
 @torch.no_grad()
@@ -64,6 +66,7 @@ def validate(
     config = translator.config
     model = translator.model
     model.eval()
+    # Sums of losses and tokens, divided once: a mean over the ranks' means would weigh their tokens differently
     mine = corpus.valid.epoch(0)[ranks.rank :: ranks.world]
     loss = seqpar.sum_over_ranks(
         sum((loss_of(corpus.valid.batch(indices)) for indices in mine), start=nothing(model)), ranks.group
@@ -74,6 +77,7 @@ def validate(
     pairs = corpus.valid_pairs[: config.training.validate_bleu]
     bleu = None
     if pairs:
+        # A beam would take several times as long, and the score only compares validations with each other
         greedy = replace(config.decoding, beam=1)
         translations = translate(translator, [pair.source for pair in pairs], greedy, ranks)
         bleu = score(

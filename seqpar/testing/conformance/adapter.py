@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -38,6 +38,7 @@ class Options:
     """The dtype of hidden, weight and bias, for calls that take it as an argument."""
 
 
+Returned = TypeVar("Returned")
 Loss = Callable[[Tensor, Tensor, Tensor, "Tensor | None", Options], Tensor]
 """`loss(hidden, weight, target, bias, options)`, of shapes (N, D), (V, D), (N,), (V,); `backward()` is called on it."""
 
@@ -82,7 +83,9 @@ class Adapter:
     @property
     def reduction(self) -> Literal["sum", "mean"]:
         """Return the reduction that it is checked with: the sum, if it has one."""
-        return "sum" if "sum" in self.offers else "mean"
+        if "sum" in self.offers:
+            return "sum"
+        return "mean"
 
 
 def written(
@@ -96,6 +99,7 @@ def written(
 
     def loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
         exec(switch)
+        # Imported at the first call, not when the adapter is made: its package may not be installed
         if not names:
             quietly(lambda: exec(imports, names))
         here = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
@@ -117,13 +121,14 @@ def why_missing(module: str) -> str:
         if module.startswith(missing):
             return "not installed"
         return f"not installed: it needs {missing}"
-    except Exception as error:  # a package may raise anything at import
+    except Exception as error:
+        # A package may raise anything at import
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return f"cannot be imported: {reason[0].strip()}"
     return ""
 
 
-def quietly(action: Callable[[], Any]) -> Any:
+def quietly(action: Callable[[], Returned]) -> Returned:
     """Return the action's result, without packages' messages and warnings, and with the environment restored."""
     try:
         logging.disable(logging.WARNING)

@@ -28,6 +28,10 @@ def _usual(options: Options) -> str:
     return f"{keywords}, reduction={options.reduction!r}"
 
 
+# Each of these returns the text of one implementation's call. Text is what the reproduction of a failure shows, and the
+# checks evaluate that same text, so that a reproduction cannot differ from the run.
+
+
 def _torch(options: Options) -> str:
     return f"F.cross_entropy(F.linear(hidden, weight, bias), target{_usual(options)})"
 
@@ -73,12 +77,11 @@ def _why_no_liger() -> str:
         exec(SWITCH)
         return why_missing("liger_kernel.transformers")
 
-    return str(quietly(switched))
+    return quietly(switched)
 
 
 def _cut(options: Options) -> str:
-    impl = "torch_compile" if CPU else "cce"
-    return f"linear_cross_entropy(hidden, weight, target{_usual(options)}, impl={impl!r})"
+    return f"linear_cross_entropy(hidden, weight, target{_usual(options)}, impl={CUT_BY!r})"
 
 
 def _tune(options: Options) -> str:
@@ -87,6 +90,7 @@ def _tune(options: Options) -> str:
 
 
 def _formula(options: Options) -> str:
+    # A TokenLoss has both the sum and the mean, so there is no keyword for the reduction
     usual = _usual(options).rsplit(", reduction", 1)[0]
     what = {"sum": "total", "mean": "mean"}[options.reduction]
     chunk = ""
@@ -98,6 +102,7 @@ def _formula(options: Options) -> str:
 def engine_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
     """Compute the loss by `LossCompute` with a projection of a class that it differentiates by autograd."""
     generator = Projection(weight.size(1), weight.size(0), bias is not None, device="meta")
+    # The caller's own parameters, so that gradients arrive in them
     generator.weight = weight
     generator.bias = bias  # type: ignore[assignment]
     criterion = nn.CrossEntropyLoss(
@@ -118,9 +123,17 @@ class Projection(nn.Linear):
 
 
 F_ONLY = "import torch, torch.nn.functional as F"
-SWITCH = "import os; os.environ['TRITON_INTERPRET'] = '1'" if CPU else ""
+# Without a GPU, Liger's kernels run in Triton's interpreter and cut_cross_entropy in compiled torch operations
+SWITCH = ""
+INTERPRETED = ""
+CUT_BY = "cce"
+CUT_NOTE = 'impl="cce"'
+if CPU:
+    SWITCH = "import os; os.environ['TRITON_INTERPRET'] = '1'"
+    INTERPRETED = ", in Triton's interpreter (numbers, no memory)"
+    CUT_BY = "torch_compile"
+    CUT_NOTE = 'impl="torch_compile", its way without a supported GPU'
 LIGER = f"{F_ONLY}; from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss"
-INTERPRETED = ", in Triton's interpreter (numbers, no memory)" if CPU else ""
 IN_FLOAT32 = "float64 is taken, and computed in float32"
 LIGER_OFFERS = frozenset({*LOW, "bias", "smoothing", "sum", "mean"})
 MEASURED = frozenset({"CPU memory"})
@@ -170,7 +183,7 @@ KNOWN: dict[str, Adapter] = {
             _cut,
             "cut_cross_entropy",
             offers=frozenset({*LOW, "sum", "mean", *MEASURED}),
-            note=('impl="torch_compile", its way without a supported GPU; ' if CPU else 'impl="cce"; ') + IN_FLOAT32,
+            note=f"{CUT_NOTE}; {IN_FLOAT32}",
             package="cut-cross-entropy",
         ),
         written(

@@ -15,7 +15,18 @@ from torch.profiler import ProfilerActivity, profile
 
 from seqpar.testing.causes import FACTOR
 from seqpar.testing.conformance.adapter import Adapter, Feature, Options, quietly
-from seqpar.testing.conformance.inputs import Answer, Inputs, Part, RaisedError, answer, error, leaves, parts, truth
+from seqpar.testing.conformance.inputs import (
+    Answer,
+    Deviation,
+    Inputs,
+    RaisedError,
+    answer,
+    as_float64,
+    deviations,
+    error,
+    leaves,
+    truth,
+)
 from seqpar.testing.conformance.memory import growth
 
 ROUNDING = 1e-6
@@ -55,11 +66,15 @@ class Check:
         """Return the finding; an exception of the loss is a failure."""
         missing = sorted(self.needs - adapter.offers)
         if missing:
-            return Finding("not measured" if missing == ["CPU memory"] else "not offered")
+            # Memory is no feature of the loss: it has some, which cannot be measured in this way
+            if missing == ["CPU memory"]:
+                return Finding("not measured")
+            return Finding("not offered")
+        # Dynamo stops compiling a function after a few settings of its arguments
         if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # dynamo stops compiling a function after a few settings of its arguments
+            torch.compiler.reset()
         try:
-            return quietly(lambda: self.run(adapter))  # type: ignore[no-any-return]
+            return quietly(lambda: self.run(adapter))
         except RaisedError as raised:
             text = next(iter(str(raised.__cause__).strip().splitlines()), "")
             figure = f"{type(raised.__cause__).__name__}: {text[:80]}"
@@ -75,7 +90,7 @@ def _shown(x: Inputs, *lines: str) -> str:
     return "\n".join([x.imports, x.code, f"loss = {x.call}", *lines])
 
 
-def _shown_part(x: Inputs, part: Part, times: float = 1) -> str:
+def _shown_deviation(x: Inputs, worst: Deviation, times: float = 1) -> str:
     """Return the reproduction of a wrong number or gradient, with the plain loss's own error in a comment."""
     names = [*leaves(x.made())]
     settings = f"reduction={x.options.reduction!r}"
@@ -90,28 +105,28 @@ def _shown_part(x: Inputs, part: Part, times: float = 1) -> str:
     if times != 1:
         factor = f" * {times}"
         scaled = f"(loss{factor})"
-    allowed = f"at most {part.allowed:.2g} is right (the plain loss in that dtype: {part.plain:.2g})"
-    if part.name == "loss":
+    allowed = f"at most {worst.allowed:.2g} is right (the plain loss in that dtype: {worst.plain:.2g})"
+    if worst.name == "loss":
         return _shown(x, wide, f"print(float((loss - right).abs() / right))  # {allowed}")
-    own = f"{scaled}.backward(); got = {part.name}.grad"
-    if part.error == float("inf"):
+    own = f"{scaled}.backward(); got = {worst.name}.grad"
+    if worst.error == float("inf"):
         reached = f"loss.requires_grad and {own.split(';')[0]}"
-        return _shown(x, reached, f"print({part.name}.grad)  # {part.name} needs a gradient")
-    right = f"right = torch.autograd.grad(right{factor}, leaves)[{names.index(part.name)}]"
+        return _shown(x, reached, f"print({worst.name}.grad)  # {worst.name} needs a gradient")
+    right = f"right = torch.autograd.grad(right{factor}, leaves)[{names.index(worst.name)}]"
     return _shown(x, f"{wide}; {right}; {own}", f"print(float((got - right).norm() / right.norm()))  # {allowed}")
 
 
-def _compared(x: Inputs, found: list[Part] | None = None) -> Finding:
+def _compared(x: Inputs, found: list[Deviation] | None = None) -> Finding:
     """Return the verdict on the worst number or gradient of the answer."""
-    worst = (found or parts(x))[0]
+    worst = (found or deviations(x))[0]
     if math.isinf(worst.error):
-        return Finding("fail", f"{worst.label}: none, or not a number", _shown_part(x, worst))
+        return Finding("fail", f"{worst.label}: none, or not a number", _shown_deviation(x, worst))
     size = f"{worst.error:.1e}"
     if worst.plain and x.options.dtype != torch.float64:
         size += f", {worst.error / worst.plain:.1f} x plain's"
-    if worst.share <= 1:
+    if worst.of_allowed <= 1:
         return Finding("pass", f"{worst.name} {size}")
-    return Finding("fail", f"{worst.label} off by {size}", _shown_part(x, worst))
+    return Finding("fail", f"{worst.label} off by {size}", _shown_deviation(x, worst))
 
 
 def in_dtype(dtype: torch.dtype) -> Callable[[Adapter], Finding]:
@@ -126,9 +141,9 @@ def any_chunks(adapter: Adapter) -> Finding:
         if str(kind).removeprefix("torch.") in adapter.offers:
             for rows in (8, 96, 512):
                 x = Inputs(adapter, options=replace(_options(adapter, kind), chunk_rows=rows))
-                found = parts(x)
+                found = deviations(x)
                 where = f"{rows} rows, {str(kind).removeprefix('torch.')}: "
-                findings.append((found[0].share, where, _compared(x, found)))
+                findings.append((found[0].of_allowed, where, _compared(x, found)))
     _, where, finding = max(findings, key=lambda f: f[0])
     return replace(finding, figure=where + finding.figure)
 
@@ -142,10 +157,11 @@ def upstream(adapter: Adapter) -> Finding:
         return _no_gradients(x)
     if off[name] <= ROUNDING:
         return Finding("pass")
-    return Finding("fail", f"{name} gradient off by {off[name]:.2g}", _shown_part(x, _worst_of(x, name), FACTOR))
+    return Finding("fail", f"{name} gradient off by {off[name]:.2g}", _shown_deviation(x, _worst_of(x, name), FACTOR))
 
 
 def _no_gradients(x: Inputs) -> Finding:
+    """Return the failure of a loss without any gradient."""
     return Finding("fail", "no gradients at all", _shown(x, "loss.backward(); print(weight.grad)"))
 
 
@@ -156,8 +172,9 @@ def factor_errors(x: Inputs) -> dict[str, float]:
     return {n: error(eighth[n], g * FACTOR) for n, g in once.items() if n != "loss" and g is not None and g.any()}
 
 
-def _worst_of(x: Inputs, name: str) -> Part:
-    return next(part for part in parts(x) if part.name == name)
+def _worst_of(x: Inputs, name: str) -> Deviation:
+    """Return the deviation of one number or gradient."""
+    return next(deviation for deviation in deviations(x) if deviation.name == name)
 
 
 def frozen_trunk(adapter: Adapter) -> Finding:
@@ -185,6 +202,7 @@ def second_backward(adapter: Adapter) -> Finding:
         (loss * FACTOR).backward()
     except RuntimeError as raised:
         return Finding("pass", f"raises {type(raised).__name__}")
+    # 2 g: `.grad` has the first gradient already and should have the same once more
     off = {name: error(tensors[name].grad, 2 * g) for name, g in first.items()}
     name = max(off, key=lambda n: off[n])
     if off[name] <= ROUNDING:
@@ -205,21 +223,21 @@ def accumulation(adapter: Adapter) -> Finding:
         for loss in losses:
             x.backward(loss)
         gradients = {name: t.grad for name, t in leaves(tensors).items()}
-        found = {name: g if g is None else g.double() for name, g in gradients.items()}
-        return {"loss": sum(losses).detach().double(), **found}  # type: ignore[union-attr]
+        return as_float64({"loss": losses[0] + losses[1], **gradients})
 
     def right(x: Inputs) -> Answer:
         one = truth(x)
         two = truth(replace(x, change="target = target.flip(0)"))
         return {name: one[name] + two[name] for name in one}  # type: ignore[operator]
 
-    finding = _compared(x, parts(x, both, right))
+    finding = _compared(x, deviations(x, both, right))
     if not finding.reproduction:
         return finding
     other = f"other = {x.call.replace('target', 'target.flip(0)')}; loss.backward(); other.backward()"
     plain = "F.cross_entropy(F.linear(hidden, weight, bias), torch.cat([target, target.flip(0)]))"
     plain = f"torch.autograd.grad({plain.replace('hidden, weight', 'torch.cat([hidden, hidden]), weight')}"
-    scale = {"sum": 192, "mean": 2}[adapter.reduction]  # undoes the mean over the 2 x 96 rows
+    # Undoes the plain loss's mean over the 2 x 96 rows
+    scale = {"sum": 192, "mean": 2}[adapter.reduction]
     seen = f"print(weight.grad.norm(), {plain} * {scale}, weight)[0].norm())  # the same"
     return replace(finding, reproduction=_shown(x, other, seen))
 
@@ -230,8 +248,8 @@ def ignored(adapter: Adapter) -> Finding:
     for index in (-100, 3):
         options = replace(_options(adapter), ignore_index=index)
         x = Inputs(adapter, rows=96, vocab_size=128, options=options, change=f"target[::3] = {index}")
-        found = parts(x)
-        worst.append((found[0].share, x, found))
+        found = deviations(x)
+        worst.append((found[0].of_allowed, x, found))
     return _compared(*max(worst, key=lambda w: w[0])[1:])
 
 
@@ -261,15 +279,19 @@ def all_ignored(adapter: Adapter) -> Finding:
 
 
 def _mean_of_none(x: Inputs) -> str:
+    """Return the figure of a sum over no target, with the mean if there is one."""
     if "mean" not in x.adapter.offers:
         return "0"
     value = answer(replace(x, options=replace(x.options, reduction="mean")))["loss"]
-    return f"0; mean: {float('nan') if value is None else float(value):g} (torch: nan)"
+    # `answer` always has a loss; None stands for a gradient that does not exist
+    assert value is not None
+    return f"0; mean: {float(value):g} (torch: nan)"
 
 
 def out_of_range(adapter: Adapter) -> Finding:
     """Check that a target of V, V + 7 or -1 raises an error, in a process of its own, which may not survive it."""
     said = []
+    # -1 would index the last class from the end, and V the memory behind the logits
     for bad in ("128", "135", "-1"):
         x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter), change=f"target[5] = {bad}")
         outcome = _in_a_process(x)
@@ -282,7 +304,11 @@ def out_of_range(adapter: Adapter) -> Finding:
 
 def _in_a_process(x: Inputs) -> str:
     """Return the outcome of one forward and backward: "raises ...", "gave ..." or how the process ended."""
-    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    # A forked process cannot use CUDA; without it, forking spares the imports
+    method = "fork"
+    if torch.cuda.is_available():
+        method = "spawn"
+    context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_try, args=(theirs, x), daemon=True)
     process.start()
@@ -292,6 +318,7 @@ def _in_a_process(x: Inputs) -> str:
             return str(ours.recv())
         return f"gave no answer in {SILENCE} s"
     except EOFError:
+        # The pipe ended without an answer, because the process did
         process.join()
         return f"ends the process ({process.exitcode})"
     finally:
@@ -299,7 +326,9 @@ def _in_a_process(x: Inputs) -> str:
 
 
 def _try(pipe: Connection, x: Inputs) -> None:
-    torch.set_num_threads(1)  # the parent's thread pool did not survive the fork
+    """Send the outcome of one forward and backward to the parent."""
+    # The parent's thread pool did not survive the fork
+    torch.set_num_threads(1)
     try:
         pipe.send(f"gave {float(answer(x)['loss'] or 0):.6g}")
     except Exception as raised:
@@ -316,27 +345,29 @@ def padding_cost(adapter: Adapter) -> Finding:
     x = Inputs(adapter, options=_options(adapter))
     half_of = "target[::step] = -100"
     work = [products(replace(x, change=change)) for change in ("", half_of.replace("step", "2"))]
-    share = 1.0
+    fraction = 1.0
     if work[0]:
-        share = work[1] / work[0]
-    if share <= HALF:
-        return Finding("pass", f"{share:.0%} of the products for 50% of the rows")
+        fraction = work[1] / work[0]
+    if fraction <= HALF:
+        return Finding("pass", f"{fraction:.0%} of the products for 50% of the rows")
     code = f"    with torch.profiler.profile(with_flops=True, record_shapes=True) as p: {half_of}; {x.call}.backward()"
     count = "    print(sum(e.flops for e in p.key_averages()), 'operations, every', step, 'th row ignored')"
     lines = [x.imports, x.code, "for step in (512, 2):", code, count]
-    return Finding("fail", f"{share:.0%} of the products for 50% of the rows", "\n".join(lines))
+    return Finding("fail", f"{fraction:.0%} of the products for 50% of the rows", "\n".join(lines))
 
 
 def products(x: Inputs) -> int:
     """Return the multiplications in the matrix products of one forward and backward, as torch's profiler sees them."""
-    answer(x)  # so that compilation, if any, is over
+    # So that compilation, if any, is over
+    answer(x)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
         answer(x)
     # (a, b) @ (b, c) takes a x b x c multiplications, times the batch for bmm
     total = 0
     for event in record.events() or []:
         if event.name in PRODUCTS:
-            first = int("add" in event.name)  # addmm's first operand is the one it adds to; `out` would come last
+            # The first operand of addmm is the matrix it adds to; `out` would come last
+            first = int("add" in event.name)
             left, right = event.input_shapes[first : first + 2]
             total += math.prod(left) * right[-1]
     return total
@@ -348,7 +379,7 @@ def memory_growth(adapter: Adapter) -> Finding:
     if isinstance(found, str):
         return Finding("not measured", found)
     grows = f"{found.small / 2**20:,.0f} to {found.large / 2**20:,.0f} MiB for 4 x the rows"
-    if found.share <= found.ALLOWED:
+    if found.of_logits <= found.ALLOWED:
         return Finding("pass", grows)
     x = Inputs(adapter, found.ROWS, found.WIDTH, found.VOCAB, _options(adapter))
     peak = "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) // 1024"

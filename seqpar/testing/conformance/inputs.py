@@ -6,7 +6,7 @@ Shape suffixes: N rows, D hidden, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -127,6 +127,7 @@ def plain_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | No
 
 
 def _one_number(loss: object) -> Tensor:
+    """Return the loss; raise unless it is a tensor of one number."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"the loss is a {type(loss).__name__}; it must be a tensor of one number")
     if loss.numel() != 1:
@@ -146,12 +147,23 @@ def answer(x: Inputs, factor: float = 1.0) -> Answer:
     if loss.requires_grad:
         x.backward(loss * factor)
     found = {"loss": loss, **{name: t.grad for name, t in leaves(tensors).items()}}
-    return {name: t if t is None else t.detach().double() for name, t in found.items()}
+    return as_float64(found)
+
+
+def as_float64(found: Mapping[str, Tensor | None]) -> Answer:
+    """Return the numbers without a graph, in float64; a missing one is still missing."""
+    wide: Answer = {}
+    for name, tensor in found.items():
+        wide[name] = tensor
+        if tensor is not None:
+            wide[name] = tensor.detach().double()
+    return wide
 
 
 def truth(x: Inputs) -> Answer:
     """Return the plain reference of the same numbers in float64, with the gradients of frozen tensors too."""
     tensors = x.made()
+    # Made in the dtype under test first, so that both see the same rounded inputs
     wide = {name: t.double() for name, t in leaves(tensors).items()}
     loss, gradients = plain_value_and_gradients(
         target=tensors["target"],
@@ -177,7 +189,7 @@ def error(found: Tensor | None, right: Tensor | None) -> float:
 
 
 @dataclass(frozen=True)
-class Part:
+class Deviation:
     """The error of one number or gradient of the answer."""
 
     name: str
@@ -194,22 +206,24 @@ class Part:
         return f"{self.name} gradient"
 
     @property
-    def share(self) -> float:
+    def of_allowed(self) -> float:
         """Return the error relative to the allowed one; above 1 it is wrong."""
         return self.error / self.allowed
 
 
-def parts(
+def deviations(
     x: Inputs, measured: Callable[[Inputs], Answer] = answer, right: Callable[[Inputs], Answer] | None = None
-) -> list[Part]:
+) -> list[Deviation]:
     """Return the error of the loss and of every gradient, the worst first.
 
     `measured` computes the implementation's answer and `right` the one in float64.
     """
     right = right or truth
     draws = [replace(x, seed=seed) for seed in range(DRAWS)]
+    # (the plain loss in the given dtype, the reference in float64), for each draw
     own = [(measured(draw.plainly()), right(draw)) for draw in draws]
     found = measured(x)
+    # A number that the plain loss has exactly, such as a loss of 0, may be off by one rounding
     rounding = torch.finfo(x.options.dtype).eps / 2
     made = []
     for name in found.keys() - set(x.frozen):
@@ -217,5 +231,6 @@ def parts(
         allowed = max(TWICE * plain, rounding)
         if x.options.dtype == torch.float64:
             allowed = EXACT
-        made.append(Part(name, error(found[name], own[x.seed][1][name]), plain, allowed))
-    return sorted(made, key=lambda part: (-part.share, part.name))
+        made.append(Deviation(name, error(found[name], own[x.seed][1][name]), plain, allowed))
+    # By name among equals, because a set has no order of its own
+    return sorted(made, key=lambda deviation: (-deviation.of_allowed, deviation.name))

@@ -28,9 +28,10 @@ class Growth:
     ALLOWED: ClassVar[float] = 0.25
 
     @property
-    def share(self) -> float:
+    def of_logits(self) -> float:
         """Return the growth of the peak, less hidden's gradient, relative to that of one float32 copy of the logits."""
-        more_bytes = (TIMES - 1) * self.ROWS * 4  # of one float32 column
+        # Of one float32 column of the rows added: growth / (3 x ROWS x V x 4 bytes), without hidden's gradient
+        more_bytes = (TIMES - 1) * self.ROWS * 4
         return (self.large - self.small - more_bytes * self.WIDTH) / (more_bytes * self.VOCAB)
 
 

@@ -30,7 +30,9 @@ def table(findings: Findings) -> str:
 
 
 def _cell(finding: Finding) -> str:
-    text = str(finding).replace("|", "/")  # which would end the table's cell
+    """Return a finding as a cell; failures stand out in bold."""
+    # "|" would end the table's cell
+    text = str(finding).replace("|", "/")
     if finding.verdict == "fail":
         return f"**{text}**"
     return text
@@ -53,6 +55,7 @@ def reproductions(findings: Findings) -> str:
 
 def printed(code: str) -> str:
     """Return what the code prints in a process of its own, or the last line of its traceback."""
+    # A process of its own, because the code may fork, exhaust memory or end the process
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     last_error = "".join(done.stderr.strip().splitlines()[-1:])
@@ -64,7 +67,9 @@ def heading(adapters: list[Adapter]) -> str:
     packages = dict.fromkeys(adapter.package for adapter in adapters if adapter.package)
     versions = [f"{package} {installed_version(package)}" for package in packages]
     names = " ".join(adapter.name for adapter in adapters)
-    device = "CUDA" if torch.cuda.is_available() else "CPU"
+    device = "CPU"
+    if torch.cuda.is_available():
+        device = "CUDA"
     what = ", ".join([f"Python {platform.python_version()}", f"torch {torch.__version__}", *versions])
     return f"```\npython -m seqpar.testing.conformance {names}\n```\n\n{date.today()}, {device}. {what}."
 

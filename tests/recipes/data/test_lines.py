@@ -51,7 +51,7 @@ def test_bytes_that_are_not_utf_8_are_answered_with_line_and_remedy(mark: bytes)
         lines_of(mark + b"one\ntwo\nthree caf" + b"\xe9 au lait\nfour", "x.txt")
     answer = str(caught.value)
     assert "x.txt cannot be read: line 3 is not UTF-8 text" in answer
-    assert "byte 0xe9 at place 10 of the line" in answer
+    assert "byte 0xe9 at position 10 of the line" in answer
     assert "iconv -f latin1 -t utf-8" in answer
     assert "\n" not in answer
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.subwords import PAD
+from recipes.translation.processes.ranks import joined
 from recipes.translation.processes.stop import OtherRankError
 from recipes.translation.run_folder.checkpoint import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
@@ -232,6 +233,50 @@ def test_ranks_that_disagree_are_named_at_start(change: dict[str, Any], message:
     assert message in said[0][1]
     assert [kind for kind, _ in said[1:]] == [OtherRankError.__name__] * 2
     assert not (tmp_path / "run").exists()
+
+
+def failing(rank: int, world: int, message: str) -> tuple[str, str]:
+    """Return the error that `joined` raises where rank 0 fails, and rank 1 waits for it in a collective."""
+    try:
+        with joined(1.0) as every:
+            if rank == 0:
+                dist.recv(torch.empty(1), 1, group=every.step_group)  # the connection of this step has work to do
+                raise RuntimeError(message)
+            dist.send(torch.ones(1), 0, group=every.step_group)
+            every.stopped_by(None)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "no error"
+
+
+def test_an_error_of_a_rank_is_its_own_whatever_words_it_has() -> None:
+    """The words are those of gloo, and every connection is open."""
+    message = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer. This is typical"
+    first, second = ranks(2, failing, message)
+    assert first == ("RuntimeError", message)
+    assert second[0] == OtherRankError.__name__
+    assert message in second[1]
+
+
+def waiting_in_vain(rank: int, world: int, message: str) -> tuple[str, str]:
+    """Return the error that `joined` raises where rank 0 waits too long for rank 1, and says so in other words."""
+    said = ("", "no error")
+    try:
+        with joined(1.0) as every:
+            if rank == 0:
+                try:
+                    every.stopped_by(None)
+                except RuntimeError as error:
+                    raise RuntimeError(message) from error
+    except Exception as error:
+        said = (type(error).__name__, str(error))
+    dist.barrier()  # the default group, which still works: rank 1 lives, but never came
+    return said
+
+
+def test_a_rank_that_does_not_come_is_lost_whatever_words_the_error_has() -> None:
+    (kind, text), _ = ranks(2, waiting_in_vain, "no words")
+    assert (kind, text) == (OtherRankError.__name__, "rank 0 lost another one, which ended or did not come: no words")
 
 
 def test_other_data_on_a_rank_is_named(tmp_path: Path) -> None:

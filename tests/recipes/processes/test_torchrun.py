@@ -101,7 +101,7 @@ def test_a_signal_to_torchrun_saves_the_step_at_hand(number: signal.Signals, tmp
         process.send_signal(number)
     _, output, _ = ended(process)
     assert output.count("stopping after this step and saving") == 1
-    assert "go on with:" in output
+    assert "resume with:" in output
     steps = [record["step"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
     assert json.loads((run / "last" / "training.json").read_text())["step"] == steps[-1] == len(steps)
 
@@ -151,7 +151,7 @@ def test_a_group_that_torchrun_starts_again_goes_on_from_the_last_checkpoint(tmp
     os.kill(workers_of(process)[0], signal.SIGKILL)
     status, output, errors = ended(process)
     assert status == 0, errors
-    assert "going on from step" in output
+    assert "resuming from step" in output
     assert main(["train", *options(tmp_path / "one", {**changes, "training.devices": "cpu"})]) == 0
     assert_same_weights(run, tmp_path / "one", 1e-9)  # 60 steps
 

@@ -67,12 +67,12 @@ def test_files_of_two_runs_are_refused_even_under_one_manifest(
     mixed = shutil.copytree(run, tmp_path / "run")
     shutil.copyfile(other_run / "last" / name, mixed / "last" / name)
     with pytest.raises(
-        CheckpointError, match=r"is of (an)?other .* lies? beside it; restore .* mixed, or changed"
+        CheckpointError, match=r"belongs to (an)?other .* than (the one|those) beside it; restore .* mixed, or changed"
     ) as caught:
         load_training(resealed(mixed / "last"))
     assert "\n" not in str(caught.value)
     if not name.startswith("training."):
-        with pytest.raises(CheckpointError, match=r"lies? beside it"):
+        with pytest.raises(CheckpointError, match=r"than (the one|those) beside it"):
             load_translator(mixed / "last")
 
 
@@ -81,7 +81,7 @@ def test_files_of_two_steps_of_one_run_are_refused(run: Path, tmp_path: Path) ->
     config = tiny(mixed, {"training.validate_every": 2, "training.steps": 6})
     train(config)
     shutil.copyfile(run / "last" / "training.safetensors", mixed / "last" / "training.safetensors")
-    with pytest.raises(CheckpointError, match="is of other weights or moments"):
+    with pytest.raises(CheckpointError, match="belongs to other weights or moments than those beside it"):
         load_training(resealed(mixed / "last"))
 
 
@@ -196,7 +196,7 @@ def test_a_disk_that_is_full_is_one_line_that_names_what_was_written(room: int, 
             save_model(folder, translator, {"step": 9})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert str(caught.value) == f"{folder} cannot be written: File too large; what it held is kept"
+    assert str(caught.value) == f"{folder} cannot be written: File too large; its old contents are still there"
     assert load_facts(folder) == load_facts(run / "best")
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 

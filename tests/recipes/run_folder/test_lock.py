@@ -53,7 +53,7 @@ def test_a_second_writer_is_refused_by_name_and_one_that_was_killed_is_forgotten
     assert (run / ".lock").exists()
     began = time.monotonic()
     assert main(["train", "--run", str(run), "--training.steps", "1"]) == 0
-    assert "going on from step" in capsys.readouterr().out
+    assert "resuming from step" in capsys.readouterr().out
     assert time.monotonic() - began < 30
     assert not (run / ".lock").exists()
 

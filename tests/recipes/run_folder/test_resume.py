@@ -14,7 +14,6 @@ from recipes.translation.atomic_folder import MANIFEST, CheckpointError
 from recipes.translation.commands import main
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.settings.config import SCHEMA, ConfigError
-from recipes.translation.settings.options import setting_names
 from recipes.translation.train import begin, train
 from tests.recipes.tiny import options, tiny
 
@@ -187,7 +186,7 @@ def another(name: str, value: Any) -> Any:
     return (0.5, 0.5) if isinstance(value, tuple) else "another"
 
 
-@pytest.mark.parametrize("name", [name for name in setting_names() if name not in MAY_CHANGE])
+@pytest.mark.parametrize("name", [name for name in SCHEMA.settings if name not in MAY_CHANGE])
 def test_no_setting_that_makes_it_another_run_can_change_on_resuming(name: str, made: Path) -> None:
     config = tiny(made, {**SHORT, "training.steps": 6})
     if name == "model.preset":  # looked up first

@@ -259,7 +259,7 @@ def test_a_timeout_is_one_that_processes_can_wait() -> None:
 @pytest.mark.parametrize("key", ["run", "data.path", "data.train", "data.source", "model.preset", "training.devices"])
 @pytest.mark.parametrize(
     ("text", "spelled", "reason"),
-    [("a\0b", r"a\0b", "it holds a NUL"), ("caf\udce9", r"caf\udce9", "it is not Unicode")],
+    [("a\0b", r"a\0b", "it contains a NUL"), ("caf\udce9", r"caf\udce9", "it is not Unicode")],
 )
 def test_text_that_no_file_can_be_called_is_refused(
     key: str, text: str, spelled: str, reason: str, written: Callable[[str], Path]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.translation.data.batches import Steps, TokenBatches, share_of
+from recipes.translation.data.batches import Steps, TokenBatches, batches_of_rank
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.config import ConfigError, LayoutConfig, TrainingConfig
 from recipes.translation.training.layout import axes_of, devices_of
@@ -62,25 +62,25 @@ def test_each_of_several_processes_has_one_device() -> None:
 
 
 @given(st.lists(st.lists(st.integers(), max_size=9), max_size=9), st.integers(1, 5))
-def test_every_sentence_of_a_step_falls_to_exactly_one_share(batches: list[list[int]], shares: int) -> None:
-    parts = [share_of(batches, share, shares) for share in range(shares)]
+def test_every_sentence_of_a_step_falls_to_exactly_one_data_rank(batches: list[list[int]], data_ranks: int) -> None:
+    parts = [batches_of_rank(batches, rank, data_ranks) for rank in range(data_ranks)]
     given = Counter(index for batch in batches for index in batch)
     assert Counter(index for part in parts for batch in part for index in batch) == given
     sizes = [sum(map(len, part)) for part in parts]
     if len({len(batch) for batch in batches}) <= 1 and batches:  # as evenly as whole sentences allow
-        assert max(sizes) - min(sizes) <= max(1, len(batches) % shares)
+        assert max(sizes) - min(sizes) <= max(1, len(batches) % data_ranks)
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**16))
 def test_an_epoch_has_every_pair_once_over_all_processes_its_tail_included(
-    pairs: int, accumulate: int, shares: int, seed: int
+    pairs: int, accumulate: int, data_ranks: int, seed: int
 ) -> None:
     sentences = [[4] * (1 + index % 7) for index in range(pairs)]
     batches = TokenBatches(sentences, sentences, batch_tokens=20, seed=seed)
     seen: Counter[int] = Counter()
     epochs = 2 * accumulate  # after which a step ends with the epoch, whatever its length
-    for share in range(shares):
-        steps = Steps(batches, accumulate, share, shares, torch.device("cpu"))._indices(0, 0)
+    for rank in range(data_ranks):
+        steps = Steps(batches, accumulate, rank, data_ranks, torch.device("cpu"))._indices(0, 0)
         for position, mine in steps:
             seen.update(index for batch in mine for index in batch)
             if position == (epochs - 1, len(batches)):

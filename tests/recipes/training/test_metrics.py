@@ -32,7 +32,9 @@ def test_a_line_that_is_no_record_moves_aside_and_takes_no_other_with_it(
         metrics.write(step=4, loss=0.5)
     assert path.read_bytes() == lines(1, 2, 3, 4)
     assert (tmp_path / "metrics.odd.txt").read_bytes() == odd + b"\n"
-    assert f"1 lines that are no records of steps moved to {tmp_path / 'metrics.odd.txt'}" in capsys.readouterr().out
+    assert (
+        f"1 lines that are not records of steps were moved to {tmp_path / 'metrics.odd.txt'}" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("cut", [b'{"step": 4, "lo', b'{"step": 4, "loss": 0.5}', b"\xe2\x82"])

@@ -147,7 +147,7 @@ def test_sigterm_from_outside_saves_and_says_how_to_go_on(tmp_path: Path) -> Non
         process.send_signal(signal.SIGTERM)
         output = process.communicate(timeout=60)[0]
     assert process.returncode == 128 + signal.SIGTERM
-    assert "go on with:" in output
+    assert "resume with:" in output
     saved = json.loads((run / "last" / "training.json").read_text())["step"]
     assert saved == len(steps_of(run)) > 0
 

@@ -264,9 +264,9 @@ def test_a_stack_cut_in_two_runs_over_two_gpus():
 
 
 def test_bad_placements_are_named():
-    with pytest.raises(KeyError, match="'third' is no part of Stack; its parts are"):
+    with pytest.raises(KeyError, match="'third' is not a part of Stack; its parts are"):
         seqpar.place(Stack(), {"third": "cpu"})
-    with pytest.raises(ValueError, match=r"first\.weight lies in none of the parts \['stem'\]"):
+    with pytest.raises(ValueError, match=r"first\.weight is in none of the parts \['stem'\]"):
         seqpar.place(Stack(), {"stem": "cpu"})
     with pytest.raises(ValueError, match=r"parts\['stem'\].*does not exist"):
         seqpar.place(Stack(), {"": "cpu", "stem": "cuda:99"})

@@ -19,6 +19,7 @@ from seqpar.testing.ranks import ranks
 from seqpar.testing.strategies import vocabulary_splits
 from tests.seqpar.distributed.vocab_cases import LEAVES, PLAIN, answer, assert_close, counted, numbers, own_rows, parts
 from tests.seqpar.linear.linear_loss import linear_cases, plain_logits, plain_loss
+from tests.seqpar.linear.score_cases import score_cases, weighted
 
 WORLDS = st.sampled_from([1, 2, 2, 3, 4])
 
@@ -248,45 +249,59 @@ def test_in_bfloat16_at_most_twice_plain_torchs_own_error(world, seed):
 
 
 def scores(rank, world, drawn):
-    """Per-token scores and their gradients, of each (case, split) in turn."""
+    """Per-token scores and their gradients, of each (case, split, frozen) in turn."""
     answers = []
-    for case, split in drawn:
+    for case, split, used, chunk_tokens in drawn:
         vocab = seqpar.VocabShard.of(split[rank], dist.group.WORLD)
         tensors = parts(case, vocab, split[rank])
-        given = {name: tensors[name] for name in ("hidden", "weight", "bias", "target") if name in tensors}
-        options = {name: case.options[name] for name in SCORE_OPTIONS}
-        found = seqpar.token_scores(**given, **options, vocab=vocab)
-        if found.requires_grad:
-            (found * factors(case)).sum().backward()
-        leaves = {name: numbers(t.grad) for name, t in given.items() if name != "target"}
-        answers.append((numbers(found), leaves))
+        found = seqpar.token_scores(**tensors, **case.options, vocab=vocab, chunk_tokens=chunk_tokens)
+        total = weighted(found, case.linear.seed, used)
+        if total.requires_grad:
+            total.backward()
+        leaves = {name: numbers(t.grad) for name, t in tensors.items() if name != "target"}
+        answers.append(([numbers(t) for t in found], leaves))
     return answers
-
-
-SCORE_OPTIONS = ("ignore_index", "softcap", "temperature", "chunk_tokens")
-
-
-def factors(case):
-    return torch.randn(case.lead, dtype=torch.float64, generator=torch.Generator().manual_seed(case.seed))
 
 
 @given(st.data())
 def test_token_scores_over_a_split_vocabulary_are_those_of_one_device(data):
     world = data.draw(WORLDS)
-    case = data.draw(linear_cases())
-    split = data.draw(vocabulary_splits(case.vocab_size, world))
-    whole = {k: t for k, t in case.tensors().items() if k in ("hidden", "weight", "bias", "target")}
-    expected = seqpar.token_scores(**whole, **{name: case.options[name] for name in SCORE_OPTIONS})
+    case = data.draw(score_cases())
+    split = data.draw(vocabulary_splits(case.linear.vocab_size, world))
+    used = data.draw(st.sampled_from(["all", "log_prob", "entropy"]))
+    whole = case.tensors()
+    expected = seqpar.token_scores(**whole, **case.options)
     leaves = [name for name, t in whole.items() if t.requires_grad]
-    gradients = torch.autograd.grad((expected * factors(case)).sum(), [whole[n] for n in leaves]) if leaves else ()
-    answers = [theirs[0] for theirs in ranks(world, scores, [(case, split)])]
+    total = weighted(expected, case.linear.seed, used)
+    gradients = torch.autograd.grad(total, [whole[n] for n in leaves], allow_unused=True) if leaves else ()
+    gradients = [torch.zeros_like(whole[n]) if g is None else g for n, g in zip(leaves, gradients, strict=True)]
+    chunk_tokens = data.draw(st.sampled_from([None, 1, 3]))
+    answers = [theirs[0] for theirs in ranks(world, scores, [(case, split, used, chunk_tokens)])]
     for found, grads in answers:
-        assert_close("the scores", found, expected)
+        for name, got, plain in zip(expected._fields, found, expected, strict=True):
+            assert (got is None) == (plain is None), name
+            if name != "top_ids" and got is not None:
+                torch.testing.assert_close(torch.as_tensor(got), plain.detach(), rtol=1e-12, atol=1e-12)
+        if case.top_k and not case.linear.coarse:
+            assert torch.as_tensor(found[3]).equal(expected.top_ids)
         if "hidden" in leaves:
             assert_close("the gradient of hidden", grads["hidden"], gradients[leaves.index("hidden")])
     for name in {"weight", "bias"} & set(leaves):
         together = torch.cat([torch.as_tensor(grads[name]) for _, grads in answers])
         assert_close(f"the gradient of {name}", together, gradients[leaves.index(name)])
+
+
+def tied_scores(rank, world):
+    """The top classes of equal logits, rank 0 having the higher classes."""
+    rows = [3, 2, 0][rank]
+    vocab = seqpar.VocabShard(dist.group.WORLD, [2, 0, 5][rank], 5)
+    weight = torch.tensor([[1.0], [2.0], [2.0], [0.0], [2.0]])[vocab.start : vocab.start + rows]
+    found = seqpar.token_scores(torch.ones(2, 1), weight, torch.tensor([1, 4]), top_k=4, vocab=vocab)
+    return found.top_ids.tolist()
+
+
+def test_equal_logits_of_several_ranks_go_to_the_lower_class():
+    assert ranks(3, tied_scores) == [[[1, 2, 4, 0]] * 2] * 3
 
 
 def engine_losses(rank, world, drawn):

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 import seqpar
 from models import Generator
 from seqpar.engine import loss_compute
+from seqpar.engine.formula_match import match_formula
 from seqpar.engine.shards import Shard, one_for_each_device
 from seqpar.testing import assert_same_results
 
@@ -148,14 +149,25 @@ def test_autocast_brings_dtypes_together_as_it_does_for_the_module():
     assert found.dtype == torch.float32
 
 
+def test_a_replicas_match_has_the_replicas_own_tensors():
+    criterion = nn.CrossEntropyLoss(torch.rand(5), reduction="sum")
+    head = nn.ModuleDict({"generator": nn.Sequential(nn.Linear(3, 5), nn.LogSoftmax(-1)), "criterion": criterion})
+    (_, replica) = seqpar.replicate(head, ["cpu", "cpu"])
+    here = match_formula(head["generator"], criterion).of_replica(replica)
+    assert here.projection is replica["generator"][0]
+    assert here.class_weight is replica["criterion"].weight is not criterion.weight
+
+
 def test_rows_of_one_device_are_put_side_by_side_and_no_device_is_left_out():
-    """What needs no arithmetic of a second device stands in for one here."""
+    """Meta tensors stand in for those of a second device, because nothing is computed here."""
     devices = ["cpu", "meta", "cpu"]
-    shards = [
-        Shard(torch.ones(2, i + 1, 3, device=d), torch.ones(2, i + 1, device=d), {}) for i, d in enumerate(devices)
-    ]
+    shards = []
+    for i, device in enumerate(devices):
+        target = torch.ones(2, i + 1, device=device)
+        shards.append(Shard(torch.ones(2, i + 1, 3, device=device), target, target > i, {}))
     together = one_for_each_device(shards)
     assert [(s.hidden.device.type, s.hidden.shape, s.target.numel()) for s in together] == [
         ("cpu", (2 + 6, 3), 2 + 6),
         ("meta", (2, 2, 3), 4),
     ]
+    assert together[0].counted.tolist() == [True] * 2 + [False] * 6

@@ -114,5 +114,5 @@ def test_a_module_that_is_optimised_automatically_is_refused():
 def test_a_strategy_that_is_not_known_is_refused():
     trainer = SimpleNamespace(strategy=Fraction())
     module = SimpleNamespace(automatic_optimization=False, trainer=trainer, manual_backward=None)
-    with pytest.raises(TypeError, match="strategy is a Fraction; accumulated_step knows one device and DDP"):
+    with pytest.raises(TypeError, match="strategy is a Fraction; accumulated_step supports one device and DDP"):
         accumulated_step(module, micro_batches(1, 0), lambda m: None, tokens_of)

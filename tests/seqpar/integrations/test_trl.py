@@ -53,7 +53,7 @@ def test_with_compute_loss_func_the_gradient_is_the_trainers_own(tmp_path):
 
 def test_the_loss_in_the_model_alone_is_refused_in_one_line(tmp_path):
     with pytest.raises(
-        TypeError, match=r"TRL's trainer takes the loss of LlamaForCausalLM.*compute_loss_func"
+        TypeError, match=r"TRL's trainer computes the loss of LlamaForCausalLM.*compute_loss_func"
     ) as raised:
         trained("applied", tmp_path)
     assert "\n" not in str(raised.value)

@@ -166,3 +166,14 @@ def relative_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float
     assert got.keys() == expected.keys()
     least = max(g.abs().max().item() for g in expected.values()) / 1000
     return max((got[n] - g).abs().max().item() / max(least, g.abs().max().item()) for n, g in expected.items())
+
+
+cache = {}
+
+
+def model_of(name):
+    """One model for all examples: only its gradients change."""
+    if name not in cache:
+        cache[name] = tiny(name)
+    cache[name].zero_grad()
+    return cache[name]

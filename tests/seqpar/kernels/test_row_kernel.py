@@ -20,7 +20,8 @@ from seqpar.testing.strategies import vocabulary_splits
 from tests.seqpar.distributed.test_vocab_parallel import assert_answers, losses
 from tests.seqpar.distributed.vocab_cases import PLAIN
 from tests.seqpar.linear.linear_loss import linear_cases, plain_logits, plain_loss
-from tests.seqpar.linear.test_linear_cross_entropy import LEAVES, LOW, both_errors
+from tests.seqpar.linear.test_linear_cross_entropy import LEAVES
+from tests.seqpar.linear.test_low_precision import LOW, both_errors
 from tests.seqpar.recording import recorded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -169,7 +170,7 @@ def test_token_scores_need_no_kernel_and_their_backward_has_one():
     target = torch.randint(7, (5,), device=DEVICE)
     with kernels() as launched:
         assert_same_gradients(
-            lambda: seqpar.token_scores(hidden, weight, target, chunk_tokens=2).square().sum(),
+            lambda: seqpar.token_scores(hidden, weight, target, chunk_tokens=2).log_prob.square().sum(),
             lambda: (hidden @ weight.t()).log_softmax(-1).gather(1, target[:, None]).square().sum(),
             {"hidden": hidden, "weight": weight},
         )

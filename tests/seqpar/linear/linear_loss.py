@@ -125,3 +125,15 @@ def on_another_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor
     """A tensor that says it is on a GPU, and has no numbers; it needs none."""
     with FakeTensorMode():
         return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def small(rows=12, width=4, vocab_size=9, dtype=torch.float64):
+    torch.manual_seed(3)
+    hidden, weight = (torch.randn(n, width, dtype=dtype, requires_grad=True) for n in (rows, vocab_size))
+    return hidden, weight, torch.randint(vocab_size, (rows,))
+
+
+def errors(loss, inputs, truth):
+    """Relative distance of loss and gradients from the float64 truth."""
+    got = [loss.detach(), *torch.autograd.grad(loss, inputs)]
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, truth, strict=False)]

@@ -26,10 +26,19 @@ def distillation(tensors, case):
 
 
 def scores(tensors, case):
-    found = seqpar.token_scores(**tensors, **of(case, "temperature", "softcap"))
-    assert (found[tensors["target"] == case.padding] == 0).all()
-    factors = torch.linspace(-1, 2, found.numel(), dtype=torch.float64).reshape(found.shape)
-    return seqpar.TokenLoss((found * factors).sum(), (tensors["target"] != case.padding).sum())
+    random = torch.Generator().manual_seed(case.seed)
+    ids = torch.randint(case.vocab_size, (*case.lead, 2), generator=random)
+    asked = {"entropy": case.weighted, "ids": ids if case.token_weighted else None, "top_k": 2}
+    found = seqpar.token_scores(**tensors, **of(case, "temperature", "softcap"), **asked)
+    ignored = tensors["target"] == case.padding
+    total = 0.0
+    for score in (found.log_prob, found.entropy, found.log_probs_at):
+        if score is not None:
+            assert (score[ignored] == 0).all()
+            factors = torch.linspace(-1, 2, score.numel(), dtype=torch.float64).reshape(score.shape)
+            total = total + (score * factors).sum()
+    assert (found.top_ids[ignored] == -1).all()
+    return seqpar.TokenLoss(total, (~ignored).sum())
 
 
 def sampled(tensors, case):

@@ -1,4 +1,4 @@
-"""Per-token log-probabilities: value and gradient of the plain log-softmax, under any factor for each token."""
+"""Per-token scores: values and gradients of the plain log-softmax, under any factor for each token and each score."""
 
 import pytest
 import torch
@@ -7,50 +7,72 @@ from hypothesis import strategies as st
 
 import seqpar
 from seqpar.testing import assert_same_gradients
-from tests.seqpar.linear.linear_loss import linear_cases, plain_logits
+from tests.seqpar.linear.score_cases import plain_scores, score_cases, weighted
+
+USED = st.sampled_from(["all", "all", "log_prob", "entropy", "log_probs_at"])
+CHUNKS = st.sampled_from([None, 1, 2, 3, 7, 100])
 
 
-def arguments(case):
-    """The tensors and keywords of a case that `token_scores` takes."""
-    tensors = {k: t for k, t in case.tensors().items() if k not in ("class_weight", "token_weight")}
-    names = ("ignore_index", "softcap", "temperature", "chunk_tokens")
-    return tensors, {name: case.options[name] for name in names}
-
-
-def plain_scores(hidden, weight, target, bias=None, *, ignore_index, softcap, temperature, **_):
-    log_p = plain_logits(hidden, weight, bias, softcap, temperature).log_softmax(-1)
-    kept = target.flatten() != ignore_index
-    rows = log_p.gather(1, target.flatten().where(kept, 0).unsqueeze(1)).squeeze(1)
-    return rows.where(kept, 0.0).reshape(target.shape)
-
-
-@given(linear_cases(), st.sampled_from(["factors", "ratio", "one token"]))
-def test_any_loss_of_the_scores_has_the_plain_gradient(case, how):
-    tensors, options = arguments(case)
-    factors = torch.randn(case.lead, dtype=torch.float64, generator=torch.Generator().manual_seed(case.seed))
-
-    def loss(scores):
-        if how == "factors":
-            return (scores * factors).sum()
-        if how == "ratio":  # of a policy to an older one, clipped
-            ratio = (scores - factors.abs()).exp()
-            return torch.minimum(ratio * factors, ratio.clamp(0.8, 1.2) * factors).sum()
-        return scores.flatten()[-1]
-
+@given(score_cases(), USED, CHUNKS)
+def test_any_loss_of_the_scores_has_the_plain_gradient(case, used, chunk_tokens):
+    tensors = case.tensors()
+    seed = case.linear.seed
     assert_same_gradients(
-        lambda: loss(seqpar.token_scores(**tensors, **options)),
-        lambda: loss(plain_scores(**tensors, **options)),
+        lambda: weighted(seqpar.token_scores(**tensors, **case.options, chunk_tokens=chunk_tokens), seed, used),
+        lambda: weighted(plain_scores(**tensors, **case.options), seed, used),
         {name: tensors[name] for name in ("hidden", "weight", "bias") if name in tensors},
     )
 
 
-@given(linear_cases())
-def test_each_score_is_the_plain_one_and_0_where_ignored(case):
-    tensors, options = arguments(case)
-    scores, plain = seqpar.token_scores(**tensors, **options), plain_scores(**tensors, **options)
-    assert scores.shape == tensors["target"].shape
-    torch.testing.assert_close(scores, plain, rtol=1e-12, atol=1e-13)
-    assert (scores[tensors["target"] == case.padding] == 0).all()
+@given(score_cases(), USED, CHUNKS)
+def test_a_frozen_projection_gives_hidden_the_plain_gradient(case, used, chunk_tokens):
+    tensors = {name: t.detach() for name, t in case.tensors().items()}
+    tensors["hidden"].requires_grad_()
+    seed = case.linear.seed
+    assert_same_gradients(
+        lambda: weighted(seqpar.token_scores(**tensors, **case.options, chunk_tokens=chunk_tokens), seed, used),
+        lambda: weighted(plain_scores(**tensors, **case.options), seed, used),
+        {"hidden": tensors["hidden"]},
+    )
+
+
+@given(score_cases(), st.booleans())
+def test_each_score_is_the_plain_one_and_0_where_ignored(case, invariant):
+    tensors = case.tensors()
+    options = case.options
+    found = seqpar.token_scores(**tensors, **options, batch_invariant=invariant)
+    plain = plain_scores(**tensors, **options)
+    ignored = tensors["target"] == case.linear.padding
+    for name, score in found._asdict().items():
+        expected = getattr(plain, name)
+        assert (score is None) == (expected is None), name
+        if score is None:
+            continue
+        assert score.shape == expected.shape
+        if name == "top_ids":
+            _assert_same_classes(score, expected, plain.top_log_probs)
+            assert (score[ignored] == -1).all()
+        else:
+            torch.testing.assert_close(score, expected, rtol=1e-12, atol=1e-12)
+            assert (score[ignored] == 0).all()
+
+
+def _assert_same_classes(ids, expected, log_probs):
+    """Classes whose log-probabilities differ by rounding alone may change places."""
+    near = torch.zeros_like(ids, dtype=torch.bool)
+    close = (log_probs.diff(dim=-1).abs() < 1e-12) & (log_probs.diff(dim=-1) != 0)
+    near[..., 1:] |= close
+    near[..., :-1] |= close
+    if not near.any():
+        assert torch.equal(ids, expected)
+
+
+def test_equal_log_probabilities_go_to_the_lower_class():
+    hidden = torch.ones(3, 1)
+    weight = torch.tensor([[1.0], [2.0], [2.0], [0.0], [2.0]])
+    for top_k, expected in ((1, [1]), (2, [1, 2]), (4, [1, 2, 4, 0]), (5, [1, 2, 4, 0, 3])):
+        found = seqpar.token_scores(hidden, weight, torch.zeros(3, dtype=torch.long), top_k=top_k)
+        assert found.top_ids.tolist() == [expected] * 3
 
 
 def small():
@@ -58,18 +80,33 @@ def small():
     return torch.randn(5, 3, requires_grad=True), torch.randn(7, 3, requires_grad=True), torch.randint(7, (5,))
 
 
-def test_backward_may_be_called_again_and_a_second_derivative_is_refused():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_backward_may_be_called_again_and_a_second_derivative_is_refused(frozen):
     hidden, weight, target = small()
-    scores = seqpar.token_scores(hidden, weight, target, chunk_tokens=2)
-    first, again = (torch.autograd.grad(scores.sum(), weight, retain_graph=True)[0] for _ in range(2))
+    weight.requires_grad_(not frozen)
+    scores = seqpar.token_scores(hidden, weight, target, entropy=True, chunk_tokens=2)
+    total = scores.log_prob.sum() + scores.entropy.square().sum()
+    first, again = (torch.autograd.grad(total, hidden, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, again)
     with pytest.raises(RuntimeError, match="second derivative"):
-        torch.autograd.grad(scores.sum(), weight, create_graph=True)
+        torch.autograd.grad(total, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_an_ignored_token_receives_does_not_matter(frozen):
+    hidden, weight, target = small()
+    weight.requires_grad_(not frozen)
+    target[1] = -100
+    scores = seqpar.token_scores(hidden, weight, target, entropy=True)
+    factor = torch.tensor([1.0, torch.nan, 2.0, 3.0, 4.0])
+    grad = torch.autograd.grad((scores.log_prob * factor + scores.entropy * factor).sum(), hidden)[0]
+    assert grad.isfinite().all()
+    assert (grad[1] == 0).all()
 
 
 def test_a_weight_changed_between_forward_and_backward_is_noticed():
     hidden, weight, target = small()
-    scores = seqpar.token_scores(hidden, weight, target)
+    scores = seqpar.token_scores(hidden, weight, target).log_prob
     with torch.no_grad():
         weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -78,10 +115,45 @@ def test_a_weight_changed_between_forward_and_backward_is_noticed():
 
 def test_between_forward_and_backward_no_logits_are_kept():
     hidden, weight, target = small()
-    scores = seqpar.token_scores(hidden, weight, target)
+    scores = seqpar.token_scores(hidden, weight, target, entropy=True).log_prob
     node = scores.grad_fn
-    formula = node.formula if hasattr(node, "formula") else node.next_functions[0][0].formula
-    assert formula.projection.buffers == {}
+    tokens = node.tokens if hasattr(node, "tokens") else node.next_functions[0][0].tokens
+    assert tokens.projection.buffers == {}
+
+
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Count the matrix products of rows x D x V."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("frozen", "entropy", "products"),
+    [
+        ((), False, 4),
+        ((), True, 4),
+        (("hidden",), True, 3),
+        (("weight",), False, 2),
+        (("weight",), True, 3),
+        (("hidden", "weight"), True, 1),
+    ],
+)
+def test_no_more_products_than_the_documented_ones(frozen, entropy, products):
+    hidden, weight, target = small()
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        tensor.requires_grad_(name not in frozen)
+    with Products() as counted:
+        scores = seqpar.token_scores(hidden, weight, target, entropy=entropy)
+        if scores.log_prob.requires_grad:
+            (scores.log_prob.sum() + (scores.entropy.sum() if entropy else 0)).backward()
+    assert counted.count == products
 
 
 def test_inputs_are_checked_as_those_of_the_loss():
@@ -92,13 +164,158 @@ def test_inputs_are_checked_as_those_of_the_loss():
         seqpar.token_scores(hidden, weight, target, temperature=0.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"temperature": torch.ones(4)}, ValueError, r"temperature has shape \(4,\) and target \(5,\)"),
+        ({"temperature": torch.ones(5, requires_grad=True)}, TypeError, r"pass temperature\.detach\(\)"),
+        ({"temperature": torch.tensor([1.0, 1, -2, 1, 1])}, ValueError, r"temperature -2\.0 at position \(2,\)"),
+        ({"temperature": torch.ones(5, dtype=torch.long)}, TypeError, "temperature has dtype torch.int64"),
+        ({"ids": torch.zeros(5, dtype=torch.long)}, ValueError, r"ids has shape \(5,\) and target \(5,\)"),
+        (
+            {"ids": torch.full((5, 2), 7)},
+            IndexError,
+            r"ids has 7 at position \(0, 0\), outside the vocabulary \[0, 7\)",
+        ),
+        ({"ids": torch.zeros(5, 2)}, TypeError, "ids has dtype torch.float32"),
+        ({"top_k": 8}, ValueError, "top_k is 8 and there are 7 classes"),
+        ({"top_k": 0}, ValueError, "top_k is 0; it must be at least 1"),
+        ({"top_k": 1.5}, TypeError, "top_k is 1.5; it must be a whole number"),
+        ({"entropy": 1}, TypeError, "entropy is 1; it must be True or False"),
+        ({"batch_invariant": None}, TypeError, "batch_invariant is None"),
+        ({"product_dtype": torch.int64}, TypeError, "product_dtype is torch.int64"),
+    ],
+)
+def test_a_bad_option_gets_one_clear_line(options, error, message):
+    hidden, weight, target = small()
+    with pytest.raises(error, match=message):
+        seqpar.token_scores(hidden, weight, target, **options)
+
+
+def test_ids_and_temperature_of_ignored_tokens_may_be_anything():
+    hidden, weight, target = small()
+    target[2] = -100
+    ids = torch.zeros(5, 2, dtype=torch.long)
+    ids[2] = 99
+    temperature = torch.ones(5)
+    temperature[2] = torch.nan
+    found = seqpar.token_scores(hidden, weight, target, ids=ids, temperature=temperature)
+    assert (found.log_probs_at[2] == 0).all()
+    assert found.log_prob.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_of_a_low_precision_model_are_not_rounded_to_its_dtype(dtype):
     hidden, weight, target = (t.detach() for t in small())
     hidden, weight = hidden.to(dtype), weight.to(dtype)
-    scores = seqpar.token_scores(hidden, weight, target)
+    scores = seqpar.token_scores(hidden, weight, target).log_prob
     assert scores.dtype == torch.float32
     logits = (hidden @ weight.t()).double()
     exact = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1)
     assert (scores - exact).abs().max() <= 1e-6
     assert (exact - exact.to(dtype)).abs().max() > 1e-5  # which the dtype's own rounding would not keep
+
+
+def bits(scores):
+    """Every score of each token, bit by bit."""
+    columns = [scores.log_prob, scores.entropy, *scores.top_log_probs.unbind(-1), *scores.log_probs_at.unbind(-1)]
+    return torch.stack(columns, -1)
+
+
+@given(
+    st.integers(1, 150),
+    st.integers(1, 40),
+    st.integers(2, 300),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    st.integers(0, 2**16),
+)
+def test_a_batch_invariant_score_has_the_same_bits_in_any_batch(tokens, width, vocab_size, dtype, seed):
+    random = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=random).to(dtype)
+    weight = (3 * torch.randn(vocab_size, width, generator=random)).to(dtype)
+    target = torch.randint(vocab_size, (tokens,), generator=random)
+    bias = torch.randn(vocab_size, generator=random).to(dtype)
+
+    def of(rows, chunk_tokens):
+        given = {"bias": bias, "ids": target[rows].unsqueeze(1), "chunk_tokens": chunk_tokens}
+        return bits(
+            seqpar.token_scores(
+                hidden[rows], weight, target[rows], entropy=True, top_k=1, batch_invariant=True, **given
+            )
+        )
+
+    expected = of(torch.arange(tokens), None)
+    for chunk_tokens in (1, 7, None):
+        rows = torch.randperm(tokens, generator=random)[: int(torch.randint(1, tokens + 1, (1,), generator=random))]
+        assert torch.equal(of(rows, chunk_tokens), expected[rows])
+
+
+@given(score_cases(), CHUNKS)
+def test_batch_invariant_scores_have_the_plain_gradient(case, chunk_tokens):
+    tensors = case.tensors()
+    seed = case.linear.seed
+    options = {**case.options, "chunk_tokens": chunk_tokens, "batch_invariant": True}
+    assert_same_gradients(
+        lambda: weighted(seqpar.token_scores(**tensors, **options), seed),
+        lambda: weighted(plain_scores(**tensors, **case.options), seed),
+        {name: tensors[name] for name in ("hidden", "weight", "bias") if name in tensors},
+    )
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_float32_head_over_bfloat16_hidden_states_has_the_gradient_of_the_cast_ones(frozen):
+    torch.manual_seed(0)
+    hidden = torch.randn(40, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(30, 8, dtype=torch.bfloat16, requires_grad=not frozen)
+    bias = torch.randn(30, requires_grad=not frozen)
+    target = torch.randint(30, (40,))
+    found = seqpar.token_scores(
+        hidden, weight, target, bias=bias, entropy=True, product_dtype=torch.float32, chunk_tokens=7
+    )
+    log_p = torch.nn.functional.linear(hidden.float(), weight.float(), bias).log_softmax(-1)
+    plain = log_p.gather(1, target.unsqueeze(1)).squeeze(1)
+    plain_entropy = -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close(found.log_prob, plain, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.entropy, plain_entropy, rtol=1e-6, atol=1e-6)
+    narrow = seqpar.token_scores(hidden, weight, target, bias=bias.bfloat16()).log_prob
+    assert (narrow - plain).abs().max() > 1e-3
+    leaves = [hidden] if frozen else [hidden, weight, bias]
+    ours = torch.autograd.grad((found.log_prob * found.entropy).sum(), leaves)
+    theirs = torch.autograd.grad((plain * plain_entropy).sum(), leaves)
+    for got, expected in zip(ours, theirs, strict=True):
+        assert got.dtype == expected.dtype
+        # Both round the same float32 gradient to the leaf's dtype
+        torch.testing.assert_close(got, expected, rtol=2 * torch.finfo(got.dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_in_low_precision_the_error_is_at_most_twice_that_of_plain_torch(dtype, frozen, scale):
+    torch.manual_seed(0)
+    exact = {
+        "hidden": scale * torch.randn(64, 32).to(dtype).double(),
+        "weight": torch.randn(200, 32).to(dtype).double(),
+    }
+    target = torch.randint(200, (64,))
+    factors = torch.randn(2, 64, dtype=torch.float64)
+
+    def results(tensors, scores):
+        leaves = {name: t.clone().requires_grad_(name == "hidden" or not frozen) for name, t in tensors.items()}
+        log_prob, entropy = scores(**leaves)
+        total = (log_prob.double() * factors[0]).sum() + (entropy.double() * factors[1]).sum()
+        grads = torch.autograd.grad(total, [t for t in leaves.values() if t.requires_grad])
+        return [log_prob.detach().double(), entropy.detach().double(), *(g.double() for g in grads)]
+
+    def plain(hidden, weight):
+        log_p = (hidden @ weight.t()).to(torch.promote_types(hidden.dtype, torch.float32)).log_softmax(-1)
+        return log_p.gather(1, target.unsqueeze(1)).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+    def ours(hidden, weight):
+        return seqpar.token_scores(hidden, weight, target, entropy=True, chunk_tokens=13)[:2]
+
+    truth = results(exact, plain)
+    narrow = {name: t.to(dtype) for name, t in exact.items()}
+    for mine, theirs, true in zip(results(narrow, ours), results(narrow, plain), truth, strict=True):
+        floor = torch.finfo(torch.float32).eps * true.norm()
+        assert (mine - true).norm() <= 2 * (theirs - true).norm() + floor

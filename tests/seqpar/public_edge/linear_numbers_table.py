@@ -93,7 +93,7 @@ def total(loss: seqpar.TokenLoss) -> Tensor:
 
 FUNCTIONS: dict[str, tuple[Callable[[Given], Tensor], Callable[[Given], Tensor], Callable[[], Given]]] = {
     "linear_cross_entropy": (lambda given: total(seqpar.linear_cross_entropy(**given)), plain_cross_entropy, good),
-    "token_scores": (lambda given: seqpar.token_scores(**given), plain_scores, good),
+    "token_scores": (lambda given: seqpar.token_scores(**given).log_prob, plain_scores, good),
     "linear_distillation": (
         lambda given: total(seqpar.linear_distillation(**given, direction="forward")),
         plain_divergence,
@@ -300,4 +300,22 @@ def _everything() -> Iterator[Case]:
     yield from _all_of("linear_cross_entropy", CROSS_ENTROPY)
 
 
-CASES = [*_everything()]
+def _scores() -> Iterator[Case]:
+    """Distributions whose scores are known without a softmax."""
+    one_class = {"hidden": torch.ones(2, 1), "weight": torch.ones(1, 1), "target": torch.zeros(2, dtype=torch.int64)}
+    certain = seqpar.TokenScores(torch.zeros(2), entropy=torch.zeros(2), top_log_probs=torch.zeros(2, 1))
+    yield Case(
+        "token_scores, a vocabulary of one class",
+        lambda: tuple(seqpar.token_scores(**one_class, entropy=True, top_k=1)[:3]),
+        Equals(lambda: tuple(certain[:3])),
+    )
+    equal = {"hidden": torch.zeros(2, 3), "weight": torch.ones(8, 3), "target": torch.tensor([0, 7])}
+    bits = torch.full((2,), 8.0).log()
+    yield Case(
+        "token_scores, eight equal classes",
+        lambda: tuple(seqpar.token_scores(**equal, entropy=True)[:2]),
+        Equals(lambda: (-bits, bits)),
+    )
+
+
+CASES = [*_scores(), *_everything()]

@@ -163,7 +163,11 @@ def _numbers() -> Iterator[Case]:
         for argument in taken:
             for error, values in zip((TypeError, ValueError), NUMBERS[argument], strict=True):
                 for kind, value in values.items():
+                    if (name, argument, kind) == ("token_scores", "temperature", "a tensor"):
+                        continue  # which is one number for each token, and tested below
                     yield raises(name, f"{argument} {kind}", error, (f"{argument} is ",), **{argument: value})
+    words = ("temperature has shape ()", "target (6,)")
+    yield raises("token_scores", "a temperature of no token", ValueError, words, temperature=torch.tensor(2.0))
     for kind, value in {"0": 0.0, "nan": NAN, "inf": INF}.items():
         odd = {"loss_scale": torch.tensor(value)}
         yield raises("linear_cross_entropy", f"loss_scale a tensor of {kind}", ValueError, ("loss_scale is ",), **odd)

@@ -150,10 +150,10 @@ def _place() -> list[Case]:
     cases += refused("place", lambda x: seqpar.place(nn.Linear(2, 2), {"": x}), "parts['']", ONE_NOWHERE, ValueError)
     stack = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for label, parts, error, word in (
-        ("a name that is not there", {"2": "cpu"}, KeyError, "'2' is no part of Sequential"),
-        ("a name that is a number", {0: "cpu"}, KeyError, "0 is no part of Sequential"),
-        ("a part left out", {"0": "cpu"}, ValueError, "1.weight lies in none of the parts"),
-        ("no part", {}, ValueError, "0.weight lies in none of the parts"),
+        ("a name that is not there", {"2": "cpu"}, KeyError, "'2' is not a part of Sequential"),
+        ("a name that is a number", {0: "cpu"}, KeyError, "0 is not a part of Sequential"),
+        ("a part left out", {"0": "cpu"}, ValueError, "1.weight is in none of the parts"),
+        ("no part", {}, ValueError, "0.weight is in none of the parts"),
     ):
         cases.append(Case(f"place: {label}", partial(seqpar.place, stack, parts), Raises(error, (word,))))
     call = lambda: seqpar.place(_meta(), {"": "cpu"})  # noqa: E731

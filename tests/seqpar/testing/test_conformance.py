@@ -92,7 +92,7 @@ def test_the_memory_of_all_logits_is_a_failure_and_of_a_chunk_is_not():
     right, wrong = growth(KNOWN["seqpar"]), growth(KNOWN["torch"])
     assert isinstance(right, Growth)
     assert isinstance(wrong, Growth)
-    assert right.share <= Growth.ALLOWED < 1 <= wrong.share
+    assert right.of_logits <= Growth.ALLOWED < 1 <= wrong.of_logits
 
 
 def test_the_command_says_what_exists_and_what_is_not_installed(capsys, monkeypatch):

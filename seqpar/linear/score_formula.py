@@ -1,0 +1,324 @@
+"""Compute one chunk of a projection onto the vocabulary and the scores of its tokens, and their gradient.
+
+    product = hidden @ weight.T + bias                                   (K, V)
+    logits  = cap(product) / temperature,  cap(x) = softcap tanh(x / softcap)
+
+`losses/score_rows.py` has the scores of a row of logits and G, their gradient with respect to the logits. There are two
+ways to the gradient of hidden, G' = d / d product being G times the derivative of cap over the temperature:
+
+    backward computes the product again:      d hidden = G' @ weight,  d weight = G'.T @ hidden
+    with a frozen projection, forward keeps   A = (d log_prob / d product) @ weight
+                                              Q = (d entropy / d product) @ weight
+                           and backward has   d hidden_i = (u_i + sum_j g_ij) A_i + h_i Q_i
+                                                           + sum_j g_ij (c_ij weight_(id_ij) - c_i weight_(y_i))
+
+where c is the derivative of cap over the temperature, at the target or at the given class. Row i of A and Q does not
+depend on any upstream factor, so that no second product is needed.
+
+Shape suffixes: N rows (batch x time), K rows of one chunk or of a block of it, D hidden, V vocabulary (this rank's
+classes, if it is split), J given classes, P = 1 + J.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from seqpar.core.chunks import Chunk
+from seqpar.core.stored_gradients import RowGradient
+from seqpar.core.token_loss import wide
+from seqpar.linear.formula import Projection, zero_rows
+from seqpar.linear.leaves import LinearSlots
+from seqpar.losses.score_rows import (
+    RowScores,
+    ScoreSums,
+    SplitScores,
+    Upstream,
+    log_probs_gradient_,
+    row_scores,
+    scores_gradient_,
+    softmax_and_score_sums,
+)
+
+INVARIANT_ROWS = 64
+"""Rows of every product in batch-invariant mode: a matrix product of one shape rounds each row in one way."""
+
+INVARIANT_WIDTH = 16
+"""What the width of a product is a multiple of in that mode, filled up with zeros. With other widths (5, 7, 33) MKL's
+rounding of a row was measured to depend on the row's place; with multiples of 4 it never did."""
+
+
+class HiddenSlots(NamedTuple):
+    """Where forward keeps what backward needs under a frozen projection."""
+
+    log_prob: RowGradient
+    """A."""
+    entropy: RowGradient | None
+    """Q; None if no entropy is wanted."""
+    slope_NP: Tensor
+    """c at the target and at each given class."""
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return A, Q and the slopes."""
+        of_entropy = None if self.entropy is None else self.entropy.rows
+        return self.log_prob.rows, of_entropy, self.slope_NP
+
+
+class ScoreFormula:
+    """The scores of one chunk, and their gradient in closed form.
+
+    Args:
+        projection: from hidden to logits, without a temperature.
+        picked_NP: of all rows, the target and the given classes.
+        temperature_N: of all rows; None is 1.
+        entropy: whether to compute the entropy.
+        top_k: how many of the largest log-probabilities to return.
+        split: the classes of a split vocabulary that this rank has; None if it has all.
+        counted_N: which rows count; None if no chunk contains rows that do not.
+    """
+
+    def __init__(
+        self,
+        projection: Projection,
+        picked_NP: Tensor,
+        temperature_N: Tensor | None,
+        *,
+        entropy: bool,
+        top_k: int,
+        split: SplitScores | None,
+        counted_N: Tensor | None,
+    ) -> None:
+        self.projection = projection
+        self.picked_NP = picked_NP
+        self.temperature_N = temperature_N
+        self.entropy = entropy
+        self.top_k = top_k
+        self.split = split
+        self.counted_N = counted_N
+
+    def scores(self, hidden_KD: Tensor, chunk: Chunk, kept: HiddenSlots | None = None) -> RowScores:
+        """Return the scores of a chunk's rows; store the gradients that a frozen projection allows in `kept`."""
+        hidden_KD = self._prepared(hidden_KD, chunk)
+        blocks = []
+        slopes = []
+        with torch.autocast(hidden_KD.device.type, enabled=False):
+            product_KV = self.projection.product(hidden_KD)
+            entropy_KV = None
+            if kept is not None and kept.entropy is not None:
+                entropy_KV = self.projection.buffer("entropy", len(hidden_KD), product_KV.dtype)
+            for block in self._blocks(product_KV, chunk, entropy_KV):
+                computed = self._softmax(block, self.entropy, self.top_k)
+                blocks.append(row_scores(computed.sums))
+                if kept is not None:
+                    self._own_gradients_(block, computed)
+                    slopes.append(self._slope(block, computed.sums))
+            if kept is not None:
+                kept.slope_NP[chunk] = torch.cat(slopes)
+                kept.log_prob.write_product(chunk, product_KV, self.projection.weight_VD)
+            if kept is not None and kept.entropy is not None and entropy_KV is not None:
+                kept.entropy.write_product(chunk, entropy_KV, self.projection.weight_VD)
+        return _joined(blocks)
+
+    def batch_invariant(self) -> ScoreFormula:
+        """Return the same formula with a width of hidden that `scores_in_tile` takes."""
+        weight_VD = self.projection.weight_VD
+        missing = -weight_VD.size(1) % INVARIANT_WIDTH
+        projection = Projection(
+            pad(weight_VD, (0, missing)),
+            self.projection.bias_V,
+            weight_VD.dtype,
+            self.projection.softcap,
+            self.projection.temperature,
+        )
+        return self._of(projection, self.picked_NP, self.temperature_N, self.counted_N)
+
+    def scores_in_tile(self, hidden_KD: Tensor, chunk: Chunk) -> RowScores:
+        """Do as `scores` for at most INVARIANT_ROWS rows, in tensors of exactly so many."""
+        rows, width = hidden_KD.shape
+        missing = INVARIANT_ROWS - rows
+        picked_KP = pad(self.picked_NP[chunk], (0, 0, 0, missing))
+        temperature_K = None
+        if self.temperature_N is not None:
+            temperature_K = pad(self.temperature_N[chunk], (0, missing), value=1.0)
+        counted_K = None
+        if self.counted_N is not None:
+            counted_K = pad(self.counted_N[chunk], (0, missing), value=True)
+        tile = self._of(self.projection, picked_KP, temperature_K, counted_K)
+        hidden_KD = pad(hidden_KD, (0, self.projection.weight_VD.size(1) - width, 0, missing))
+        scores = tile.scores(hidden_KD, slice(0, INVARIANT_ROWS))
+        return RowScores(*(None if t is None else t[:rows] for t in scores))  # type: ignore[arg-type]
+
+    def _of(
+        self, projection: Projection, picked_NP: Tensor, temperature_N: Tensor | None, counted_N: Tensor | None
+    ) -> ScoreFormula:
+        """Return the same formula for other rows."""
+        return ScoreFormula(
+            projection,
+            picked_NP,
+            temperature_N,
+            entropy=self.entropy,
+            top_k=self.top_k,
+            split=self.split,
+            counted_N=counted_N,
+        )
+
+    def store_gradients(self, hidden_KD: Tensor, chunk: Chunk, upstream: Upstream, slots: LinearSlots) -> None:
+        """Compute the chunk's product again, and store the gradients of hidden, weight and bias.
+
+        Args:
+            upstream: of all rows.
+        """
+        hidden_KD = self._prepared(hidden_KD, chunk)
+        upstream = Upstream(*(None if t is None else t[chunk] for t in upstream))  # type: ignore[arg-type]
+        bias_grads = []
+        with torch.autocast(hidden_KD.device.type, enabled=False):
+            product_KV = self.projection.product(hidden_KD)
+            above = 0
+            for block in self._blocks(product_KV, chunk):
+                computed = self._softmax(block, upstream.entropy_N is not None, top_k=0)
+                rows = slice(above, above + len(block.product))
+                above = rows.stop
+                factors = Upstream(*(None if t is None else t[rows] for t in upstream))  # type: ignore[arg-type]
+                if factors.entropy_N is None:
+                    grad_KV = log_probs_gradient_(computed.p, block.picked, computed.sums, factors, self.split)
+                else:
+                    grad_KV = scores_gradient_(
+                        computed.p, computed.shifted, block.picked, computed.sums, factors, self.split
+                    )
+                grad_KV = self.projection.to_product_(grad_KV, computed.tanh, block.slope, block.product)
+                bias_grads.append(self.projection.bias_gradient(grad_KV, slots))
+            self.projection.back(product_KV, hidden_KD, chunk, bias_grads, slots)
+
+    def slots(self, hidden_ND: Tensor) -> HiddenSlots:
+        """Return empty slots for all rows."""
+        product_dtype = self.projection.weight_VD.dtype
+        # A and Q are added up in backward, so that they must not be rounded below the products' own dtype
+        like_ND = hidden_ND.detach().to(torch.promote_types(hidden_ND.dtype, product_dtype))
+        of_entropy = RowGradient(like_ND) if self.entropy else None
+        slope_NP = hidden_ND.new_zeros(self.picked_NP.shape, dtype=wide(product_dtype))
+        return HiddenSlots(RowGradient(like_ND), of_entropy, slope_NP)
+
+    def hidden_gradient(
+        self,
+        upstream: Upstream,
+        weight_VD: Tensor,
+        of_log_prob_ND: Tensor,
+        of_entropy_ND: Tensor | None,
+        slope_NP: Tensor,
+    ) -> Tensor:
+        """Return the gradient of hidden under a frozen projection, from what forward has kept."""
+        grad_ND = upstream.of_all_log_probs().unsqueeze(1) * of_log_prob_ND
+        if of_entropy_ND is not None and upstream.entropy_N is not None:
+            grad_ND += upstream.entropy_N.unsqueeze(1) * of_entropy_ND
+        g_NJ = upstream.log_probs_at_NJ
+        if g_NJ is not None:
+            # sum_j g_j (c_j weight_(id_j) - c_y weight_y)
+            factor_NP = torch.cat([-g_NJ.sum(1, keepdim=True), g_NJ], 1) * slope_NP
+            index_NP = self.picked_NP
+            if self.split is not None:
+                index_NP, owned_NP = self.split.locate(index_NP, len(weight_VD))
+                factor_NP = factor_NP.where(owned_NP, 0)
+            if len(weight_VD):
+                for factor_N, index_N in zip(factor_NP.unbind(1), index_NP.unbind(1), strict=True):
+                    grad_ND += factor_N.unsqueeze(1) * weight_VD[index_N]
+        return grad_ND
+
+    def _own_gradients_(self, block: _Block, computed: _Softmax) -> None:
+        """Overwrite the block's product by d log_prob / d product, and its second one by d entropy / d product."""
+        one_K = torch.ones_like(computed.sums.best_N)
+        if block.entropy_product is not None:
+            # The order matters: p is needed for both, and the entropy's gradient overwrites z - m alone
+            tanh = None if computed.tanh is None else computed.tanh.clone()
+            factors = Upstream(torch.zeros_like(one_K), one_K, None)
+            grad_KV = scores_gradient_(computed.p, computed.shifted, block.picked, computed.sums, factors, self.split)
+            self.projection.to_product_(grad_KV, tanh, block.slope, block.entropy_product)
+        factors = Upstream(one_K, None, None)
+        grad_KV = log_probs_gradient_(computed.p, block.picked, computed.sums, factors, self.split)
+        self.projection.to_product_(grad_KV, computed.tanh, block.slope, block.product)
+
+    def _slope(self, block: _Block, sums: ScoreSums) -> Tensor:
+        """Return c at the target and the given classes: the derivative of their logits by the uncapped product."""
+        slope = block.slope / self.projection.temperature
+        if isinstance(slope, Tensor):
+            slope = slope.unsqueeze(1)
+        softcap = self.projection.softcap
+        if softcap is None:
+            return slope * torch.ones_like(sums.picked_NP)
+        # logits = slope softcap tanh(product / softcap), so that the derivative is slope (1 - tanh^2)
+        tanh_NP = sums.picked_NP / (slope * softcap)
+        return slope * (1 - tanh_NP.square())
+
+    def _prepared(self, hidden_KD: Tensor, chunk: Chunk) -> Tensor:
+        """Return the chunk's hidden states in the products' dtype, with 0 in rows that do not count."""
+        hidden_KD = hidden_KD.to(self.projection.weight_VD.dtype)
+        if self.counted_N is None:
+            return hidden_KD
+        return zero_rows(hidden_KD, ~self.counted_N[chunk])
+
+    def _blocks(self, product_KV: Tensor, chunk: Chunk, entropy_KV: Tensor | None = None) -> Iterator[_Block]:
+        """Yield the blocks of a chunk that go through the softmax one after the other."""
+        rows = len(product_KV)
+        # A split vocabulary's collectives cost the same for a block as for the chunk
+        size = rows if self.split is not None else self.projection.rows_at_once(rows)
+        picked_KP = self.picked_NP[chunk]
+        slope_K = None if self.temperature_N is None else self.temperature_N[chunk].reciprocal()
+        for start in range(0, rows, size):
+            block = slice(start, start + size)
+            yield _Block(
+                product=product_KV[block],
+                picked=picked_KP[block],
+                temperature=None if self.temperature_N is None else self.temperature_N[chunk][block],
+                slope=1.0 if slope_K is None else slope_K[block],
+                entropy_product=None if entropy_KV is None else entropy_KV[block],
+            )
+
+    def _softmax(self, block: _Block, entropy: bool, top_k: int) -> _Softmax:
+        """Return the softmax of a block's logits, and the sums of its rows."""
+        projection = self.projection
+        logits_KV, tanh_KV = projection.logits(block.product)
+        dtype = wide(logits_KV.dtype)
+        if not projection.in_place or logits_KV.dtype != dtype:
+            # The product of an accelerator may be narrow, and must not be overwritten while a cap's tanh is needed
+            logits_KV = logits_KV.to(dtype, copy=True)
+        if block.temperature is not None:
+            logits_KV /= block.temperature.unsqueeze(1)
+        out = None
+        if entropy and projection.in_place:
+            out = projection.buffer("softmax", len(logits_KV), dtype)
+        p_KV, shifted_KV, sums = softmax_and_score_sums(
+            logits_KV, block.picked, entropy=entropy, top_k=top_k, split=self.split, out=out
+        )
+        return _Softmax(p_KV, shifted_KV, tanh_KV, sums)
+
+
+class _Block(NamedTuple):
+    """Some rows of a chunk."""
+
+    product: Tensor
+    picked: Tensor
+    temperature: Tensor | None
+    slope: Tensor | float
+    """The derivative of the logits with respect to the capped product: 1 / temperature."""
+    entropy_product: Tensor | None
+
+
+class _Softmax(NamedTuple):
+    """What the gradients of a block need."""
+
+    p: Tensor
+    shifted: Tensor
+    """z - m; the same tensor as p if no entropy is wanted."""
+    tanh: Tensor | None
+    sums: ScoreSums
+
+
+def _joined(blocks: list[RowScores]) -> RowScores:
+    """Return the scores of all blocks."""
+    if len(blocks) == 1:
+        return blocks[0]
+    columns = zip(*blocks, strict=True)
+    return RowScores(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
