@@ -118,13 +118,13 @@ def _active_adapter(name: str, head: Any) -> Adapter | None:
 
 
 class _Seen:
-    """What passed through the backbone and the output embeddings in one forward."""
+    """What passed through the output embeddings in one forward."""
 
     def __init__(self) -> None:
-        self.last_hidden: Tensor | None = None
-        self.inputs: list[Tensor] = []
-        self.own_logits: Tensor | None = None
-        self.made_up: Tensor | None = None
+        self.hidden: list[Tensor] = []
+        self.last_hidden: list[Tensor] = []
+        self.own_logits: list[Tensor] = []
+        self.made_up: list[Tensor] = []
 
 
 def examine(model: PreTrainedModel) -> Reading:
@@ -138,26 +138,31 @@ def examine(model: PreTrainedModel) -> Reading:
     adapter = adapter_of(model)
     head: Any = model.get_output_embeddings()
     ids_1W = _made_up_text(model, head)
+    text: dict[str, Any] = {"input_ids": ids_1W, "attention_mask": torch.ones_like(ids_1W), "use_cache": False}
     seen = _Seen()
-    with undisturbed(model, head.weight.device), _evaluating(model), _watched(model, head, ids_1W, seen):
-        outputs = model(input_ids=ids_1W, attention_mask=torch.ones_like(ids_1W), use_cache=False)
-    if len(seen.inputs) != 1 or seen.own_logits is None or seen.made_up is None:
-        raise RefusedModelError(f"{name} calls its output embeddings {len(seen.inputs)} times in a forward; {WITHOUT}")
-    (hidden_1WD,) = seen.inputs
-    if seen.last_hidden is None or not torch.equal(hidden_1WD, seen.last_hidden):
+    with undisturbed(model, head.weight.device), _evaluating(model):
+        try:
+            with _watched(model, head, text, seen):
+                theirs = model(**text).logits
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise RefusedModelError(
+                f"{name} fails on a text of a few tokens ({type(error).__name__}: {' '.join(str(error).split())}); "
+                f"{WITHOUT}"
+            ) from error
+    if len(seen.hidden) != 1:
+        raise RefusedModelError(f"{name} calls its output embeddings {len(seen.hidden)} times in a forward; {WITHOUT}")
+    if not seen.last_hidden or not _same(seen.last_hidden[0], seen.hidden[0]):
         raise RefusedModelError(
             f"{name} changes its hidden states between its backbone and its output embeddings; {WITHOUT}"
         )
-    ours = _plain_logits(hidden_1WD, head, adapter)
-    if not _as_exact(ours, seen.own_logits):
+    if not _same(_plain_logits(seen.hidden[0], head, adapter), seen.own_logits[0]):
         raise RefusedModelError(
             f"the output embeddings of {name} do more than multiply and add a bias (a hook, a forward of their own); "
             f"{WITHOUT}"
         )
-    theirs = getattr(outputs, "logits", None)
-    if theirs is None:
-        raise RefusedModelError(f"{name} returns no field logits; {WITHOUT}")
-    return matching_reading(name, readings(model), seen.made_up, theirs, WITHOUT)
+    return matching_reading(name, readings(model), seen.made_up[0], theirs, WITHOUT)
 
 
 def _made_up_text(model: PreTrainedModel, head: Any) -> Tensor:
@@ -185,28 +190,24 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(model: PreTrainedModel, head: Any, ids_1W: Tensor, seen: _Seen) -> Iterator[None]:
-    """Record hidden states and logits, and let the output embeddings return random logits."""
-
-    def after_backbone(module: Any, args: Any, outputs: Any) -> None:
-        seen.last_hidden = outputs[0]
+def _watched(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen: _Seen) -> Iterator[None]:
+    """Record the hidden states and logits of the output embeddings, and let them return random logits."""
 
     def after_head(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        seen.inputs.append(args[0])
-        seen.own_logits = output
-        seen.made_up = made_up_logits(ids_1W, output)
-        return seen.made_up
+        seen.hidden.append(args[0])
+        if len(seen.hidden) == 1 and model.base_model is not model:
+            # TRL calls the backbone itself and projects what it returns. Here autocast is as in the model's forward
+            seen.last_hidden.append(model.base_model(**text).last_hidden_state)
+        seen.own_logits.append(output)
+        seen.made_up.append(made_up_logits(text["input_ids"], output))
+        return seen.made_up[-1]
 
-    hooks = [
-        model.base_model.register_forward_hook(after_backbone),
-        # Before the hooks of others, which then change the random logits and are noticed
-        head.register_forward_hook(after_head, prepend=True),
-    ]
+    # Before the hooks of others, which then change the random logits and are noticed
+    hook = head.register_forward_hook(after_head, prepend=True)
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
 
 
 def _plain_logits(hidden: Tensor, head: Any, adapter: Adapter | None) -> Tensor:
@@ -223,11 +224,12 @@ def _plain_logits(hidden: Tensor, head: Any, adapter: Adapter | None) -> Tensor:
     return logits + F.linear(low_rank, adapter.b_VR.to(wide))
 
 
-def _as_exact(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether logits are the same up to roundings of the precision that the model's own have."""
+def _same(ours: Tensor, theirs: Tensor) -> bool:
+    """Return whether tensors are the same up to roundings of the precision that `theirs` has."""
     if theirs.shape != ours.shape:
         return False
     if theirs.dtype in (torch.float32, torch.float64):
         return close(ours, theirs)
     scale = max(1.0, float(ours.abs().max()))
-    return torch.allclose(ours, theirs.to(ours.dtype), rtol=0, atol=8 * torch.finfo(theirs.dtype).eps * scale)
+    tolerance = 8 * torch.finfo(theirs.dtype).eps * scale
+    return torch.allclose(ours.double(), theirs.double(), rtol=0, atol=tolerance)

@@ -135,6 +135,8 @@ def made(run: Run, folder: str, world: int = 1, **keywords: Any) -> Any:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
+    if "eval_strategy" in run.options:
+        keywords["eval_dataset"] = examples(run.kind, 3)
     if run.kind in ("dpo", "kto") and not run.lora:
         keywords["ref_model"] = reference(run)
     if run.kind == "grpo":
