@@ -74,8 +74,6 @@ def adapter_of(model: PreTrainedModel) -> Adapter | None:
             _check_plain(name, head.get_base_layer())
             return _active_adapter(name, head)
         if isinstance(head, ModulesToSaveWrapper):
-            for copy in head.modules_to_save.values():
-                _check_plain(name, copy)
             head = head.original_module
     _check_plain(name, head)
     return None

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import add_fused_lm_head
 
+from seqpar.integrations.transformers_check import RefusedModelError
 from seqpar.integrations.trl import AppliedScores, allow_head_adapter, apply_seqpar_scores
 from tests.seqpar.integrations.tiny_models import DECODER, VOCAB, gradients, relative_error, tiny
 from tests.seqpar.integrations.trl_runs import Run, examples, made, plain_outputs, words
@@ -79,11 +80,22 @@ def compared(model, ids, labels, temperature=1.0, chunk_tokens=None):
     return got
 
 
+def biased(name):
+    """A model whose projection has a bias, as Phi's."""
+    model = tiny(name, tie_word_embeddings=False)
+    torch.manual_seed(2)
+    head = nn.Linear(DECODER["hidden_size"], VOCAB).double()
+    nn.init.normal_(head.bias)
+    model.set_output_embeddings(head)
+    return model
+
+
 MODELS = {name: fused(tiny(name), 0.7) for name in EVERY_HEAD}
+MODELS |= {f"biased {name}": fused(biased(name), 0.7) for name in ("llama", "gemma2")}
 
 
 @given(
-    st.sampled_from(EVERY_HEAD),
+    st.sampled_from(sorted(MODELS)),
     st.integers(1, 3),
     st.integers(2, 7),
     st.sampled_from([0.0, 0.4, 1.0]),
@@ -165,7 +177,7 @@ def through_a_subclass(model):
         def forward(self, hidden):
             return 2 * super().forward(hidden)
 
-    model.lm_head.__class__ = Scaled
+    getattr(model.lm_head, "base_layer", model.lm_head).__class__ = Scaled
 
 
 def between_backbone_and_head(model):
@@ -215,8 +227,9 @@ def two_active(model):
         ({"lora_bias": True}, None, "has a bias of its own; set lora_bias=False"),
         ({}, lambda model: model.merge_adapter(), "adapter is merged into the output embeddings"),
         ({}, two_active, r"2 LoRA adapters are active on .* \(default, second\)"),
+        ({}, lambda model: through_a_subclass(base_of(model)), r"LlamaForCausalLM are a \S+Scaled; the scores need"),
     ],
-    ids=["dora", "bias", "merged", "two"],
+    ids=["dora", "bias", "merged", "two", "base"],
 )
 def test_adapters_of_another_kind_are_refused_by_name(settings, change, message):
     model = adapted(target_modules=["lm_head"], **settings)
@@ -225,6 +238,28 @@ def test_adapters_of_another_kind_are_refused_by_name(settings, change, message)
     with pytest.raises(TypeError, match=message) as raised:
         AppliedScores([base_of(model)], None)
     assert "\n" not in str(raised.value)
+
+
+def test_a_model_that_calls_its_decoder_itself_has_the_scores_of_its_own_logits():
+    config = hf.OPTConfig(
+        vocab_size=VOCAB, hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2, dropout=0.0
+    )
+    torch.manual_seed(0)
+    model = fused(hf.OPTForCausalLM(config).double())
+    compared(model, *batch())
+
+
+def test_a_model_that_fails_on_text_alone_is_refused_in_one_line():
+    model = tiny("llama")
+
+    def forward(self, **kwargs):
+        raise ValueError("pixel_values\nare missing")
+
+    model.forward = types.MethodType(forward, model)
+    with pytest.raises(
+        RefusedModelError, match=r"LlamaForCausalLM fails on a text of a few tokens \(ValueError: pixel"
+    ):
+        AppliedScores([model], None)
 
 
 def test_trained_tokens_of_tied_embeddings_are_refused_by_name():
@@ -361,11 +396,18 @@ def test_leaving_the_block_restores_trls_own_function_and_the_model():
 def test_the_check_leaves_random_state_modes_and_buffers_as_they_were():
     model = tiny("llama")
     model.model.layers[0].eval()
+    model.register_buffer("calls", torch.zeros(()))
+
+    def draw(module, args):
+        module.calls.add_(torch.rand(()))
+
+    model.register_forward_pre_hook(draw)
     modes = [module.training for module in model.modules()]
     state = torch.get_rng_state()
     with AppliedScores([model], None):
         assert torch.equal(torch.get_rng_state(), state)
         assert [module.training for module in model.modules()] == modes
+        assert model.calls == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
