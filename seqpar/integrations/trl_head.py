@@ -195,7 +195,9 @@ def _watched(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen
         seen.hidden.append(args[0])
         if len(seen.hidden) == 1 and model.base_model is not model:
             # TRL calls the backbone itself and projects what it returns. Here autocast is as in the model's forward
-            seen.last_hidden.append(model.base_model(**text).last_hidden_state)
+            last_hidden = getattr(model.base_model(**text), "last_hidden_state", None)
+            if last_hidden is not None:
+                seen.last_hidden.append(last_hidden)
         seen.own_logits.append(output)
         seen.made_up.append(made_up_logits(text["input_ids"], output))
         return seen.made_up[-1]
