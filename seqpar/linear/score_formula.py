@@ -34,14 +34,14 @@ from seqpar.core.token_loss import wide
 from seqpar.linear.formula import Projection, zero_rows
 from seqpar.linear.leaves import LinearSlots
 from seqpar.losses.score_rows import (
-    Exponentials,
     ScoreSums,
+    Softmax,
     SplitScores,
     Upstream,
-    exponentials_,
     log_probs_gradient_,
     score_sums,
     scores_gradient_,
+    softmax_,
 )
 
 INVARIANT_ROWS = 64
@@ -121,7 +121,9 @@ class ScoreFormula:
                     masked=self.masked,
                     top_k=self.top_k,
                     split=self.split,
-                    out=self._out(logits_KV, self.entropy),
+                    out=self._memory("softmax", logits_KV, self.entropy),
+                    # The gradients of a frozen projection need z - m once more
+                    scratch=self._memory("terms", logits_KV, entropy_KV is not None),
                 )
                 block_sums.append(sums)
                 if kept is not None:
@@ -200,8 +202,8 @@ class ScoreFormula:
         """Overwrite a block's product by its gradient, and return the same gradient in the logits' dtype."""
         entropy = upstream.entropy_N is not None
         logits_KV, tanh_KV = self._logits(block)
-        out = self._out(logits_KV, entropy)
-        made = exponentials_(logits_KV, sums.best_N, entropy=entropy, masked=self.masked, out=out)
+        out = self._memory("softmax", logits_KV, entropy)
+        made = softmax_(logits_KV, sums.best_N, entropy=entropy, masked=self.masked, out=out)
         gradient = scores_gradient_ if entropy else log_probs_gradient_
         grad_KV = gradient(made, block.picked, sums, upstream, self.split)
         return self.projection.to_product_(grad_KV, tanh_KV, block.slope, block.product)
@@ -240,11 +242,11 @@ class ScoreFormula:
                     grad_ND += factor_N.unsqueeze(1) * weight_VD[index_N]
         return grad_ND
 
-    def _own_gradients_(self, block: _Block, made: Exponentials, sums: ScoreSums, tanh_KV: Tensor | None) -> None:
+    def _own_gradients_(self, block: _Block, made: Softmax, sums: ScoreSums, tanh_KV: Tensor | None) -> None:
         """Overwrite the block's product by d log_prob / d product, and its second one by d entropy / d product."""
         one_K = torch.ones_like(sums.best_N)
         if block.entropy_product is not None:
-            # First, because it overwrites z - m alone, and exp(z - m) is needed once more
+            # First, because it overwrites z - m alone, and the softmax is needed once more
             tanh_twice_KV = None
             if tanh_KV is not None:
                 tanh_twice_KV = tanh_KV.clone()
@@ -302,11 +304,13 @@ class ScoreFormula:
             logits_KV /= block.temperature.unsqueeze(1)
         return logits_KV, tanh_KV
 
-    def _out(self, logits_KV: Tensor, entropy: bool) -> Tensor | None:
-        """Return memory for the exponentials beside z - m; None where they overwrite it, or an allocator reuses it."""
-        if not entropy or not self.projection.in_place:
+    def _memory(self, name: str, logits_KV: Tensor, wanted: bool) -> Tensor | None:
+        """Return memory of the logits' size beside them; None if it is not wanted."""
+        if not wanted:
             return None
-        return self.projection.buffer("exponentials", len(logits_KV), logits_KV.dtype)
+        if not self.projection.in_place:
+            return torch.empty_like(logits_KV)
+        return self.projection.buffer(name, len(logits_KV), logits_KV.dtype)
 
 
 class _Block(NamedTuple):

@@ -186,7 +186,7 @@ class _ScoredTokens:
                 of_chunk = self.formula.sums(hidden_ND[chunk], chunk, kept)
             _write_rows(scores, chunk, row_scores(of_chunk))
             # The picked and the top logits are not needed again
-            _write_rows(sums[:3], chunk, of_chunk[:3])
+            _write_rows(sums[:4], chunk, of_chunk[:4])
         # The formula is needed until backward, its buffers and the padded weight are not
         self.projection.buffers.clear()
         self.invariant_formula = None
@@ -212,9 +212,10 @@ class _ScoredTokens:
     def _sums_of_ignored(self) -> ScoreSums:
         """Return sums of all rows as if all targets were ignored; nothing is picked."""
         zero_N = self.counted_N.new_zeros(len(self.counted_N), dtype=wide(self.projection.weight_VD.dtype))
-        dot_N = zero_N.clone() if self.request.entropy else None
+        mean_N = zero_N.clone() if self.request.entropy else None
+        share_N = None if self.formula.split is None else zero_N.clone()
         nothing = zero_N.new_zeros((len(zero_N), 0))
-        return ScoreSums(zero_N.clone(), zero_N + 1, dot_N, nothing, nothing, nothing.long())
+        return ScoreSums(zero_N.clone(), zero_N.clone(), mean_N, share_N, nothing, nothing, nothing.long())
 
     def upstream(self, log_prob_N: Tensor | None, entropy_N: Tensor | None, log_probs_at_NJ: Tensor | None) -> Upstream:
         """Return the gradients that arrive in backward; None for a score that was not used, 0 in ignored rows."""

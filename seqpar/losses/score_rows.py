@@ -13,7 +13,7 @@ With the upstream factors u of log_prob, h of entropy and g_j of log_probs_at:
 A class with z_k = -inf has p_k = 0 and adds nothing to any of these sums.
 
 All logits are taken relative to m, because a difference of two numbers in the hundreds would lose the digits of a
-log-probability near 0. In the code: `best_N` is m, `sum_N` S, `dot_N` sum_k exp(z_k - m) (z_k - m).
+log-probability near 0. In the code: `best_N` is m, `log_sum_N` log S, `mean_N` sum_k p_k (z_k - m).
 Shape suffixes: N rows, V classes (on this rank, where the vocabulary is split), J given classes, P = 1 + J, T top ones.
 """
 
@@ -36,10 +36,12 @@ class ScoreSums(NamedTuple):
 
     best_N: Tensor
     """m; -inf where there are no classes, or all are masked out."""
-    sum_N: Tensor
-    """S = sum_k exp(z_k - m)."""
-    dot_N: Tensor | None
-    """sum_k exp(z_k - m) (z_k - m), which is S times the mean of z - m; None if no entropy is wanted."""
+    log_sum_N: Tensor
+    """log S."""
+    mean_N: Tensor | None
+    """sum_k p_k (z_k - m); None if no entropy is wanted."""
+    share_N: Tensor | None
+    """The sum of p over this rank's classes: their own softmax times share_N is p. None if all classes are here."""
     picked_NP: Tensor
     """z of the target, then of each given class; 0 for a class on another rank."""
     top_NT: Tensor
@@ -94,34 +96,32 @@ class SplitScores(Protocol):
         """Return the sums over the whole vocabulary, given those over this rank's classes."""
 
 
-class Exponentials(NamedTuple):
-    """exp(z - m) and z - m of this rank's classes, where m may be this rank's own maximum."""
+class Softmax(NamedTuple):
+    """The softmax over this rank's classes, and their logits relative to a maximum."""
 
-    exp_NV: Tensor
+    p_NV: Tensor
     shifted_NV: Tensor
-    """z - m, at least NEVER; the same memory as exp_NV if no entropy is wanted."""
+    """z - best_N; the same memory as p_NV if no entropy is wanted."""
     best_N: Tensor
-    """The m that was subtracted."""
+    """The m that was subtracted: this rank's own, or that of the whole vocabulary."""
 
 
-def exponentials_(
-    logits_NV: Tensor, best_N: Tensor, *, entropy: bool, masked: bool, out: Tensor | None = None
-) -> Exponentials:
-    """Overwrite the logits by z - m if `entropy`, else by exp(z - m).
+def softmax_(logits_NV: Tensor, best_N: Tensor, *, entropy: bool, masked: bool, out: Tensor | None = None) -> Softmax:
+    """Overwrite the logits by z - m if `entropy`, else by their softmax.
 
     Args:
         logits_NV: in float32 or wider.
-        best_N: m; where it is -inf, 0 is subtracted, so that all exponentials are 0.
+        best_N: m.
         masked: whether logits may be -inf.
-        out: memory for the exponentials if `entropy`; None to choose it here.
+        out: memory for the softmax if `entropy`; None to choose it here.
     """
-    best_N = best_N.masked_fill(best_N == -math.inf, 0)
-    shifted_NV = logits_NV.sub_(best_N.unsqueeze(1))
     if not entropy:
-        return Exponentials(shifted_NV.exp_(), shifted_NV, best_N)
+        return Softmax(torch.softmax(logits_NV, -1, out=logits_NV), logits_NV, best_N)
+    p_NV = torch.softmax(logits_NV, -1, out=out)
+    shifted_NV = logits_NV.sub_(best_N.unsqueeze(1))
     if masked:
         shifted_NV.clamp_(min=NEVER)
-    return Exponentials(torch.exp(shifted_NV, out=out), shifted_NV, best_N)
+    return Softmax(p_NV, shifted_NV, best_N)
 
 
 def score_sums(
@@ -133,90 +133,107 @@ def score_sums(
     top_k: int = 0,
     split: SplitScores | None = None,
     out: Tensor | None = None,
-) -> tuple[Exponentials, ScoreSums]:
-    """Return the exponentials of this rank's classes, and the sums over all classes; the logits are overwritten.
+    scratch: Tensor | None = None,
+) -> tuple[Softmax, ScoreSums]:
+    """Return the softmax over this rank's classes, and the sums over all classes; the logits are overwritten.
 
     Args:
         picked_NP: the target and the given classes, of the whole vocabulary.
-        logits_NV, entropy, masked, out: as `exponentials_`.
+        logits_NV, entropy, masked, out: as `softmax_`.
+        scratch: memory of the logits' size for the entropy's terms. None overwrites z - m by them.
     """
     index_NP = picked_NP
     owned_NP = None
     if split is not None:
         index_NP, owned_NP = split.locate(picked_NP, logits_NV.size(1))
     if not logits_NV.size(1):
-        # An empty maximum is -inf, an empty sum 0
-        best_N = logits_NV.new_full((len(logits_NV),), -math.inf)
-        picked_logits_NP = logits_NV.new_zeros(index_NP.shape)
+        made = Softmax(logits_NV, logits_NV, logits_NV.new_full((len(logits_NV),), -math.inf))
+        sums = _no_classes(made, picked_NP, entropy)
     else:
         best_N = logits_NV.amax(-1)
         picked_logits_NP = logits_NV.gather(1, index_NP)
-    top_NT, top_ids_NT = top_classes(logits_NV, min(top_k, logits_NV.size(1)))
-    made = exponentials_(logits_NV, best_N, entropy=entropy, masked=masked, out=out)
-    dot_N = None
-    if entropy:
-        # A product of matrices for each row is one pass, without a temporary of their size
-        dot_N = torch.bmm(made.exp_NV.unsqueeze(1), made.shifted_NV.unsqueeze(2)).reshape(-1)
-    sums = ScoreSums(best_N, made.exp_NV.sum(-1), dot_N, picked_logits_NP, top_NT, top_ids_NT)
+        top_NT, top_ids_NT = top_classes(logits_NV, min(top_k, logits_NV.size(1)))
+        made = softmax_(logits_NV, best_N, entropy=entropy, masked=masked, out=out)
+        # The largest p is 1 / S, at least 1/V, so that its log is exact
+        log_sum_N = -made.p_NV.amax(-1).log()
+        mean_N = None
+        if entropy:
+            terms_NV = torch.mul(made.shifted_NV, made.p_NV, out=made.shifted_NV if scratch is None else scratch)
+            mean_N = terms_NV.sum(-1)
+        sums = ScoreSums(best_N, log_sum_N, mean_N, None, picked_logits_NP, top_NT, top_ids_NT)
     if split is None:
         return made, sums
     assert owned_NP is not None
     sums = sums._replace(
-        picked_NP=picked_logits_NP.where(owned_NP, torch.zeros_like(picked_logits_NP)),
-        top_ids_NT=top_ids_NT + split.start,
+        picked_NP=sums.picked_NP.where(owned_NP, torch.zeros_like(sums.picked_NP)),
+        top_ids_NT=sums.top_ids_NT + split.start,
     )
     return made, split.combine_scores(sums, top_k)
+
+
+def _no_classes(made: Softmax, picked_NP: Tensor, entropy: bool) -> ScoreSums:
+    """Return the sums of a rank without classes: an empty maximum is -inf, an empty sum 0."""
+    zero_N = torch.zeros_like(made.best_N)
+    nothing_NT = zero_N.new_zeros((len(zero_N), 0))
+    return ScoreSums(
+        best_N=made.best_N,
+        log_sum_N=zero_N,
+        mean_N=zero_N if entropy else None,
+        share_N=None,
+        picked_NP=zero_N.new_zeros(picked_NP.shape),
+        top_NT=nothing_NT,
+        top_ids_NT=nothing_NT.long(),
+    )
 
 
 def row_scores(sums: ScoreSums) -> RowScores:
     """Return the scores: log p_k = z_k - m - log S, and H = log S - sum_k p_k (z_k - m)."""
     best_N1 = sums.best_N.unsqueeze(1)
-    log_sum_N = sums.sum_N.log()
-    log_sum_N1 = log_sum_N.unsqueeze(1)
+    log_sum_N1 = sums.log_sum_N.unsqueeze(1)
     # z - m is taken first: both may be in the hundreds, and their difference near 0
     log_p_NP = (sums.picked_NP - best_N1) - log_sum_N1
     entropy_N = None
-    if sums.dot_N is not None:
-        entropy_N = log_sum_N - sums.dot_N / sums.sum_N
+    if sums.mean_N is not None:
+        entropy_N = sums.log_sum_N - sums.mean_N
     top_NT = (sums.top_NT - best_N1) - log_sum_N1
     return RowScores(log_p_NP[:, 0], entropy_N, log_p_NP[:, 1:], top_NT, sums.top_ids_NT)
 
 
 def log_probs_gradient_(
-    made: Exponentials, picked_NP: Tensor, sums: ScoreSums, upstream: Upstream, split: SplitScores | None = None
+    made: Softmax, picked_NP: Tensor, sums: ScoreSums, upstream: Upstream, split: SplitScores | None = None
 ) -> Tensor:
-    """Overwrite exp(z - m) by the gradient of sum u log_prob + sum_j g_j log_probs_at_j with respect to the logits."""
-    to_p_N = _factor_of_p(made, sums)
-    made.exp_NV.mul_((-upstream.of_all_log_probs() * to_p_N).unsqueeze(1))
-    return _add_picked_(made.exp_NV, picked_NP, upstream, split)
+    """Overwrite the softmax by the gradient of sum u log_prob + sum_j g_j log_probs_at_j with respect to the logits."""
+    grad_NV = made.p_NV.mul_(_times_share(-upstream.of_all_log_probs(), sums).unsqueeze(1))
+    return _add_picked_(_hide_masked_shards_(grad_NV, sums), picked_NP, upstream, split)
 
 
 def scores_gradient_(
-    made: Exponentials, picked_NP: Tensor, sums: ScoreSums, upstream: Upstream, split: SplitScores | None = None
+    made: Softmax, picked_NP: Tensor, sums: ScoreSums, upstream: Upstream, split: SplitScores | None = None
 ) -> Tensor:
-    """Overwrite z - m by the gradient of all scores with respect to the logits; exp(z - m) is not changed."""
+    """Overwrite z - m by the gradient of all scores with respect to the logits; the softmax is not changed."""
     assert upstream.entropy_N is not None
-    assert sums.dot_N is not None
-    to_p_N = _factor_of_p(made, sums)
-    # log p_k + H = (z_k - m) - sum_j p_j (z_j - m), where a shard's z - m is relative to the m it subtracted
-    centre_N = _offset(made, sums) - sums.dot_N / sums.sum_N
-    slope_N = -upstream.entropy_N * to_p_N
-    rest_N = -upstream.of_all_log_probs() * to_p_N + slope_N * centre_N
-    shifted_NV = made.shifted_NV
-    torch.addcmul(rest_N.unsqueeze(1), shifted_NV, slope_N.unsqueeze(1), out=shifted_NV)
-    shifted_NV *= made.exp_NV
-    return _add_picked_(shifted_NV, picked_NP, upstream, split)
+    assert sums.mean_N is not None
+    # log p_k + H = (z_k - m) - sum_j p_j (z_j - m), where a shard may have subtracted an m of its own
+    centre_N = (made.best_N - sums.best_N) - sums.mean_N
+    slope_N = _times_share(-upstream.entropy_N, sums)
+    rest_N = _times_share(-upstream.of_all_log_probs(), sums) + slope_N * centre_N
+    # Two passes over rows in a cache take a quarter of the time of addcmul, which is slow where it broadcasts
+    grad_NV = made.shifted_NV.mul_(slope_N.unsqueeze(1)).add_(rest_N.unsqueeze(1)).mul_(made.p_NV)
+    return _add_picked_(_hide_masked_shards_(grad_NV, sums), picked_NP, upstream, split)
 
 
-def _factor_of_p(made: Exponentials, sums: ScoreSums) -> Tensor:
-    """Return p_k / exp(z_k - m), where m may be a shard's own."""
-    return _offset(made, sums).exp() / sums.sum_N
+def _times_share(factor_N: Tensor, sums: ScoreSums) -> Tensor:
+    """Return the factor of p as a factor of the softmax over this rank's classes."""
+    if sums.share_N is None:
+        return factor_N
+    return factor_N * sums.share_N
 
 
-def _offset(made: Exponentials, sums: ScoreSums) -> Tensor:
-    """Return the m that was subtracted, less that of the whole vocabulary; any finite number if a shard has no p."""
-    # A shard without classes, or with masked ones alone, has subtracted 0, which may lie far above
-    return (made.best_N - sums.best_N).clamp_(max=0)
+def _hide_masked_shards_(grad_NV: Tensor, sums: ScoreSums) -> Tensor:
+    """Set rows to 0 where all logits of this rank are -inf: their own softmax is 0/0 = nan, while p is 0."""
+    if sums.share_N is None:
+        return grad_NV
+    return grad_NV.masked_fill_((sums.share_N == 0).unsqueeze(1), 0)
 
 
 def _add_picked_(grad_NV: Tensor, picked_NP: Tensor, upstream: Upstream, split: SplitScores | None) -> Tensor:
