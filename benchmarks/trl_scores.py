@@ -109,7 +109,7 @@ def main() -> None:
         way, ask, tokens, vocab_size = sys.argv[1:]
         measure(way, ask, int(tokens), int(vocab_size))
         return
-    header = ["step", "tokens x vocabulary", "logits, MiB"]
+    header = ["step", "tokens x vocabulary", "one copy of the logits, MiB"]
     print(markdown_table([*header, *(f"{way}, MiB" for way in WAYS), *(f"{way}, s" for way in WAYS)], []), flush=True)
     for tokens, vocab_size in SHAPES:
         for ask in ASKS:
