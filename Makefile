@@ -35,7 +35,7 @@ test: check  ## run the checks and every test (about 15 minutes on 2 cores)
 
 test-hf: .venv/dev  ## check the loss in every model class of Hugging Face transformers (about 2 minutes on 2 cores)
 	@echo "[test-hf] pytest, every causal and conditional model class"
-	@$(BIN)/python -m pytest -n $(WORKERS) -m hf_models -q --durations=5 tests/seqpar/integrations/test_hf_models.py
+	@$(BIN)/python -m pytest -n $(WORKERS) -m hf_models -q --durations=5 tests/seqpar/integrations
 
 check: .venv/dev  ## run the linter, the format check, strict type checks and the import contracts
 	@echo "[check] ruff"

@@ -196,7 +196,8 @@ class AppliedLoss:
         if kwargs.get("fused_lm_head"):
             raise TypeError(
                 f"TRL's trainer computes the loss of {type(model).__name__} in its own chunks and would ignore this "
-                "one; pass it compute_loss_func=compute_loss_func(applied), or use it without apply_seqpar_loss"
+                "one; pass it compute_loss_func=compute_loss_func(applied), or use "
+                "seqpar.integrations.trl.apply_seqpar_scores instead"
             )
         self._check_head(head)
         call, kwargs = self._with_window(model, kwargs)

@@ -111,16 +111,7 @@ def examine(name: str, ways: list[Reading], logits_1WV: Tensor, target_1W: Tenso
     refuse_added(name, outputs)
     theirs = outputs["logits"].detach()
     # The configuration names the numbers but not what is done with them; the model's own logits decide
-    reading = next((way for way in ways if same_logits(way.applied(logits_1WV), theirs)), None)
-    if reading is None:
-        by = f"in shape ({tuple(theirs.shape)})"
-        if logits_1WV.shape == theirs.shape:
-            errors = [(way.applied(logits_1WV) - theirs).abs().max().item() for way in ways]
-            by = f"by up to {min(errors):.3g}"
-        raise RuntimeError(
-            f"{name}'s own logits of a few tokens differ {by} from hidden x output embeddings with the bias, softcap "
-            f"and scale its configuration names: it does something else to them as well; {WITHOUT}"
-        )
+    reading = matching_reading(name, ways, logits_1WV, theirs, WITHOUT)
     # With these logits, random and far apart, a loss that shifts its labels in another way is far off
     loss = outputs.get("loss")
     if loss is None:
@@ -132,6 +123,21 @@ def examine(name: str, ways: list[Reading], logits_1WV: Tensor, target_1W: Tenso
             f"it shifts its labels in another way, or adds to the cross-entropy; {WITHOUT}"
         )
     return reading
+
+
+def matching_reading(name: str, ways: list[Reading], logits_1WV: Tensor, theirs: Tensor, way_out: str) -> Reading:
+    """Return what the model does to the logits of its output embeddings; raise RuntimeError if it is none of `ways`."""
+    for way in ways:
+        if same_logits(way.applied(logits_1WV), theirs):
+            return way
+    by = f"in shape ({tuple(theirs.shape)})"
+    if logits_1WV.shape == theirs.shape:
+        errors = [(way.applied(logits_1WV) - theirs).abs().max().item() for way in ways]
+        by = f"by up to {min(errors):.3g}"
+    raise RuntimeError(
+        f"{name}'s own logits of a few tokens differ {by} from hidden x output embeddings with the bias, softcap "
+        f"and scale its configuration names: it does something else to them as well; {way_out}"
+    )
 
 
 def refuse_added(name: str, outputs: object) -> None:

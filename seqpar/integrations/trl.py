@@ -1,0 +1,260 @@
+"""Train with TRL while the log-probabilities and entropies of tokens come from `seqpar.token_scores`.
+
+TRL's trainers call the model with `fused_lm_head=True` and compute their losses from the log-probabilities that come
+back. For the time of such a forward, hooks of torch put another function in the place of TRL's own
+(`trl.trainer.utils._ChunkedLogProbFunction`); the trainers' losses, metrics and generation run unchanged.
+
+Shape suffixes: N rows that have a label, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl.trainer import utils as trl_utils
+
+from seqpar.core.chunks import check_size
+from seqpar.integrations.transformers_model import Reading, Settings, settings_of
+from seqpar.integrations.trl_head import Adapter, adapted_head, adapter_of, base_of, examine, is_peft_model
+from seqpar.integrations.trl_options import COMPACT, NODE, check_version, refuse_options
+from seqpar.integrations.trl_statistics import LogitStatistics
+from seqpar.linear.lora import adapter_rows, lora_scores
+from seqpar.linear.token_scores import TokenScores, token_scores
+
+
+def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> AppliedScores:
+    """Make a TRL trainer compute its log-probabilities and entropies with `seqpar.token_scores`.
+
+    Plain equivalent: the trainer itself; its loss, its metrics and all gradients keep their values.
+
+        trainer = DPOTrainer(model, args=..., train_dataset=..., processing_class=...)
+        with apply_seqpar_scores(trainer):
+            trainer.train()
+
+    TRL's own function keeps sums in float32 and trusts the configuration's names for softcaps and factors. Here the
+    model runs once on a few tokens, and its logits decide: a model whose output embeddings do something else is refused
+    by name. A reference model is treated in the same way. Rows without a label are never projected.
+
+    Args:
+        trainer: an `SFTTrainer`, `DPOTrainer`, `KTOTrainer` or `GRPOTrainer` of TRL 1.16, of a full model or one with
+            PEFT's adapters. For an adapter on the output embeddings see `allow_head_adapter`.
+        chunk_tokens: the most tokens whose logits exist at once; None chooses by bytes.
+
+    Returns:
+        `AppliedScores`: its `remove()`, or leaving the `with` block, restores the trainer.
+
+    Raises:
+        TypeError: another trainer, or output embeddings that are not an `nn.Linear`, alone or with PEFT's LoRA or
+            `modules_to_save`.
+        ValueError: an option that needs the logits of all tokens (`label_smoothing_factor`, `compute_loss_func`,
+            `compute_metrics`, `preprocess_logits_for_metrics`) or is not supported (`use_liger_kernel`,
+            `torch_compile`, DeepSpeed, FSDP, tensor, context or sequence parallelism), or a trainer that has the scores
+            already.
+        RuntimeError: another version of TRL, or a model whose logits are not those of its configuration.
+    """
+    check_size(chunk_tokens, "chunk_tokens")
+    check_version()
+    refuse_options(trainer)
+    models = [base_of(trainer.model)]
+    reference = getattr(trainer, "ref_model", None)
+    if reference is not None:
+        models.append(base_of(trainer.accelerator.unwrap_model(reference)))
+    for model in models:
+        if has_scores(model):
+            raise ValueError(f"this {type(trainer).__name__} has the scores already; remove() the first before another")
+    return AppliedScores(models, chunk_tokens)
+
+
+@contextmanager
+def allow_head_adapter(model: Any) -> Iterator[None]:
+    """Let TRL's trainers accept a PEFT model with a LoRA adapter on its output embeddings.
+
+    TRL's own function would ignore such an adapter, so its constructors refuse it. The scores do not ignore it:
+
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "lm_head"]))
+        with allow_head_adapter(model):
+            trainer = SFTTrainer(model, ...)
+        with apply_seqpar_scores(trainer):
+            trainer.train()
+
+    Outside `apply_seqpar_scores` a training step of this model raises RuntimeError.
+
+    Raises:
+        TypeError: not a PEFT model, or no LoRA adapter on its output embeddings, or one that is not supported.
+    """
+    if not is_peft_model(model):
+        raise TypeError(f"allow_head_adapter got a {type(model).__name__}; it needs a PEFT model: get_peft_model(...)")
+    base = base_of(model)
+    head = adapted_head(base)
+    if head is None:
+        raise TypeError(
+            f"the output embeddings of this {type(base).__name__} have no adapter; TRL accepts it as it is: leave out "
+            "allow_head_adapter"
+        )
+    adapter_of(base)
+    base.register_forward_pre_hook(_refuse_without_scores, with_kwargs=True)
+    # An attribute of the instance goes before the method, and only the constructor asks the PEFT model itself
+    model.__dict__["get_output_embeddings"] = head.get_base_layer
+    try:
+        yield
+    finally:
+        del model.__dict__["get_output_embeddings"]
+
+
+def _refuse_without_scores(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise RuntimeError for a forward in which TRL would ignore the adapter."""
+    if kwargs.get("fused_lm_head") and not has_scores(model):
+        raise RuntimeError(
+            f"TRL ignores the adapter on the output embeddings of {type(model).__name__}; train inside "
+            "`with apply_seqpar_scores(trainer):`"
+        )
+
+
+def has_scores(model: Any) -> bool:
+    """Return whether a model's forward computes the scores."""
+    hooks = model._forward_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), AppliedScores) for hook in hooks)
+
+
+class AppliedScores:
+    """The scores of a trainer's models, until `remove()`; `apply_seqpar_scores` returns it."""
+
+    def __init__(self, models: list[PreTrainedModel], chunk_tokens: int | None) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.checked: dict[int, tuple[Settings, Reading]] = {}
+        self.running: _Node | None = None
+        self.replaced: dict[str, Any] = {}
+        for model in models:
+            self._reading(model)
+        self.hooks: list[Any] = []
+        for model in models:
+            self.hooks.append(model.register_forward_pre_hook(self._before, with_kwargs=True))
+            self.hooks.append(model.register_forward_hook(self._after, prepend=True, always_call=True))
+
+    def remove(self) -> None:
+        """Restore the trainer; a second call does nothing."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+
+    def __enter__(self) -> AppliedScores:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def _reading(self, model: PreTrainedModel) -> Reading:
+        """Return what a model does to its logits; it is examined again when its configuration has changed."""
+        settings = settings_of(model, {})
+        before, reading = self.checked.get(id(model), (None, None))
+        if reading is None or settings != before:
+            reading = examine(model)
+            self.checked[id(model)] = (settings, reading)
+        return reading
+
+    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Put our function in the place of TRL's, until the forward returns."""
+        if not kwargs.get("fused_lm_head"):
+            return
+        self.running = _Node(self._reading(model), adapter_of(model), self.chunk_tokens)
+        self.replaced = {name: getattr(trl_utils, name) for name in (NODE, COMPACT)}
+        setattr(trl_utils, NODE, self.running)
+        setattr(trl_utils, COMPACT, _only_rows_with_a_label)
+
+    def _after(self, model: Any, args: tuple[Any, ...], outputs: Any) -> None:
+        """Restore TRL's function, and raise RuntimeError if it was not asked for."""
+        node = self.running
+        self.running = None
+        for name, function in self.replaced.items():
+            setattr(trl_utils, name, function)
+        self.replaced = {}
+        if node is not None and outputs is not None and node.calls != 1:
+            raise RuntimeError(
+                f"{type(model).__name__} asked for its log-probabilities {node.calls} times in a forward of TRL's, "
+                "which must be once; train it without apply_seqpar_scores"
+            )
+
+
+def _only_rows_with_a_label(device: torch.device) -> bool:
+    """Answer TRL's question whether its function gets only the rows that have a label."""
+    return True
+
+
+class _Node:
+    """Compute what TRL's `ChunkedLogProbFunction` does, in its place, for one forward of one model."""
+
+    def __init__(self, reading: Reading, adapter: Adapter | None, chunk_tokens: int | None) -> None:
+        self.reading = reading
+        self.adapter = adapter
+        self.chunk_tokens = chunk_tokens
+        self.calls = 0
+
+    def apply(
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_N: Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None,
+        logit_scale: float,
+        outputs: tuple[str, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """Return the fields of TRL's function, in its order; None where `outputs` does not name them.
+
+        The softcap and the factor are those the model was seen to use, not those TRL reads from its configuration.
+        """
+        self.calls += 1
+        dropped_ND = hidden_ND
+        if self.adapter is not None:
+            dropped_ND = self.adapter.dropout(hidden_ND)
+        options: dict[str, Any] = {
+            "bias": bias_V,
+            "softcap": self.reading.softcap,
+            "temperature": self.reading.temperature * temperature,
+        }
+        scores = self._scores(hidden_ND, dropped_ND, weight_VD, target_N, outputs, options)
+        with torch.no_grad():
+            parts = [(hidden_ND, weight_VD)]
+            if self.adapter is not None:
+                low_rank_NR = adapter_rows(dropped_ND, self.adapter.a_RD, self.adapter.scaling)
+                parts.append((low_rank_NR, self.adapter.b_VR))
+            statistics = LogitStatistics(parts, **options, chunk_tokens=self.chunk_tokens)
+            mean_logits_N = statistics.mean_logits() if "mean_logits" in outputs else None
+            log_sum_sq_N = statistics.log_sum_sq_probs() if "log_sum_sq_probs" in outputs else None
+        is_top1_N = None
+        if "is_top1" in outputs:
+            assert scores.top_ids is not None
+            is_top1_N = scores.top_ids[:, 0] == target_N
+        return scores.log_prob, scores.entropy, log_sum_sq_N, mean_logits_N, is_top1_N
+
+    def _scores(
+        self,
+        hidden_ND: Tensor,
+        dropped_ND: Tensor,
+        weight_VD: Tensor,
+        target_N: Tensor,
+        outputs: tuple[str, ...],
+        options: dict[str, Any],
+    ) -> TokenScores:
+        """Return the scores of the projection and its adapter, if it has one."""
+        asked: dict[str, Any] = {
+            "entropy": "entropy" in outputs,
+            "top_k": 1 if "is_top1" in outputs else None,
+            "chunk_tokens": self.chunk_tokens,
+        }
+        if not torch.is_autocast_enabled(hidden_ND.device.type):
+            # As in TRL, the products have the dtype of the hidden states, also where the projection's is wider
+            asked["product_dtype"] = hidden_ND.dtype
+        if self.adapter is None:
+            return token_scores(hidden_ND, weight_VD, target_N, **asked, **options)
+        a_RD, b_VR, scaling, _ = self.adapter
+        return lora_scores(
+            hidden_ND, weight_VD, a_RD, b_VR, scaling, target_N, adapter_hidden=dropped_ND, **asked, **options
+        )

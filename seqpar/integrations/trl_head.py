@@ -1,0 +1,235 @@
+"""Read the output embeddings of a model that TRL trains, and check them against the model's own logits.
+
+Supported are a plain `nn.Linear`, and one that PEFT has put a LoRA adapter on or copied (`modules_to_save`).
+
+Shape suffixes: N rows, D hidden, R rank of the adapter, V vocabulary, W tokens of the made-up text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import is_peft_available
+
+from seqpar.integrations.transformers_check import (
+    WINDOW,
+    RefusedModelError,
+    close,
+    made_up_logits,
+    matching_reading,
+    undisturbed,
+)
+from seqpar.integrations.transformers_model import Reading, readings, special_labels
+
+WITHOUT = "train it without apply_seqpar_scores"
+
+
+class Adapter(NamedTuple):
+    """The active LoRA adapter on output embeddings: logits = hidden @ W.T + scaling * dropout(hidden) @ A.T @ B.T."""
+
+    a_RD: Tensor
+    b_VR: Tensor
+    scaling: float
+    dropout: nn.Module
+
+
+def is_peft_model(model: Any) -> bool:
+    """Return whether PEFT has wrapped the model."""
+    return hasattr(model, "get_base_model")
+
+
+def base_of(model: Any) -> Any:
+    """Return the Hugging Face model inside PEFT's."""
+    if is_peft_model(model):
+        return model.get_base_model()
+    return model
+
+
+def adapted_head(model: Any) -> Any | None:
+    """Return the output embeddings of a PEFT model if an adapter is on them, which TRL's constructors refuse."""
+    head = model.get_output_embeddings()
+    if is_peft_available():
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        if isinstance(head, BaseTunerLayer):
+            return head
+    return None
+
+
+def adapter_of(model: PreTrainedModel) -> Adapter | None:
+    """Return the adapter that is active on the output embeddings; raise TypeError for a kind that is not supported."""
+    head = model.get_output_embeddings()
+    name = type(model).__name__
+    if is_peft_available():
+        from peft.tuners.lora.layer import Linear as LoraLinear
+        from peft.utils.other import ModulesToSaveWrapper
+
+        if isinstance(head, LoraLinear):
+            _check_plain(name, head.get_base_layer())
+            return _active_adapter(name, head)
+        if isinstance(head, ModulesToSaveWrapper):
+            head = head.original_module
+    _check_plain(name, head)
+    return None
+
+
+def _check_plain(name: str, head: Any) -> None:
+    """Raise TypeError unless the module is a plain `nn.Linear`."""
+    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        return
+    kind = type(head).__name__
+    if isinstance(head, nn.Module):
+        kind = f"{type(head).__module__}.{type(head).__qualname__}"
+    raise TypeError(
+        f"the output embeddings of {name} are a {kind}; the scores need a torch.nn.Linear, alone or with PEFT's LoRA "
+        f"or modules_to_save; {WITHOUT}"
+    )
+
+
+def _active_adapter(name: str, head: Any) -> Adapter | None:
+    """Return the active adapter of PEFT's `lora.Linear`; None if its adapters are disabled."""
+    if head.merged:
+        raise TypeError(f"a LoRA adapter is merged into the output embeddings of {name}; call unmerge_adapter() first")
+    if head.disable_adapters:
+        return None
+    active = [key for key in head.active_adapters if key in head.lora_A]
+    if not active:
+        return None
+    if len(active) > 1:
+        raise TypeError(
+            f"{len(active)} LoRA adapters are active on the output embeddings of {name} ({', '.join(active)}); the "
+            "scores need one: set_adapter(...)"
+        )
+    (key,) = active
+    if key in head.lora_variant:
+        kind = type(head.lora_variant[key]).__name__
+        raise TypeError(f"the adapter on the output embeddings of {name} is a {kind}; the scores need plain LoRA")
+    if head.lora_B[key].bias is not None:
+        raise TypeError(f"the adapter on the output embeddings of {name} has a bias of its own; set lora_bias=False")
+    return Adapter(head.lora_A[key].weight, head.lora_B[key].weight, head.scaling[key], head.lora_dropout[key])
+
+
+class _Seen:
+    """What passed through the output embeddings in one forward."""
+
+    def __init__(self) -> None:
+        self.hidden: list[Tensor] = []
+        self.last_hidden: list[Tensor] = []
+        self.own_logits: list[Tensor] = []
+        self.made_up: list[Tensor] = []
+
+
+def examine(model: PreTrainedModel) -> Reading:
+    """Return what the model does to its logits, after running it once on a few tokens.
+
+    Its output embeddings must get the backbone's last hidden states unchanged, return hidden x weight (and the
+    adapter's share), and what the model makes of random logits must be a softcap or factor that its configuration
+    names. Raises TypeError or RuntimeError otherwise.
+    """
+    name = type(model).__name__
+    adapter = adapter_of(model)
+    head: Any = model.get_output_embeddings()
+    ids_1W = _made_up_text(model, head)
+    text: dict[str, Any] = {"input_ids": ids_1W, "attention_mask": torch.ones_like(ids_1W), "use_cache": False}
+    seen = _Seen()
+    with undisturbed(model, head.weight.device), _evaluating(model):
+        try:
+            with _watched(model, head, text, seen):
+                theirs = model(**text).logits
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise RefusedModelError(
+                f"{name} fails on a text of a few tokens ({type(error).__name__}: {' '.join(str(error).split())}); "
+                f"{WITHOUT}"
+            ) from error
+    if len(seen.hidden) != 1:
+        raise RefusedModelError(f"{name} calls its output embeddings {len(seen.hidden)} times in a forward; {WITHOUT}")
+    if not seen.last_hidden or not _same(seen.last_hidden[0], seen.hidden[0]):
+        raise RefusedModelError(
+            f"{name} changes its hidden states between its backbone and its output embeddings; {WITHOUT}"
+        )
+    if not _same(_plain_logits(seen.hidden[0], head, adapter), seen.own_logits[0]):
+        raise RefusedModelError(
+            f"the output embeddings of {name} do more than multiply and add a bias (a hook, a forward of their own); "
+            f"{WITHOUT}"
+        )
+    return matching_reading(name, readings(model), seen.made_up[0], theirs, WITHOUT)
+
+
+def _made_up_text(model: PreTrainedModel, head: Any) -> Tensor:
+    """Return ids (1, W) spread over the vocabulary, without those that the configuration names."""
+    embeddings: Any = model.get_input_embeddings()
+    size = min(head.weight.size(0), embeddings.weight.size(0))
+    special = special_labels(model, size)
+    ordinary = [i for i in range(size) if i not in special] or list(range(size))
+    steps = torch.linspace(0, len(ordinary) - 1, WINDOW).long().tolist()
+    return torch.tensor([[ordinary[step] for step in steps]], device=embeddings.weight.device)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout and gradients off, and restore each module's mode after the block."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _watched(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen: _Seen) -> Iterator[None]:
+    """Record the hidden states and logits of the output embeddings, and let them return random logits."""
+
+    def after_head(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        seen.hidden.append(args[0])
+        if len(seen.hidden) == 1 and model.base_model is not model:
+            # TRL calls the backbone itself and projects what it returns. Here autocast is as in the model's forward
+            last_hidden = getattr(model.base_model(**text), "last_hidden_state", None)
+            if last_hidden is not None:
+                seen.last_hidden.append(last_hidden)
+        seen.own_logits.append(output)
+        seen.made_up.append(made_up_logits(text["input_ids"], output))
+        return seen.made_up[-1]
+
+    # Before the hooks of others, which then change the random logits and are noticed
+    hook = head.register_forward_hook(after_head, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _plain_logits(hidden: Tensor, head: Any, adapter: Adapter | None) -> Tensor:
+    """Return hidden x weight with the bias and the adapter's share, at least in the precision of hidden."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    hidden = hidden.to(wide)
+    bias = None
+    if head.bias is not None:
+        bias = head.bias.to(wide)
+    logits = F.linear(hidden, head.weight.to(wide), bias)
+    if adapter is None:
+        return logits
+    low_rank = F.linear(hidden, adapter.a_RD.to(wide)) * adapter.scaling
+    return logits + F.linear(low_rank, adapter.b_VR.to(wide))
+
+
+def _same(ours: Tensor, theirs: Tensor) -> bool:
+    """Return whether tensors are the same up to roundings of the precision that `theirs` has."""
+    if theirs.shape != ours.shape:
+        return False
+    if theirs.dtype in (torch.float32, torch.float64):
+        return close(ours, theirs)
+    scale = max(1.0, float(ours.abs().max()))
+    tolerance = 8 * torch.finfo(theirs.dtype).eps * scale
+    return torch.allclose(ours.double(), theirs.double(), rtol=0, atol=tolerance)

@@ -1,0 +1,109 @@
+"""Compute the scores of tokens under a projection with a low-rank adapter, W + s B A, without forming that sum.
+
+    hidden @ (W + s B A).T = [hidden, s hidden A.T] @ [W, B].T            (LoRA, arXiv:2106.09685, section 4.1)
+
+Shape suffixes: N rows (batch x time), D hidden, R rank of the adapter, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.core.tensor_checks import check_floating, check_number
+from seqpar.linear.token_scores import TokenScores, token_scores
+
+
+def lora_scores(
+    hidden: Tensor,
+    base_weight: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    target: Tensor,
+    *,
+    adapter_hidden: Tensor | None = None,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+    top_k: int | None = None,
+    product_dtype: torch.dtype | None = None,
+    chunk_tokens: int | None = None,
+) -> TokenScores:
+    """Return the scores of every token under a projection and its low-rank adapter, a chunk's logits at a time.
+
+    Plain equivalent, without dropout:
+
+        token_scores(hidden, base_weight + scaling * lora_B @ lora_A, target, ...)
+
+    One (V, D + R) copy of the base weight and the adapter's B exists, and in backward its gradient.
+
+    Args:
+        hidden: (N, D) or (batch, time, D).
+        base_weight: (V, D), usually frozen. Its gradient is computed only if it needs one.
+        lora_A, lora_B: the adapter, (R, D) and (V, R). They may have a wider dtype than `hidden`, as PEFT's have: the
+            product with A is computed in A's dtype, and then rounded to that of `hidden`, as B is to `base_weight`'s.
+        scaling: the adapter's factor; `lora_alpha / r` in PEFT.
+        adapter_hidden: what A multiplies, if it is not `hidden`: `dropout(hidden)`, of hidden's shape.
+        target, bias, ignore_index, temperature, softcap, entropy, top_k, product_dtype, chunk_tokens: as
+            `token_scores`.
+
+    Returns:
+        `TokenScores`, with gradients for hidden, adapter_hidden, lora_A, lora_B and the bias.
+
+    Raises:
+        TypeError, ValueError: an adapter whose shapes do not fit; otherwise as `token_scores`.
+    """
+    if adapter_hidden is None:
+        adapter_hidden = hidden
+    _check_adapter(hidden, base_weight, lora_A, lora_B, scaling, adapter_hidden)
+    low_rank = adapter_rows(adapter_hidden, lora_A, scaling).to(hidden.dtype)
+    return token_scores(
+        torch.cat([hidden, low_rank], -1),
+        torch.cat([base_weight, lora_B.to(base_weight.dtype)], -1),
+        target,
+        bias=bias,
+        ignore_index=ignore_index,
+        temperature=temperature,
+        softcap=softcap,
+        entropy=entropy,
+        top_k=top_k,
+        product_dtype=product_dtype,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def adapter_rows(adapter_hidden: Tensor, lora_A: Tensor, scaling: float) -> Tensor:
+    """Return s hidden A.T (..., R), which times B.T is the adapter's share of the logits."""
+    return F.linear(adapter_hidden.to(lora_A.dtype), lora_A) * scaling
+
+
+def _check_adapter(
+    hidden: Tensor, base_weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, adapter_hidden: Tensor
+) -> None:
+    """Raise TypeError or ValueError unless the adapter fits the projection."""
+    named = {
+        "hidden": hidden,
+        "base_weight": base_weight,
+        "lora_A": lora_A,
+        "lora_B": lora_B,
+        "adapter_hidden": adapter_hidden,
+    }
+    for name, tensor in named.items():
+        check_floating(tensor, name)
+    check_number(scaling, "scaling")
+    fits = lora_A.dim() == 2 and lora_B.dim() == 2 and lora_A.size(0) == lora_B.size(1)
+    if not fits or lora_A.size(1) != base_weight.size(-1) or lora_B.size(0) != base_weight.size(0):
+        raise ValueError(
+            f"lora_A has shape {tuple(lora_A.shape)}, lora_B {tuple(lora_B.shape)} and base_weight "
+            f"{tuple(base_weight.shape)}; they must be (R, D), (V, R) and (V, D), the layouts of PEFT's lora_A.weight "
+            "and lora_B.weight"
+        )
+    if adapter_hidden.shape != hidden.shape:
+        raise ValueError(
+            f"adapter_hidden has shape {tuple(adapter_hidden.shape)} and hidden {tuple(hidden.shape)}; it is hidden "
+            "after the adapter's dropout and must have the same shape"
+        )

@@ -1,0 +1,238 @@
+"""Models, adapters and options that `apply_seqpar_scores` does not support: one line, before the first step."""
+
+import types
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from trl.trainer import utils as trl_utils
+
+from seqpar.integrations.transformers_check import RefusedModelError
+from seqpar.integrations.trl import AppliedScores, allow_head_adapter, apply_seqpar_scores
+from tests.seqpar.integrations.tiny_models import DECODER, tiny
+from tests.seqpar.integrations.trl_forwards import adapted, base_of, batch
+from tests.seqpar.integrations.trl_runs import Run, examples, made, words
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def without_config_name(model):
+    own = model.forward
+
+    def forward(self, *args, **kwargs):
+        outputs = own(*args, **kwargs)
+        outputs.logits = outputs.logits * 0.95
+        return outputs
+
+    model.forward = types.MethodType(forward, model)
+
+
+def through_a_subclass(model):
+    class Scaled(nn.Linear):
+        def forward(self, hidden):
+            return 2 * super().forward(hidden)
+
+    getattr(model.lm_head, "base_layer", model.lm_head).__class__ = Scaled
+
+
+def between_backbone_and_head(model):
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+
+
+def behind_the_head(model):
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def in_the_heads_own_forward(model):
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: own(hidden) + 0.01
+
+
+def twice(model):
+    def forward(self, *args, own=model.forward, **kwargs):
+        self.lm_head(torch.zeros(1, DECODER["hidden_size"], dtype=torch.float64))
+        return own(*args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def without_a_backbone(model):
+    model.base_model_prefix = "none"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (twice, r"LlamaForCausalLM calls its output embeddings 2 times in a forward"),
+        (without_a_backbone, r"LlamaForCausalLM changes its hidden states between its backbone and its output"),
+        (without_config_name, r"LlamaForCausalLM's own logits of a few tokens differ by up to 2\.\d+"),
+        (
+            through_a_subclass,
+            r"embeddings of LlamaForCausalLM are a \S+Scaled; the scores need a torch.nn.Linear",
+        ),
+        (between_backbone_and_head, r"LlamaForCausalLM changes its hidden states between its backbone and its output"),
+        (behind_the_head, r"LlamaForCausalLM's own logits of a few tokens differ by up to"),
+        (in_the_heads_own_forward, r"output embeddings of LlamaForCausalLM do more than multiply and add a bias"),
+    ],
+)
+def test_a_model_that_does_something_else_to_its_logits_is_refused_by_name(change, message):
+    model = tiny("llama")
+    change(model)
+    with pytest.raises((TypeError, RuntimeError), match=message) as raised:
+        AppliedScores([model], None)
+    assert "\n" not in str(raised.value)
+    assert "train it without apply_seqpar_scores" in str(raised.value)
+
+
+def two_active(model):
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["lm_head"]))
+    model.base_model.set_adapter(["default", "second"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "message"),
+    [
+        ({"use_dora": True}, None, "is a DoraLinearVariant; the scores need plain LoRA"),
+        ({"lora_bias": True}, None, "has a bias of its own; set lora_bias=False"),
+        ({}, lambda model: model.merge_adapter(), "adapter is merged into the output embeddings"),
+        ({}, two_active, r"2 LoRA adapters are active on .* \(default, second\)"),
+        ({}, lambda model: through_a_subclass(base_of(model)), r"LlamaForCausalLM are a \S+Scaled; the scores need"),
+    ],
+    ids=["dora", "bias", "merged", "two", "base"],
+)
+def test_adapters_of_another_kind_are_refused_by_name(settings, change, message):
+    model = adapted(target_modules=["lm_head"], **settings)
+    if change is not None:
+        change(model)
+    with pytest.raises(TypeError, match=message) as raised:
+        AppliedScores([base_of(model)], None)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_model_that_fails_on_text_alone_is_refused_in_one_line():
+    model = tiny("llama")
+
+    def forward(self, **kwargs):
+        raise ValueError("pixel_values\nare missing")
+
+    model.forward = types.MethodType(forward, model)
+    with pytest.raises(
+        RefusedModelError, match=r"LlamaForCausalLM fails on a text of a few tokens \(ValueError: pixel"
+    ):
+        AppliedScores([model], None)
+
+
+def test_trained_tokens_of_tied_embeddings_are_refused_by_name():
+    model = tiny("llama-tied")
+    tokens = {"embed_tokens": [5, 6]}
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], trainable_token_indices=tokens))
+    with pytest.raises(TypeError, match=r"are a peft\.utils\.other\.TrainableTokensWrapper; the scores"):
+        AppliedScores([base_of(model)], None)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    return made(Run("sft", ""), str(tmp_path_factory.mktemp("sft")))
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "option", "reason"),
+    [
+        ("args", "use_liger_kernel", True, "use_liger_kernel=True", "replaces parts of the model's forward"),
+        ("args", "torch_compile", True, "torch_compile=True", "outside the compiled graph"),
+        ("args", "label_smoothing_factor", 0.1, "label_smoothing_factor=0.1", "logits of all tokens"),
+        ("", "compute_loss_func", len, "compute_loss_func", "logits of all tokens"),
+        ("", "compute_metrics", len, "compute_metrics", "logits of all tokens"),
+        ("", "preprocess_logits_for_metrics", len, "preprocess_logits_for_metrics", "logits of all tokens"),
+        ("", "is_deepspeed_enabled", True, "DeepSpeed", "not tested"),
+        ("", "is_fsdp_enabled", True, "FSDP", "not tested"),
+        (
+            "accelerator.state",
+            "parallelism_config",
+            types.SimpleNamespace(tp_enabled=True),
+            "tp_size > 1",
+            "not tested",
+        ),
+    ],
+)
+def test_options_that_need_all_logits_or_are_not_supported_are_refused_by_name(
+    trainer, monkeypatch, place, name, value, option, reason
+):
+    owner = trainer
+    for part in filter(None, place.split(".")):
+        owner = getattr(owner, part)
+    monkeypatch.setattr(owner, name, value, raising=False)
+    with pytest.raises(ValueError, match=f"SFTTrainer with .*{option}: .*{reason}.*; leave it out") as raised:
+        apply_seqpar_scores(trainer)
+    assert "\n" not in str(raised.value)
+    assert not trainer.model._forward_pre_hooks
+
+
+def test_another_trainer_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"got a Linear; it supports SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer"):
+        apply_seqpar_scores(nn.Linear(2, 2))
+
+
+def test_another_version_of_trl_is_refused(trainer, monkeypatch):
+    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", torch.autograd.Function)
+    with pytest.raises(RuntimeError, match=r"TRL 1\.16\.0 computes its log-probabilities in another way than 1\.16"):
+        apply_seqpar_scores(trainer)
+
+
+def test_the_scores_twice_are_refused_and_once_more_after_remove_are_fine(trainer):
+    applied = apply_seqpar_scores(trainer)
+    with pytest.raises(ValueError, match=r"this SFTTrainer has the scores already; remove\(\) the first"):
+        apply_seqpar_scores(trainer)
+    applied.remove()
+    applied.remove()
+    apply_seqpar_scores(trainer).remove()
+
+
+def test_a_chunk_size_of_0_is_refused(trainer):
+    with pytest.raises(ValueError, match="chunk_tokens is 0"):
+        apply_seqpar_scores(trainer, chunk_tokens=0)
+
+
+def test_a_forward_that_does_not_ask_for_the_scores_is_refused():
+    model = tiny("llama")
+    own = model.forward
+    model.forward = types.MethodType(lambda self, fused_lm_head=False, **k: own(**k), model)
+    with (
+        AppliedScores([model], None),
+        pytest.raises(RuntimeError, match="LlamaForCausalLM asked for its log-probabilities 0 times"),
+    ):
+        model(input_ids=batch()[0], fused_lm_head=True)
+
+
+def test_an_adapter_on_the_projection_is_trained_only_with_the_scores(tmp_path):
+    trainer = made(Run("sft", "", lora={"target_modules": ["lm_head"]}), str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"TRL ignores the adapter on the output embeddings of LlamaForCausalLM"):
+        trainer.train()
+    with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+        type(trainer)(trainer.model, args=trainer.args, train_dataset=examples("sft", 2), processing_class=words())
+
+
+def test_label_smoothing_that_trl_itself_ignores_is_accepted(trainer, monkeypatch):
+    monkeypatch.setattr(trainer.args, "label_smoothing_factor", 0.1)
+    monkeypatch.setattr(trainer.args, "loss_type", "dft")
+    apply_seqpar_scores(trainer).remove()
+
+
+def test_allow_head_adapter_refuses_an_adapter_of_another_kind_before_trl_accepts_it():
+    model = adapted(target_modules=["lm_head"], use_dora=True)
+    with pytest.raises(TypeError, match="DoraLinearVariant"), allow_head_adapter(model):
+        pass
+
+
+def test_allow_head_adapter_refuses_models_that_need_it_not():
+    with (
+        pytest.raises(TypeError, match="allow_head_adapter got a LlamaForCausalLM; it needs a PEFT model"),
+        allow_head_adapter(tiny("llama")),
+    ):
+        pass
+    with (
+        pytest.raises(TypeError, match="output embeddings of this LlamaForCausalLM have no adapter"),
+        allow_head_adapter(adapted(target_modules=["q_proj"])),
+    ):
+        pass

@@ -1,0 +1,160 @@
+"""TRL's trainers with `apply_seqpar_scores`: losses, metrics and gradients of the model's own logits, all of them.
+
+The comparison is in float64, to 1e-12; TRL's own log-probabilities have float32's precision and are compared to 1e-6.
+"""
+
+import math
+
+import pytest
+import torch
+
+from seqpar.testing.ranks import Pool
+from tests.seqpar.integrations.tiny_models import relative_error
+from tests.seqpar.integrations.trl_runs import Run, trained
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+KINDS = ["sft", "dpo", "kto", "grpo"]
+TRUNK = {"target_modules": ["q_proj", "up_proj"]}
+HEAD = {"target_modules": ["q_proj", "lm_head"]}
+
+
+def same(got, expected, error):
+    """The gradients, losses and metrics are the same, and there is something to compare."""
+    assert len(got.losses) == len(expected.losses)
+    assert got.losses == pytest.approx(expected.losses, rel=error, abs=error)
+    assert max(gradient.abs().max() for gradient in expected.gradients.values()) > 1e-3
+    assert len(got.metrics) == len(expected.metrics) >= 2
+    for ours, theirs in zip(got.metrics, expected.metrics, strict=True):
+        assert ours.keys() == theirs.keys()
+        # The Trainer adds up losses in float32
+        assert ours == pytest.approx(theirs, rel=max(error, 1e-7), abs=max(error, 1e-9))
+        assert all(math.isfinite(value) for value in ours.values())
+    assert relative_error(got.gradients, expected.gradients) < error
+
+
+def check(run, error=1e-12):
+    same(trained(0, 1, run._replace(way="scores")), trained(0, 1, run._replace(way="plain")), error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_steps_are_those_of_the_models_own_logits(kind):
+    check(Run(kind, "", steps=2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lora", [{}, TRUNK], ids=["full", "lora"])
+def test_in_float32_a_step_is_trls_own(kind, lora):
+    run = Run(kind, "scores", dtype=torch.float32, lora=lora)
+    same(trained(0, 1, run), trained(0, 1, run._replace(way="stock")), 5e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_an_adapter_on_the_projection_a_step_is_that_of_the_models_own_logits(kind):
+    check(Run(kind, "", lora=HEAD))
+
+
+def test_with_a_trained_copy_of_the_projection_a_step_is_that_of_the_models_own_logits():
+    check(Run("dpo", "", lora=TRUNK | {"modules_to_save": ["lm_head"]}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulated_and_checkpointed_steps_are_those_of_the_models_own_logits(kind):
+    options = {"gradient_checkpointing": True}
+    check(Run(kind, "", lora=TRUNK, options=options, accumulation=2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"packing": True, "max_length": 12},
+        {"padding_free": True, "max_length": None},
+        {"loss_type": "dft"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_sft_batches_without_padding_and_dft_are_those_of_the_models_own_logits(options):
+    check(Run("sft", "", options=options, accumulation=2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_weighting": True},
+        {"precompute_ref_log_probs": True},
+        {"loss_type": ["sigmoid", "sft", "bco_pair"], "ld_alpha": 0.5},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_dpo_are_those_of_the_models_own_logits(options):
+    check(Run("dpo", "", options=options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"entropy_coef": 0.1, "top_entropy_quantile": 0.5},
+        {"num_iterations": 2, "loss_type": "grpo", "importance_sampling_level": "sequence"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_grpo_are_those_of_the_models_own_logits(options):
+    check(Run("grpo", "", options=options, steps=2))
+
+
+def test_grpo_with_a_projection_in_float32_is_trls_own():
+    run = Run("grpo", "scores", dtype=torch.bfloat16, options={"cast_lm_head_to_fp32": True})
+    got, expected = trained(0, 1, run), trained(0, 1, run._replace(way="stock"))
+    assert got.metrics[0]["entropy"] == pytest.approx(expected.metrics[0]["entropy"], rel=1e-6)
+    assert got.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert relative_error(got.gradients, expected.gradients) < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_an_evaluation_is_that_of_the_models_own_logits(kind):
+    run = Run(kind, "scores", options={"eval_strategy": "steps", "eval_steps": 1})
+    check(run)
+    assert any("eval_loss" in entry for entry in trained(0, 1, run).metrics)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_under_autocast_a_step_is_trls_own_in_the_precision_of_bfloat16(kind):
+    run = Run(kind, "scores", dtype=torch.float32, options={"bf16": True})
+    got, expected = trained(0, 1, run), trained(0, 1, run._replace(way="stock"))
+    assert got.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert relative_error(got.gradients, expected.gradients) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "changes"),
+    [
+        ("dpo", "gemma2", {}),
+        ("kto", "cohere", {}),
+        ("grpo", "granite", {}),
+        ("sft", "mixtral", {"router_aux_loss_coef": 0.1, "experts_implementation": "eager"}),
+    ],
+)
+def test_softcaps_factors_and_router_losses_are_those_of_the_model(kind, model, changes):
+    check(Run(kind, "", model=model, changes=changes))
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """Of their own, because a Trainer leaves state behind in its process."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lora", [{}, HEAD], ids=["full", "head"])
+def test_on_two_ranks_a_step_is_that_of_the_models_own_logits(two_ranks, kind, lora):
+    run = Run(kind, "scores", lora=lora)
+    scores = two_ranks.call(trained, run)
+    plain = two_ranks.call(trained, run._replace(way="plain"))
+    for got, expected in zip(scores, plain, strict=True):
+        # Metrics are logged by the first rank alone
+        assert got.losses == pytest.approx(expected.losses, rel=1e-12)
+        assert relative_error(got.gradients, expected.gradients) < 1e-12
+    assert scores[0].metrics[0] == pytest.approx(plain[0].metrics[0], rel=1e-7, abs=1e-9)
+    assert relative_error(scores[0].gradients, scores[1].gradients) == 0

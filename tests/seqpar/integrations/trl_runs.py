@@ -1,0 +1,228 @@
+"""One or two optimizer steps of TRL's own trainers, alone or in one of several ranks.
+
+trained(rank, world, run) -> losses, metrics and gradients, with TRL's own log-probabilities ("stock"), with those of
+the model's own logits, all of them ("plain"), or with `apply_seqpar_scores` ("scores")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import tempfile
+import types
+from typing import Any, NamedTuple
+
+import datasets
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.utils import FusedCausalLMOutput
+
+from seqpar.integrations.trl import allow_head_adapter, apply_seqpar_scores
+from tests.seqpar.integrations.tiny_models import VOCAB, gradients, tiny
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "sft": (SFTTrainer, SFTConfig),
+    "dpo": (DPOTrainer, DPOConfig),
+    "kto": (KTOTrainer, KTOConfig),
+    "grpo": (GRPOTrainer, GRPOConfig),
+}
+BATCH = 2
+TIMES = ("runtime", "per_second", "step_time", "flos", "epoch", "mfu", "tflops")
+"""Parts of the names of logged numbers that are not functions of the scores."""
+
+
+class Run(NamedTuple):
+    kind: str
+    way: str
+    model: str = "llama"
+    dtype: torch.dtype = torch.float64
+    changes: dict[str, Any] = {}  # noqa: RUF012
+    """Of the model's configuration."""
+    lora: dict[str, Any] = {}  # noqa: RUF012
+    """Arguments of `LoraConfig`; no adapter if empty."""
+    options: dict[str, Any] = {}  # noqa: RUF012
+    """Arguments of the trainer's configuration."""
+    accumulation: int = 1
+    steps: int = 1
+
+
+class Outcome(NamedTuple):
+    losses: list[float]
+    metrics: list[dict[str, float]]
+    gradients: dict[str, Tensor]
+
+
+def words() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w1", eos_token="w3")
+
+
+def text(length: int, seed: int) -> str:
+    ids = torch.randint(4, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+    return " ".join(f"w{i}" for i in ids.tolist())
+
+
+def examples(kind: str, count: int) -> datasets.Dataset:
+    """Of different lengths, so that batches have padding."""
+    rows: list[dict[str, Any]] = []
+    for i in range(count):
+        prompt = text(2 + i % 3, 10 * i)
+        chosen = " " + text(2 + (5 * i * i + i) % 5, 10 * i + 1)
+        if kind == "sft":
+            rows.append({"prompt": prompt, "completion": chosen})
+        elif kind == "dpo":
+            rows.append({"prompt": prompt, "chosen": chosen, "rejected": " " + text(3, 10 * i + 2)})
+        elif kind == "kto":
+            rows.append({"prompt": prompt, "completion": chosen, "label": i % 2 == 0})
+        else:
+            rows.append({"prompt": prompt})
+    return datasets.Dataset.from_list(rows)
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(i) for i in range(len(completions))]
+
+
+class Kept(TrainerCallback):
+    """The gradients that the optimizer is about to use."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Tensor] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.seen = {name.removeprefix("module."): g for name, g in gradients(model).items()}
+
+
+def policy(run: Run) -> Any:
+    return tiny(run.model, run.dtype, bos_token_id=2, eos_token_id=3, **run.changes)
+
+
+def reference(run: Run) -> Any:
+    """A model that differs from the policy."""
+    model = policy(run)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def made(run: Run, folder: str, world: int = 1, **keywords: Any) -> Any:
+    """The trainer, before its first step."""
+    trainer_class, config_class = KINDS[run.kind]
+    model = policy(run)
+    if run.lora:
+        torch.manual_seed(1)
+        settings = LoraConfig(r=2, task_type="CAUSAL_LM", **({"init_lora_weights": False} | run.lora))
+        model = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": BATCH,
+        "gradient_accumulation_steps": run.accumulation,
+        "max_steps": run.steps,
+        "learning_rate": 0.01,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    if "eval_strategy" in run.options:
+        keywords["eval_dataset"] = examples(run.kind, 3)
+    if run.kind in ("dpo", "kto") and not run.lora:
+        keywords["ref_model"] = reference(run)
+    if run.kind == "grpo":
+        beta = 0.1
+        if world > 1 and not run.lora:
+            beta = 0.0  # no reference model, which only the first rank could save
+        elif not run.lora:  # this trainer loads its reference model from where the configuration says it is
+            reference(run).save_pretrained(f"{folder}/reference")
+            model.config._name_or_path = f"{folder}/reference"
+            options["model_init_kwargs"] = {"dtype": "auto"}
+        options |= {"num_generations": 2, "max_completion_length": 5, "temperature": 0.7, "beta": beta}
+        keywords["reward_funcs"] = reward
+    head = model.get_output_embeddings() if run.lora else None
+    allowed = allow_head_adapter(model) if hasattr(head, "lora_A") else contextlib.nullcontext()
+    with allowed:
+        return trainer_class(
+            model,
+            args=config_class(folder, **(options | run.options)),
+            train_dataset=examples(run.kind, world * run.accumulation * run.steps * BATCH),
+            processing_class=words(),
+            **keywords,
+        )
+
+
+def use_plain_logits(trainer: Any) -> None:
+    """Replace TRL's forward by one that takes everything from the model's own logits, all of them."""
+    references = [getattr(trainer, "ref_model", None), trainer.model]
+    for model in filter(None, references):
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base._forward_pre_hooks.clear()  # that of `allow_head_adapter`
+        own = base.forward
+        temperature = getattr(trainer, "temperature", 1.0)
+
+        def forward(self: Any, *args: Any, own: Any = own, temperature: float = temperature, **kwargs: Any) -> Any:
+            if not kwargs.pop("fused_lm_head", False):
+                return own(*args, **kwargs)
+            return plain_outputs(own, temperature, *args, **kwargs)
+
+        base.forward = types.MethodType(forward, base)
+
+
+def plain_outputs(own: Any, temperature: float, *args: Any, labels: Tensor, **kwargs: Any) -> FusedCausalLMOutput:
+    kwargs.pop("num_items_in_batch", None)
+    outputs = own(*args, **kwargs)
+    logits, labels = outputs.logits[:, :-1] / temperature, labels[:, 1:]
+    mask = labels != -100
+    log_p = logits.log_softmax(-1)
+    target = labels.clamp(min=0)
+    fields = {
+        "log_probs": log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1),
+        "entropy": -(log_p * log_p.exp()).sum(-1),
+        "log_sum_sq_probs": (2 * log_p).logsumexp(-1).detach(),
+        "mean_logits": logits.mean(-1).detach(),
+        "is_top1": logits.argmax(-1) == target,
+    }
+    fields = {name: field.where(mask, torch.zeros_like(field)) for name, field in fields.items()}
+    return FusedCausalLMOutput(**fields, label_mask=mask, aux_loss=outputs.get("aux_loss"))
+
+
+def trained(rank: int, world: int, run: Run) -> Outcome:
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+    kept = Kept()
+    losses: list[float] = []
+    gc.freeze()  # the Trainer collects garbage at the start; going through all imported packages is most of its time
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = made(run, folder, world, callbacks=[kept])
+        step = trainer.training_step
+
+        def recorded(*args: Any, **kwargs: Any) -> Tensor:
+            loss = step(*args, **kwargs)
+            losses.append(float(loss))
+            return loss
+
+        trainer.training_step = recorded
+        applied: Any = contextlib.nullcontext()
+        if run.way == "plain":
+            use_plain_logits(trainer)
+        if run.way == "scores":
+            applied = apply_seqpar_scores(trainer, chunk_tokens=3)
+        with applied:
+            trainer.train()
+        metrics = [
+            {k: float(v) for k, v in entry.items() if not any(part in k for part in TIMES)}
+            for entry in trainer.state.log_history
+        ]
+    gc.unfreeze()
+    return Outcome(losses, metrics, kept.seen)
