@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -63,12 +63,20 @@ class Beams(NamedTuple):
     """(B, K) summed log-probabilities."""
 
 
-def length_normaliser(length: int, alpha: float) -> float:
-    """Compute ((5 + length) / 6)^alpha, GNMT's length penalty, by which log-probabilities are divided.
+LengthNorm = Literal["gnmt", "length"]
+"""What is raised to the power of the length penalty."""
 
-    Wu et al. 2016, equation 14. `length` includes the end symbol. With alpha 0 the penalty is 1; a larger alpha favours
-    longer translations.
+
+def length_normaliser(length: int, alpha: float, norm: LengthNorm = "gnmt") -> float:
+    """Compute the number by which the log-probability of a hypothesis is divided.
+
+    gnmt: ((5 + length) / 6)^alpha, the length penalty of Wu et al. 2016, equation 14.
+    length: length^alpha, as in fairseq's generator; with alpha 1 the score is the mean log-probability of a token.
+
+    `length` includes the end symbol. With alpha 0 the number is 1; a larger alpha favours longer translations.
     """
+    if norm == "length":
+        return float(length**alpha)
     return float(((5 + length) / 6) ** alpha)
 
 
@@ -119,6 +127,7 @@ def beam_search(
     eos: int,
     beam: int = 4,
     length_penalty: float = 0.6,
+    length_norm: LengthNorm = "gnmt",
     n_best: int = 1,
     max_length: int | Sequence[int] | None = None,
 ) -> list[list[Hypothesis]]:
@@ -127,16 +136,16 @@ def beam_search(
     Each step extends every live hypothesis by one token. Extensions that end and are among the `beam` best are finished
     hypotheses; the `beam` best that do not end are the next live hypotheses. A sentence is done when `beam` hypotheses
     are finished, when no live one can enter the `n_best` any more, or after `max_length` steps, as for `greedy`. Scores
-    are log-probabilities over `length_normaliser(length, length_penalty)`; the best come first.
+    are log-probabilities over `length_normaliser(length, length_penalty, length_norm)`; the best come first.
 
     Where fewer than `n_best` are finished after `max_length` steps, unfinished hypotheses follow the finished ones;
     where there are not enough of these either, fewer than `n_best` are returned. Padding and `bos` are never output;
     `beam=1` is `greedy`. The model runs in eval mode without gradients, and its modes are restored afterwards.
 
-    Raises ValueError for a beam, n_best or max_length below 1, n_best above beam, a negative length_penalty, and
-    max_lengths of another number than the sentences.
+    Raises ValueError for a beam, n_best or max_length below 1, n_best above beam, a negative length_penalty, an
+    unknown length_norm, and max_lengths of another number than the sentences.
     """
-    check_search(beam, n_best, length_penalty)
+    check_search(beam, n_best, length_penalty, length_norm)
     finished: list[list[Hypothesis]] = [[] for _ in range(src.size(0))]
     unfinished: list[list[Hypothesis]] = [[] for _ in range(src.size(0))]
     with evaluating(model):
@@ -148,7 +157,7 @@ def beam_search(
             hidden_RD = next_hidden(model, source, beams.prefixes[:, :, -1].flatten(), cache)
             step = cache.length
             candidates = extend(model, beams.scores, hidden_RD, forbidden, beam)
-            norm = length_normaliser(step, length_penalty)
+            norm = length_normaliser(step, length_penalty, length_norm)
             for row, hypothesis in ended(beams, candidates, eos, norm, beam):
                 finished[source.sentences[row]].append(hypothesis)
             beams, parents_BK = survive(beams, candidates, eos, beam)
@@ -160,7 +169,9 @@ def beam_search(
                 limit = source.limits[row]
                 if step == limit:
                     unfinished[sentence] = live_hypotheses(beams, row, norm)
-                elif not is_done(finished[sentence], best / length_normaliser(limit, length_penalty), beam, n_best):
+                    continue
+                bound = best / length_normaliser(limit, length_penalty, length_norm)
+                if not is_done(finished[sentence], bound, beam, n_best):
                     going.append(row)
             if len(going) < len(source.sentences):
                 source = source.keep(going)
@@ -172,7 +183,7 @@ def beam_search(
     return [(best_first(done) + rest)[:n_best] for done, rest in zip(finished, unfinished, strict=True)]
 
 
-def check_search(beam: int, n_best: int, length_penalty: float) -> None:
+def check_search(beam: int, n_best: int, length_penalty: float, length_norm: str) -> None:
     """Raise ValueError for invalid settings of a search."""
     if beam < 1:
         raise ValueError(f"beam is {beam}, below 1: beam=1 is greedy search")
@@ -180,6 +191,8 @@ def check_search(beam: int, n_best: int, length_penalty: float) -> None:
         raise ValueError(f"n_best is {n_best}, outside [1, beam {beam}]: widen the beam or ask for fewer")
     if length_penalty < 0:
         raise ValueError(f"length_penalty is {length_penalty}, below 0: 0 has no penalty")
+    if length_norm not in get_args(LengthNorm):
+        raise ValueError(f"length_norm is {length_norm!r}: it must be gnmt or length")
 
 
 @contextmanager

@@ -125,11 +125,35 @@ def _status(summary: Summary) -> int:
     return 0
 
 
+def average(argv: Sequence[str]) -> int:
+    """Average the weights of a run's last models, which often translates better than any of them.
+
+    Training keeps these models where --training.keep_checkpoints is set. The average is written to the run's folder
+    `averaged`; evaluate and translate use it with --checkpoint averaged.
+    """
+    parser = _parser(average, f"{PROGRAM} average --run runs/mine\n{PROGRAM} average --run runs/mine --last 5")
+    _add_run(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--last", metavar="K", type=_count, help="average the last K of the kept models (default: all)")
+    which.add_argument("--best", metavar="K", type=_count, help="average the K with the best validation loss")
+    options = parser.parse(argv)
+
+    from recipes.translation.processes.ranks import joined
+    from recipes.translation.run_folder.average import average as average_models
+
+    with joined(LayoutConfig().timeout) as ranks:
+        made = ranks.run_on_main(lambda: average_models(Path(options.run), options.last, options.best))
+        steps = ", ".join(f"{step:,}" for step in made.steps)
+        print(f"[average] {made.folder} is the average of {len(made.steps)} models, of the steps {steps}")
+    return 0
+
+
 def evaluate(argv: Sequence[str]) -> int:
     """Score a model on its test set, or a file of translations against a file of references.
 
     Prints sacreBLEU's BLEU and chrF with their signatures, BLEU of the lower-cased text, and the percentage of exact
-    matches. Writes translations and scores to the run's folder.
+    matches; for text that is already tokenised also BLEU as multi-bleu.perl -lc computes it. Writes translations and
+    scores to the run's folder.
     """
     parser = _parser(
         evaluate,
@@ -236,6 +260,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "demo": demo,
     "prepare": prepare,
     "train": train,
+    "average": average,
     "evaluate": evaluate,
     "translate": translate,
 }
@@ -258,6 +283,12 @@ def typed(prompt: str) -> Iterator[str]:
         yield sentence
 
 
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) == 0:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 up")
+    return int(word)
+
+
 def _path(word: str) -> str:
     if "\0" in word:
         raise argparse.ArgumentTypeError(f"{word!r} is not a path: it contains a NUL")
@@ -277,19 +308,28 @@ def _add_config_file(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
+def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run", ALSO["run"], metavar="FOLDER", type=_path, default="runs/demo", help="the run (default: runs/demo)"
     )
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
     parser.add_argument(
         "--checkpoint",
-        choices=("best", "last"),
+        choices=("best", "last", "averaged"),
         default="best",
-        help="the model with the best validation loss, or the newest (default: best)",
+        help="the model with the best validation loss, the newest, or what the command average made (default: best)",
     )
     parser.add_argument("--beam", metavar="N", help="beam width; 1 is greedy and fastest (default: as trained for)")
     parser.add_argument(
         "--length-penalty", metavar="X", help="exponent of the length penalty; 0 has none (default: as trained for)"
+    )
+    parser.add_argument(
+        "--length-norm",
+        metavar="NAME",
+        help="base of the length penalty: gnmt ((5 + length) / 6) or length (default: as trained for)",
     )
 
 
@@ -313,7 +353,11 @@ def _with_folder(config: RunConfig) -> RunConfig:
 
 def _load(options: argparse.Namespace, ranks: Ranks) -> Translator:
     """Read the model of --run on rank 0, with the decoding options given; move it to this process's GPU, if any."""
-    given = {"decoding.beam": options.beam, "decoding.length_penalty": options.length_penalty}
+    given = {
+        "decoding.beam": options.beam,
+        "decoding.length_penalty": options.length_penalty,
+        "decoding.length_norm": options.length_norm,
+    }
 
     import torch
 
@@ -324,9 +368,10 @@ def _load(options: argparse.Namespace, ranks: Ranks) -> Translator:
         if not whole_folder(folder):  # it is not a checkpoint itself, so it is the run that contains one
             folder = folder / options.checkpoint
         if whole_folder(folder) is None and not folder.exists():
-            raise CheckpointError(
-                f"there is no trained model in {folder}; train one, or name another folder with --run"
-            )
+            way = "train one"
+            if options.checkpoint == "averaged":
+                way = f"make it with {PROGRAM} average"
+            raise CheckpointError(f"there is no trained model in {folder}; {way}, or name another folder with --run")
         return load_translator(folder, "cpu", {name: value for name, value in given.items() if value is not None})
 
     # On the CPU, where one process can send it to the others; each then uses a GPU of its own

@@ -33,6 +33,10 @@ class Scores:
     bleu_lowercase_signature: str
     exact_match: float
     """Percentage of translations that equal the reference, character for character."""
+    multi_bleu_lowercase: float | None
+    """BLEU-4 of lower-cased text that is already tokenised, as Moses' `multi-bleu.perl -lc` computes it: sacreBLEU's
+    without tokeniser and without smoothing. None with any other tokeniser."""
+    multi_bleu_lowercase_signature: str | None
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -44,6 +48,8 @@ class Scores:
             ("chrF", self.chrf, self.chrf_signature),
             ("exact match", self.exact_match, f"of {self.sentences:,} sentences"),
         ]
+        if self.multi_bleu_lowercase is not None:
+            rows.insert(2, ("multi-bleu -lc", self.multi_bleu_lowercase, str(self.multi_bleu_lowercase_signature)))
         return "\n".join(f"  {name:<18} {value:6.2f}   {note}" for name, value, note in rows)
 
 
@@ -58,8 +64,8 @@ def score(
     """Compare translations with one reference each.
 
     `tokenize` is sacreBLEU's name of a tokeniser (13a, intl, char, zh, ja-mecab, ...); "none" is for text that is
-    already tokenised, and "auto" chooses by `language` or by the references' script. `lowercase` also makes the main
-    BLEU and chrF case-insensitive.
+    already tokenised, and adds the score of `multi-bleu.perl -lc`; "auto" chooses by `language` or by the references'
+    script. `lowercase` also makes the main BLEU and chrF case-insensitive.
 
     Raises DataError if the two differ in length (sacreBLEU itself would silently cut the longer one) or are empty, and
     ConfigError for a tokeniser that is not available.
@@ -77,6 +83,12 @@ def score(
     bleu_lowercase = BLEU(lowercase=True, tokenize=tokenize, force=True)
     chrf = CHRF(lowercase=lowercase)
     streams = [list(references)]  # one reference for each sentence; sacreBLEU takes several
+    multi_bleu = None
+    multi_bleu_signature = None
+    if tokenize == "none":
+        unsmoothed = BLEU(lowercase=True, tokenize="none", smooth_method="none", force=True)
+        multi_bleu = unsmoothed.corpus_score(list(hypotheses), streams).score
+        multi_bleu_signature = str(unsmoothed.get_signature())
     return Scores(
         sentences=len(references),
         bleu=bleu.corpus_score(list(hypotheses), streams).score,
@@ -86,6 +98,8 @@ def score(
         bleu_lowercase=bleu_lowercase.corpus_score(list(hypotheses), streams).score,
         bleu_lowercase_signature=str(bleu_lowercase.get_signature()),
         exact_match=100 * sum(map(str.__eq__, hypotheses, references)) / len(references),
+        multi_bleu_lowercase=multi_bleu,
+        multi_bleu_lowercase_signature=multi_bleu_signature,
     )
 
 

@@ -33,6 +33,7 @@ from recipes.translation.run_folder.checkpoint import (
     save_model,
     save_training,
 )
+from recipes.translation.run_folder.kept_models import keep_model
 from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.run_folder.resume import begin, check_same_data, flat
 from recipes.translation.settings.config import RunConfig, TrainingConfig
@@ -133,8 +134,9 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
                 found = validate(translator, corpus, loss_of, state.step, ranks.for_steps())
                 if not math.isfinite(found.loss):
                     raise spoiled(state.step, f"the validation loss is {found.loss}", run)
-                if note_validation(state, found) and ranks.is_main:
-                    save_model(run / "best", translator, found.as_dict())
+                better = note_validation(state, found)
+                if ranks.is_main:
+                    save_models(run, translator, found, better)
                 metrics.write(**found.as_dict())
                 save(translator, found.as_dict(), moments, state, ranks)
                 progress.validated(state, found)
@@ -165,6 +167,14 @@ def save(
     """Write, on rank 0 alone, the checkpoint from which the run can be resumed."""
     if ranks.is_main:
         save_training(Path(translator.config.run) / "last", translator, facts, moments, state)
+
+
+def save_models(run: Path, translator: Translator, found: Validation, better: bool) -> None:
+    """Write a validated model to `best` if no loss was better so far, and add it to the models kept for averaging."""
+    if better:
+        save_model(run / "best", translator, found.as_dict())
+    if most := translator.config.training.keep_checkpoints:
+        keep_model(run, translator, found.as_dict(), found.step, most)
 
 
 @torch.no_grad()

@@ -81,6 +81,7 @@ def search(translator: Translator, sources: list[list[int]], decoding: DecodingC
         eos=EOS,
         beam=decoding.beam,
         length_penalty=decoding.length_penalty,
+        length_norm=decoding.length_norm,
         max_length=limits,
     )
     return [hypotheses[0].tokens for hypotheses in found]

@@ -261,6 +261,10 @@ def test_decoding_options_and_the_checkpoint_can_be_chosen(run: Path, capsys: py
         assert main(["translate", "--run", str(run), *words, SENTENCE]) == 0
         assert capsys.readouterr().out.strip()
     assert "decoding.beam" in refusal(capsys, "translate", "--run", str(run), "--beam", "0", SENTENCE)
+    for name in ("wu", "GNMT"):
+        said = refusal(capsys, "translate", "--run", str(run), "--length-norm", name, SENTENCE)
+        assert "decoding.length_norm" in said
+        assert "gnmt, length" in said
 
 
 def test_a_model_folder_is_a_run_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +55,59 @@ def test_lower_case_models_are_scored_without_case() -> None:
     assert found.bleu == found.bleu_lowercase
     assert "case:lc" in found.bleu_signature
     assert found.chrf == score([text.lower() for text in HYPOTHESES], [text.lower() for text in REFERENCES]).chrf
+
+
+def multi_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> float:
+    """BLEU-4 of lower-cased, tokenised text, after Papineni et al. 2002, in percent; no smoothing."""
+    correct, total = [0] * 5, [0] * 5
+    ours, theirs = ([text.lower().split() for text in texts] for texts in (hypotheses, references))
+    for hypothesis, reference in zip(ours, theirs, strict=True):
+        for n in range(1, 5):
+            there = Counter(tuple(reference[start : start + n]) for start in range(len(reference) - n + 1))
+            here = Counter(tuple(hypothesis[start : start + n]) for start in range(len(hypothesis) - n + 1))
+            correct[n] += (here & there).total()
+            total[n] += here.total()
+    if not all(correct[1:]):
+        return 0.0
+    brevity = min(1.0, math.exp(1 - sum(map(len, theirs)) / sum(map(len, ours))))
+    return 100 * brevity * math.prod(correct[n] / total[n] for n in range(1, 5)) ** 0.25
+
+
+TOKENS = st.text(alphabet="aAbÄ ,.", min_size=1, max_size=30)
+
+
+@given(st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=6), st.data())
+def test_multi_bleu_of_tokenised_text_is_the_papers(pairs: list[tuple[str, str]], data: st.DataObject) -> None:
+    references = [reference for _, reference in pairs]
+    hypotheses = [data.draw(st.sampled_from([hypothesis, reference])) for hypothesis, reference in pairs]
+    found = score(hypotheses, references, tokenize="none").multi_bleu_lowercase
+    assert found == pytest.approx(multi_bleu(hypotheses, references), rel=1e-12)
+
+
+def test_multi_bleu_is_not_smoothed_and_signed_as_it_is_computed() -> None:
+    found = score(["a b c d e F", "a b x"], ["a b c d e f g", "b a x"], tokenize="none")
+    assert found.multi_bleu_lowercase == pytest.approx(
+        100 * math.exp(1 - 10 / 9) * (9 * 5 * 4 * 3 / (9 * 7 * 5 * 3)) ** 0.25
+    )
+    assert str(found.multi_bleu_lowercase_signature).startswith("nrefs:1|case:lc|eff:no|tok:none|smooth:none|version:")
+    assert f"multi-bleu -lc     {found.multi_bleu_lowercase:6.2f}   {found.multi_bleu_lowercase_signature}" in str(
+        found
+    )
+    nothing = score(["a b c x"], ["a b c d"], tokenize="none")  # not one 4-gram
+    assert nothing.bleu_lowercase > 0
+    assert nothing.multi_bleu_lowercase == 0
+
+
+@pytest.mark.parametrize("tokenize", ["auto", "13a", "char"])
+def test_multi_bleu_is_shown_for_tokenised_text_alone(tokenize: str) -> None:
+    found = score(HYPOTHESES, REFERENCES, tokenize=tokenize)
+    assert "multi-bleu" not in str(found)
+    assert found.as_dict()["multi_bleu_lowercase"] is found.as_dict()["multi_bleu_lowercase_signature"] is None
+    assert list(found.as_dict()) == [
+        *("sentences", "bleu", "bleu_signature", "chrf", "chrf_signature"),
+        *("bleu_lowercase", "bleu_lowercase_signature", "exact_match"),
+        *("multi_bleu_lowercase", "multi_bleu_lowercase_signature"),
+    ]
 
 
 @given(st.lists(st.text(alphabet="ab ä.\u2028", min_size=1, max_size=8), min_size=1, max_size=6))

@@ -1,6 +1,6 @@
 """Checkpoints: models that can be used on their own, and the state from which training resumes.
 
-`<run>/best` and `<run>/last` are folders that are replaced as a whole (see `atomic_folder`):
+`<run>/best`, `<run>/last` and `<run>/averaged` are folders that are replaced as a whole (see `atomic_folder`):
 
     config.yaml              every setting, resolved
     joint.model              the subwords, or source.model and target.model
@@ -153,6 +153,11 @@ def load_translator(
     model = build_model(model_sizes(config.model), source, target)
     fill_model(model, weights, whole)
     return Translator(config, model.to(device).eval(), source, target)
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """Read and verify the weights of the model in `folder`, in the dtype in which they were saved."""
+    return _read_weights(verified_folder(folder))
 
 
 def load_facts(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from recipes.translation.atomic_folder import (
 )
 from recipes.translation.data.corpus import Corpus
 from recipes.translation.run_folder.checkpoint import SavedTraining, load_facts, load_training, saved_config
+from recipes.translation.run_folder.kept_models import check_keepable, kept_folders, kept_in, kept_models
 from recipes.translation.settings.config import ConfigError, RunConfig
 
 FOLDERS = ("last", "best", "subwords")
+"""What training writes, besides the kept models."""
 MAY_CHANGE = frozenset(
     {
         "run",
@@ -26,8 +29,8 @@ MAY_CHANGE = frozenset(
         "data.tokenize",
         *(f"training.{name}" for name in ("devices", "chunk_tokens", "precision", "threads")),  # rounding at most
         *(f"layout.{name}" for name in ("data", "shard", "vocab", "sequence", "timeout")),
-        *(f"training.{name}" for name in ("steps", "validate_every", "validate_bleu", "patience")),
-        *(f"decoding.{name}" for name in ("beam", "length_penalty", "batch_sentences", "max_length")),
+        *(f"training.{name}" for name in ("steps", "validate_every", "validate_bleu", "keep_checkpoints", "patience")),
+        *(f"decoding.{name}" for name in ("beam", "length_penalty", "length_norm", "batch_sentences", "max_length")),
     }
 )
 """Settings that may change when a run is resumed; changing any other one would make it a different run."""
@@ -45,33 +48,39 @@ def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
     # Now, and not hours later when the first checkpoint is to be written
     for name in FOLDERS:
         check_replaceable(run / name)
+    if config.training.keep_checkpoints:
+        check_keepable(run)
     if whole_folder(run / "last") is None:
         check_nothing_to_lose(config)
         return None
     check_same_settings(config, run / "last")
     saved = load_training(run / "last")
     check_best(saved, config)
+    for folder in kept_models(run):
+        check_same_settings(config, folder)
     return saved
 
 
 def check_nothing_to_lose(config: RunConfig) -> None:
     """Raise CheckpointError if a new run would replace a model, unless it is that of the same run's first validation.
 
-    A run that is killed between its first `best` and its first `last` leaves only the former.
+    A run that is killed between its first `best` and its first `last` leaves only the former, and a kept model of the
+    same step.
     """
     run = Path(config.run)
     if (run / "last").exists():
         raise CheckpointError(f"{run / 'last'} is empty: restore it from a copy, or start over with --fresh")
-    made = saved_config(run / "best")
-    if made is None:
-        return
-    step = load_facts(run / "best").get("step")
-    if step != min(made.training.validate_every, made.training.steps):
-        raise CheckpointError(
-            f"{run / 'best'} is the model of step {step}, but there is no {run / 'last'} to resume from: restore it "
-            "from a copy, choose another --run, or start over with --fresh, which removes the model"
-        )
-    check_same_settings(config, run / "best")
+    for folder in (run / "best", *kept_models(run)):
+        made = saved_config(folder)
+        if made is None:
+            continue
+        step = load_facts(folder).get("step")
+        if step != min(made.training.validate_every, made.training.steps):
+            raise CheckpointError(
+                f"{folder} is the model of step {step}, but there is no {run / 'last'} to resume from: restore it "
+                "from a copy, choose another --run, or start over with --fresh, which removes the model"
+            )
+        check_same_settings(config, folder)
 
 
 def check_same_settings(config: RunConfig, folder: Path) -> None:
@@ -115,11 +124,14 @@ def check_same_data(corpus: Corpus, saved: SavedTraining | None, run: Path) -> N
 
 
 def remove_run(run: Path) -> None:
-    """Remove the checkpoints and subwords of an earlier run, and no other files."""
-    for name in FOLDERS:
-        check_removable(run / name)
-    for name in FOLDERS:
-        remove_folder(run / name)
+    """Remove the checkpoints, their average and the subwords of an earlier run, and no other files."""
+    folders = [*(run / name for name in (*FOLDERS, "averaged")), *kept_folders(run)]
+    for folder in folders:
+        check_removable(folder)
+    for folder in folders:
+        remove_folder(folder)
+    with suppress(OSError):  # there is none, or other files are in it
+        kept_in(run).rmdir()
 
 
 def flat(config: RunConfig) -> dict[str, object]:

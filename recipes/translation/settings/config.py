@@ -203,6 +203,11 @@ class TrainingConfig:
         Help("Validation sentences translated greedily for BLEU at each validation; 0 leaves BLEU out."),
         Range(at_least=0),
     ] = 200
+    keep_checkpoints: Annotated[
+        int,
+        Help("Keep the models of this many last validations in <run>/checkpoints, to be averaged; 0 keeps none."),
+        Range(at_least=0),
+    ] = 0
     patience: Annotated[
         int, Help("Stop after this many validations without a better loss; 0 never stops early."), Range(at_least=0)
     ] = 0
@@ -252,6 +257,13 @@ class DecodingConfig:
 
     beam: Annotated[int, Help("Beam width; 1 is greedy."), Range(at_least=1)] = 4
     length_penalty: Annotated[float, Help("Exponent of the length penalty; 0 has none."), Range(at_least=0)] = 0.6
+    length_norm: Annotated[
+        Literal["gnmt", "length"],
+        Help(
+            "What a hypothesis's log-probability is divided by, with the length penalty as exponent: gnmt "
+            "((5 + length) / 6) | length (as in fairseq)."
+        ),
+    ] = "gnmt"
     batch_sentences: Annotated[
         int, Help("Sentences translated at a time; changes the speed, not the translations."), Range(at_least=1)
     ] = 64

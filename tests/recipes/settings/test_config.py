@@ -65,7 +65,9 @@ configs = st.builds(
         label_smoothing=shares,
         seed=st.integers(0, 2**63 - 1),
     ),
-    decoding=st.builds(DecodingConfig, beam=counts, length_penalty=st.floats(0, 10)),
+    decoding=st.builds(
+        DecodingConfig, beam=counts, length_penalty=st.floats(0, 10), length_norm=choice("decoding.length_norm")
+    ),
 )
 
 

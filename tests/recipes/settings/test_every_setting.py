@@ -96,6 +96,10 @@ CHANGES: dict[str, Sequence[Change]] = {
     "training.max_length": [Change(20, ("weights", "said"))],
     "training.validate_every": [Change(2, ("metrics",), ("last weights",))],
     "training.validate_bleu": [Change(3, ("metrics",), ("weights", "translations"))],
+    "training.keep_checkpoints": [
+        Change(2, ("kept",), (*NUMBERS, "subwords"), beside={"training.validate_every": 1}),
+        Change(1, ("kept",), (*NUMBERS, "subwords")),
+    ],
     "training.patience": [Change(1, ("metrics",), beside={"training.learning_rate": 0, "training.validate_every": 1})],
     "training.seed": [Change(2, ("weights", "batches"))],
     "training.threads": [Change(3, ("threads",), ("batches",))],
@@ -107,6 +111,14 @@ CHANGES: dict[str, Sequence[Change]] = {
     "decoding.beam": [Change(4, ("translations",), ("weights", "metrics"), beside={"model.norm": "post"})],
     "decoding.length_penalty": [
         Change(9.0, ("translations that could end anywhere",), ("weights", "metrics"), beside={"decoding.beam": 4})
+    ],
+    "decoding.length_norm": [
+        Change(
+            "length",
+            ("translations that could end anywhere",),
+            ("weights", "metrics"),
+            beside={"decoding.beam": 4, "decoding.length_penalty": 3.0},
+        )
     ],
     "decoding.batch_sentences": [Change(2, ("sentences at once",), NUMBERS)],
     "decoding.max_length": [Change(3, ("translations",), ("weights", "metrics"))],
@@ -167,6 +179,7 @@ class Runs:
         return seen | {
             "weights": [digest(run / name / "model.safetensors") for name in ("last", "best")],
             "last weights": digest(run / "last" / "model.safetensors"),
+            "kept": {path.parent.name: digest(path) for path in run.glob("checkpoints/*/model.safetensors")},
             "metrics": records,
             "batches": [record["tokens"] for record in records if "tokens" in record],
             "subwords": [digest(path) for path in sorted((run / "last").glob("*.model"))],
