@@ -185,7 +185,6 @@ class AppliedLoss:
         # Labels may have been passed by position
         if args:
             kwargs = self.signature.bind_partial(*args).arguments | kwargs
-        # `generate`, for example
         if kwargs.get("labels") is None and not self.withholds:
             return None
         if not (model.training and torch.is_grad_enabled()):
