@@ -248,12 +248,22 @@ def test_in_bfloat16_at_most_twice_plain_torchs_own_error(world, seed):
         assert (mine - true).norm() <= 2 * (theirs.double() - true).norm(), name
 
 
+def freeze_projection(tensors):
+    """Leave hidden alone with a gradient, which then has a way of its own."""
+    tensors["hidden"].requires_grad_()
+    for name in ("weight", "bias"):
+        if name in tensors:
+            tensors[name].requires_grad_(False)
+
+
 def scores(rank, world, drawn):
     """Per-token scores and their gradients, of each (case, split, frozen) in turn."""
     answers = []
-    for case, split, used, chunk_tokens in drawn:
+    for case, split, used, chunk_tokens, frozen in drawn:
         vocab = seqpar.VocabShard.of(split[rank], dist.group.WORLD)
         tensors = parts(case, vocab, split[rank])
+        if frozen:
+            freeze_projection(tensors)
         found = seqpar.token_scores(**tensors, **case.options, vocab=vocab, chunk_tokens=chunk_tokens)
         total = weighted(found, case.linear.seed, used)
         if total.requires_grad:
@@ -270,13 +280,16 @@ def test_token_scores_over_a_split_vocabulary_are_those_of_one_device(data):
     split = data.draw(vocabulary_splits(case.linear.vocab_size, world))
     used = data.draw(st.sampled_from(["all", "log_prob", "entropy"]))
     whole = case.tensors()
+    frozen = data.draw(st.booleans())
+    if frozen:
+        freeze_projection(whole)
     expected = seqpar.token_scores(**whole, **case.options)
     leaves = [name for name, t in whole.items() if t.requires_grad]
     total = weighted(expected, case.linear.seed, used)
     gradients = torch.autograd.grad(total, [whole[n] for n in leaves], allow_unused=True) if leaves else ()
     gradients = [torch.zeros_like(whole[n]) if g is None else g for n, g in zip(leaves, gradients, strict=True)]
     chunk_tokens = data.draw(st.sampled_from([None, 1, 3]))
-    answers = [theirs[0] for theirs in ranks(world, scores, [(case, split, used, chunk_tokens)])]
+    answers = [theirs[0] for theirs in ranks(world, scores, [(case, split, used, chunk_tokens, frozen)])]
     for found, grads in answers:
         for name, got, plain in zip(expected._fields, found, expected, strict=True):
             assert (got is None) == (plain is None), name
