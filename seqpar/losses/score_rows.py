@@ -14,7 +14,7 @@ A class with z_k = -inf has p_k = 0 and adds nothing to any of these sums.
 
 All logits are taken relative to m, because a difference of two numbers in the hundreds would lose the digits of a
 log-probability near 0. In the code: `best_N` is m, `log_sum_N` log S, `mean_N` sum_k p_k (z_k - m).
-Shape suffixes: N rows, V classes (on this rank, where the vocabulary is split), J given classes, P = 1 + J, T top ones.
+Shape suffixes: N rows, V classes (on this rank, where the vocabulary is split), R rows of a temporary, J given classes, P = 1 + J, T top ones.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from seqpar.core.chunks import recording
 
 NEVER = -1e4
 """exp(NEVER) is 0 in every dtype. In place of -inf it makes the product with a probability of 0 equal 0, not nan."""
+
+DOT_ROWS = 16
+"""The rows of a temporary of `row_products`."""
 
 
 class ScoreSums(NamedTuple):
@@ -136,14 +139,25 @@ def _local_sums(
     if entropy:
         p_NV = torch.softmax(logits_NV, -1, out=out)
         shifted_NV = logits_NV.sub_(best_N.unsqueeze(1)).clamp_(min=NEVER)
-        # A product of matrices for each row: sum_k p_k (z_k - m) in one pass, without a temporary of their size
-        mean_N = torch.bmm(p_NV.unsqueeze(1), shifted_NV.unsqueeze(2)).reshape(-1)
+        mean_N = row_products(p_NV, shifted_NV)
     else:
         p_NV = torch.softmax(logits_NV, -1, out=logits_NV if out is None else out)
         shifted_NV = p_NV
     # The largest p is 1 / S, at least 1/V, so that its log is exact
     log_sum_N = -p_NV.amax(-1).log()
     return p_NV, shifted_NV, ScoreSums(best_N, log_sum_N, mean_N, picked_NP, top_NT, top_ids_NT)
+
+
+def row_products(one_NV: Tensor, other_NV: Tensor) -> Tensor:
+    """Return sum_k one_k other_k of each row, without a temporary as large as the rows.
+
+    On a CPU a matrix product adds up a row from left to right: at V = 32,000 the entropy was 5 times as far from the
+    truth as plain PyTorch's. `sum` adds in a tree, and was measured to be 3 to 9 times as fast, product included.
+    """
+    if one_NV.device.type != "cpu":
+        return torch.bmm(one_NV.unsqueeze(1), other_NV.unsqueeze(2)).reshape(-1)
+    rows = zip(one_NV.split(DOT_ROWS), other_NV.split(DOT_ROWS), strict=True)
+    return torch.cat([(one_RV * other_RV).sum(-1) for one_RV, other_RV in rows])
 
 
 def _no_classes(logits_NV: Tensor, index_NP: Tensor, entropy: bool) -> ScoreSums:
