@@ -320,13 +320,16 @@ def signs(adapter: ScoreAdapter) -> Finding:
 
 
 def extreme_logits(adapter: ScoreAdapter) -> Finding:
-    """Check all scores and gradients with logits in the thousands."""
-    return _verdict(asked(adapter, change="hidden.data *= 1000"))
+    """Check logits in the thousands, and integer logits about 512, of which nothing but the scores is rounded."""
+    above = "hidden.data.round_()[:, 0] = 32; weight.data.mul_(2).round_()[:, 0] = 16"
+    if "bias" in adapter.offers:
+        above += "; bias.data.round_()"
+    return _worst([asked(adapter, change=change) for change in ("hidden.data *= 1000", above)])
 
 
 def last_tile(adapter: ScoreAdapter) -> Finding:
     """Check vocabularies that no tile size divides, with all logits far below 0, where a tile padded with 0 shows."""
-    change = "hidden.data.abs_(); weight.data.abs_().mul_(-8)"
+    change = "hidden.data.abs_(); weight.data.abs_().mul_(-2)"
     size = None
     if "chunks" in adapter.offers:
         size = 1024
