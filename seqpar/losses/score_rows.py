@@ -14,7 +14,8 @@ A class with z_k = -inf has p_k = 0 and adds nothing to any of these sums.
 
 All logits are taken relative to m, because a difference of two numbers in the hundreds would lose the digits of a
 log-probability near 0. In the code: `best_N` is m, `log_sum_N` log S, `mean_N` sum_k p_k (z_k - m).
-Shape suffixes: N rows, V classes (on this rank, where the vocabulary is split), J given classes, P = 1 + J, T top ones.
+Shape suffixes: N rows, V classes (on this rank, where the vocabulary is split), R rows of a temporary, J given
+classes, P = 1 + J, T top ones.
 """
 
 from __future__ import annotations
@@ -158,6 +159,7 @@ def score_sums(
         log_sum_N = -made.p_NV.amax(-1).log()
         mean_N = None
         if entropy:
+            # Added in a tree, by `sum`: a product of vectors adds from left to right, five times as far from the truth
             terms_NV = torch.mul(made.shifted_NV, made.p_NV, out=made.shifted_NV if scratch is None else scratch)
             mean_N = terms_NV.sum(-1)
         sums = ScoreSums(best_N, log_sum_N, mean_N, None, picked_logits_NP, top_NT, top_ids_NT)

@@ -1,12 +1,35 @@
 """Run the same checks on any implementation of linear + cross-entropy; a failure comes with five lines of code.
 
     python -m seqpar.testing.conformance torch seqpar my_module:my_adapter
+    python -m seqpar.testing.conformance --part scores torch seqpar my_module:my_score_adapter
 
-`Adapter` describes an implementation, `CHECKS` are the checks, and `run` runs them.
+The first part checks a loss: `Adapter` describes an implementation, and `CHECKS` are the checks. The second checks the
+scores of tokens (log-probability, entropy, top-k): `ScoreAdapter` and `SCORE_CHECKS`. `run` runs either.
 """
 
 from seqpar.testing.conformance.adapter import EVERYTHING, Adapter, Options
-from seqpar.testing.conformance.adapters import KNOWN, adapter_of
-from seqpar.testing.conformance.checks import CHECKS, Check, Finding, run
+from seqpar.testing.conformance.adapters import KNOWN
+from seqpar.testing.conformance.checks import CHECKS
+from seqpar.testing.conformance.finding import Check, Finding
+from seqpar.testing.conformance.parts import adapter_of, run, score_adapter_of
+from seqpar.testing.conformance.score_adapter import ALL_SCORES, ScoreAdapter, ScoreOptions
+from seqpar.testing.conformance.score_adapters import KNOWN_SCORES
+from seqpar.testing.conformance.score_checks import SCORE_CHECKS
 
-__all__ = ["CHECKS", "EVERYTHING", "KNOWN", "Adapter", "Check", "Finding", "Options", "adapter_of", "run"]
+__all__ = [
+    "ALL_SCORES",
+    "CHECKS",
+    "EVERYTHING",
+    "KNOWN",
+    "KNOWN_SCORES",
+    "SCORE_CHECKS",
+    "Adapter",
+    "Check",
+    "Finding",
+    "Options",
+    "ScoreAdapter",
+    "ScoreOptions",
+    "adapter_of",
+    "run",
+    "score_adapter_of",
+]

@@ -1,4 +1,4 @@
-"""Check implementations of linear + cross-entropy: a table of who passes what, and five lines for each failure."""
+"""Check implementations of linear + cross-entropy, or of the scores of tokens: who passes what, and how to see it."""
 
 from __future__ import annotations
 
@@ -6,31 +6,96 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from seqpar.testing.conformance import report
-from seqpar.testing.conformance.adapters import KNOWN, adapter_of
-from seqpar.testing.conformance.checks import run
+from seqpar.testing.conformance.finding import Checked, Finding
+from seqpar.testing.conformance.parts import PARTS, Part, loaded, run
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print versions, the table, notes and reproductions."""
-    parser = argparse.ArgumentParser(prog="python -m seqpar.testing.conformance", description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"{', '.join(KNOWN)}; module:object for your own Adapter; none is all")
-    names = parser.parse_args(arguments).names or list(KNOWN)
+    """Print versions, the table, notes and reproductions; exit with 1 if a named implementation could not run."""
+    given = _parsed(arguments)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that counts products says when it starts and stops
     sys.path.insert(0, os.getcwd())  # where module:object is looked for
     try:
-        adapters = [adapter_of(name) for name in names]
+        columns = {part: _columns(part, given.names, given.part == "both") for part in _chosen(given.part)}
+        _check_used(given.names, columns)
     except ValueError as error:
         sys.exit(f"conformance: {error}")
-    for adapter in adapters:
-        adapter.why_not()  # all of them first: Triton's interpreter must be chosen before anything loads Triton
-    findings = {}
-    for name, adapter in zip(names, adapters, strict=True):
-        print(f"[{name}]", file=sys.stderr, flush=True)
-        findings[name] = run(adapter)
-    parts = [report.heading(adapters), report.table(findings), report.notes(adapters), report.reproductions(findings)]
-    print("\n\n".join(part for part in parts if part))
+    everyone = [adapter for adapters in columns.values() for adapter in adapters.values()]
+    # All of them first: Triton's interpreter must be chosen before anything loads Triton, as some packages do
+    for adapter in sorted(everyone, key=lambda adapter: "TRITON_INTERPRET" not in adapter.imports):
+        adapter.why_not()
+    said = [_report(part, adapters) for part, adapters in columns.items() if adapters]
+    print("\n\n".join(said))
+    if given.names:
+        _exit_if_missing(columns)
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the names and the part."""
+    parser = argparse.ArgumentParser(prog="python -m seqpar.testing.conformance", description=__doc__)
+    known = "; ".join(f"{part.name}: {', '.join(part.known)}" for part in PARTS.values())
+    parser.add_argument("names", nargs="*", help=f"{known}; module:object for your own; none is all")
+    parser.add_argument("--part", choices=[*PARTS, "both"], default="losses", help="what to check (losses)")
+    return parser.parse_args(arguments)
+
+
+def _chosen(name: str) -> list[Part[Any]]:
+    """Return the parts that are asked for."""
+    if name == "both":
+        return [*PARTS.values()]
+    return [PARTS[name]]
+
+
+def _columns(part: Part[Any], names: Sequence[str], is_one_of_two: bool) -> dict[str, Checked]:
+    """Return a part's adapters by name; with both parts, those of the names that it has."""
+    columns: dict[str, Checked] = {}
+    for name in names or part.known:
+        if is_one_of_two and not _belongs(name, part):
+            continue
+        columns[name] = part.adapter_of(name)
+    return columns
+
+
+def _belongs(name: str, part: Part[Any]) -> bool:
+    """Return whether a name is one of a part's own."""
+    if ":" in name:
+        return isinstance(loaded(name), part.kind)
+    return name in part.known
+
+
+def _check_used(names: Sequence[str], columns: dict[Part[Any], dict[str, Checked]]) -> None:
+    """Raise ValueError for a name that is in no part."""
+    for name in names:
+        if not any(name in adapters for adapters in columns.values()):
+            known = "; ".join(f"{part.name}: {', '.join(part.known)}" for part in columns)
+            raise ValueError(f"{name!r} is not known; there are {known}, and module:object for your own")
+
+
+def _report(part: Part[Any], adapters: dict[str, Checked]) -> str:
+    """Return the report of one part."""
+    findings: dict[str, dict[str, Finding]] = {}
+    for name, adapter in adapters.items():
+        print(f"[{part.name}: {name}]", file=sys.stderr, flush=True)
+        findings[name] = run(adapter)  # type: ignore[type-var]
+    columns = [*adapters.values()]
+    said = [
+        report.heading(columns, part.name),
+        report.table(findings, part.checks),
+        report.notes(columns),
+        report.reproductions(findings),
+    ]
+    return "\n\n".join(filter(None, said))
+
+
+def _exit_if_missing(columns: dict[Part[Any], dict[str, Checked]]) -> None:
+    """Exit with a message if an implementation could not run."""
+    reasons = {name: adapter.why_not() for adapters in columns.values() for name, adapter in adapters.items()}
+    missing = [f"{name} ({why})" for name, why in reasons.items() if why]
+    if missing:
+        sys.exit(f"conformance: not run: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

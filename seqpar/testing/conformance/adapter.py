@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 from unittest.mock import patch
@@ -95,19 +95,31 @@ def written(
 
     `needs` is the module that it requires; `switch` is a statement to run before the imports and before every call.
     """
-    names: dict[str, Any] = {}
+    evaluate = evaluator(imports, switch)
 
     def loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-        exec(switch)
-        # Imported at the first call, not when the adapter is made: its package may not be installed
-        if not names:
-            quietly(lambda: exec(imports, names))
-        here = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
-        value: Tensor = eval(call(options), {**names, **here})
+        value: Tensor = evaluate(call(options), {"hidden": hidden, "weight": weight, "target": target, "bias": bias})
         return value
 
     about.setdefault("why_not", lambda: why_missing(needs))
     return Adapter(name, loss, imports="; ".join(filter(None, [switch, imports])), call=call, **about)
+
+
+def evaluator(imports: str, switch: str = "") -> Callable[[str, Mapping[str, Any]], Any]:
+    """Return a function that evaluates the text of a call, given its variables; it imports at the first call.
+
+    `switch` is a statement to run before the imports and before every call.
+    """
+    names: dict[str, Any] = {}
+
+    def evaluate(call: str, variables: Mapping[str, Any]) -> Any:
+        exec(switch)
+        # Not when the adapter is made: its package may not be installed
+        if not names:
+            quietly(lambda: exec(imports, names))
+        return eval(call, {**names, **variables})
+
+    return evaluate
 
 
 def why_missing(module: str) -> str:

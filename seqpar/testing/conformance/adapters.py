@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +65,7 @@ def _liger_float32(options: Options) -> str:
     return _liger(options, ", accum_dtype=torch.float32")
 
 
-def _why_no_liger() -> str:
+def why_no_liger() -> str:
     """Return why Liger cannot run: its kernels need a GPU or the interpreter, chosen before Triton is imported."""
     late = "triton" in sys.modules and "liger_kernel" not in sys.modules
     if CPU and late and os.environ.get("TRITON_INTERPRET") != "1":
@@ -165,7 +163,7 @@ KNOWN: dict[str, Adapter] = {
             offers=LIGER_OFFERS,
             note=f"fused{INTERPRETED}; {IN_FLOAT32}",
             package="liger-kernel",
-            why_not=_why_no_liger,
+            why_not=why_no_liger,
         ),
         written(
             "liger-float32",
@@ -175,7 +173,7 @@ KNOWN: dict[str, Adapter] = {
             offers=LIGER_OFFERS,
             note="the same with accum_dtype=torch.float32",
             package="liger-kernel",
-            why_not=_why_no_liger,
+            why_not=why_no_liger,
         ),
         written(
             "cce",
@@ -199,23 +197,3 @@ KNOWN: dict[str, Adapter] = {
         Adapter("seqpar-engine", engine_loss, note="`LossCompute` with a generator of one's own", package="seqpar"),
     )
 }
-
-
-def adapter_of(name: str) -> Adapter:
-    """Return the known adapter of that name, or the one at `module:object`.
-
-    Raises:
-        ValueError: there is no such adapter; the message lists the known ones.
-    """
-    if name in KNOWN:
-        return KNOWN[name]
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        raise ValueError(f"{name!r} is not known; there are {', '.join(KNOWN)}, and module:object for your own Adapter")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name!r} cannot be loaded: {error}") from error
-    if not isinstance(found, Adapter):
-        raise ValueError(f"{name!r} is a {type(found).__name__}; it must be a seqpar.testing.conformance.Adapter")
-    return replace(found, where=name)

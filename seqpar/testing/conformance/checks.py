@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,12 +13,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from seqpar.testing.causes import FACTOR
-from seqpar.testing.conformance.adapter import Adapter, Feature, Options, quietly
+from seqpar.testing.conformance.adapter import Adapter, Options
+from seqpar.testing.conformance.finding import Check, Finding
 from seqpar.testing.conformance.inputs import (
     Answer,
     Deviation,
     Inputs,
-    RaisedError,
     answer,
     as_float64,
     deviations,
@@ -27,7 +26,7 @@ from seqpar.testing.conformance.inputs import (
     leaves,
     truth,
 )
-from seqpar.testing.conformance.memory import growth
+from seqpar.testing.conformance.memory import Growth, growth, growth_finding
 
 ROUNDING = 1e-6
 """The relative difference allowed between two float32 gradients that should be equal."""
@@ -38,56 +37,8 @@ SILENCE = 60
 """The longest time in seconds that a call with a bad target may take."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of a check."""
-
-    verdict: str
-    """"pass", "fail", "not offered" or "not measured"."""
-    figure: str = ""
-    reproduction: str = ""
-    """Five lines that show the failure."""
-
-    def __str__(self) -> str:
-        return ": ".join(filter(None, [self.verdict, self.figure]))
-
-
-@dataclass(frozen=True)
-class Check:
-    """A claim about a loss, with the features that an adapter must offer to be checked."""
-
-    name: str
-    run: Callable[[Adapter], Finding]
-    needs: frozenset[Feature] = frozenset()
-    is_cost: bool = False
-    """Whether it is about memory or work; all others are about numbers."""
-
-    def __call__(self, adapter: Adapter) -> Finding:
-        """Return the finding; an exception of the loss is a failure."""
-        missing = sorted(self.needs - adapter.offers)
-        if missing:
-            # Memory is no feature of the loss: it has some, which cannot be measured in this way
-            if missing == ["CPU memory"]:
-                return Finding("not measured")
-            return Finding("not offered")
-        # Dynamo stops compiling a function after a few settings of its arguments
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()
-        try:
-            return quietly(lambda: self.run(adapter))
-        except RaisedError as raised:
-            text = next(iter(str(raised.__cause__).strip().splitlines()), "")
-            figure = f"{type(raised.__cause__).__name__}: {text[:80]}"
-            return Finding("fail", figure, _shown(raised.inputs, "loss.backward()"))
-
-
 def _options(adapter: Adapter, dtype: torch.dtype = torch.float32, smoothing: float = 0.0) -> Options:
     return Options(dtype=dtype, reduction=adapter.reduction, label_smoothing=smoothing)
-
-
-def _shown(x: Inputs, *lines: str) -> str:
-    """Return a reproduction: imports, tensors, the call, and the lines that show the failure."""
-    return "\n".join([x.imports, x.code, f"loss = {x.call}", *lines])
 
 
 def _shown_deviation(x: Inputs, worst: Deviation, times: float = 1) -> str:
@@ -107,13 +58,13 @@ def _shown_deviation(x: Inputs, worst: Deviation, times: float = 1) -> str:
         scaled = f"(loss{factor})"
     allowed = f"at most {worst.allowed:.2g} is right (the plain loss in that dtype: {worst.plain:.2g})"
     if worst.name == "loss":
-        return _shown(x, wide, f"print(float((loss - right).abs() / right))  # {allowed}")
+        return x.shown(wide, f"print(float((loss - right).abs() / right))  # {allowed}")
     own = f"{scaled}.backward(); got = {worst.name}.grad"
     if worst.error == float("inf"):
         reached = f"loss.requires_grad and {own.split(';')[0]}"
-        return _shown(x, reached, f"print({worst.name}.grad)  # {worst.name} needs a gradient")
+        return x.shown(reached, f"print({worst.name}.grad)  # {worst.name} needs a gradient")
     right = f"right = torch.autograd.grad(right{factor}, leaves)[{names.index(worst.name)}]"
-    return _shown(x, f"{wide}; {right}; {own}", f"print(float((got - right).norm() / right.norm()))  # {allowed}")
+    return x.shown(f"{wide}; {right}; {own}", f"print(float((got - right).norm() / right.norm()))  # {allowed}")
 
 
 def _compared(x: Inputs, found: list[Deviation] | None = None) -> Finding:
@@ -162,7 +113,7 @@ def upstream(adapter: Adapter) -> Finding:
 
 def _no_gradients(x: Inputs) -> Finding:
     """Return the failure of a loss without any gradient."""
-    return Finding("fail", "no gradients at all", _shown(x, "loss.backward(); print(weight.grad)"))
+    return Finding("fail", "no gradients at all", x.shown("loss.backward(); print(weight.grad)"))
 
 
 def factor_errors(x: Inputs) -> dict[str, float]:
@@ -208,7 +159,7 @@ def second_backward(adapter: Adapter) -> Finding:
     if off[name] <= ROUNDING:
         return Finding("pass", "right")
     twice = f"(loss * {FACTOR}).backward(retain_graph=True); first = {name}.grad.clone(); (loss * {FACTOR}).backward()"
-    shown = _shown(x, twice, f"print(float({name}.grad.norm() / first.norm()))  # 2 is right; no error is raised")
+    shown = x.shown(twice, f"print(float({name}.grad.norm() / first.norm()))  # 2 is right; no error is raised")
     return Finding("fail", f"{name} gradient off by {off[name]:.2g}, in silence", shown)
 
 
@@ -239,7 +190,7 @@ def accumulation(adapter: Adapter) -> Finding:
     # Undoes the plain loss's mean over the 2 x 96 rows
     scale = {"sum": 192, "mean": 2}[adapter.reduction]
     seen = f"print(weight.grad.norm(), {plain} * {scale}, weight)[0].norm())  # the same"
-    return replace(finding, reproduction=_shown(x, other, seen))
+    return replace(finding, reproduction=x.shown(other, seen))
 
 
 def ignored(adapter: Adapter) -> Finding:
@@ -275,7 +226,7 @@ def all_ignored(adapter: Adapter) -> Finding:
     what = f"the sum is {float(value):g}"
     if stray:
         what = f"{stray[0]} gradient is not 0"
-    return Finding("fail", what, _shown(x, "loss.backward(); print(loss, hidden.grad.abs().max())  # 0, and 0"))
+    return Finding("fail", what, x.shown("loss.backward(); print(loss, hidden.grad.abs().max())  # 0, and 0"))
 
 
 def _mean_of_none(x: Inputs) -> str:
@@ -296,7 +247,7 @@ def out_of_range(adapter: Adapter) -> Finding:
         x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter), change=f"target[5] = {bad}")
         outcome = _in_a_process(x)
         if outcome.startswith("gave"):
-            shown = _shown(x, "loss.backward(); print(loss)  # a number, though target[5] is no class")
+            shown = x.shown("loss.backward(); print(loss)  # a number, though target[5] is no class")
             return Finding("fail", f"target {bad} of 128 classes {outcome}, in silence", shown)
         said.append(outcome)
     return Finding("pass", said[0])
@@ -375,25 +326,16 @@ def products(x: Inputs) -> int:
 
 def memory_growth(adapter: Adapter) -> Finding:
     """Check by the peaks of fresh processes at 1,024 and 4,096 rows that the logits of all rows never exist."""
-    found = growth(adapter)
-    if isinstance(found, str):
-        return Finding("not measured", found)
-    grows = f"{found.small / 2**20:,.0f} to {found.large / 2**20:,.0f} MiB for 4 x the rows"
-    if found.of_logits <= found.ALLOWED:
-        return Finding("pass", grows)
-    x = Inputs(adapter, found.ROWS, found.WIDTH, found.VOCAB, _options(adapter))
-    peak = "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) // 1024"
-    forget = "open('/proc/self/clear_refs', 'w').write('5'); before = peak()"
-    tensors = x.code.replace(str(found.ROWS), "rows")
-    lines = [
-        f"{x.imports}; {peak}",
-        f"for rows in ({found.ROWS}, {found.ROWS}, {4 * found.ROWS}):  # the first warms up",
-    ]
-    lines += [f"    {tensors}; {forget}", f"    {x.call}.backward()", "    print(rows, peak() - before, 'MiB')"]
-    return Finding("fail", grows, "\n".join(lines))
+    x = measured_inputs(adapter, Growth.ROWS)
+    return growth_finding(growth(adapter.spec), x.imports, x.code, f"{x.call}.backward()")
 
 
-CHECKS: tuple[Check, ...] = (
+def measured_inputs(adapter: Adapter, rows: int) -> Inputs:
+    """Return the problem whose peak is measured."""
+    return Inputs(adapter, rows, Growth.WIDTH, Growth.VOCAB, _options(adapter))
+
+
+CHECKS: tuple[Check[Adapter], ...] = (
     Check("float64", in_dtype(torch.float64), frozenset({"float64"})),
     Check("float32", in_dtype(torch.float32), frozenset({"float32"})),
     Check("bfloat16", in_dtype(torch.bfloat16), frozenset({"bfloat16"})),
@@ -413,11 +355,3 @@ CHECKS: tuple[Check, ...] = (
     Check("memory by rows", memory_growth, frozenset({"CPU memory"}), is_cost=True),
 )
 """All checks, in the order of the table."""
-
-
-def run(adapter: Adapter, checks: tuple[Check, ...] = CHECKS) -> dict[str, Finding]:
-    """Return every check's finding, by name; all are "not measured" if the adapter cannot run here."""
-    why = adapter.why_not()
-    if why:
-        return {check.name: Finding("not measured", why) for check in checks}
-    return {check.name: check(adapter) for check in checks}

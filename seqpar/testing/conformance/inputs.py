@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.testing.conformance.adapter import Adapter, Options
+from seqpar.testing.conformance.finding import RaisedError
 from seqpar.testing.plain_reference import plain_value_and_gradients
 
 TWICE = 2.0
@@ -22,7 +23,7 @@ DRAWS = 3
 """The number of draws over which the plain loss's own error is the largest: on one, a number may be right by luck."""
 EXACT = 1e-12
 """The relative error allowed in float64."""
-NAMES = ("loss", "hidden", "weight", "bias")
+GRADIENTS = ("hidden", "weight", "bias")
 
 Answer = dict[str, Tensor | None]
 """The loss and the gradients, by name, in float64; None for a tensor without a gradient."""
@@ -84,6 +85,15 @@ class Inputs:
         ours = "from seqpar.testing.conformance import Options, adapter_of"
         return f"import torch, torch.nn.functional as F; {ours}; adapter = adapter_of({self.adapter.spec!r})"
 
+    @property
+    def backward_code(self) -> str:
+        """Return the line that runs backward in a reproduction."""
+        return "loss.backward()"
+
+    def shown(self, *lines: str) -> str:
+        """Return a reproduction: imports, tensors, the call, and the lines that show the failure."""
+        return "\n".join([self.imports, self.code, f"loss = {self.call}", *lines])
+
     def made(self) -> dict[str, Tensor]:
         """Return new tensors: hidden, weight, target and, if the implementation has one, bias."""
         here: dict[str, Tensor | None] = {}
@@ -111,14 +121,6 @@ class Inputs:
         return replace(self, adapter=replace(self.adapter, loss=plain_loss))
 
 
-class RaisedError(Exception):
-    """The implementation raised an error on these inputs: the cause of this exception."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs.adapter.name)
-        self.inputs = inputs
-
-
 def plain_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
     """Return the loss as it is usually written, in the dtype of the tensors."""
     logits_NV = F.linear(hidden, weight, bias)
@@ -137,7 +139,7 @@ def _one_number(loss: object) -> Tensor:
 
 def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that are differentiated unless they are frozen."""
-    return {name: tensors[name] for name in NAMES if name in tensors}
+    return {name: tensors[name] for name in GRADIENTS if name in tensors}
 
 
 def answer(x: Inputs, factor: float = 1.0) -> Answer:
@@ -201,9 +203,9 @@ class Deviation:
     @property
     def label(self) -> str:
         """Return its name in a message."""
-        if self.name == "loss":
-            return "loss"
-        return f"{self.name} gradient"
+        if self.name in GRADIENTS:
+            return f"{self.name} gradient"
+        return self.name
 
     @property
     def of_allowed(self) -> float:
@@ -222,15 +224,24 @@ def deviations(
     draws = [replace(x, seed=seed) for seed in range(DRAWS)]
     # (the plain loss in the given dtype, the reference in float64), for each draw
     own = [(measured(draw.plainly()), right(draw)) for draw in draws]
-    found = measured(x)
-    # A number that the plain loss has exactly, such as a loss of 0, may be off by one rounding
-    rounding = torch.finfo(x.options.dtype).eps / 2
+    return compared(measured(x), own, x.seed, x.options.dtype, x.frozen)
+
+
+def compared(
+    found: Answer, own: list[tuple[Answer, Answer]], draw: int, dtype: torch.dtype, frozen: tuple[str, ...] = ()
+) -> list[Deviation]:
+    """Return the errors of an answer to one of the draws, the worst first.
+
+    `own` has the plain answer in the given dtype and the reference in float64, for each draw.
+    """
+    # A number that plain PyTorch has exactly, such as a loss of 0, may be off by one rounding
+    rounding = torch.finfo(dtype).eps / 2
     made = []
-    for name in found.keys() - set(x.frozen):
+    for name in found.keys() - set(frozen):
         plain = max(error(one[name], exact[name]) for one, exact in own)
         allowed = max(TWICE * plain, rounding)
-        if x.options.dtype == torch.float64:
+        if dtype == torch.float64:
             allowed = EXACT
-        made.append(Deviation(name, error(found[name], own[x.seed][1][name]), plain, allowed))
+        made.append(Deviation(name, error(found[name], own[draw][1][name]), plain, allowed))
     # By name among equals, because a set has no order of its own
     return sorted(made, key=lambda deviation: (-deviation.of_allowed, deviation.name))

@@ -1,16 +1,17 @@
 """Measure how the peak memory of one forward and backward grows with the rows, each in a process of its own.
 
-`python -m seqpar.testing.conformance.memory NAME ROWS` prints one peak in bytes.
+`python -m seqpar.testing.conformance.memory PART NAME ROWS` prints one peak in bytes.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from seqpar.testing.conformance.adapter import Adapter, Options, quietly
-from seqpar.testing.conformance.inputs import Inputs, answer
+from seqpar.testing.conformance.adapter import quietly
+from seqpar.testing.conformance.finding import Finding
 from seqpar.testing.peak_memory import can_measure_cpu, peak_bytes, run_in_fresh_process
 
 TIMES = 4
@@ -35,35 +36,52 @@ class Growth:
         return (self.large - self.small - more_bytes * self.WIDTH) / (more_bytes * self.VOCAB)
 
 
-def growth(adapter: Adapter) -> Growth | str:
-    """Return the two peaks, or why they could not be measured."""
+def growth(spec: str, part: str = "losses") -> Growth | str:
+    """Return the two peaks of a part's adapter, by the name it is found by, or why they could not be measured."""
     if not can_measure_cpu():
         return "needs Linux's /proc"
     peaks = []
     for rows in (Growth.ROWS, TIMES * Growth.ROWS):
-        peak = _peak(adapter.spec, rows)
+        peak = _peak(part, spec, rows)
         if isinstance(peak, str):
             return peak
         peaks.append(peak)
     return Growth(*peaks)
 
 
-def _peak(name: str, rows: int) -> int | str:
+def _peak(part: str, spec: str, rows: int) -> int | str:
     """Return the peak in a process of its own, or how that process ended."""
-    done = run_in_fresh_process("-m", __name__, name, str(rows))
+    done = run_in_fresh_process("-m", __name__, part, spec, str(rows))
     if done.returncode:
         return f"its process ended with {done.returncode}"
     return int(done.stdout)
 
 
-def own_peak(adapter: Adapter, rows: int) -> int:
+def own_peak(step: Callable[[], object]) -> int:
     """Return this process's peak in the second of two runs; code loaded or compiled in the first does not count."""
-    x = Inputs(adapter, rows, Growth.WIDTH, Growth.VOCAB, Options(reduction=adapter.reduction))
-    quietly(lambda: answer(x))
-    return peak_bytes(lambda: quietly(lambda: answer(x)))
+    quietly(step)
+    return peak_bytes(lambda: quietly(step))
+
+
+def growth_finding(found: Growth | str, imports: str, code: str, statement: str) -> Finding:
+    """Return the verdict on the growth of a peak, and a reproduction that runs `statement` after `code`."""
+    if isinstance(found, str):
+        return Finding("not measured", found)
+    grows = f"{found.small / 2**20:,.0f} to {found.large / 2**20:,.0f} MiB for 4 x the rows"
+    if found.of_logits <= found.ALLOWED:
+        return Finding("pass", grows)
+    peak = "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) // 1024"
+    forget = "open('/proc/self/clear_refs', 'w').write('5'); before = peak()"
+    tensors = code.replace(str(found.ROWS), "rows")
+    lines = [
+        f"{imports}; {peak}",
+        f"for rows in ({found.ROWS}, {found.ROWS}, {TIMES * found.ROWS}):  # the first warms up",
+    ]
+    lines += [f"    {tensors}; {forget}", f"    {statement}", "    print(rows, peak() - before, 'MiB')"]
+    return Finding("fail", grows, "\n".join(lines))
 
 
 if __name__ == "__main__":
-    from seqpar.testing.conformance.adapters import adapter_of
+    from seqpar.testing.conformance.parts import PARTS
 
-    print(own_peak(adapter_of(sys.argv[1]), int(sys.argv[2])))
+    print(own_peak(PARTS[sys.argv[1]].step(sys.argv[2], int(sys.argv[3]))))

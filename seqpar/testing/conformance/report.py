@@ -6,23 +6,24 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date
+from typing import Any
 
 import torch
 
 from seqpar.markdown_table import markdown_table
-from seqpar.testing.conformance.adapter import Adapter
-from seqpar.testing.conformance.checks import CHECKS, Finding
+from seqpar.testing.conformance.checks import CHECKS
+from seqpar.testing.conformance.finding import Check, Checked, Finding
 
 Findings = Mapping[str, Mapping[str, Finding]]
 """By adapter, then by check."""
 
 
-def table(findings: Findings) -> str:
+def table(findings: Findings, checks: Sequence[Check[Any]] = CHECKS) -> str:
     """Return a Markdown table: a row for each check, a column for each adapter."""
     rows = []
-    for check in CHECKS:
+    for check in checks:
         cells = [_cell(of[check.name]) for of in findings.values() if check.name in of]
         if cells:
             rows.append([check.name, *cells])
@@ -38,7 +39,7 @@ def _cell(finding: Finding) -> str:
     return text
 
 
-def notes(adapters: list[Adapter]) -> str:
+def notes(adapters: Sequence[Checked]) -> str:
     """Return a line for each adapter that has a note."""
     return "\n".join(f"- **{adapter.name}**: {adapter.note}" for adapter in adapters if adapter.note)
 
@@ -62,7 +63,7 @@ def printed(code: str) -> str:
     return done.stdout.strip() or last_error or f"the process ended with {done.returncode}"
 
 
-def heading(adapters: list[Adapter]) -> str:
+def heading(adapters: Sequence[Checked], part: str = "losses") -> str:
     """Return the command, the date and the versions."""
     packages = dict.fromkeys(adapter.package for adapter in adapters if adapter.package)
     versions = [f"{package} {installed_version(package)}" for package in packages]
@@ -71,7 +72,10 @@ def heading(adapters: list[Adapter]) -> str:
     if torch.cuda.is_available():
         device = "CUDA"
     what = ", ".join([f"Python {platform.python_version()}", f"torch {torch.__version__}", *versions])
-    return f"```\npython -m seqpar.testing.conformance {names}\n```\n\n{date.today()}, {device}. {what}."
+    option = ""
+    if part != "losses":
+        option = f"--part {part} "
+    return f"```\npython -m seqpar.testing.conformance {option}{names}\n```\n\n{date.today()}, {device}. {what}."
 
 
 def installed_version(package: str) -> str:

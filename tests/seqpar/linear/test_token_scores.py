@@ -319,3 +319,16 @@ def test_in_low_precision_the_error_is_at_most_twice_that_of_plain_torch(dtype, 
     for mine, theirs, true in zip(results(narrow, ours), results(narrow, plain), truth, strict=True):
         floor = torch.finfo(torch.float32).eps * true.norm()
         assert (mine - true).norm() <= 2 * (theirs - true).norm() + floor
+
+
+def test_the_entropy_over_a_large_vocabulary_is_as_precise_as_plain_pytorchs():
+    torch.manual_seed(0)
+    hidden, weight, target = torch.randn(64, 16), torch.randn(32_000, 16) / 4, torch.zeros(64, dtype=torch.int64)
+
+    def plain(hidden, weight):
+        log_p = (hidden @ weight.t()).log_softmax(-1)
+        return -(log_p.exp() * log_p).sum(-1).double()
+
+    right = plain(hidden.double(), weight.double())
+    found = seqpar.token_scores(hidden, weight, target, entropy=True).entropy
+    assert (found - right).norm() <= 2 * (plain(hidden, weight) - right).norm()

@@ -45,6 +45,12 @@ def mean_of_means(hidden, weight, target, bias, options):
     return means[means.isfinite()].mean()
 
 
+def mean_by_the_number_of_chunks(hidden, weight, target, bias, options):
+    """Divide each chunk's sum by the kept targets of all, and the result by the number of chunks once more."""
+    chunks = len(hidden.split(32)) if options.reduction == "mean" else 1
+    return plain_loss(hidden, weight, target, bias, options) / chunks
+
+
 def frozen_trunk_loses_weight(hidden, weight, target, bias, options):
     weight = weight if hidden.requires_grad else weight.detach()
     return plain_loss(hidden, weight, target, bias, options)
@@ -114,6 +120,7 @@ def nan_for_hidden(hidden, weight, target, bias, options):
 MISTAKES = {
     "nan": ("float32", nan_for_hidden),
     "mean_of_means": ("mean of kept targets", mean_of_means),
+    "mean_by_chunks": ("mean of kept targets", mean_by_the_number_of_chunks),
     "deaf": ("upstream factor", stored(lambda ctx, upstream: ctx.gradients)),
     "deaf_weight": ("upstream factor", stored(lambda ctx, upstream: [upstream * ctx.gradients[0], *ctx.gradients[1:]])),
     "doubling": ("second backward", stored(doubling)),

@@ -1,0 +1,109 @@
+"""The parts of the checks, losses and scores: the known implementations of each, and the checks to run on them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from seqpar.testing.conformance import checks, score_checks
+from seqpar.testing.conformance.adapter import Adapter
+from seqpar.testing.conformance.adapters import KNOWN
+from seqpar.testing.conformance.finding import Check, Finding
+from seqpar.testing.conformance.inputs import answer
+from seqpar.testing.conformance.score_adapter import ScoreAdapter
+from seqpar.testing.conformance.score_adapters import KNOWN_SCORES
+from seqpar.testing.conformance.score_inputs import scored
+
+Kind = TypeVar("Kind", Adapter, ScoreAdapter)
+
+
+@dataclass(frozen=True, eq=False)
+class Part(Generic[Kind]):
+    """One half of the suite."""
+
+    name: str
+    known: Mapping[str, Kind]
+    checks: tuple[Check[Kind], ...]
+    kind: type[Kind]
+    measured: Callable[[Kind, int], object]
+    """Runs the forward and backward whose peak memory is measured, of so many rows."""
+
+    def adapter_of(self, name: str) -> Kind:
+        """Return the known adapter of that name, or the one at `module:object`.
+
+        Raises:
+            ValueError: there is no such adapter; the message lists the known ones.
+        """
+        if name in self.known:
+            return self.known[name]
+        kind = self.kind.__name__
+        if ":" not in name:
+            known = ", ".join(self.known)
+            raise ValueError(f"{name!r} is not known; there are {known}, and module:object for your own {kind}")
+        found = loaded(name)
+        if not isinstance(found, self.kind):
+            wanted = f"seqpar.testing.conformance.{kind}"
+            raise ValueError(f"{name!r} is a {type(found).__name__}; it must be a {wanted}")
+        return replace(found, where=name)
+
+    def step(self, name: str, rows: int) -> Callable[[], object]:
+        """Return a function that runs the forward and backward whose peak memory is measured."""
+        adapter = self.adapter_of(name)
+        return lambda: self.measured(adapter, rows)
+
+
+def loaded(name: str) -> object:
+    """Return the object at `module:object`; raise ValueError if there is none."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name!r} cannot be loaded: {error}") from error
+
+
+def _measured_loss(adapter: Adapter, rows: int) -> object:
+    return answer(checks.measured_inputs(adapter, rows))
+
+
+def _measured_scores(adapter: ScoreAdapter, rows: int) -> object:
+    return scored(score_checks.measured_inputs(adapter, rows))
+
+
+LOSSES = Part("losses", KNOWN, checks.CHECKS, Adapter, _measured_loss)
+SCORES = Part("scores", KNOWN_SCORES, score_checks.SCORE_CHECKS, ScoreAdapter, _measured_scores)
+PARTS: dict[str, Part[Any]] = {part.name: part for part in (LOSSES, SCORES)}
+
+
+def adapter_of(name: str) -> Adapter:
+    """Return the known implementation of the loss of that name, or the `Adapter` at `module:object`.
+
+    Raises:
+        ValueError: there is no such adapter; the message lists the known ones.
+    """
+    found: Adapter = LOSSES.adapter_of(name)
+    return found
+
+
+def score_adapter_of(name: str) -> ScoreAdapter:
+    """Return the known implementation of the scores of that name, or the `ScoreAdapter` at `module:object`.
+
+    Raises:
+        ValueError: there is no such adapter; the message lists the known ones.
+    """
+    found: ScoreAdapter = SCORES.adapter_of(name)
+    return found
+
+
+def run(adapter: Kind, chosen: tuple[Check[Kind], ...] | None = None) -> dict[str, Finding]:
+    """Return every check's finding, by name; all are "not measured" if the adapter cannot run here.
+
+    The checks are those of the adapter's part, `CHECKS` or `SCORE_CHECKS`, unless others are given.
+    """
+    if chosen is None:
+        chosen = next(part for part in PARTS.values() if isinstance(adapter, part.kind)).checks
+    why = adapter.why_not()
+    if why:
+        return {check.name: Finding("not measured", why) for check in chosen}
+    return {check.name: check(adapter) for check in chosen}

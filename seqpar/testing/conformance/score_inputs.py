@@ -1,0 +1,252 @@
+"""Make the tensors of a check of token scores, by the same text that a reproduction shows, and measure a function.
+
+Shape suffixes: N rows, D hidden, V vocabulary, J given classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.linear.token_scores import TokenScores
+from seqpar.testing.conformance.adapter import evaluator
+from seqpar.testing.conformance.finding import RaisedError
+from seqpar.testing.conformance.inputs import DRAWS, GRADIENTS, Answer, Deviation, as_float64, compared, leaves
+from seqpar.testing.conformance.score_adapter import ScoreAdapter, ScoreOptions
+from seqpar.testing.conformance.score_adapters import TORCH, plain
+
+FACTORS = {"log_prob": "u", "entropy": "h", "log_probs_at": "g"}
+"""The upstream factor of each score that has a gradient, one for each of its numbers."""
+plainly_evaluated = evaluator(TORCH)
+
+
+@dataclass(frozen=True)
+class ScoreInputs:
+    """A problem: sizes, options, what is differentiated, and a line that changes the tensors."""
+
+    adapter: ScoreAdapter
+    rows: int = 96
+    width: int = 16
+    vocab_size: int = 131
+    options: ScoreOptions = field(default_factory=ScoreOptions)
+    """`temperature` and `ids` are filled in where the two fields below ask for tensors."""
+    temperature: str = ""
+    """The code of a temperature for each token, such as `torch.rand(96) + 0.5`."""
+    given: int = 0
+    """J."""
+    used: tuple[str, ...] = ("log_prob",)
+    """The scores in the loss, each times its factors; only those with a gradient."""
+    change: str = ""
+    """Such as `target[::3] = -100`."""
+    frozen: tuple[str, ...] = ()
+    seed: int = 0
+
+    @property
+    def code(self) -> str:
+        """Return the line of code that makes the tensors."""
+        n = self.rows
+        d = self.width
+        v = self.vocab_size
+        to = ""
+        if self.options.dtype != torch.float32:
+            to = f".to({self.options.dtype})"
+        bias = "None"
+        if "bias" in self.adapter.offers:
+            bias = f"torch.nn.Parameter(torch.randn({v}){to})"
+        lines = [
+            f"torch.manual_seed({self.seed})",
+            f"hidden = torch.randn({n}, {d}){to}.requires_grad_()",
+            # Divided by sqrt(d), the logits have a variance of 1 whatever the width
+            f"weight = torch.nn.Parameter((torch.randn({v}, {d}) / {d**0.5:g}){to})",
+            f"bias = {bias}",
+            f"target = torch.randint({v}, ({n},))",
+        ]
+        if self.temperature:
+            lines.append(f"temperature = {self.temperature}")
+        if self.given:
+            lines.append(f"ids = torch.randint({v}, ({n}, {self.given}))")
+        shapes = {"u": (n,), "h": (n,), "g": (n, self.given)}
+        lines += [f"{FACTORS[name]} = torch.randn{shapes[FACTORS[name]]}" for name in self.used]
+        lines += [self.change, *(f"{name}.requires_grad_(False)" for name in self.frozen)]
+        return "; ".join(filter(None, lines))
+
+    @property
+    def call(self) -> str:
+        """Return the call in a reproduction."""
+        options = self.options_of(self.made())
+        if self.adapter.call is not None:
+            return self.adapter.call(options)
+        text = repr(self.options)
+        if self.temperature:
+            text = text.replace("temperature=1.0", "temperature=temperature")
+        if self.given:
+            text = text.replace("ids=None", "ids=ids")
+        return f"adapter.scores(hidden, weight, target, bias, {text})"
+
+    @property
+    def imports(self) -> str:
+        """Return the first line of a reproduction."""
+        if self.adapter.call is None:
+            ours = "from seqpar.testing.conformance import ScoreOptions, score_adapter_of"
+            return f"{TORCH}; {ours}; adapter = score_adapter_of({self.adapter.spec!r})"
+        imports = [self.adapter.imports]
+        for wanted, line in (
+            (" as F", "import torch.nn.functional as F"),
+            ("TokenScores", "from seqpar import TokenScores"),
+        ):
+            if wanted not in self.adapter.imports:
+                imports.append(line)
+        return "; ".join(imports)
+
+    @property
+    def loss_code(self) -> str:
+        """Return the loss of `scores` in a reproduction."""
+        return " + ".join(f"({FACTORS[name]} * scores.{name}).sum()" for name in self.used)
+
+    @property
+    def backward_code(self) -> str:
+        """Return the line that runs backward in a reproduction."""
+        return f"({self.loss_code}).backward()"
+
+    def shown(self, *lines: str) -> str:
+        """Return a reproduction: imports, tensors, the call, and the lines that show the failure."""
+        return "\n".join([self.imports, self.code, f"scores = {self.call}", *lines])
+
+    def made(self) -> dict[str, Tensor]:
+        """Return new tensors: hidden, weight, target, bias if the implementation has one, and factors."""
+        here: dict[str, Tensor | None] = {}
+        exec(self.code, {"torch": torch}, here)
+        return {name: t for name, t in here.items() if t is not None}
+
+    def options_of(self, tensors: dict[str, Tensor]) -> ScoreOptions:
+        """Return the options with the tensors in them."""
+        return replace(
+            self.options,
+            temperature=tensors.get("temperature", self.options.temperature),
+            ids=tensors.get("ids"),
+        )
+
+    def scores(self, tensors: dict[str, Tensor]) -> TokenScores:
+        """Return the implementation's scores of these tensors."""
+        arguments = tensors["hidden"], tensors["weight"], tensors["target"], tensors.get("bias")
+        try:
+            found = self.adapter.scores(*arguments, self.options_of(tensors))
+            self._check(found, tensors)
+        except Exception as error:
+            raise RaisedError(self) from error
+        return found
+
+    def _check(self, scores: object, tensors: dict[str, Tensor]) -> None:
+        """Raise TypeError unless the scores are what was asked for."""
+        if not isinstance(scores, TokenScores):
+            raise TypeError(f"the scores are a {type(scores).__name__}; they must be seqpar.TokenScores")
+        rows = len(tensors["target"])
+        for name in self.wanted():
+            shape: tuple[int, ...] = (rows,)
+            if name == "log_probs_at":
+                shape = (rows, self.given)
+            if name.startswith("top_"):
+                shape = (rows, self.options.top_k or 0)
+            score = getattr(scores, name)
+            if not isinstance(score, Tensor):
+                raise TypeError(f"{name} is a {type(score).__name__}; it must be a tensor of shape {shape}")
+            if score.shape != shape:
+                raise ValueError(f"{name} has shape {tuple(score.shape)}; it must be {shape}")
+
+    def wanted(self) -> list[str]:
+        """Return the names of the scores that are asked for."""
+        names = ["log_prob"]
+        if self.options.entropy:
+            names.append("entropy")
+        if self.given:
+            names.append("log_probs_at")
+        if self.options.top_k:
+            names += ["top_log_probs", "top_ids"]
+        return names
+
+    def loss(self, scores: TokenScores, tensors: dict[str, Tensor], factor: float = 1.0) -> Tensor:
+        """Return the sum of the scores in use, each times its factors, and of all this `factor` times."""
+        terms = [(tensors[FACTORS[name]] * getattr(scores, name)).sum() for name in self.used]
+        return factor * torch.stack(terms).sum()
+
+    def backward(self, scores: TokenScores, tensors: dict[str, Tensor], factor: float = 1.0, **keywords: bool) -> None:
+        """Run backward from `loss`, and raise RaisedError if it fails."""
+        loss = self.loss(scores, tensors, factor)
+        try:
+            loss.backward(**keywords)
+        except Exception as error:
+            raise RaisedError(self) from error
+
+    def plainly(self) -> ScoreInputs:
+        """Return the same problem with the scores as usually written as the implementation."""
+        return replace(self, adapter=replace(self.adapter, scores=plain_scores))
+
+
+def plain_scores(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: ScoreOptions
+) -> TokenScores:
+    """Return the scores as they are usually written, in the dtype of the tensors, with 0 log 0 = 0."""
+    variables = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+    further = {"temperature": options.temperature, "ids": options.ids}
+    found: TokenScores = plainly_evaluated(plain(options, reference=True), {**variables, **further})
+    return found
+
+
+def scored(x: ScoreInputs) -> Answer:
+    """Return the scores and the gradients of one forward and backward, in float64."""
+    return _scored(x, x.made())
+
+
+def true_scores(x: ScoreInputs) -> Answer:
+    """Return the same numbers of the plain scores in float64, with the gradients of frozen tensors too."""
+    tensors = x.made()
+    # Made in the dtype under test first, so that both see the same rounded inputs
+    for name, t in leaves(tensors).items():
+        tensors[name] = t.detach().double().requires_grad_()
+    for name in tensors.keys() - {*GRADIENTS, "target", "ids"}:
+        tensors[name] = tensors[name].double()
+    return _scored(replace(x.plainly(), frozen=()), tensors)
+
+
+def _scored(x: ScoreInputs, tensors: dict[str, Tensor]) -> Answer:
+    """Return scores and gradients of these tensors."""
+    scores = x.scores(tensors)
+    found: dict[str, Tensor | None] = {name: getattr(scores, name) for name in x.wanted() if name != "top_ids"}
+    if x.used and any(getattr(scores, name).requires_grad for name in x.used):
+        x.backward(scores, tensors)
+    if x.used:
+        found |= {name: t.grad for name, t in leaves(tensors).items()}
+    return as_float64(found)
+
+
+Measured = Callable[[ScoreInputs], Answer]
+
+
+def score_deviations(x: ScoreInputs, measured: Measured = scored, right: Measured = true_scores) -> list[Deviation]:
+    """Return the error of every score and gradient, the worst first.
+
+    `measured` computes the implementation's answer and `right` the one in float64.
+    """
+    draws = [replace(x, seed=seed) for seed in range(DRAWS)]
+    own = [(measured(draw.plainly()), right(draw)) for draw in draws]
+    return compared(measured(x), own, x.seed, x.options.dtype, x.frozen)
+
+
+def asked(adapter: ScoreAdapter, names: Iterable[str] = FACTORS, **more: Any) -> ScoreInputs:
+    """Return a problem with these scores, and a loss of those of them that have a gradient, as far as offered."""
+    names = [name for name in names if name == "log_prob" or NEEDED[name] in adapter.offers]
+    differentiable = [name for name in names if name != "entropy" or "entropy gradient" in adapter.offers]
+    if "gradients" not in adapter.offers:
+        differentiable = []
+    options = more.pop("options", ScoreOptions())
+    options = replace(options, entropy="entropy" in names)
+    given = 3 * ("log_probs_at" in names)
+    return ScoreInputs(adapter, options=options, given=given, used=tuple(differentiable), **more)
+
+
+NEEDED = {"entropy": "entropy", "log_probs_at": "given classes"}
+"""The feature that each further score needs."""
