@@ -7,9 +7,27 @@ from torch import nn
 from seqpar.core.chunks import rows_per_chunk
 from seqpar.core.token_loss import wide
 from seqpar.engine.first_call import LogitFacts
-from seqpar.engine.formula_match import FormulaMatch, NoFormula
+from seqpar.engine.formula_match import FormulaMatch, NoFormula, match_formula
 from seqpar.kernels.row_kernel import why_no_kernel
 from seqpar.linear.leaves import product_dtype
+
+
+def explanation(
+    head: nn.ModuleDict, facts: LogitFacts | None, tokens: int, chunk_tokens: int | None, chunk_size: int | None
+) -> str:
+    """Return what `LossCompute.explain` says.
+
+    Args:
+        facts: those that the latest call found about the logits; None if there was none.
+    """
+    match = match_formula(head["generator"], head["criterion"])
+    device_type = next((p.device.type for p in head["generator"].parameters()), "cpu")
+    how = how_it_is_computed(match, head, device_type)
+    if chunk_size is not None:
+        return f"{how}; {chunk_size} time steps of the batch at a time"
+    if isinstance(match, FormulaMatch):
+        facts = facts_of(match)
+    return f"{how}; {how_it_is_cut(tokens, chunk_tokens, facts, device_type)}"
 
 
 def how_it_is_computed(match: FormulaMatch | NoFormula, head: nn.ModuleDict, device_type: str) -> str:

@@ -1,47 +1,31 @@
 """Compute generator and criterion over any device list, in chunks, with the gradient of the single-device loss.
 
-    forward -> _loss:   check the batch, scatter it over the devices, cut each shard into chunks
-    _formula_loss:      one device's loss, its gradient in closed form
-    _autograd_loss:     one device's loss, its gradient by autograd, chunk by chunk
-    _linear_loss:       the loss of a split vocabulary, or under `torch.compile`
-
-Shape suffixes: B batch, T time, N rows (B*T, or the rows of a 2-D hidden), K rows of one chunk, D hidden, V vocabulary.
+`LossCompute` checks its settings and chooses the way: `loss_over_devices`, or `linear_loss` for a split vocabulary and
+under `torch.compile`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.chunked_gradient import AutogradChunkLoss, check_loss_scale, differentiable_sum
-from seqpar.core.chunks import Chunk, check_size, cut_rows, cut_time, recording, rows_per_chunk
-from seqpar.core.structures import map_tensors
+from seqpar.core.chunked_gradient import check_loss_scale
+from seqpar.core.chunks import check_size
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import inside_unit, is_fsdp_unit, refuse_data_parallel, refuse_sharded
-from seqpar.engine.contract import check_roles, criterion_loss, project
-from seqpar.engine.explanation import facts_of, how_it_is_computed, how_it_is_cut
-from seqpar.engine.first_call import LogitFacts, Situation, logit_facts
-from seqpar.engine.formula_match import FormulaMatch, check_class_weight, match_formula, match_inputs, match_split
-from seqpar.engine.shards import (
-    OneOrScattered,
-    Shard,
-    check_targets,
-    check_width,
-    one_for_each_device,
-    rows_of,
-    scattered,
-)
-from seqpar.linear.cross_entropy import linear_cross_entropy
-from seqpar.linear.formula import LinearFormula, Projection
-from seqpar.linear.leaves import LinearLeaves, differentiable_loss, product_dtype
-from seqpar.losses.criteria import ignored_target
+from seqpar.engine.contract import check_roles
+from seqpar.engine.device_losses import Cut, linear_loss, loss_over_devices
+from seqpar.engine.explanation import explanation
+from seqpar.engine.first_call import LogitFacts, Situation
+from seqpar.engine.formula_match import FormulaMatch, match_formula, match_split
+from seqpar.engine.scores import scores_over_devices
+from seqpar.engine.shards import OneOrScattered
+from seqpar.linear.token_scores import TokenScores
 from seqpar.multi_device.devices import Device, check_devices
-from seqpar.multi_device.replicas import bind, check_replicable, parallel_apply, replicate
 
 
 class LossCompute(nn.Module):
@@ -130,78 +114,55 @@ class LossCompute(nn.Module):
         if self.vocab is not None:
             refuse_sharded(self.head)
             match = match_split(self.head, per_token)
-            return _linear_loss(match, hidden, target, loss_scale, self.chunk_tokens, self.vocab)
+            return linear_loss(match, hidden, target, loss_scale, self.chunk_tokens, self.vocab)
         # A graph of torch.compile cannot contain chunks, whose number depends on the targets. It can contain
         # linear_cross_entropy, which is a single operator there
         one_device = self.devices is None and self.chunk_size is None
         if torch.compiler.is_compiling() and one_device and isinstance(hidden, Tensor) and not per_token:
             compiled_match = match_formula(self.head["generator"], self.head["criterion"])
             if isinstance(compiled_match, FormulaMatch):
-                return _linear_loss(compiled_match, hidden, target, loss_scale, self.chunk_tokens, None)
+                return linear_loss(compiled_match, hidden, target, loss_scale, self.chunk_tokens, None)
         # FSDP2 gathers a unit's weights only around the unit's own forward
-        arguments = (hidden, target, loss_scale, per_token)
+        cut = Cut(self.devices, self.chunk_tokens, self.chunk_size)
+        arguments = (self.head, cut, self._facts, hidden, target, loss_scale, per_token)
         if is_fsdp_unit(self.head["generator"]):
-            return inside_unit(self.head["generator"], self._loss, *arguments)  # type: ignore[no-any-return]
-        return self._loss(*arguments)
+            return inside_unit(self.head["generator"], loss_over_devices, *arguments)  # type: ignore[no-any-return]
+        return loss_over_devices(*arguments)
 
-    def _loss(
+    def token_scores(
         self,
         hidden: OneOrScattered,
         target: OneOrScattered,
-        loss_scale: float | Tensor,
-        per_token: dict[str, OneOrScattered | None],
-    ) -> TokenLoss:
-        """Return the summed loss over all devices, on the first one."""
-        refuse_sharded(self.head)
-        check_replicable(self.head)
-        criterion = self.head["criterion"]
-        given = {name: value for name, value in per_token.items() if value is not None}
-        shards = scattered(hidden, target, given, self.devices, self.chunk_size, ignored_target(criterion))
-        match = match_inputs(self.head, shards[0])
-        if isinstance(match, FormulaMatch):
-            # Before shards are joined, because the errors name shapes and positions of the caller's batch
-            check_width(shards, match.projection.weight.size(1))
-            check_targets(shards, match.vocab_size)
-            check_class_weight(criterion, match.vocab_size)
-            # Time steps are cut from (B, T), which joining shards would flatten
-            if self.chunk_size is None:
-                shards = one_for_each_device(shards)
-        devices = [shard.hidden.device for shard in shards]
-        heads = self._heads_on(devices)
-        shard_loss: Callable[..., TokenLoss] = _autograd_loss
-        if isinstance(match, FormulaMatch):
-            shard_loss = partial(_formula_loss, match)
-            facts = LogitFacts(match.vocab_size, product_dtype(shards[0].hidden), True)
-        else:
-            # The probe checks the targets as soon as it knows the number of classes
-            facts = logit_facts(self._facts, self.head, heads, shards)
-        chunks = [_chunks(shard.counted, facts, self.chunk_tokens, self.chunk_size) for shard in shards]
-        if self.devices is None and heads[0] is self.head:
-            return shard_loss(self.head, shards[0], chunks[0], loss_scale)
-        arguments = [(h, s, c, loss_scale) for h, s, c in zip(heads, shards, chunks, strict=True)]
-        # One thread per device; the losses are added on the first one, and autograd sends the gradients back
-        losses = parallel_apply([shard_loss] * len(shards), arguments, devices=devices)
-        return sum((_moved(loss, devices[0]) for loss in losses[1:]), start=losses[0])
+        *,
+        temperature: float | Tensor = 1.0,
+        ids: Tensor | None = None,
+        **options: Any,
+    ) -> TokenScores:
+        """Return `seqpar.token_scores` under the generator's projection, over the same devices as the loss.
 
-    def _heads_on(self, devices: list[torch.device]) -> list[nn.ModuleDict]:
-        """Return generator and criterion on each device: replicas, or the originals where they are already there."""
-        if len(devices) == 1 and all(p.device == devices[0] for p in self.head.parameters()):
-            return [self.head]
-        return replicate(self.head, devices)
+        Args:
+            hidden, target: as for the loss; ignored targets are the criterion's.
+            temperature, ids: as `seqpar.token_scores`; those of each token are scattered with hidden.
+            options: entropy, top_k, softcap, product_dtype, batch_invariant, chunk_tokens, as `seqpar.token_scores`.
+
+        Returns:
+            `TokenScores` on the first device, in the order of the batch.
+
+        Raises:
+            TypeError: a pair without a closed form (`explain()` says why).
+            TypeError, ValueError, IndexError, RuntimeError: as `seqpar.token_scores`.
+        """
+        options = {"chunk_tokens": self.chunk_tokens, **options}
+        arguments = (self.head, self.devices, self.vocab, hidden, target, temperature, ids, options)
+        if is_fsdp_unit(self.head["generator"]):
+            return inside_unit(self.head["generator"], scores_over_devices, *arguments)  # type: ignore[no-any-return]
+        return scores_over_devices(*arguments)
 
     def explain(self, tokens: int = 4096) -> str:
         """Describe how one device computes the loss of so many tokens that are not ignored, and why."""
-        generator = self.head["generator"]
-        match = match_formula(generator, self.head["criterion"])
-        device_type = next((p.device.type for p in generator.parameters()), "cpu")
-        how = how_it_is_computed(match, self.head, device_type)
-        if self.chunk_size is not None:
-            return f"{how}; {self.chunk_size} time steps of the batch at a time"
         # The facts that the latest call found, if there was one
         facts = next(reversed(self._facts.values()), None)
-        if isinstance(match, FormulaMatch):
-            facts = facts_of(match)
-        return f"{how}; {how_it_is_cut(tokens, self.chunk_tokens, facts, device_type)}"
+        return explanation(self.head, facts, tokens, self.chunk_tokens, self.chunk_size)
 
     def extra_repr(self) -> str:
         """Return the settings for `print(module)`."""
@@ -238,80 +199,3 @@ def _check_split(devices: Sequence[Device] | None, chunk_size: int | None) -> No
             f"vocab is given with devices={devices} and chunk_size={chunk_size}; with a split vocabulary each rank has "
             "one device, and chunks are cut by chunk_tokens"
         )
-
-
-def _chunks(counted: Tensor, facts: LogitFacts, chunk_tokens: int | None, chunk_size: int | None) -> list[Chunk]:
-    """Return the chunks of a shard, given the mask of its tokens that are not ignored."""
-    if chunk_size is not None:
-        return cut_time(counted, chunk_size)
-    most = chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, counted.device.type)
-    return cut_rows(counted.flatten(), most)
-
-
-def _linear_loss(
-    match: FormulaMatch,
-    hidden: Any,
-    target: Any,
-    loss_scale: float | Tensor,
-    chunk_tokens: int | None,
-    vocab: VocabShard | None,
-) -> TokenLoss:
-    """Return the loss by `linear_cross_entropy`, for `torch.compile` and for a split vocabulary."""
-    return linear_cross_entropy(
-        hidden,
-        match.projection.weight,
-        target,
-        bias=match.projection.bias,
-        ignore_index=match.ignore_index,
-        label_smoothing=match.label_smoothing,
-        smoothing_convention=match.smoothing_convention,
-        class_weight=match.class_weight,
-        loss_scale=loss_scale,
-        chunk_tokens=chunk_tokens,
-        vocab=vocab,
-    )
-
-
-def _formula_loss(
-    match: FormulaMatch, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor
-) -> TokenLoss:
-    """Return one device's loss, its gradient in closed form, given the original pair's match and a replica of it."""
-    here = match.of_replica(head)
-    weight_VD = here.projection.weight
-    bias_V = here.projection.bias
-    (hidden_ND,) = rows_of(shard)
-    ignored = None
-    # Chunks contain ignored rows only while a CUDA graph is recorded
-    if recording(hidden_ND.device):
-        ignored = here.ignore_index
-    # Under autocast the products are narrower than the leaves, which receive gradients of their own dtype
-    projection = Projection(weight_VD, bias_V, product_dtype(hidden_ND))
-    chunk_loss = LinearFormula(projection, shard.target.flatten(), here.soft_target, ignored=ignored)
-    leaves = LinearLeaves(hidden_ND, weight_VD, bias_V)
-    return differentiable_loss(chunk_loss, chunks, leaves, loss_scale)
-
-
-def _autograd_loss(head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor) -> TokenLoss:
-    """Return one device's loss, its gradient by autograd, chunk by chunk."""
-    # A tied parameter is listed once, and its gradient is the sum over all of its uses
-    params = tuple(head.parameters())
-    names = tuple(shard.per_token)
-    target_N = shard.target.flatten()
-
-    def per_chunk(leaves: tuple[Tensor, ...], rows: tuple[Tensor, ...], chunk: Chunk) -> TokenLoss:
-        # A copy of the head whose parameters are the leaves of this chunk's graph
-        bound = bind(head, {id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
-        # As many dimensions as hidden had: the generator may expect (batch, time, D)
-        shape = (*(1,) * (shard.target.dim() - 1), len(rows[0]))
-        logits_KV = project(bound["generator"], names, shape, rows)
-        return criterion_loss(bound["criterion"], logits_KV, target_N[chunk])
-
-    empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, hasattr(head["criterion"], "token_loss"))
-    chunk_loss = AutogradChunkLoss(per_chunk, params)
-    return differentiable_sum(chunk_loss, chunks, rows_of(shard), params, empty, loss_scale)
-
-
-def _moved(loss: TokenLoss, device: torch.device) -> TokenLoss:
-    """Return the loss on that device."""
-    moved: TokenLoss = map_tensors(lambda t: t.to(device), loss)
-    return moved

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqpar.core.tensor_checks import check_dense, check_floating
 from seqpar.losses.target_checks import check_range, check_target
-from seqpar.multi_device.replicas import scatter
+from seqpar.multi_device.replicas import replicate, scatter
 
 OneOrScattered = Tensor | Sequence[Tensor]
 """One tensor of all rows, or one tensor for each device."""
@@ -185,3 +185,10 @@ def one_for_each_device(shards: list[Shard]) -> list[Shard]:
             # A pair with a closed form takes no per-token tensors
             joined.append(Shard(hidden_ND, target_N, counted_N, {}))
     return joined
+
+
+def heads_on(head: nn.ModuleDict, devices: list[torch.device]) -> list[nn.ModuleDict]:
+    """Return generator and criterion on each device: replicas, or the originals where they are already there."""
+    if len(devices) == 1 and all(p.device == devices[0] for p in head.parameters()):
+        return [head]
+    return replicate(head, devices)

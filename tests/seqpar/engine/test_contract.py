@@ -389,7 +389,7 @@ def test_chunks_are_sized_by_the_logits_that_will_exist(own, autocast, most, mon
         found.append(rows)
         return cut_rows(kept_N, rows)
 
-    monkeypatch.setattr("seqpar.engine.loss_compute.cut_rows", recorded)
+    monkeypatch.setattr("seqpar.engine.device_losses.cut_rows", recorded)
     monkeypatch.setattr("seqpar.linear.inputs.cut_rows", recorded)
     linear = nn.Linear(4, 10_000)
     hidden, target = torch.randn(3, 4), torch.randint(V, (3,))

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 import seqpar
 from models import Generator
-from seqpar.engine import loss_compute
+from seqpar.engine import device_losses
 from seqpar.engine.formula_match import match_formula
 from seqpar.engine.shards import Shard, one_for_each_device
 from seqpar.testing import assert_same_results
@@ -128,7 +128,7 @@ def test_explain_has_chunks_and_bytes_and_the_reason():
 
 def test_the_formula_path_calls_no_generator(monkeypatch):
     engine = seqpar.LossCompute(nn.Linear(4, 7), seqpar.CrossEntropy(), ["cpu", "cpu"])
-    monkeypatch.setattr(loss_compute, "project", lambda *_: pytest.fail("the generator was called"))
+    monkeypatch.setattr(device_losses, "project", lambda *_: pytest.fail("the generator was called"))
     engine(torch.randn(5, 4), torch.zeros(5).long()).total.backward()
 
 

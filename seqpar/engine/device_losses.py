@@ -1,0 +1,174 @@
+"""Compute the engine's loss over its devices: scatter the batch, cut each shard into chunks, add the devices' losses.
+
+    loss_over_devices   check the batch, scatter it over the devices, cut each shard into chunks
+    _formula_loss       one device's loss, its gradient in closed form
+    _autograd_loss      one device's loss, its gradient by autograd, chunk by chunk
+
+Shape suffixes: B batch, T time, N rows (B*T, or the rows of a 2-D hidden), K rows of one chunk, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.core.chunked_gradient import AutogradChunkLoss, differentiable_sum
+from seqpar.core.chunks import Chunk, cut_rows, cut_time, recording, rows_per_chunk
+from seqpar.core.structures import map_tensors
+from seqpar.core.token_loss import TokenLoss
+from seqpar.distributed.vocab_parallel import VocabShard
+from seqpar.distributed.wrappers import refuse_sharded
+from seqpar.engine.contract import criterion_loss, project
+from seqpar.engine.first_call import LogitFacts, Situation, logit_facts
+from seqpar.engine.formula_match import FormulaMatch, check_class_weight, match_inputs
+from seqpar.engine.shards import (
+    OneOrScattered,
+    Shard,
+    check_targets,
+    check_width,
+    heads_on,
+    one_for_each_device,
+    rows_of,
+    scattered,
+)
+from seqpar.linear.cross_entropy import linear_cross_entropy
+from seqpar.linear.formula import LinearFormula, Projection
+from seqpar.linear.leaves import LinearLeaves, differentiable_loss, product_dtype
+from seqpar.losses.criteria import ignored_target
+from seqpar.multi_device.replicas import bind, check_replicable, parallel_apply
+
+
+class Cut(NamedTuple):
+    """How the batch is divided: over devices, and there into chunks of tokens or of time steps."""
+
+    devices: Sequence[torch.device] | None
+    chunk_tokens: int | None
+    chunk_size: int | None
+
+
+def loss_over_devices(
+    head: nn.ModuleDict,
+    cut: Cut,
+    known: dict[Situation, LogitFacts],
+    hidden: OneOrScattered,
+    target: OneOrScattered,
+    loss_scale: float | Tensor,
+    per_token: dict[str, OneOrScattered | None],
+) -> TokenLoss:
+    """Return the summed loss over all devices, on the first one.
+
+    Args:
+        known: what earlier calls have found out about the logits; this call adds to it.
+        hidden, target, loss_scale, per_token: as `LossCompute`.
+    """
+    refuse_sharded(head)
+    check_replicable(head)
+    criterion = head["criterion"]
+    given = {name: value for name, value in per_token.items() if value is not None}
+    shards = scattered(hidden, target, given, cut.devices, cut.chunk_size, ignored_target(criterion))
+    match = match_inputs(head, shards[0])
+    if isinstance(match, FormulaMatch):
+        # Before shards are joined, because the errors name shapes and positions of the caller's batch
+        check_width(shards, match.projection.weight.size(1))
+        check_targets(shards, match.vocab_size)
+        check_class_weight(criterion, match.vocab_size)
+        # Time steps are cut from (B, T), which joining shards would flatten
+        if cut.chunk_size is None:
+            shards = one_for_each_device(shards)
+    devices = [shard.hidden.device for shard in shards]
+    heads = heads_on(head, devices)
+    shard_loss: Callable[..., TokenLoss] = _autograd_loss
+    if isinstance(match, FormulaMatch):
+        shard_loss = partial(_formula_loss, match)
+        facts = LogitFacts(match.vocab_size, product_dtype(shards[0].hidden), True)
+    else:
+        # The probe checks the targets as soon as it knows the number of classes
+        facts = logit_facts(known, head, heads, shards)
+    chunks = [_chunks(shard.counted, facts, cut.chunk_tokens, cut.chunk_size) for shard in shards]
+    if cut.devices is None and heads[0] is head:
+        return shard_loss(head, shards[0], chunks[0], loss_scale)
+    arguments = [(h, s, c, loss_scale) for h, s, c in zip(heads, shards, chunks, strict=True)]
+    # One thread per device; the losses are added on the first one, and autograd sends the gradients back
+    losses = parallel_apply([shard_loss] * len(shards), arguments, devices=devices)
+    return sum((_moved(loss, devices[0]) for loss in losses[1:]), start=losses[0])
+
+
+def _chunks(counted: Tensor, facts: LogitFacts, chunk_tokens: int | None, chunk_size: int | None) -> list[Chunk]:
+    """Return the chunks of a shard, given the mask of its tokens that are not ignored."""
+    if chunk_size is not None:
+        return cut_time(counted, chunk_size)
+    most = chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, counted.device.type)
+    return cut_rows(counted.flatten(), most)
+
+
+def linear_loss(
+    match: FormulaMatch,
+    hidden: Any,
+    target: Any,
+    loss_scale: float | Tensor,
+    chunk_tokens: int | None,
+    vocab: VocabShard | None,
+) -> TokenLoss:
+    """Return the loss by `linear_cross_entropy`, for `torch.compile` and for a split vocabulary."""
+    return linear_cross_entropy(
+        hidden,
+        match.projection.weight,
+        target,
+        bias=match.projection.bias,
+        ignore_index=match.ignore_index,
+        label_smoothing=match.label_smoothing,
+        smoothing_convention=match.smoothing_convention,
+        class_weight=match.class_weight,
+        loss_scale=loss_scale,
+        chunk_tokens=chunk_tokens,
+        vocab=vocab,
+    )
+
+
+def _formula_loss(
+    match: FormulaMatch, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor
+) -> TokenLoss:
+    """Return one device's loss, its gradient in closed form, given the original pair's match and a replica of it."""
+    here = match.of_replica(head)
+    weight_VD = here.projection.weight
+    bias_V = here.projection.bias
+    (hidden_ND,) = rows_of(shard)
+    ignored = None
+    # Chunks contain ignored rows only while a CUDA graph is recorded
+    if recording(hidden_ND.device):
+        ignored = here.ignore_index
+    # Under autocast the products are narrower than the leaves, which receive gradients of their own dtype
+    projection = Projection(weight_VD, bias_V, product_dtype(hidden_ND))
+    chunk_loss = LinearFormula(projection, shard.target.flatten(), here.soft_target, ignored=ignored)
+    leaves = LinearLeaves(hidden_ND, weight_VD, bias_V)
+    return differentiable_loss(chunk_loss, chunks, leaves, loss_scale)
+
+
+def _autograd_loss(head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor) -> TokenLoss:
+    """Return one device's loss, its gradient by autograd, chunk by chunk."""
+    # A tied parameter is listed once, and its gradient is the sum over all of its uses
+    params = tuple(head.parameters())
+    names = tuple(shard.per_token)
+    target_N = shard.target.flatten()
+
+    def per_chunk(leaves: tuple[Tensor, ...], rows: tuple[Tensor, ...], chunk: Chunk) -> TokenLoss:
+        # A copy of the head whose parameters are the leaves of this chunk's graph
+        bound = bind(head, {id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
+        # As many dimensions as hidden had: the generator may expect (batch, time, D)
+        shape = (*(1,) * (shard.target.dim() - 1), len(rows[0]))
+        logits_KV = project(bound["generator"], names, shape, rows)
+        return criterion_loss(bound["criterion"], logits_KV, target_N[chunk])
+
+    empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, hasattr(head["criterion"], "token_loss"))
+    chunk_loss = AutogradChunkLoss(per_chunk, params)
+    return differentiable_sum(chunk_loss, chunks, rows_of(shard), params, empty, loss_scale)
+
+
+def _moved(loss: TokenLoss, device: torch.device) -> TokenLoss:
+    """Return the loss on that device."""
+    moved: TokenLoss = map_tensors(lambda t: t.to(device), loss)
+    return moved

@@ -1,0 +1,100 @@
+"""Turn unreduced losses into sums with a named denominator, exact over any split into micro-batches and ranks.
+
+Each function returns a `seqpar.TokenLoss`: `total` is the sum, and `tokens` is what it is to be divided by, the tokens,
+sequences, pairs, or units of a constant in THIS micro-batch. Both are plain sums, so that `accumulate_gradients`
+divides the whole step's loss by the whole step's count:
+
+    seqpar.accumulate_gradients(
+        micro_batches,
+        lambda m: per_sequence(token_losses(m), m.segment_ids, m.sequences),
+        tokens_of=lambda m: m.sequences,                 # the same denominator, counted before the first forward
+    )
+
+A micro-batch may cut a step anywhere but inside a sequence, pair or group. For one batch, `.mean` is the loss.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqpar.core.token_loss import TokenLoss
+from seqpar.objectives.score_checks import check_count, check_mask, checked_scores
+from seqpar.objectives.sequences import sequence_means
+
+
+def per_token(losses: Tensor, mask: Tensor) -> TokenLoss:
+    """Return the sum over the tokens that count, to be divided by their number.
+
+    Plain equivalent, of one batch: `losses[mask].mean()`. The denominator of DAPO (Yu et al. 2025), and of
+    cross-entropy.
+
+    Args:
+        losses: one per token, (B, T) or (N,). Where `mask` is false they have no influence and no gradient.
+        mask: bool, true for the tokens that count. From segment ids: `segment_ids >= 0`.
+
+    Raises:
+        TypeError: losses that are not floating, a mask that is not bool.
+        ValueError: different shapes or devices.
+    """
+    (losses,) = checked_scores(losses=losses)
+    check_mask(mask, losses, "losses")
+    return TokenLoss(torch.where(mask, losses, 0).sum(), mask.sum())
+
+
+def per_sequence(losses: Tensor, segment_ids: Tensor, sequences: int) -> TokenLoss:
+    """Return the sum over sequences of the mean over each one's tokens, to be divided by the number of sequences.
+
+    Plain equivalent, of one padded batch: `((losses * mask).sum(1) / mask.sum(1)).mean()`. The denominator of GRPO
+    (Shao et al. 2024, eq. 3). A sequence without tokens adds 0 and is counted.
+
+    Args:
+        losses: one per token, (B, T) or (N,).
+        segment_ids, sequences: as `sequence_sums`.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `sequence_sums`.
+    """
+    (losses,) = checked_scores(losses=losses)
+    total = sequence_means(losses, segment_ids, sequences).sum()
+    return TokenLoss(total, torch.tensor(sequences, device=total.device))
+
+
+def per_item(losses: Tensor, mask: Tensor | None = None) -> TokenLoss:
+    """Return the sum over sequences, pairs or groups, to be divided by their number.
+
+    Plain equivalent, of one batch: `losses.mean()`, or `losses[mask].mean()`. The denominator of preferences, of
+    sequence-level ratios (GSPO) and of minimum risk.
+
+    Args:
+        losses: (S,), one per item.
+        mask: (S,) bool, true for the items that count; None is all of them.
+
+    Raises:
+        TypeError, ValueError: as `per_token`; losses that are not a vector.
+    """
+    (losses,) = checked_scores(losses=losses)
+    if losses.dim() != 1:
+        raise ValueError(f"losses has shape {tuple(losses.shape)}; it must be a vector, one loss per item")
+    if mask is None:
+        mask = torch.ones_like(losses, dtype=torch.bool)
+    return per_token(losses, mask)
+
+
+def per_constant(losses: Tensor, mask: Tensor, constant: int) -> TokenLoss:
+    """Return the sum over the tokens that count, to be divided by a constant that does not depend on their number.
+
+    Plain equivalent, of one batch: `losses[mask].sum() / constant`. The denominator of Dr. GRPO (Liu et al. 2025),
+    whose constant is the longest response allowed times the number of sequences.
+
+    Args:
+        losses, mask: as `per_token`.
+        constant: this micro-batch's part of the denominator; the parts of all micro-batches and ranks are added up.
+
+    Raises:
+        TypeError: as `per_token`; a constant that is not an int.
+        ValueError: as `per_token`; a negative constant.
+    """
+    check_count(constant, "constant")
+    total = per_token(losses, mask).total
+    return TokenLoss(total, torch.tensor(constant, device=total.device))

@@ -1,0 +1,112 @@
+"""Compare two policies on the tokens that were sampled: log-ratios, what is made of them, estimates of divergence.
+
+A log-ratio is log pi(y) - log pi'(y); `pi'` is the reference, the policy before the update, or the sampler.
+
+Shape suffixes: S sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from seqpar.core.tensor_checks import check_number
+from seqpar.objectives.score_checks import check_mask, check_segments, checked_scores
+from seqpar.objectives.sequences import sequence_means
+
+Estimator = Literal["k1", "k3"]
+
+
+def token_log_ratio(log_prob: Tensor, other_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """Return each token's log-ratio to another policy, and 0 where `mask` is false.
+
+    Plain equivalent: `(log_prob - other_log_prob.detach()).masked_fill(~mask, 0)`. A masked token has the gradient 0 in
+    whatever is computed from it, even where its log-probability is -inf.
+
+    Args:
+        log_prob: of the policy in training, as `token_scores` returns it.
+        other_log_prob: of the other policy, on the same tokens; a constant.
+        mask: bool, true for the tokens that count.
+
+    Returns:
+        (the shape of log_prob), float32 or wider.
+
+    Raises:
+        TypeError: log-probabilities that are not floating, a mask that is not bool.
+        ValueError: different shapes or devices.
+    """
+    log_prob, other_log_prob = checked_scores(log_prob=log_prob, other_log_prob=other_log_prob)
+    check_mask(mask, log_prob, "log_prob")
+    # Masked here, before any exponential: 0 times the gradient of an infinite or undefined ratio is nan in backward
+    return torch.where(mask, log_prob - other_log_prob.detach(), 0)
+
+
+def sequence_log_ratio(log_prob: Tensor, other_log_prob: Tensor, segment_ids: Tensor, sequences: int) -> Tensor:
+    """Return each sequence's mean log-ratio per token (S,), the logarithm of GSPO's importance ratio.
+
+        log s = 1/|y| sum_t (log pi(y_t) - log pi'(y_t))          Zheng et al. 2025 (GSPO), eq. 7
+
+    It takes the place of the tokens' log-ratios in `clipped_surrogate`. DPO and KTO take the sum instead:
+    `sequence_sums(token_log_ratio(...), segment_ids, sequences)`.
+
+    Args:
+        log_prob, other_log_prob: as `token_log_ratio`.
+        segment_ids, sequences: as `sequence_sums`. A sequence without tokens has the log-ratio 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `token_log_ratio` and `sequence_sums`.
+    """
+    (log_prob,) = checked_scores(log_prob=log_prob)
+    check_segments(segment_ids, sequences, log_prob, "log_prob")
+    log_ratio = token_log_ratio(log_prob, other_log_prob, segment_ids >= 0)
+    return sequence_means(log_ratio, segment_ids, sequences)
+
+
+def truncated_weights(log_ratio: Tensor, *, max_weight: float) -> Tensor:
+    """Return importance weights min(pi / pi', C), detached: they correct for a sampler that is not quite the trainer.
+
+        w = min(pi_trainer(y) / pi_sampler(y), C)                 Ionides 2008; for language models Yao et al. 2025
+
+    An inference engine computes other probabilities than the trainer from the same weights. Multiply the unreduced
+    losses by these weights, with `log_ratio = token_log_ratio(old_log_prob, sampler_log_prob, mask)`, where
+    `old_log_prob` is the trainer's own score of the sampled tokens before the update.
+
+    Args:
+        log_ratio: per token or per sequence.
+        max_weight: C, above 0.
+
+    Raises:
+        TypeError: a log-ratio that is not floating. ValueError: max_weight is not above 0.
+    """
+    (log_ratio,) = checked_scores(log_ratio=log_ratio)
+    check_number(max_weight, "max_weight", above=0)
+    return log_ratio.detach().clamp(max=math.log(max_weight)).exp()
+
+
+def kl_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
+    """Return an unbiased estimate of KL(policy || reference) per token, from the policy's own samples.
+
+    With r = pi_ref(y_t) / pi(y_t) (Schulman 2020, "Approximating KL divergence"):
+
+        k1 = -log r
+        k3 = (r - 1) - log r            never negative, of smaller variance; Shao et al. 2024 (GRPO), eq. 4
+
+    Both are unbiased as values. GRPO adds beta * k3 to its token losses and differentiates through it.
+
+    Args:
+        log_ratio: log(pi / pi_ref), from `token_log_ratio(log_prob, reference_log_prob, mask)`.
+        estimator: "k1" or "k3". In float32, k3 is inf where the reference's log-probability is more than 88 above
+            the policy's.
+
+    Raises:
+        TypeError: a log-ratio that is not floating. ValueError: another estimator.
+    """
+    (log_ratio,) = checked_scores(log_ratio=log_ratio)
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k3":
+        return torch.expm1(-log_ratio) + log_ratio
+    raise ValueError(f"estimator is {estimator!r}; it must be 'k1' or 'k3'")

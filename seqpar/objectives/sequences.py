@@ -1,0 +1,113 @@
+"""Go from tokens to sequences and back, in padded batches (B, T) and in packed ones (N,).
+
+Both layouts are described by `segment_ids`, an integer tensor of the tokens' shape: the number of the sequence that a
+token belongs to, or a negative number where the token does not count (prompt, padding). Masks are part of them:
+
+    padded:  segment_ids = padded_segments(mask)                                   # and sequences = len(mask)
+    packed:  segment_ids = torch.arange(sequences).repeat_interleave(lengths).masked_fill(~mask, -1)
+
+Shape suffixes: B batch, T time, N tokens in any layout, S sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqpar.core.tensor_checks import check_dense
+from seqpar.objectives.score_checks import check_mask, check_segments, checked_scores
+
+
+def padded_segments(mask: Tensor) -> Tensor:
+    """Return the segment ids (B, T) of a padded batch: the row's number where `mask` is true, else -1.
+
+    Raises:
+        TypeError: a mask that is not bool.
+        ValueError: a mask that is not (B, T).
+    """
+    check_dense(mask, "mask")
+    if mask.dim() != 2:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; it must be (batch, time)")
+    check_mask(mask, mask, "mask")
+    rows_B1 = torch.arange(len(mask), device=mask.device).unsqueeze(1)
+    return torch.where(mask, rows_B1, -1)
+
+
+def sequence_sums(values: Tensor, segment_ids: Tensor, sequences: int) -> Tensor:
+    """Return the sum of each sequence's values (S,), differentiable, float32 or wider; 0 for a sequence without any.
+
+    Plain equivalent of a padded batch: `values.masked_fill(~mask, 0).sum(1)`. With the log-probabilities of
+    `token_scores` it is log P(y|x) of each response.
+
+    Args:
+        values: one number per token. Where the id is negative it has no influence, even if it is infinite or nan.
+        segment_ids: the number of each token's sequence, of the shape of `values`; negative for one that does not
+            count. A sequence's tokens need not be adjacent.
+        sequences: S, the number of sequences.
+
+    Raises:
+        TypeError: values that are not floating, ids that are not integers.
+        ValueError: different shapes or devices, a negative number of sequences.
+        IndexError: an id that is `sequences` or larger.
+    """
+    (values,) = checked_scores(values=values)
+    check_segments(segment_ids, sequences, values, "values")
+    return _sums(values, segment_ids, sequences)
+
+
+def _sums(values: Tensor, segment_ids: Tensor, sequences: int) -> Tensor:
+    """Add up the values by segment; one more slot takes those that do not count, nan or not, and is dropped."""
+    slots = torch.where(segment_ids >= 0, segment_ids.long(), sequences)
+    sums = values.new_zeros(sequences + 1).index_add(0, slots.flatten(), values.flatten())
+    return sums[:sequences]
+
+
+def sequence_lengths(segment_ids: Tensor, sequences: int) -> Tensor:
+    """Return how many tokens of each sequence count (S,), int64.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `sequence_sums`.
+    """
+    check_segments(segment_ids, sequences, segment_ids, "segment_ids")
+    return _sums(torch.ones_like(segment_ids, dtype=torch.int64), segment_ids, sequences)
+
+
+def sequence_means(values: Tensor, segment_ids: Tensor, sequences: int) -> Tensor:
+    """Return the mean of each sequence's values (S,), differentiable; 0, not nan, for a sequence without any.
+
+    Plain equivalent of a padded batch: `values.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)`.
+
+    Args:
+        values, segment_ids, sequences: as `sequence_sums`.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `sequence_sums`.
+    """
+    sums = sequence_sums(values, segment_ids, sequences)
+    return sums / sequence_lengths(segment_ids, sequences).clamp(min=1)
+
+
+def spread_to_tokens(values: Tensor, segment_ids: Tensor) -> Tensor:
+    """Return each token's share in a value per sequence: its sequence's value, and 0 where the token does not count.
+
+    Plain equivalent of a padded batch: `values.unsqueeze(1) * mask`. It brings the advantage of a response to its
+    tokens.
+
+    Args:
+        values: (S,), one number per sequence.
+        segment_ids: as `sequence_sums`.
+
+    Returns:
+        (the shape of segment_ids), differentiable, float32 or wider.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `sequence_sums`; values that are not a vector.
+    """
+    (values,) = checked_scores(values=values)
+    if values.dim() != 1:
+        raise ValueError(f"values has shape {tuple(values.shape)}; it must be (sequences,), one number per sequence")
+    check_segments(segment_ids, len(values), segment_ids, "segment_ids")
+    if values.device != segment_ids.device:
+        raise ValueError(f"values is on {values.device} and segment_ids on {segment_ids.device}; move them together")
+    with_zero = torch.cat([values, values.new_zeros(1)])
+    return with_zero[torch.where(segment_ids >= 0, segment_ids.long(), len(values))]

@@ -1,0 +1,64 @@
+"""Objectives over references: dynamic fine-tuning, and minimum risk over sampled translations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqpar.core.tensor_checks import check_number
+from seqpar.objectives.score_checks import check_groups, check_mask, checked_scores
+
+
+def dft(log_prob: Tensor, mask: Tensor) -> Tensor:
+    """Return the loss of dynamic fine-tuning, one per token, and 0 where `mask` is false.
+
+        -stop_gradient(p) log p,   p = pi(y_t | y_<t, x)          Wu et al. 2025, section 3
+
+    A token that the model thinks impossible (p = 0) has the loss 0, the limit, and the gradient 0.
+
+    Args:
+        log_prob: as `token_scores` returns it.
+        mask: bool, true for the tokens that count.
+
+    Raises:
+        TypeError: log-probabilities that are not floating, a mask that is not bool.
+        ValueError: different shapes or devices.
+    """
+    (log_prob,) = checked_scores(log_prob=log_prob)
+    check_mask(mask, log_prob, "log_prob")
+    log_prob = torch.where(mask, log_prob, 0)
+    finite = log_prob.clamp(min=torch.finfo(log_prob.dtype).min)
+    return -log_prob.detach().exp() * finite
+
+
+def minimum_risk(
+    scores: Tensor, costs: Tensor, group_size: int, *, alpha: float, candidates: Tensor | None = None
+) -> Tensor:
+    """Return the expected cost of the sampled translations of each source sentence (groups,).
+
+        loss = sum_i Q_i cost_i,   Q_i = P(y_i|x)^alpha / sum_j P(y_j|x)^alpha        Shen et al. 2016, section 3
+
+    Args:
+        scores: (groups x group_size,), log P(y|x) of each candidate, summed over its tokens (`sequence_sums`); one
+            group after the other.
+        costs: of the same shape; a constant, such as 1 - BLEU of the sentence.
+        group_size: candidates per source sentence, at least 1.
+        alpha: the sharpness of Q, above 0; 0.005 in the paper.
+        candidates: bool, of the same shape; false for what does not belong to the set, such as the second of two equal
+            samples. A group without candidates has the loss 0. None: all of them.
+
+    Raises:
+        TypeError: scores or costs that are not floating, candidates that are not bool, a group size that is not an int.
+        ValueError: shapes or devices that differ, scores that are not a vector of whole groups, numbers out of range.
+    """
+    scores, costs = checked_scores(scores=scores, costs=costs)
+    check_groups(scores, "scores", group_size, at_least=1)
+    check_number(alpha, "alpha", above=0)
+    if candidates is None:
+        candidates = torch.ones_like(scores, dtype=torch.bool)
+    check_mask(candidates, scores, "scores", name="candidates")
+    # The lowest finite number instead of -inf: the softmax of a group without candidates is not nan
+    exponents = torch.where(candidates, alpha * scores, torch.finfo(scores.dtype).min)
+    probabilities = exponents.view(-1, group_size).softmax(1)
+    costs = torch.where(candidates, costs.detach(), 0)
+    return (probabilities * costs.view(-1, group_size)).sum(1)
