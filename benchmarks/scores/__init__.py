@@ -1,1 +1,1 @@
-"""Measure log-probabilities and entropies of tokens, forward and backward, beside other ways: `-m benchmarks.scores`."""
+"""Measure log-probabilities and entropies of tokens beside other ways: `python -m benchmarks.scores`."""

@@ -24,8 +24,8 @@ MEASURED = """\
 The ways take turns in one process, round after round, and all of one column are measured in the same rounds. A step is
 forward, and backward from one random number per score. Compilation is finished before the timing starts. Memory is
 measured in a process of its own, as the operating system reports it. `product_dtype=float32` is compared with products
-in float32. "TRL, functions of logits" are `selective_log_softmax` and `entropy_from_logits` of all logits; "TRL, tiles" is
-what TRL's trainers use by default, with tiles of 4,096 rows x 32,768 classes. "logsumexp" is written by hand:
+in float32. "TRL, functions of logits" are `selective_log_softmax` and `entropy_from_logits` of all logits; "TRL, tiles"
+is what TRL's trainers use by default, with tiles of 4,096 rows x 32,768 classes. "logsumexp" is written by hand:
 `logits.gather(...) - logits.logsumexp(-1)` in float32.
 """
 
@@ -129,8 +129,7 @@ def findings(entries: list[Entry]) -> list[str]:
     for dtype in ("float32", "bfloat16"):
         of_dtype = [entry for entry in entries if entry["problem"]["dtype"] == dtype]
         words = [f"`token_scores` takes {_range(of_dtype, OURS)} of the bare products' time"]
-        for name in (TRL_TILES, BY_HAND):
-            words.append(f"{name} {_range(of_dtype, name)}")
+        words += [f"{name} {_range(of_dtype, name)}" for name in (TRL_TILES, BY_HAND)]
         if of_dtype:
             lines.append(f"- {dtype}: {', '.join(words)} (fastest runs).")
     lines += [f"- {text}" for text in (_memory(entries), _cost(entries, INVARIANT), _cost(entries, FLOAT32)) if text]
@@ -138,11 +137,12 @@ def findings(entries: list[Entry]) -> list[str]:
 
 
 def _range(entries: list[Entry], name: str) -> str:
-    ratios = []
-    for entry in entries:
-        for case in CASES:
-            if name in entry["cases"].get(str(case), {}).get("seconds", {}):
-                ratios.append(fastest_ratio(entry, case, name))
+    ratios = [
+        fastest_ratio(entry, case, name)
+        for entry in entries
+        for case in CASES
+        if name in entry["cases"].get(str(case), {}).get("seconds", {})
+    ]
     if not ratios:
         return "(not measured)"
     return f"{min(ratios):.2f} to {max(ratios):.2f} times"
@@ -168,11 +168,12 @@ def _memory(entries: list[Entry]) -> str:
 
 def _cost(entries: list[Entry], name: str) -> str:
     """Return a choice's time over that of the default."""
-    factors = []
-    for entry in entries:
-        for found in entry["cases"].values():
-            if name in found["seconds"]:
-                factors.append(min(found["seconds"][name]) / min(found["seconds"][OURS]))
+    factors = [
+        min(found["seconds"][name]) / min(found["seconds"][OURS])
+        for entry in entries
+        for found in entry["cases"].values()
+        if name in found["seconds"]
+    ]
     if not factors:
         return ""
     return f"`{name}` takes {min(factors):.2f} to {max(factors):.2f} times as long as the default (fastest runs)."
