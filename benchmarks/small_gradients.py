@@ -2,10 +2,10 @@
 
     python -m benchmarks.small_gradients RUN     # the folder of a run of the translation recipe
 
-The gradient of a token's logits is softmax minus target distribution. Entries below a threshold in size are dropped: one
-by one, or where a whole block is that small. `cut_cross_entropy` skips such blocks (Wijmans et al. 2025), classes sorted
-by their mean logit. Errors are ||g - exact|| / ||exact||, with g the gradient of hidden or of the projection's weight,
-beside those of `linear_cross_entropy` in bfloat16. Tokens are of the validation sentences.
+The gradient of a token's logits is softmax minus target distribution. Entries below a threshold in size are dropped:
+one by one, or where a whole block is that small. `cut_cross_entropy` skips such blocks (Wijmans et al. 2025), with the
+classes sorted by their mean logit. Errors are ||g - exact|| / ||exact||, with g the gradient of hidden or of the
+projection's weight, beside those of `linear_cross_entropy` in bfloat16. Tokens are of the validation sentences.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Run it with `python examples/minimum_risk.py`.
 
 The model spells numbers in German, character by character. After some training with cross-entropy, it samples seven
-translations of each source and lowers the expected cost, 1 - chrF, over them and the reference. Figures are of numbers that are not trained on.
+translations of each source and lowers the expected cost, 1 - chrF, over them and the reference. Its chrF is that of
+numbers that are not trained on.
 """
 
 import sacrebleu

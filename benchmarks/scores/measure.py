@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -102,10 +103,9 @@ def drawn(problem: Problem, device: str, seed: int = 0) -> Inputs:
 
 def as_float64(x: Inputs) -> Inputs:
     """Return the same numbers in float64."""
-    y = Inputs.drawn(x.problem._replace(dtype=torch.float64), x.device)
-    y.hidden = x.hidden.detach().double().requires_grad_()
-    y.generator.weight.data = x.weight.detach().double()
-    return y
+    problem = x.problem._replace(dtype=torch.float64)
+    generator = copy.deepcopy(x.generator).double()
+    return Inputs(problem, x.hidden.detach().double().requires_grad_(), generator, x.target)
 
 
 def what_is_wrong(way: Way, case: Case, dtype: torch.dtype, device: str) -> list[str]:

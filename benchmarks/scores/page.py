@@ -128,7 +128,7 @@ def findings(entries: list[Entry]) -> list[str]:
     lines = []
     for dtype in ("float32", "bfloat16"):
         of_dtype = [entry for entry in entries if entry["problem"]["dtype"] == dtype]
-        words = [f"`token_scores` takes {_range(of_dtype, OURS)} of the bare products' time"]
+        words = [f"`token_scores` takes {_range(of_dtype, OURS)} the bare products' time"]
         words += [f"{name} {_range(of_dtype, name)}" for name in (TRL_TILES, BY_HAND)]
         if of_dtype:
             lines.append(f"- {dtype}: {', '.join(words)} (fastest runs).")
@@ -205,9 +205,9 @@ def disturbance(entries: list[Entry]) -> str:
                 rounds.append(len(times))
     if not loads:
         return ""
-    text = (
-        f"{min(rounds)} to {max(rounds)} rounds; medians are on average {statistics.mean(spreads):.2f} of fastest runs."
-    )
+    spread = statistics.mean(spreads)
+    text = f"{min(rounds)} to {max(rounds)} rounds; medians are on average {spread:.2f} times the fastest runs."
     if max(loads) > QUIET:
-        return f"{text} **Other work ran on the machine** (load average {max(loads):.1f} before the start): times are rough."
+        text += f" **Other work ran on the machine** (load average up to {max(loads):.1f} before the start): times are"
+        text += " rough."
     return text
