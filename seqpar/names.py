@@ -12,6 +12,7 @@ from seqpar.engine.multi_gpu import MultiGPULossCompute
 from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.distillation import linear_distillation
 from seqpar.linear.sampled import sampled_cross_entropy
+from seqpar.linear.teachers import SparseTarget, TeacherHidden, TeacherLogProbs, TeacherTopK
 from seqpar.linear.token_scores import TokenScores, token_scores
 from seqpar.losses.criteria import CrossEntropy, LabelSmoothing
 from seqpar.multi_device.data_parallel import DataParallel, data_parallel
@@ -25,6 +26,10 @@ __all__ = [
     "LossCompute",
     "ModelWithLoss",
     "MultiGPULossCompute",
+    "SparseTarget",
+    "TeacherHidden",
+    "TeacherLogProbs",
+    "TeacherTopK",
     "TokenLoss",
     "TokenScores",
     "VocabShard",

@@ -111,10 +111,13 @@ class VocabShard:
         numbers = span_number(self.start, self.start + rows), _checksum_number(checksum)
         return check_agreement(facts, self.group, numbers)
 
-    def check(self, rows: int, facts: Mapping[str, object], hidden: Tensor) -> None:
+    def check(self, rows: int, facts: Mapping[str, object], hidden: Tensor, name: str = "hidden") -> None:
         """Raise RuntimeError on every rank unless the ranks agree on `facts` and hidden and have every class once.
 
         It is one small collective; none for a group of one rank.
+
+        Args:
+            name: what the caller calls `hidden`.
         """
         everyone = self.meet(facts, rows, hidden)
         spans = [divmod(number, SPAN) for number, _ in everyone]
@@ -136,8 +139,9 @@ class VocabShard:
         eps = torch.finfo(hidden.dtype).eps
         others = [rank for rank, theirs in enumerate(checksums) if _differ(theirs, checksums[0], eps)]
         if others:
+            content = "hidden states" if name.endswith("hidden") else "numbers"
             raise RuntimeError(
-                f"ranks disagree on hidden: ranks {others} have other hidden states than rank 0, and the ranks that "
+                f"ranks disagree on {name}: ranks {others} have other {content} than rank 0, and the ranks that "
                 "share a vocabulary must have the same; give them one batch and one seed of dropout"
             )
 
@@ -186,35 +190,28 @@ class VocabShard:
         Each rank adds the ranks' numbers in rank order, so that a row's sums do not depend on its place in the batch,
         as those of an all-reduce may.
         """
-        columns = [sums.best_N, sums.log_sum_N, *sums.picked_NP.unbind(1)]
-        if sums.mean_N is not None:
-            columns.append(sums.mean_N)
+        columns = [sums.best_N, sums.sum_N, *sums.picked_NP.unbind(1)]
+        if sums.dot_N is not None:
+            columns.append(sums.dot_N)
         everyone_RCN = torch.stack(group_gather(torch.stack(columns), self.group))
-        picked_RPN = everyone_RCN[:, 2 : 2 + sums.picked_NP.size(1)]
         best_RN = everyone_RCN[:, 0]
+        sum_RN = everyone_RCN[:, 1]
         best_N = best_RN.amax(0)
-        # S = sum_r S_r exp(m_r - m); a rank whose classes are all masked out (-inf), or that has none, adds nothing
-        offset_RN = best_RN - best_N
-        empty_RN = best_RN == -math.inf
-        share_RN = (everyone_RCN[:, 1] + offset_RN).exp().masked_fill(empty_RN, 0)
-        sum_N = share_RN.sum(0)
-        share_RN = share_RN / sum_N
-        mean_N = None
-        if sums.mean_N is not None:
-            # sum_k p_k (z_k - m) = sum_r share_r (mean_r + m_r - m)
-            mean_RN = share_RN * (everyone_RCN[:, -1] + offset_RN)
-            mean_N = mean_RN.masked_fill(empty_RN, 0).sum(0)
-        rank = rank_in(self.group)
+        # exp(z - m) = exp(z - m_r) exp(m_r - m); the sums of a rank without classes, or with masked ones alone, are 0
+        offset_RN = (best_RN - best_N).masked_fill(best_RN == -math.inf, 0)
+        factor_RN = offset_RN.exp()
+        dot_N = None
+        if sums.dot_N is not None:
+            dot_RN = everyone_RCN[:, -1] + offset_RN * sum_RN
+            dot_N = (factor_RN * dot_RN).sum(0)
         top_NT, top_ids_NT = self._top_of_all(sums.top_NT, sums.top_ids_NT, top_k)
         return ScoreSums(
             best_N=best_N,
-            log_sum_N=sum_N.log(),
-            mean_N=mean_N,
-            picked_NP=picked_RPN.sum(0).t(),
+            sum_N=(factor_RN * sum_RN).sum(0),
+            dot_N=dot_N,
+            picked_NP=everyone_RCN[:, 2 : 2 + sums.picked_NP.size(1)].sum(0).t(),
             top_NT=top_NT,
             top_ids_NT=top_ids_NT,
-            share_N=share_RN[rank],
-            offset_N=offset_RN[rank].masked_fill(empty_RN[rank], 0),
         )
 
     def _top_of_all(self, top_NT: Tensor, top_ids_NT: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

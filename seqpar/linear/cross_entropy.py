@@ -13,6 +13,8 @@ from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.compiled_op import compiled_cross_entropy
 from seqpar.linear.inputs import Inputs, Settings, checked, local_tensors, plan
 from seqpar.linear.leaves import differentiable_loss
+from seqpar.linear.soft_targets import soft_cross_entropy
+from seqpar.linear.teachers import SparseTarget
 from seqpar.losses.softmax_loss import Convention
 
 
@@ -21,6 +23,7 @@ def linear_cross_entropy(
     weight: Tensor,
     target: Tensor,
     *,
+    soft_target: SparseTarget | None = None,
     bias: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -49,6 +52,9 @@ def linear_cross_entropy(
         weight: (V, D), the layout of `nn.Linear` and `nn.Embedding`, so it may be tied to an embedding. A DTensor split
             by rows on a mesh of one axis defines `vocab` itself.
         target: class indices of hidden's leading shape, in [0, vocab_size) or `ignore_index`.
+        soft_target: a distribution over a few classes of each row, which takes the target's place in the loss:
+            `-sum_j q_j log p_j` over the given classes. `target` then only says which rows are ignored, and what `nll`
+            and `correct` are of. It gets no gradient, and goes with neither label smoothing nor class weights.
         bias: (V,).
         label_smoothing, smoothing_convention: the probability taken from the target, in [0, 1), and which classes get
             it: "torch", "fairseq" or "harvard", as `seqpar.LabelSmoothing` defines them.
@@ -77,7 +83,8 @@ def linear_cross_entropy(
         several are. `total` can be differentiated once.
 
     Under autocast the products are in autocast's dtype, as those of `F.linear`. Under `torch.compile` the loss is one
-    operator of the graph (it works with `fullgraph=True`) with the same numbers, unless the vocabulary is split.
+    operator of the graph (it works with `fullgraph=True`) with the same numbers, unless the vocabulary is split or
+    there is a soft target.
 
     Raises:
         TypeError: an argument that is no dense tensor or no number; a float target; tensors of different dtypes; a
@@ -89,9 +96,11 @@ def linear_cross_entropy(
     """
     settings = Settings(ignore_index, label_smoothing, smoothing_convention, z_loss, softcap, temperature, chunk_tokens)
     inputs = Inputs(hidden, weight, target, bias, class_weight, token_weight)
-    if torch.compiler.is_compiling() and vocab is None:
+    if torch.compiler.is_compiling() and vocab is None and soft_target is None:
         return compiled_cross_entropy(inputs, settings, loss_scale)
     inputs, vocab = local_tensors(inputs, vocab)
+    if soft_target is not None:
+        return soft_cross_entropy(inputs, settings, soft_target, loss_scale, vocab)
     shard, q = checked(inputs, settings, vocab, loss_scale)
     leaves, chunks, chunk_loss = plan(inputs, settings, shard, q)
     return differentiable_loss(chunk_loss, chunks, leaves, loss_scale)

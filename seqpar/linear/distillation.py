@@ -1,181 +1,188 @@
-"""Compute the divergence between a student's and a teacher's predictions from the hidden states of both, in chunks.
+"""Compute the divergence between a student's and a teacher's predictions in chunks.
 
-With the student's logits z and log-probabilities log p, the teacher's log q, and temperature t (p and q include it):
+`losses/divergences.py` has the divergences and their gradients; `dense_rows.py` and `sparse_rows.py` compare the rows
+of a chunk over all classes, or over a few of them.
 
-    forward, KL(q || p):  loss = sum_k q_k (log q_k - log p_k),   t d loss / d z_k = p_k - q_k
-    reverse, KL(p || q):  loss = sum_k p_k (log p_k - log q_k),   t d loss / d z_k = p_k (log p_k - log q_k - loss)
-
-Shape suffixes: N rows (batch x time), K rows of one chunk or of a block of it, D hidden, V vocabulary.
+Shape suffixes: N rows (batch x time), D hidden, V vocabulary (this rank's classes, if it is split), C given classes.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from seqpar.core.chunked_gradient import Rows
-from seqpar.core.chunks import Chunk, cut_rows, recording, rows_per_chunk
-from seqpar.core.stored_gradients import Gradients
 from seqpar.core.tensor_checks import check_floating
-from seqpar.core.token_loss import TokenLoss
-from seqpar.linear.formula import Projection, zero_rows
-from seqpar.linear.inputs import Inputs, Settings, checked
-from seqpar.linear.leaves import LinearLeaves, LinearSlots, differentiable_loss, product_dtype
-
-Direction = Literal["forward", "reverse"]
+from seqpar.core.token_loss import TokenLoss, wide
+from seqpar.distributed.vocab_parallel import VocabShard
+from seqpar.linear.dense_rows import AgainstHead, AgainstLogProbs
+from seqpar.linear.divergence_formula import Comparison, divergence_loss
+from seqpar.linear.formula import Projection
+from seqpar.linear.inputs import Inputs, Settings, check_tensors, checked
+from seqpar.linear.leaves import product_dtype
+from seqpar.linear.sparse_rows import AgainstFewClasses
+from seqpar.linear.teachers import (
+    Teacher,
+    TeacherHidden,
+    TeacherLogProbs,
+    TeacherTopK,
+    check_top_k,
+    ids_fact,
+    probabilities,
+)
+from seqpar.losses.divergences import Divergence, RowTerms, check_divergence, row_terms
 
 
 def linear_distillation(
     hidden: Tensor,
     weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
+    teacher: Teacher,
     target: Tensor,
     *,
-    direction: Direction,
+    divergence: Divergence,
+    beta: float | None = None,
     bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
     temperature: float = 1.0,
     ignore_index: int = -100,
+    token_weight: Tensor | None = None,
+    loss_scale: float | Tensor = 1.0,
     chunk_tokens: int | None = None,
+    vocab: VocabShard | None = None,
 ) -> TokenLoss:
-    """Return the summed Kullback-Leibler divergence between a teacher's predictions and a student's.
+    """Return the summed divergence between a teacher's predictions and a student's.
 
-    Plain equivalent of `direction="forward"`, over the rows whose target is not `ignore_index`:
+    Plain equivalent of `divergence="forward_kl"` with a `TeacherHidden`, over the rows that are not ignored:
 
         student = (F.linear(hidden, weight, bias) / temperature).log_softmax(-1)
-        teacher = (F.linear(teacher_hidden, teacher_weight, teacher_bias) / temperature).log_softmax(-1)
-        F.kl_div(student, teacher, log_target=True, reduction="sum")  # "reverse": student and teacher change places
+        teacher = (F.linear(teacher.hidden, teacher.weight, teacher.bias) / temperature).log_softmax(-1)
+        F.kl_div(student, teacher, log_target=True, reduction="sum")
 
-    Hinton et al. (2015) multiply the loss by `temperature**2`, which makes its gradient's size independent of the
-    temperature; that factor is left to the caller. "reverse", KL(student || teacher), is that of MiniLLM (Gu et al.
-    2024, section 2).
+    With p the student's distribution and q the teacher's, the divergence of a row is
+
+        "forward_kl"        KL(q || p) (Hinton et al. 2015, section 2, without their factor `temperature**2`, which
+                            makes the gradient's size independent of the temperature)
+        "reverse_kl"        KL(p || q) (MiniLLM, Gu et al. 2024, section 2)
+        "jsd"               beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p (GKD, Agarwal et al.
+                            2024, section 2)
+        "total_variation"   sum |p - q| / 2
 
     Args:
         hidden, weight, bias: the student's, as in `linear_cross_entropy`.
-        teacher_hidden, teacher_weight, teacher_bias: the teacher's, of any hidden size, over the same vocabulary. They
-            get no gradient.
+        teacher: a `TeacherHidden`, `TeacherLogProbs` or `TeacherTopK`. It gets no gradient.
         target: the classes, of hidden's leading shape; for the loss they only say which rows are ignored.
-        direction: the distribution under which the divergence is an expectation: "forward", the teacher's, or
-            "reverse", the student's.
-        temperature: divides the logits of both; above 0.
+        divergence: which one; all are at least 0, and 0 where student and teacher agree.
+        beta: for "jsd" alone, in (0, 1): near 0 it behaves as forward_kl, near 1 as reverse_kl.
+        temperature: divides the student's logits and those of a `TeacherHidden`; above 0. Log-probabilities are taken
+            as they are, so they must be of the same temperature.
+        token_weight, loss_scale: as in `linear_cross_entropy`.
         chunk_tokens: the most rows whose logits exist at once, the student's and the teacher's; None chooses by bytes.
+        vocab: as in `linear_cross_entropy`. A teacher's hidden states, ids and log-probabilities are the same on every
+            rank; its weight, bias, and what a `TeacherLogProbs` returns are of this rank's classes. Costs three
+            all-reduces per chunk (a `TeacherLogProbs` four, a `TeacherTopK` two).
 
     Returns:
-        `TokenLoss`: `total` in nats, float32 or wider, differentiable once; `nll` and `correct` of the student against
-        `target`, at this temperature.
+        `TokenLoss`, the same on every rank of the group: `total` in nats (total variation in probability), float32 or
+        wider, differentiable once; `nll` and `correct` of the student against `target`, at this temperature.
+
+    A class to which both give probability 0 (a bias of -inf) counts for nothing. One to which only the student gives 0
+    makes "forward_kl" inf; one to which only the teacher gives 0 makes "reverse_kl" inf and its gradient nan. "jsd" and
+    "total_variation" stay finite.
 
     Raises:
-        TypeError: a float target; hidden and weight of different dtypes outside autocast.
-        ValueError: shapes or devices that do not fit; a temperature or chunk size out of its range; another direction.
-        IndexError: a target outside [0, V) that is not ignored (with value and position).
+        TypeError: a teacher of another type; a float target; hidden and weight of different dtypes outside autocast.
+        ValueError: shapes or devices that do not fit; a number out of its range; another divergence; log-probabilities
+            that are none; a class that a row of ids has twice.
+        IndexError: a target outside [0, vocab_size) that is not ignored, or an id outside it (with value and position).
+        RuntimeError: ranks that disagree, on every rank.
     """
-    if direction not in ("forward", "reverse"):
-        raise ValueError(f"direction is {direction!r}; it must be 'forward' or 'reverse'")
+    inputs = Inputs(hidden, weight, target, bias, token_weight=token_weight)
     settings = Settings(ignore_index=ignore_index, temperature=temperature, chunk_tokens=chunk_tokens)
-    checked(Inputs(hidden, weight, target, bias), settings, None)
-    check_floating(teacher_weight, "teacher_weight")
-    if len(weight) != len(teacher_weight) or weight.device != teacher_weight.device:
-        raise ValueError(
-            f"weight has {len(weight)} classes on {weight.device} and teacher_weight {len(teacher_weight)} on "
-            f"{teacher_weight.device}; both must have the same vocabulary on one device"
+
+    def further(shard: VocabShard) -> Mapping[str, object]:
+        check_divergence(divergence, beta)
+        _check_teacher(teacher, inputs, settings, shard)
+        if vocab is None:
+            return {}
+        return {"divergence": divergence, "beta": beta, **_teacher_facts(teacher)}
+
+    shard, _ = checked(inputs, settings, vocab, loss_scale, further=further)
+    if vocab is not None:
+        _check_same_teacher(teacher, len(weight), shard)
+    comparison = _comparison(teacher, row_terms(divergence, beta), inputs, settings, shard)
+    return divergence_loss(inputs, settings, shard, comparison, loss_scale)
+
+
+def _check_teacher(teacher: object, inputs: Inputs, settings: Settings, shard: VocabShard) -> None:
+    """Raise unless it is a teacher whose tensors fit the student's."""
+    if isinstance(teacher, TeacherHidden):
+        _check_head(teacher, inputs)
+    elif isinstance(teacher, TeacherTopK):
+        check_top_k(teacher, inputs.target, settings.ignore_index, shard.vocab_size)
+    elif not isinstance(teacher, TeacherLogProbs):
+        raise TypeError(
+            f"teacher is a {type(teacher).__name__}; it must be a seqpar.TeacherHidden, TeacherLogProbs or TeacherTopK"
         )
-    checked(Inputs(teacher_hidden, teacher_weight, target, teacher_bias), settings, None, prefix="teacher_")
-    dtype = product_dtype(hidden)
-    target_N = target.flatten().long()
-    student = Projection(weight, bias, dtype, temperature=float(temperature))
-    teacher = Projection(teacher_weight, teacher_bias, product_dtype(teacher_hidden), temperature=float(temperature))
-    ignored = ignore_index if recording(hidden.device) else None
-    formula = _Divergence(student, teacher, teacher_hidden.detach().flatten(0, -2), target_N, direction, ignored)
-    most = chunk_tokens or rows_per_chunk(len(weight), dtype, hidden.device.type)
-    chunks = cut_rows(target_N != ignore_index, most)
-    return differentiable_loss(formula, chunks, LinearLeaves(hidden.flatten(0, -2), weight, bias))
+    elif not callable(teacher.function):
+        raise TypeError(
+            f"teacher.function is a {type(teacher.function).__name__}; it must be a function of a chunk's rows that "
+            "returns their log-probabilities"
+        )
 
 
-class _Divergence:
-    """The divergence of one chunk, and the gradients of the student's hidden states, weight and bias.
+def _teacher_facts(teacher: Teacher) -> Mapping[str, object]:
+    """Return what must be the same on all ranks, by name."""
+    facts: dict[str, object] = {"teacher": type(teacher).__name__}
+    if isinstance(teacher, TeacherHidden):
+        return {**facts, "the width and dtype of teacher.hidden": (teacher.hidden.size(-1), teacher.hidden.dtype)}
+    if isinstance(teacher, TeacherTopK):
+        return {**facts, "teacher.rest": teacher.rest, "teacher.ids": ids_fact(teacher.ids)}
+    return facts
 
-    Args:
-        teacher_ND: the teacher's hidden states of all rows.
-        ignored: the target of rows that a chunk contains but that do not count; None if no chunk contains such rows.
-    """
 
-    def __init__(
-        self,
-        student: Projection,
-        teacher: Projection,
-        teacher_ND: Tensor,
-        target_N: Tensor,
-        direction: Direction,
-        ignored: int | None,
-    ) -> None:
-        self.student = student
-        self.teacher = teacher
-        self.teacher_ND = teacher_ND
-        self.target_N = target_N
-        self.reverse = direction == "reverse"
-        self.ignored = ignored
+def _check_head(teacher: TeacherHidden, inputs: Inputs) -> None:
+    """Raise unless the teacher's head fits itself, the target and the student's vocabulary."""
+    weight = inputs.weight
+    check_floating(teacher.weight, "teacher.weight")
+    if weight.shape[:1] != teacher.weight.shape[:1] or weight.device != teacher.weight.device:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)} on {weight.device} and teacher.weight "
+            f"{tuple(teacher.weight.shape)} on {teacher.weight.device}; both must have the same classes on one device"
+        )
+    check_tensors(Inputs(teacher.hidden, teacher.weight, inputs.target, teacher.bias), "teacher.")
 
-    def __call__(self, rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
-        """Return the chunk's summed divergence; `rows` are those of hidden, and None for token_weight."""
-        student = self.student
-        teacher = self.teacher
-        target_K = self.target_N[chunk]
-        hidden_KD, _ = rows
-        assert hidden_KD is not None
-        teacher_KD = self.teacher_ND[chunk]
-        if self.ignored is not None:
-            hidden_KD = zero_rows(hidden_KD, target_K == self.ignored)
-            teacher_KD = zero_rows(teacher_KD, target_K == self.ignored)
-        slots = None if gradients is None else LinearSlots.of(gradients)
-        # `product_dtype` has applied autocast; here it would cast sums that must stay in float32
-        with torch.autocast(target_K.device.type, enabled=False):
-            hidden_KD = hidden_KD.to(student.weight_VD.dtype)
-            product_KV = student.product(hidden_KD)
-            teacher_product_KV = teacher.product(teacher_KD.to(teacher.weight_VD.dtype))
-            size = min(student.rows_at_once(len(target_K)), teacher.rows_at_once(len(target_K)))
-            blocks = zip(product_KV.split(size), teacher_product_KV.split(size), target_K.split(size), strict=True)
-            losses, biases = zip(*(self._block(*block, slots) for block in blocks), strict=True)
-            if slots is not None:
-                student.back(product_KV, hidden_KD, chunk, biases, slots)
-        return TokenLoss(*(torch.stack(column).sum() for column in zip(*losses, strict=True)))
 
-    def _block(
-        self, product_KV: Tensor, teacher_product_KV: Tensor, target_K: Tensor, gradients: LinearSlots | None
-    ) -> tuple[TokenLoss, Tensor | None]:
-        """Return some rows' summed divergence, and their bias gradient if it is wanted.
+def _check_same_teacher(teacher: Teacher, classes: int, shard: VocabShard) -> None:
+    """Raise RuntimeError on every rank unless the ranks have the same teacher, up to rounding."""
+    if isinstance(teacher, TeacherHidden):
+        shard.check(classes, {}, teacher.hidden, "teacher.hidden")
+    if isinstance(teacher, TeacherTopK):
+        shard.check(classes, {}, probabilities(teacher.ids, teacher.log_probs), "teacher.log_probs")
 
-        If any gradient is wanted, the product is overwritten with its gradient.
-        """
-        counted_K = torch.ones_like(target_K, dtype=torch.bool)
-        if self.ignored is not None:
-            counted_K = target_K != self.ignored
-            target_K = target_K.where(counted_K, 0)
-        logits_KV, _ = self.student.logits(product_KV)
-        correct_K = logits_KV.max(-1).indices == target_K
-        log_p_KV = logits_KV.log_softmax(-1)
-        teacher_logits_KV, _ = self.teacher.logits(teacher_product_KV)
-        log_q_KV = teacher_logits_KV.to(log_p_KV.dtype).log_softmax(-1)
-        nll_K = -log_p_KV.gather(1, target_K.unsqueeze(1)).squeeze(1)
-        p_KV = log_p_KV.exp()
-        # In place, in this order: each line overwrites only what no later line reads
-        if self.reverse:
-            difference_KV = log_p_KV.sub_(log_q_KV)
-            loss_K1 = (p_KV * difference_KV).sum(-1, keepdim=True)
-            grad_KV = p_KV.mul_(difference_KV.sub_(loss_K1))
-        else:
-            q_KV = log_q_KV.exp()
-            loss_K1 = (q_KV * log_q_KV.sub_(log_p_KV)).sum(-1, keepdim=True)
-            grad_KV = p_KV.sub_(q_KV)
-        total = loss_K1.squeeze(1).where(counted_K, 0).sum()
-        nll = nll_K.where(counted_K, 0).sum()
-        loss = TokenLoss(total, counted_K.sum(), nll, (correct_K & counted_K).sum())
-        if gradients is None:
-            return loss, None
-        if self.ignored is not None:
-            grad_KV.masked_fill_(~counted_K.unsqueeze(1), 0)
-        # to_product_ divides by the temperature
-        grad_KV = self.student.to_product_(grad_KV, None, gradients.scale, product_KV)
-        return loss, self.student.bias_gradient(grad_KV, gradients)
+
+def _comparison(teacher: Teacher, terms: RowTerms, inputs: Inputs, settings: Settings, shard: VocabShard) -> Comparison:
+    """Return what compares a chunk of the student's logits with the teacher."""
+    if isinstance(teacher, TeacherHidden):
+        dtype = product_dtype(teacher.hidden)
+        head = Projection(teacher.weight, teacher.bias, dtype, temperature=float(settings.temperature))
+        return AgainstHead(terms, shard, head, teacher.hidden.detach().flatten(0, -2))
+    if isinstance(teacher, TeacherLogProbs):
+        row_N = torch.arange(inputs.target.numel(), device=inputs.target.device)
+        return AgainstLogProbs(terms, shard, teacher.function, len(inputs.weight), row_N)
+    ids_NC = teacher.ids.detach().flatten(0, -2).long()
+    log_q_NC = _log_q(teacher, ids_NC).to(wide(product_dtype(inputs.hidden)))
+    return AgainstFewClasses(terms, shard, ids_NC, log_q_NC, log_q_NC.exp())
+
+
+def _log_q(teacher: TeacherTopK, ids_NC: Tensor) -> Tensor:
+    """Return log q of the given classes, in float32 or wider, and of the rest if it is kept."""
+    log_q_NC = teacher.log_probs.detach().flatten(0, -2)
+    log_q_NC = log_q_NC.to(wide(log_q_NC.dtype)).masked_fill(ids_NC < 0, -torch.inf)
+    if teacher.rest == "renormalize":
+        return log_q_NC.log_softmax(-1)
+    sum_N1 = log_q_NC.logsumexp(-1, keepdim=True)
+    rest_N1 = -torch.expm1(sum_N1)
+    # Rounding each log q to the caller's dtype may have moved the sum by so much; a rest below that is no information
+    size_NC = (log_q_NC.exp() * log_q_NC).masked_fill(log_q_NC == -torch.inf, 0).abs()
+    rounding_N1 = torch.finfo(teacher.log_probs.dtype).eps * (1 + size_NC.sum(-1, keepdim=True))
+    return torch.cat([log_q_NC, rest_N1.where(rest_N1 > rounding_N1, 0).log()], -1)

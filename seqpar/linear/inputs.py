@@ -115,7 +115,6 @@ def checked(
     settings: Settings,
     vocab: VocabShard | None,
     loss_scale: float | Tensor = 1.0,
-    prefix: str = "",
     *,
     any_dtype: bool = False,
     further: Callable[[VocabShard], Mapping[str, object]] = lambda shard: {},
@@ -125,7 +124,6 @@ def checked(
     An invalid argument raises an error on every rank of the group.
 
     Args:
-        prefix: the beginning of the names of hidden, weight and bias among the caller's arguments.
         any_dtype: whether weight and bias may have another dtype than hidden without autocast.
         further: checks the caller's further arguments, given the shard, and returns those that must be the same on all
             ranks, by name.
@@ -134,7 +132,7 @@ def checked(
         raise TypeError(f"vocab is a {type(vocab).__name__}; it must be a seqpar.VocabShard, or None")
     wrong: Exception | None = None
     try:
-        shard, q = _checked_on_this_rank(inputs, settings, vocab, loss_scale, prefix, any_dtype)
+        shard, q = _checked_on_this_rank(inputs, settings, vocab, loss_scale, any_dtype)
         facts = further(shard)
     except (TypeError, ValueError, IndexError) as error:
         wrong = error
@@ -148,22 +146,15 @@ def checked(
 
 
 def _checked_on_this_rank(
-    inputs: Inputs,
-    settings: Settings,
-    vocab: VocabShard | None,
-    loss_scale: float | Tensor,
-    prefix: str,
-    any_dtype: bool,
+    inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor, any_dtype: bool
 ) -> tuple[VocabShard, SoftTarget]:
     """Return the shard and the soft target over this rank's classes; raise for arguments invalid on this rank."""
     _check_settings(settings)
     check_loss_scale(loss_scale)
-    _check_kinds(inputs, prefix)
-    _check_shapes(inputs, prefix)
-    _check_devices_and_dtypes(inputs, prefix, any_dtype)
+    check_tensors(inputs, any_dtype=any_dtype)
     rows = inputs.weight.size(0)
     if vocab is None and not rows:
-        raise ValueError(f"{prefix}weight has shape {tuple(inputs.weight.shape)}; it must have at least one class")
+        raise ValueError(f"weight has shape {tuple(inputs.weight.shape)}; it must have at least one class")
     shard = vocab or VocabShard(None, 0, rows)
     if shard.start + rows > shard.vocab_size:
         raise ValueError(
@@ -181,6 +172,18 @@ def _checked_on_this_rank(
     if excluded is not None and not 0 <= excluded < rows:
         excluded = None
     return shard, q._replace(excluded=excluded, weight_V=weight_V, z_loss=float(settings.z_loss))
+
+
+def check_tensors(inputs: Inputs, prefix: str = "", any_dtype: bool = False) -> None:
+    """Raise unless the tensors' kinds, shapes, devices and dtypes fit each other.
+
+    Args:
+        prefix: the beginning of the names of hidden, weight and bias among the caller's arguments.
+        any_dtype: as in `checked`.
+    """
+    _check_kinds(inputs, prefix)
+    _check_shapes(inputs, prefix)
+    _check_devices_and_dtypes(inputs, prefix, any_dtype)
 
 
 NOTHING_WRONG = {"what is wrong": "nothing"}

@@ -34,14 +34,14 @@ from seqpar.core.token_loss import wide
 from seqpar.linear.formula import Projection, zero_rows
 from seqpar.linear.leaves import LinearSlots
 from seqpar.losses.score_rows import (
-    RowScores,
+    Exponentials,
     ScoreSums,
     SplitScores,
     Upstream,
+    exponentials_,
     log_probs_gradient_,
-    row_scores,
+    score_sums,
     scores_gradient_,
-    softmax_and_score_sums,
 )
 
 INVARIANT_ROWS = 64
@@ -78,6 +78,7 @@ class ScoreFormula:
         entropy: whether to compute the entropy.
         top_k: how many of the largest log-probabilities to return.
         split: the classes of a split vocabulary that this rank has; None if it has all.
+        masked: whether logits may be -inf.
         counted_N: which rows count; None if no chunk contains rows that do not.
     """
 
@@ -90,6 +91,7 @@ class ScoreFormula:
         entropy: bool,
         top_k: int,
         split: SplitScores | None,
+        masked: bool,
         counted_N: Tensor | None,
     ) -> None:
         self.projection = projection
@@ -98,33 +100,42 @@ class ScoreFormula:
         self.entropy = entropy
         self.top_k = top_k
         self.split = split
+        self.masked = masked
         self.counted_N = counted_N
 
-    def scores(self, hidden_KD: Tensor, chunk: Chunk, kept: HiddenSlots | None = None) -> RowScores:
-        """Return the scores of a chunk's rows; store the gradients that a frozen projection allows in `kept`."""
+    def sums(self, hidden_KD: Tensor, chunk: Chunk, kept: HiddenSlots | None = None) -> ScoreSums:
+        """Return the sums of a chunk's rows; store the gradients that a frozen projection allows in `kept`."""
         hidden_KD = self._prepared(hidden_KD, chunk)
-        blocks = []
-        slopes = []
+        block_sums = []
         with torch.autocast(hidden_KD.device.type, enabled=False):
             product_KV = self.projection.product(hidden_KD)
             entropy_KV = None
             if kept is not None and kept.entropy is not None:
                 entropy_KV = self.projection.buffer("entropy", len(hidden_KD), product_KV.dtype)
             for block in self._blocks(product_KV, chunk, entropy_KV):
-                computed = self._softmax(block, self.entropy, self.top_k)
-                blocks.append(row_scores(computed.sums))
+                logits_KV, tanh_KV = self._logits(block)
+                made, sums = score_sums(
+                    logits_KV,
+                    block.picked,
+                    entropy=self.entropy,
+                    masked=self.masked,
+                    top_k=self.top_k,
+                    split=self.split,
+                    out=self._out(logits_KV, self.entropy),
+                )
+                block_sums.append(sums)
                 if kept is not None:
-                    self._own_gradients_(block, computed)
-                    slopes.append(self._slope(block, computed.sums))
+                    self._own_gradients_(block, made, sums, tanh_KV)
+            joined = _joined(block_sums)
             if kept is not None:
-                kept.slope_NP[chunk] = torch.cat(slopes)
+                kept.slope_NP[chunk] = self._slope(chunk, joined.picked_NP)
                 kept.log_prob.write_product(chunk, product_KV, self.projection.weight_VD)
             if kept is not None and kept.entropy is not None and entropy_KV is not None:
                 kept.entropy.write_product(chunk, entropy_KV, self.projection.weight_VD)
-        return _joined(blocks)
+        return joined
 
     def batch_invariant(self) -> ScoreFormula:
-        """Return the same formula with a width of hidden that `scores_in_tile` takes."""
+        """Return the same formula with a width of hidden that `sums_in_tile` takes."""
         weight_VD = self.projection.weight_VD
         missing = -weight_VD.size(1) % INVARIANT_WIDTH
         projection = Projection(
@@ -136,8 +147,8 @@ class ScoreFormula:
         )
         return self._of(projection, self.picked_NP, self.temperature_N, self.counted_N)
 
-    def scores_in_tile(self, hidden_KD: Tensor, chunk: Chunk) -> RowScores:
-        """Do as `scores` for at most INVARIANT_ROWS rows, in tensors of exactly so many."""
+    def sums_in_tile(self, hidden_KD: Tensor, chunk: Chunk) -> ScoreSums:
+        """Do as `sums` for at most INVARIANT_ROWS rows, in tensors of exactly so many."""
         rows, width = hidden_KD.shape
         missing = INVARIANT_ROWS - rows
         picked_KP = pad(self.picked_NP[chunk], (0, 0, 0, missing))
@@ -149,8 +160,7 @@ class ScoreFormula:
             counted_K = pad(self.counted_N[chunk], (0, missing), value=True)
         tile = self._of(self.projection, picked_KP, temperature_K, counted_K)
         hidden_KD = pad(hidden_KD, (0, self.projection.weight_VD.size(1) - width, 0, missing))
-        scores = tile.scores(hidden_KD, slice(0, INVARIANT_ROWS))
-        return RowScores(*(None if t is None else t[:rows] for t in scores))  # type: ignore[arg-type]
+        return tile.sums(hidden_KD, slice(0, INVARIANT_ROWS)).rows(slice(0, rows))
 
     def _of(
         self, projection: Projection, picked_NP: Tensor, temperature_N: Tensor | None, counted_N: Tensor | None
@@ -163,35 +173,38 @@ class ScoreFormula:
             entropy=self.entropy,
             top_k=self.top_k,
             split=self.split,
+            masked=self.masked,
             counted_N=counted_N,
         )
 
-    def store_gradients(self, hidden_KD: Tensor, chunk: Chunk, upstream: Upstream, slots: LinearSlots) -> None:
+    def store_gradients(
+        self, hidden_KD: Tensor, chunk: Chunk, sums: ScoreSums, upstream: Upstream, slots: LinearSlots
+    ) -> None:
         """Compute the chunk's product again, and store the gradients of hidden, weight and bias.
 
         Args:
-            upstream: of all rows.
+            sums, upstream: of all rows.
         """
         hidden_KD = self._prepared(hidden_KD, chunk)
-        upstream = Upstream(*(None if t is None else t[chunk] for t in upstream))  # type: ignore[arg-type]
+        sums = sums.rows(chunk)
+        upstream = upstream.rows(chunk)
         bias_grads = []
         with torch.autocast(hidden_KD.device.type, enabled=False):
             product_KV = self.projection.product(hidden_KD)
-            above = 0
             for block in self._blocks(product_KV, chunk):
-                computed = self._softmax(block, upstream.entropy_N is not None, top_k=0)
-                rows = slice(above, above + len(block.product))
-                above = rows.stop
-                factors = Upstream(*(None if t is None else t[rows] for t in upstream))  # type: ignore[arg-type]
-                if factors.entropy_N is None:
-                    grad_KV = log_probs_gradient_(computed.p, block.picked, computed.sums, factors, self.split)
-                else:
-                    grad_KV = scores_gradient_(
-                        computed.p, computed.shifted, block.picked, computed.sums, factors, self.split
-                    )
-                grad_KV = self.projection.to_product_(grad_KV, computed.tanh, block.slope, block.product)
+                grad_KV = self._gradient(block, sums.rows(block.rows), upstream.rows(block.rows))
                 bias_grads.append(self.projection.bias_gradient(grad_KV, slots))
             self.projection.back(product_KV, hidden_KD, chunk, bias_grads, slots)
+
+    def _gradient(self, block: _Block, sums: ScoreSums, upstream: Upstream) -> Tensor:
+        """Overwrite a block's product by its gradient, and return the same gradient in the logits' dtype."""
+        entropy = upstream.entropy_N is not None
+        logits_KV, tanh_KV = self._logits(block)
+        out = self._out(logits_KV, entropy)
+        made = exponentials_(logits_KV, sums.best_N, entropy=entropy, masked=self.masked, out=out)
+        gradient = scores_gradient_ if entropy else log_probs_gradient_
+        grad_KV = gradient(made, block.picked, sums, upstream, self.split)
+        return self.projection.to_product_(grad_KV, tanh_KV, block.slope, block.product)
 
     def slots(self, hidden_ND: Tensor) -> HiddenSlots:
         """Return empty slots for all rows."""
@@ -227,30 +240,30 @@ class ScoreFormula:
                     grad_ND += factor_N.unsqueeze(1) * weight_VD[index_N]
         return grad_ND
 
-    def _own_gradients_(self, block: _Block, computed: _Softmax) -> None:
+    def _own_gradients_(self, block: _Block, made: Exponentials, sums: ScoreSums, tanh_KV: Tensor | None) -> None:
         """Overwrite the block's product by d log_prob / d product, and its second one by d entropy / d product."""
-        one_K = torch.ones_like(computed.sums.best_N)
+        one_K = torch.ones_like(sums.best_N)
         if block.entropy_product is not None:
-            # The order matters: p is needed for both, and the entropy's gradient overwrites z - m alone
-            tanh = None if computed.tanh is None else computed.tanh.clone()
-            factors = Upstream(torch.zeros_like(one_K), one_K, None)
-            grad_KV = scores_gradient_(computed.p, computed.shifted, block.picked, computed.sums, factors, self.split)
-            self.projection.to_product_(grad_KV, tanh, block.slope, block.entropy_product)
-        factors = Upstream(one_K, None, None)
-        grad_KV = log_probs_gradient_(computed.p, block.picked, computed.sums, factors, self.split)
-        self.projection.to_product_(grad_KV, computed.tanh, block.slope, block.product)
+            # First, because it overwrites z - m alone, and exp(z - m) is needed once more
+            tanh_twice_KV = None
+            if tanh_KV is not None:
+                tanh_twice_KV = tanh_KV.clone()
+            only_entropy = Upstream(torch.zeros_like(one_K), one_K, None)
+            grad_KV = scores_gradient_(made, block.picked, sums, only_entropy, self.split)
+            self.projection.to_product_(grad_KV, tanh_twice_KV, block.slope, block.entropy_product)
+        grad_KV = log_probs_gradient_(made, block.picked, sums, Upstream(one_K, None, None), self.split)
+        self.projection.to_product_(grad_KV, tanh_KV, block.slope, block.product)
 
-    def _slope(self, block: _Block, sums: ScoreSums) -> Tensor:
+    def _slope(self, chunk: Chunk, picked_logits_KP: Tensor) -> Tensor:
         """Return c at the target and the given classes: the derivative of their logits by the uncapped product."""
-        slope = block.slope / self.projection.temperature
-        if isinstance(slope, Tensor):
-            slope = slope.unsqueeze(1)
-        softcap = self.projection.softcap
-        if softcap is None:
-            return slope * torch.ones_like(sums.picked_NP)
+        slope_KP = torch.full_like(picked_logits_KP, 1 / self.projection.temperature)
+        if self.temperature_N is not None:
+            slope_KP = slope_KP / self.temperature_N[chunk].unsqueeze(1)
+        if self.projection.softcap is None:
+            return slope_KP
         # logits = slope softcap tanh(product / softcap), so that the derivative is slope (1 - tanh^2)
-        tanh_NP = sums.picked_NP / (slope * softcap)
-        return slope * (1 - tanh_NP.square())
+        tanh_KP = picked_logits_KP / (slope_KP * self.projection.softcap)
+        return slope_KP * (1 - tanh_KP.square())
 
     def _prepared(self, hidden_KD: Tensor, chunk: Chunk) -> Tensor:
         """Return the chunk's hidden states in the products' dtype, with 0 in rows that do not count."""
@@ -265,60 +278,58 @@ class ScoreFormula:
         # A split vocabulary's collectives cost the same for a block as for the chunk
         size = rows if self.split is not None else self.projection.rows_at_once(rows)
         picked_KP = self.picked_NP[chunk]
-        slope_K = None if self.temperature_N is None else self.temperature_N[chunk].reciprocal()
+        temperature_K = None
+        if self.temperature_N is not None:
+            temperature_K = self.temperature_N[chunk]
         for start in range(0, rows, size):
             block = slice(start, start + size)
             yield _Block(
+                rows=block,
                 product=product_KV[block],
                 picked=picked_KP[block],
-                temperature=None if self.temperature_N is None else self.temperature_N[chunk][block],
-                slope=1.0 if slope_K is None else slope_K[block],
+                temperature=None if temperature_K is None else temperature_K[block],
                 entropy_product=None if entropy_KV is None else entropy_KV[block],
             )
 
-    def _softmax(self, block: _Block, entropy: bool, top_k: int) -> _Softmax:
-        """Return the softmax of a block's logits, and the sums of its rows."""
-        projection = self.projection
-        logits_KV, tanh_KV = projection.logits(block.product)
+    def _logits(self, block: _Block) -> tuple[Tensor, Tensor | None]:
+        """Return the block's logits in memory that may be overwritten, and tanh(product / softcap) with a softcap."""
+        logits_KV, tanh_KV = self.projection.logits(block.product)
         dtype = wide(logits_KV.dtype)
-        if not projection.in_place or logits_KV.dtype != dtype:
-            # The product of an accelerator may be narrow, and must not be overwritten while a cap's tanh is needed
+        if not self.projection.in_place or logits_KV.dtype != dtype:
+            # An accelerator's product may be narrow
             logits_KV = logits_KV.to(dtype, copy=True)
         if block.temperature is not None:
             logits_KV /= block.temperature.unsqueeze(1)
-        out = None
-        if entropy and projection.in_place:
-            out = projection.buffer("softmax", len(logits_KV), dtype)
-        p_KV, shifted_KV, sums = softmax_and_score_sums(
-            logits_KV, block.picked, entropy=entropy, top_k=top_k, split=self.split, out=out
-        )
-        return _Softmax(p_KV, shifted_KV, tanh_KV, sums)
+        return logits_KV, tanh_KV
+
+    def _out(self, logits_KV: Tensor, entropy: bool) -> Tensor | None:
+        """Return memory for the exponentials beside z - m; None where they overwrite it, or an allocator reuses it."""
+        if not entropy or not self.projection.in_place:
+            return None
+        return self.projection.buffer("exponentials", len(logits_KV), logits_KV.dtype)
 
 
 class _Block(NamedTuple):
     """Some rows of a chunk."""
 
+    rows: slice
+    """Their places in the chunk."""
     product: Tensor
     picked: Tensor
     temperature: Tensor | None
-    slope: Tensor | float
-    """The derivative of the logits with respect to the capped product: 1 / temperature."""
     entropy_product: Tensor | None
 
-
-class _Softmax(NamedTuple):
-    """What the gradients of a block need."""
-
-    p: Tensor
-    shifted: Tensor
-    """z - m; the same tensor as p if no entropy is wanted."""
-    tanh: Tensor | None
-    sums: ScoreSums
+    @property
+    def slope(self) -> Tensor | float:
+        """Return the derivative of the logits by the capped product: 1 / temperature."""
+        if self.temperature is None:
+            return 1.0
+        return self.temperature.reciprocal()
 
 
-def _joined(blocks: list[RowScores]) -> RowScores:
-    """Return the scores of all blocks."""
+def _joined(blocks: list[ScoreSums]) -> ScoreSums:
+    """Return the sums of all blocks."""
     if len(blocks) == 1:
         return blocks[0]
     columns = zip(*blocks, strict=True)
-    return RowScores(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
+    return ScoreSums(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]

@@ -5,22 +5,24 @@ Shape suffixes: N rows (batch x time), D hidden, V vocabulary (this rank's class
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from seqpar.core.chunked_gradient import Rows
-from seqpar.core.chunks import Chunk, cut_rows, recording
+from seqpar.core.chunks import Chunk, cut_rows
 from seqpar.core.stored_gradients import Gradients
-from seqpar.core.tensor_checks import check_floating, check_integer_target
 from seqpar.core.token_loss import TokenLoss, wide
-from seqpar.distributed.vocab_parallel import VocabShard, check_whole
+from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.formula import LinearFormula
 from seqpar.linear.inputs import Inputs, Planned, Settings, checked, local_tensors, planned
 from seqpar.linear.leaves import LinearGradients, LinearLeaves, LinearSlots, LinearWanted, loss_and_gradients
 from seqpar.linear.score_formula import INVARIANT_ROWS, HiddenSlots, ScoreFormula
-from seqpar.losses.score_rows import RowScores, Upstream
+from seqpar.linear.score_inputs import ScoreRequest, checked_request
+from seqpar.losses.score_rows import RowScores, ScoreSums, Upstream, row_scores
 from seqpar.losses.softmax_loss import SoftTarget
 
 
@@ -111,13 +113,13 @@ def token_scores(
         chunk_tokens=chunk_tokens,
     )
     inputs, vocab = local_tensors(Inputs(hidden, weight, target, bias), vocab)
-    request = _Request(None if is_number else temperature, entropy, top_k, ids, product_dtype, batch_invariant)  # type: ignore[arg-type]
+    request = ScoreRequest(None if is_number else temperature, entropy, top_k, ids, product_dtype, batch_invariant)  # type: ignore[arg-type]
     shard, q = checked(
         inputs,
         settings,
         vocab,
         any_dtype=product_dtype is not None,
-        further=lambda shard: _checked_request(request, inputs, ignore_index, shard.vocab_size),
+        further=lambda shard: checked_request(request, inputs, ignore_index, shard.vocab_size),
     )
     rows = planned(inputs, settings, shard, product_dtype)
     tokens = _ScoredTokens(rows, request, ignore_index, q)
@@ -135,92 +137,10 @@ def token_scores(
     return scores
 
 
-class _Request(NamedTuple):
-    """What the caller asked for, beside the log-probability of the target."""
-
-    temperature: Tensor | None
-    entropy: bool
-    top_k: int | None
-    ids: Tensor | None
-    product_dtype: torch.dtype | None
-    batch_invariant: bool
-
-
-def _checked_request(request: _Request, inputs: Inputs, ignore_index: int, vocab_size: int) -> dict[str, object]:
-    """Return what must be the same on all ranks of a split vocabulary's group; raise for an invalid argument."""
-    counted = inputs.target.long() != ignore_index
-    for name in ("entropy", "batch_invariant"):
-        value = getattr(request, name)
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r:.60}; it must be True or False")
-    if request.product_dtype is not None and not request.product_dtype.is_floating_point:
-        raise TypeError(f"product_dtype is {request.product_dtype}; it must be a floating dtype, such as torch.float32")
-    if request.top_k is not None:
-        check_whole(request.top_k, "top_k", 1)
-        if request.top_k > vocab_size:
-            raise ValueError(f"top_k is {request.top_k} and there are {vocab_size} classes; it must be at most as many")
-    facts: dict[str, object] = {name: getattr(request, name) for name in ("entropy", "top_k", "product_dtype")}
-    facts["batch_invariant"] = request.batch_invariant
-    facts["temperature of each token"] = _check_temperature(request.temperature, inputs.target, counted)
-    facts["ids"] = _check_ids(request.ids, inputs.target, counted, vocab_size)
-    return facts
-
-
-def _check_temperature(temperature: Tensor | None, target: Tensor, counted: Tensor) -> object:
-    """Raise unless it is None or one number above 0 for each token; return what must be the same on all ranks."""
-    if temperature is None:
-        return "none"
-    check_floating(temperature, "temperature")
-    if temperature.requires_grad:
-        raise TypeError("temperature requires a gradient, and gets none here: pass temperature.detach()")
-    if temperature.shape != target.shape:
-        raise ValueError(
-            f"temperature has shape {tuple(temperature.shape)} and target {tuple(target.shape)}; it must be a number, "
-            "or one for each token"
-        )
-    _check_device(temperature, "temperature", target)
-    if recording(target.device):
-        return "given"
-    bad = counted & ~((temperature > 0) & temperature.isfinite())
-    if bad.any():
-        place = tuple(bad.nonzero()[0].tolist())
-        raise ValueError(f"temperature {temperature[place].item()} at position {place} is not a finite number above 0")
-    return float(temperature.double().where(counted, 1.0).sum())
-
-
-def _check_ids(ids: Tensor | None, target: Tensor, counted: Tensor, vocab_size: int) -> object:
-    """Raise unless ids is None or has classes for each token; return what must be the same on all ranks."""
-    if ids is None:
-        return "none"
-    check_integer_target(ids, "ids")
-    if ids.dim() != target.dim() + 1 or ids.shape[:-1] != target.shape:
-        raise ValueError(
-            f"ids has shape {tuple(ids.shape)} and target {tuple(target.shape)}; it must be (target's shape, J)"
-        )
-    _check_device(ids, "ids", target)
-    if recording(target.device):
-        return tuple(ids.shape)
-    bad = counted.unsqueeze(-1) & ((ids < 0) | (ids >= vocab_size))
-    if bad.any():
-        place = tuple(bad.nonzero()[0].tolist())
-        raise IndexError(
-            f"ids has {ids[place].item()} at position {place}, outside the vocabulary [0, {vocab_size}); only tokens "
-            "whose target is ignore_index may have any number"
-        )
-    numbers = torch.arange(1, ids.numel() + 1, device=ids.device)
-    return (*ids.shape, int((ids.long().where(counted.unsqueeze(-1), 0).flatten() * numbers).sum()))
-
-
-def _check_device(tensor: Tensor, name: str, target: Tensor) -> None:
-    """Raise ValueError unless the tensor is on target's device."""
-    if tensor.device != target.device:
-        raise ValueError(f"target is on {target.device} and {name} on {tensor.device}; move them to one device")
-
-
 class _ScoredTokens:
     """The rows of one call, and the function that computes a chunk's scores."""
 
-    def __init__(self, rows: Planned, request: _Request, ignore_index: int, q: SoftTarget) -> None:
+    def __init__(self, rows: Planned, request: ScoreRequest, ignore_index: int, q: SoftTarget) -> None:
         self.chunks = rows.chunks
         self.projection = rows.projection
         self.request = request
@@ -243,6 +163,7 @@ class _ScoredTokens:
             entropy=request.entropy,
             top_k=request.top_k or 0,
             split=rows.split,
+            masked=_may_be_masked(rows.projection.bias_V),
             counted_N=self.counted_N if self.in_every_row else None,
         )
         self.invariant_formula = None
@@ -251,32 +172,32 @@ class _ScoredTokens:
         # -log p as a cross-entropy, for which an accelerator has a kernel
         self.cross_entropy = LinearFormula(rows.projection, rows.target_N, q, rows.split, rows.ignored)
 
-    def scores(self, hidden_ND: Tensor, kept: HiddenSlots | None) -> RowScores:
-        """Return the scores of all rows; 0, and classes -1, where the target is ignored."""
-        out = self._empty()
+    def scores(self, hidden_ND: Tensor, kept: HiddenSlots | None) -> tuple[RowScores, ScoreSums]:
+        """Return the scores of all rows (0, and classes -1, where the target is ignored) and what backward needs."""
+        scores = self._scores_of_ignored()
+        sums = self._sums_of_ignored()
         chunks = self.chunks
         if self.invariant_formula is not None:
             chunks = cut_rows(self.counted_N, INVARIANT_ROWS)
         for chunk in chunks:
             if self.invariant_formula is not None:
-                found = self.invariant_formula.scores_in_tile(hidden_ND[chunk], chunk)
+                of_chunk = self.invariant_formula.sums_in_tile(hidden_ND[chunk], chunk)
             else:
-                found = self.formula.scores(hidden_ND[chunk], chunk, kept)
-            for into, rows in zip(out, found, strict=True):
-                if into is not None and rows is not None:
-                    into[chunk] = rows
+                of_chunk = self.formula.sums(hidden_ND[chunk], chunk, kept)
+            _write_rows(scores, chunk, row_scores(of_chunk))
+            # The picked and the top logits are not needed again
+            _write_rows(sums[:3], chunk, of_chunk[:3])
         # The formula is needed until backward, its buffers and the padded weight are not
         self.projection.buffers.clear()
         self.invariant_formula = None
-        if not self.in_every_row:
-            return out
-        for into, rows in zip(out, self._empty(), strict=True):
-            if into is not None and rows is not None:
-                into.copy_(into.where(_as_column(self.counted_N, into), rows))
-        return out
+        if self.in_every_row:
+            for score, ignored in zip(scores, self._scores_of_ignored(), strict=True):
+                if score is not None and ignored is not None:
+                    score.copy_(score.where(_as_column(self.counted_N, score), ignored))
+        return scores, sums
 
-    def _empty(self) -> RowScores:
-        """Return the scores of ignored rows."""
+    def _scores_of_ignored(self) -> RowScores:
+        """Return scores of all rows as if all targets were ignored."""
         rows = len(self.counted_N)
         top_k = self.request.top_k or 0
         zero_N = self.counted_N.new_zeros(rows, dtype=wide(self.projection.weight_VD.dtype))
@@ -287,6 +208,13 @@ class _ScoredTokens:
             top_log_probs_NT=zero_N.new_zeros((rows, top_k)),
             top_ids_NT=torch.full((rows, top_k), -1, device=zero_N.device),
         )
+
+    def _sums_of_ignored(self) -> ScoreSums:
+        """Return sums of all rows as if all targets were ignored; nothing is picked."""
+        zero_N = self.counted_N.new_zeros(len(self.counted_N), dtype=wide(self.projection.weight_VD.dtype))
+        dot_N = zero_N.clone() if self.request.entropy else None
+        nothing = zero_N.new_zeros((len(zero_N), 0))
+        return ScoreSums(zero_N.clone(), zero_N + 1, dot_N, nothing, nothing, nothing.long())
 
     def upstream(self, log_prob_N: Tensor | None, entropy_N: Tensor | None, log_probs_at_NJ: Tensor | None) -> Upstream:
         """Return the gradients that arrive in backward; None for a score that was not used, 0 in ignored rows."""
@@ -300,7 +228,9 @@ class _ScoredTokens:
         counted = (None if t is None else t.where(_as_column(self.counted_N, t), 0) for t in given)
         return Upstream(*counted)  # type: ignore[arg-type]
 
-    def gradients(self, leaves: LinearLeaves, upstream: Upstream, wanted: LinearWanted) -> LinearGradients:
+    def gradients(
+        self, leaves: LinearLeaves, sums: ScoreSums, upstream: Upstream, wanted: LinearWanted
+    ) -> LinearGradients:
         """Return the gradients of all leaves, the product computed again chunk by chunk."""
         one_score = upstream.entropy_N is None and upstream.log_probs_at_NJ is None
         if one_score and self.cross_entropy.kernel is not None and self.formula.temperature_N is None:
@@ -315,7 +245,7 @@ class _ScoredTokens:
             (hidden_KD, _) = rows
             assert hidden_KD is not None
             assert gradients is not None
-            self.formula.store_gradients(hidden_KD, chunk, upstream, LinearSlots.of(gradients))
+            self.formula.store_gradients(hidden_KD, chunk, sums, upstream, LinearSlots.of(gradients))
             return nothing
 
         _, found = loss_and_gradients(chunk_gradient, self.chunks, leaves, wanted)
@@ -334,8 +264,9 @@ class _Scores(torch.autograd.Function):
         projection_is_frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
         if grad_is_enabled and hidden_ND.requires_grad and projection_is_frozen and not tokens.request.batch_invariant:
             kept = tokens.formula.slots(hidden_ND)
-        found = tokens.scores(hidden_ND.detach(), kept)
+        found, sums = tokens.scores(hidden_ND.detach(), kept)
         ctx.tokens = tokens
+        ctx.sums = sums
         ctx.projection_is_frozen = kept is not None
         ctx.hidden_dtype = hidden_ND.dtype
         if kept is None:
@@ -366,8 +297,23 @@ class _Scores(torch.autograd.Function):
         hidden_ND, weight, bias = ctx.saved_tensors
         # The first two arguments are no tensors
         _, _, *needs_gradient = ctx.needs_input_grad
-        found = tokens.gradients(LinearLeaves(hidden_ND, weight, bias), upstream, LinearWanted(*needs_gradient))
+        leaves = LinearLeaves(hidden_ND, weight, bias)
+        found = tokens.gradients(leaves, ctx.sums, upstream, LinearWanted(*needs_gradient))
         return None, None, found.hidden, found.weight, found.bias
+
+
+def _may_be_masked(bias_V: Tensor | None) -> bool:
+    """Return whether logits may be -inf: only where the bias is. On an accelerator that is not read."""
+    if bias_V is None:
+        return False
+    return bias_V.device.type != "cpu" or bool((bias_V == -math.inf).any())
+
+
+def _write_rows(into: Iterable[Tensor | None], chunk: Chunk, rows: Iterable[Tensor | None]) -> None:
+    """Write a chunk's rows into tensors of all rows; None stays None."""
+    for whole, own in zip(into, rows, strict=True):
+        if whole is not None and own is not None:
+            whole[chunk] = own
 
 
 def _as_column(mask_N: Tensor, values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ With the upstream factors u of log_prob, h of entropy and g_j of log_probs_at:
 A class with z_k = -inf has p_k = 0 and adds nothing to any of these sums.
 
 All logits are taken relative to m, because a difference of two numbers in the hundreds would lose the digits of a
-log-probability near 0. In the code: `best_N` is m, `log_sum_N` log S, `mean_N` sum_k p_k (z_k - m).
+log-probability near 0. In the code: `best_N` is m, `sum_N` S, `dot_N` sum_k exp(z_k - m) (z_k - m).
 Shape suffixes: N rows, V classes (on this rank, where the vocabulary is split), J given classes, P = 1 + J, T top ones.
 """
 
@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from seqpar.core.chunks import recording
+from seqpar.core.chunks import Chunk, recording
 
 NEVER = -1e4
 """exp(NEVER) is 0 in every dtype. In place of -inf it makes the product with a probability of 0 equal 0, not nan."""
@@ -35,21 +35,21 @@ class ScoreSums(NamedTuple):
     """What the scores of a row need from its classes."""
 
     best_N: Tensor
-    """m; -inf where there are no classes."""
-    log_sum_N: Tensor
-    """log S."""
-    mean_N: Tensor | None
-    """sum_k p_k (z_k - m); None if no entropy is wanted."""
+    """m; -inf where there are no classes, or all are masked out."""
+    sum_N: Tensor
+    """S = sum_k exp(z_k - m)."""
+    dot_N: Tensor | None
+    """sum_k exp(z_k - m) (z_k - m), which is S times the mean of z - m; None if no entropy is wanted."""
     picked_NP: Tensor
     """z of the target, then of each given class; 0 for a class on another rank."""
     top_NT: Tensor
     """The T largest logits, in descending order; T is 0 if none are wanted."""
     top_ids_NT: Tensor
     """The classes that have them; of equal ones the lower class first."""
-    share_N: Tensor | None = None
-    """The sum of p over this rank's classes: their own softmax times share_N is p. None if all classes are here."""
-    offset_N: Tensor | None = None
-    """This rank's own m less that of the whole vocabulary. None if all classes are here."""
+
+    def rows(self, which: Chunk) -> ScoreSums:
+        """Return the sums of some rows."""
+        return ScoreSums(*(None if t is None else t[which] for t in self))  # type: ignore[arg-type]
 
 
 class RowScores(NamedTuple):
@@ -68,6 +68,10 @@ class Upstream(NamedTuple):
     log_prob_N: Tensor
     entropy_N: Tensor | None
     log_probs_at_NJ: Tensor | None
+
+    def rows(self, which: Chunk) -> Upstream:
+        """Return the gradients that arrive for some rows."""
+        return Upstream(*(None if t is None else t[which] for t in self))  # type: ignore[arg-type]
 
     def of_all_log_probs(self) -> Tensor:
         """Return u + sum_j g_j."""
@@ -90,140 +94,135 @@ class SplitScores(Protocol):
         """Return the sums over the whole vocabulary, given those over this rank's classes."""
 
 
-def softmax_and_score_sums(
+class Exponentials(NamedTuple):
+    """exp(z - m) and z - m of this rank's classes, where m may be this rank's own maximum."""
+
+    exp_NV: Tensor
+    shifted_NV: Tensor
+    """z - m, at least NEVER; the same memory as exp_NV if no entropy is wanted."""
+    best_N: Tensor
+    """The m that was subtracted."""
+
+
+def exponentials_(
+    logits_NV: Tensor, best_N: Tensor, *, entropy: bool, masked: bool, out: Tensor | None = None
+) -> Exponentials:
+    """Overwrite the logits by z - m if `entropy`, else by exp(z - m).
+
+    Args:
+        logits_NV: in float32 or wider.
+        best_N: m; where it is -inf, 0 is subtracted, so that all exponentials are 0.
+        masked: whether logits may be -inf.
+        out: memory for the exponentials if `entropy`; None to choose it here.
+    """
+    best_N = best_N.masked_fill(best_N == -math.inf, 0)
+    shifted_NV = logits_NV.sub_(best_N.unsqueeze(1))
+    if not entropy:
+        return Exponentials(shifted_NV.exp_(), shifted_NV, best_N)
+    if masked:
+        shifted_NV.clamp_(min=NEVER)
+    return Exponentials(torch.exp(shifted_NV, out=out), shifted_NV, best_N)
+
+
+def score_sums(
     logits_NV: Tensor,
     picked_NP: Tensor,
     *,
     entropy: bool,
+    masked: bool = True,
     top_k: int = 0,
     split: SplitScores | None = None,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, ScoreSums]:
-    """Return the softmax over this rank's classes, z - m with their own m, and the sums over all classes.
+) -> tuple[Exponentials, ScoreSums]:
+    """Return the exponentials of this rank's classes, and the sums over all classes; the logits are overwritten.
 
     Args:
-        logits_NV: in float32 or wider; overwritten by z - m if `entropy`, else by the softmax if `out` is None.
         picked_NP: the target and the given classes, of the whole vocabulary.
-        out: memory for the softmax; None to choose it here.
+        logits_NV, entropy, masked, out: as `exponentials_`.
     """
     index_NP = picked_NP
     owned_NP = None
     if split is not None:
         index_NP, owned_NP = split.locate(picked_NP, logits_NV.size(1))
-    if logits_NV.size(1):
-        p_NV, shifted_NV, sums = _local_sums(logits_NV, index_NP, entropy, top_k, out)
+    if not logits_NV.size(1):
+        # An empty maximum is -inf, an empty sum 0
+        best_N = logits_NV.new_full((len(logits_NV),), -math.inf)
+        picked_logits_NP = logits_NV.new_zeros(index_NP.shape)
     else:
-        p_NV = shifted_NV = logits_NV
-        sums = _no_classes(logits_NV, index_NP, entropy)
+        best_N = logits_NV.amax(-1)
+        picked_logits_NP = logits_NV.gather(1, index_NP)
+    top_NT, top_ids_NT = top_classes(logits_NV, min(top_k, logits_NV.size(1)))
+    made = exponentials_(logits_NV, best_N, entropy=entropy, masked=masked, out=out)
+    dot_N = None
+    if entropy:
+        # A product of matrices for each row is one pass, without a temporary of their size
+        dot_N = torch.bmm(made.exp_NV.unsqueeze(1), made.shifted_NV.unsqueeze(2)).reshape(-1)
+    sums = ScoreSums(best_N, made.exp_NV.sum(-1), dot_N, picked_logits_NP, top_NT, top_ids_NT)
     if split is None:
-        return p_NV, shifted_NV, sums
+        return made, sums
     assert owned_NP is not None
     sums = sums._replace(
-        picked_NP=sums.picked_NP.where(owned_NP, torch.zeros_like(sums.picked_NP)),
-        top_ids_NT=sums.top_ids_NT + split.start,
+        picked_NP=picked_logits_NP.where(owned_NP, torch.zeros_like(picked_logits_NP)),
+        top_ids_NT=top_ids_NT + split.start,
     )
-    return p_NV, shifted_NV, split.combine_scores(sums, top_k)
-
-
-def _local_sums(
-    logits_NV: Tensor, index_NP: Tensor, entropy: bool, top_k: int, out: Tensor | None
-) -> tuple[Tensor, Tensor, ScoreSums]:
-    """Return softmax, z - m and sums over at least one class."""
-    best_N = logits_NV.amax(-1)
-    picked_NP = logits_NV.gather(1, index_NP)
-    top_NT, top_ids_NT = top_classes(logits_NV, min(top_k, logits_NV.size(1)))
-    mean_N = None
-    if entropy:
-        p_NV = torch.softmax(logits_NV, -1, out=out)
-        shifted_NV = logits_NV.sub_(best_N.unsqueeze(1)).clamp_(min=NEVER)
-        # A product of matrices for each row: sum_k p_k (z_k - m) in one pass, without a temporary of their size
-        mean_N = torch.bmm(p_NV.unsqueeze(1), shifted_NV.unsqueeze(2)).reshape(-1)
-    else:
-        p_NV = torch.softmax(logits_NV, -1, out=logits_NV if out is None else out)
-        shifted_NV = p_NV
-    # The largest p is 1 / S, at least 1/V, so that its log is exact
-    log_sum_N = -p_NV.amax(-1).log()
-    return p_NV, shifted_NV, ScoreSums(best_N, log_sum_N, mean_N, picked_NP, top_NT, top_ids_NT)
-
-
-def _no_classes(logits_NV: Tensor, index_NP: Tensor, entropy: bool) -> ScoreSums:
-    """Return the sums of a rank without classes: an empty maximum is -inf, an empty sum 0."""
-    zero_N = logits_NV.new_zeros(len(logits_NV))
-    nothing_NT = logits_NV.new_zeros((len(logits_NV), 0))
-    return ScoreSums(
-        best_N=zero_N - math.inf,
-        log_sum_N=zero_N,
-        mean_N=zero_N if entropy else None,
-        picked_NP=logits_NV.new_zeros(index_NP.shape),
-        top_NT=nothing_NT,
-        top_ids_NT=nothing_NT.long(),
-    )
+    return made, split.combine_scores(sums, top_k)
 
 
 def row_scores(sums: ScoreSums) -> RowScores:
     """Return the scores: log p_k = z_k - m - log S, and H = log S - sum_k p_k (z_k - m)."""
     best_N1 = sums.best_N.unsqueeze(1)
-    log_sum_N1 = sums.log_sum_N.unsqueeze(1)
+    log_sum_N = sums.sum_N.log()
+    log_sum_N1 = log_sum_N.unsqueeze(1)
     # z - m is taken first: both may be in the hundreds, and their difference near 0
     log_p_NP = (sums.picked_NP - best_N1) - log_sum_N1
     entropy_N = None
-    if sums.mean_N is not None:
-        entropy_N = sums.log_sum_N - sums.mean_N
+    if sums.dot_N is not None:
+        entropy_N = log_sum_N - sums.dot_N / sums.sum_N
     top_NT = (sums.top_NT - best_N1) - log_sum_N1
     return RowScores(log_p_NP[:, 0], entropy_N, log_p_NP[:, 1:], top_NT, sums.top_ids_NT)
 
 
 def log_probs_gradient_(
-    p_NV: Tensor, picked_NP: Tensor, sums: ScoreSums, upstream: Upstream, split: SplitScores | None = None
+    made: Exponentials, picked_NP: Tensor, sums: ScoreSums, upstream: Upstream, split: SplitScores | None = None
 ) -> Tensor:
-    """Turn p into the gradient of sum u log_prob + sum_j g_j log_probs_at_j with respect to the logits, in place."""
-    if not p_NV.size(1):
-        return p_NV
-    _hide_empty_shards_(p_NV, sums)
-    p_NV *= _scaled(-upstream.of_all_log_probs(), sums.share_N).unsqueeze(1)
-    return _add_picked_(p_NV, picked_NP, upstream, split)
+    """Overwrite exp(z - m) by the gradient of sum u log_prob + sum_j g_j log_probs_at_j with respect to the logits."""
+    to_p_N = _factor_of_p(made, sums)
+    made.exp_NV.mul_((-upstream.of_all_log_probs() * to_p_N).unsqueeze(1))
+    return _add_picked_(made.exp_NV, picked_NP, upstream, split)
 
 
 def scores_gradient_(
-    p_NV: Tensor,
-    shifted_NV: Tensor,
-    picked_NP: Tensor,
-    sums: ScoreSums,
-    upstream: Upstream,
-    split: SplitScores | None = None,
+    made: Exponentials, picked_NP: Tensor, sums: ScoreSums, upstream: Upstream, split: SplitScores | None = None
 ) -> Tensor:
-    """Turn z - m into the gradient of all scores with respect to the logits, in place; p is not changed."""
-    if not p_NV.size(1):
-        return p_NV
+    """Overwrite z - m by the gradient of all scores with respect to the logits; exp(z - m) is not changed."""
     assert upstream.entropy_N is not None
-    assert sums.mean_N is not None
-    # log p_k + H = (z_k - m) - sum_j p_j (z_j - m), where a shard's z - m is relative to its own m
-    centre_N = -sums.mean_N
-    if sums.offset_N is not None:
-        centre_N = centre_N + sums.offset_N
-    slope_N = _scaled(-upstream.entropy_N, sums.share_N)
-    rest_N = _scaled(-upstream.of_all_log_probs(), sums.share_N) + slope_N * centre_N
+    assert sums.dot_N is not None
+    to_p_N = _factor_of_p(made, sums)
+    # log p_k + H = (z_k - m) - sum_j p_j (z_j - m), where a shard's z - m is relative to the m it subtracted
+    centre_N = _offset(made, sums) - sums.dot_N / sums.sum_N
+    slope_N = -upstream.entropy_N * to_p_N
+    rest_N = -upstream.of_all_log_probs() * to_p_N + slope_N * centre_N
+    shifted_NV = made.shifted_NV
     torch.addcmul(rest_N.unsqueeze(1), shifted_NV, slope_N.unsqueeze(1), out=shifted_NV)
-    shifted_NV *= p_NV
-    _hide_empty_shards_(shifted_NV, sums)
+    shifted_NV *= made.exp_NV
     return _add_picked_(shifted_NV, picked_NP, upstream, split)
 
 
-def _scaled(factor_N: Tensor, share_N: Tensor | None) -> Tensor:
-    """Return the factor of p as a factor of the softmax over this rank's classes."""
-    if share_N is None:
-        return factor_N
-    return factor_N * share_N
+def _factor_of_p(made: Exponentials, sums: ScoreSums) -> Tensor:
+    """Return p_k / exp(z_k - m), where m may be a shard's own."""
+    return _offset(made, sums).exp() / sums.sum_N
 
 
-def _hide_empty_shards_(grad_NV: Tensor, sums: ScoreSums) -> None:
-    """Set rows to 0 where all logits of this rank are -inf: their own softmax is 0/0 = nan, while p is 0."""
-    if sums.share_N is not None:
-        grad_NV.masked_fill_((sums.share_N == 0).unsqueeze(1), 0)
+def _offset(made: Exponentials, sums: ScoreSums) -> Tensor:
+    """Return the m that was subtracted, less that of the whole vocabulary; any finite number if a shard has no p."""
+    # A shard without classes, or with masked ones alone, has subtracted 0, which may lie far above
+    return (made.best_N - sums.best_N).clamp_(max=0)
 
 
 def _add_picked_(grad_NV: Tensor, picked_NP: Tensor, upstream: Upstream, split: SplitScores | None) -> Tensor:
     """Add u at the target and g_j at each given class."""
+    if not grad_NV.size(1):
+        return grad_NV
     factor_NP = upstream.log_prob_N.unsqueeze(1)
     if upstream.log_probs_at_NJ is not None:
         factor_NP = torch.cat([factor_NP, upstream.log_probs_at_NJ], 1)

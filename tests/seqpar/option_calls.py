@@ -165,6 +165,18 @@ def linear_arguments() -> Arguments:
     return {"hidden": leaf(1, 6, D), "weight": leaf(2, V, D), "target": TARGET}
 
 
+def few() -> Tensor:
+    """Two classes for each row."""
+    return torch.tensor([0, 3]).expand(6, 2)
+
+
+def taught_by(kind: Callable[..., Any]) -> Callable[..., Any]:
+    """Distillation from a teacher of this kind, which is made from the arguments."""
+    return lambda **given: seqpar.linear_distillation(
+        **linear_arguments(), teacher=kind(**given), divergence="forward_kl"
+    )
+
+
 def refuse_class_7(**given: Any) -> Any:
     return seqpar.linear_cross_entropy(**linear_arguments(), vocab=seqpar.VocabShard(**given))
 
@@ -277,6 +289,9 @@ CALLS: dict[str, Call] = {
         hidden_target,
     ),
     "LossCompute.explain": Call(seqpar.LossCompute(linear(1), smoothing()).explain, dict, numbers),
+    "LossCompute.token_scores": Call(
+        seqpar.LossCompute(linear(1), smoothing()).token_scores, lambda: {**hidden_target(), "**options": {}}, numbers
+    ),
     "ModelWithLoss": Call(
         lambda **given: seqpar.ModelWithLoss(**given)(t(1, 2, 5, 3), target=TARGET_BT),
         lambda: {"model": linear(5, 3, D), "loss": seqpar.LossCompute(linear(1), smoothing())},
@@ -290,6 +305,18 @@ CALLS: dict[str, Call] = {
     ),
     "MultiGPULossCompute": Call(engine_2018, arguments_2018, numbers),
     "MultiGPULossCompute.__call__": Call(call_2018, called_2018, numbers),
+    "SparseTarget": Call(
+        lambda **given: seqpar.linear_cross_entropy(**linear_arguments(), soft_target=seqpar.SparseTarget(**given)),
+        lambda: {"ids": few(), "probs": torch.tensor([0.75, 0.25]).expand(6, 2)},
+    ),
+    "TeacherHidden": Call(taught_by(seqpar.TeacherHidden), lambda: {"hidden": t(3, 6, 3), "weight": t(4, V, 3)}),
+    "TeacherLogProbs": Call(
+        taught_by(seqpar.TeacherLogProbs), lambda: {"function": lambda rows: t(3, 6, V).log_softmax(-1)[rows]}
+    ),
+    "TeacherTopK": Call(
+        taught_by(seqpar.TeacherTopK),
+        lambda: {"ids": few(), "log_probs": torch.tensor([-1.0, -2.0]).expand(6, 2), "rest": "one_class"},
+    ),
     "TokenLoss": Call(
         lambda **given: [*seqpar.TokenLoss(**given), seqpar.TokenLoss(**given).mean],
         lambda: {"total": torch.tensor(6.0), "tokens": torch.tensor(3)},
@@ -321,7 +348,7 @@ CALLS: dict[str, Call] = {
     "linear_distillation": Call(
         seqpar.linear_distillation,
         lambda: {
-            **linear_arguments(), "teacher_hidden": t(3, 6, 3), "teacher_weight": t(4, V, 3), "direction": "forward"
+            **linear_arguments(), "teacher": seqpar.TeacherHidden(t(3, 6, 3), t(4, V, 3)), "divergence": "forward_kl"
         },
     ),
     "next_token_targets": Call(seqpar.next_token_targets, lambda: {"tokens": tokens(), "group": None}, numbers),

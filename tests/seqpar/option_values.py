@@ -20,6 +20,7 @@ from tests.seqpar.option_calls import (
     See,
     Seen,
     V,
+    few,
     leaf,
     linear,
     plain,
@@ -127,6 +128,13 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "**per_token": to({"factor": t(3, 2, 5)}),
     },
     "LossCompute.explain": {"tokens": to(9)},
+    "LossCompute.token_scores": {
+        "hidden": to(leaf(8, 2, 5, D)),
+        "target": to(TARGET_BT.flip(1)),
+        "temperature": to(2.0),
+        "ids": to(torch.ones(2, 5, 1, dtype=torch.int64)),
+        "**options": to({"entropy": True}),
+    },
     "ModelWithLoss": {"model": to(linear(8, 3, D)), "loss": to(seqpar.LossCompute(linear(8), smoothing()))},
     "ModelWithLoss.forward": {
         "*inputs": to((t(8, 2, 5, D),)),
@@ -146,6 +154,14 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "targets": to(TARGET_BT.flip(1)),
         "normalize": to(3.0),
         "**per_token": to({"factor": t(3, 2, 5)}),
+    },
+    "SparseTarget": {"ids": to(few() + 1), "probs": to(torch.tensor([0.5, 0.5]).expand(6, 2))},
+    "TeacherHidden": {"hidden": to(t(8, 6, 3)), "weight": to(t(8, V, 3)), "bias": to(t(8, V))},
+    "TeacherLogProbs": {"function": to(lambda rows: t(8, 6, V).log_softmax(-1)[rows])},
+    "TeacherTopK": {
+        "ids": to(few() + 1),
+        "log_probs": to(torch.tensor([-3.0, -2.0]).expand(6, 2)),
+        "rest": to("renormalize"),
     },
     "TokenLoss": {
         "total": to(torch.tensor(5.0)),
@@ -196,6 +212,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
     "join_time": {"parts": to([t(2, 4, 4), t(1, 4, 4)]), "dim": to(0), "order": to("zigzag")},
     "linear_cross_entropy": {
         **LINEAR,
+        "soft_target": to(seqpar.SparseTarget(few(), torch.tensor([0.75, 0.25]).expand(6, 2))),
         "label_smoothing": to(0.2),
         "smoothing_convention": to("fairseq", beside=lambda: {"label_smoothing": 0.2}),
         "z_loss": to(0.1),
@@ -209,11 +226,13 @@ OPTIONS: dict[str, dict[str, Option]] = {
     "linear_distillation": {
         **LINEAR,
         "target": to(torch.tensor([0, 2, -100, 5, 6, 1])),
-        "teacher_hidden": to(t(8, 6, 3)),
-        "teacher_weight": to(t(8, V, 3)),
-        "direction": to("reverse"),
-        "teacher_bias": to(t(8, V)),
+        "teacher": to(seqpar.TeacherHidden(t(8, 6, 3), t(8, V, 3))),
+        "divergence": to("reverse_kl"),
+        "beta": to(0.1, beside=lambda: {"divergence": "jsd", "beta": 0.5}),
         "temperature": to(2.0),
+        "token_weight": to(leaf(8, 6)),
+        "loss_scale": to(2.0**16, see=kept_in_float16, beside=in_float16),
+        "vocab": to(seqpar.VocabShard(None, 1, 8), refused="[1, 8)"),
     },
     "next_token_targets": {
         "tokens": to(tokens() + 1),

@@ -10,19 +10,39 @@ from hypothesis import strategies as st
 
 import seqpar
 from seqpar.testing import assert_same_results
+from tests.seqpar.linear.distillation_cases import KINDS, Distillation
 from tests.seqpar.linear.linear_loss import linear_cases
-from tests.seqpar.linear.test_distillation import teachers
+from tests.seqpar.linear.test_soft_targets import soft_target
 from tests.seqpar.recording import recorded
 
 ASKING = ("chunks", "target_checks", "linear_inputs", "distillation", "sampled")
 
 
 def distillation(tensors, case):
-    made = tensors | teachers(case, 3, case.bias)
-    if tensors["hidden"].isnan().any():
-        made["teacher_hidden"][tensors["target"] == case.padding] = torch.nan
-    direction = "forward" if case.coarse else "reverse"
-    return seqpar.linear_distillation(**made, direction=direction, **of(case, "temperature"))
+    """Every kind of teacher in turn, without a number in ignored rows where the student has none."""
+    kind = KINDS[case.seed % len(KINDS)]
+    one = Distillation(case, "forward_kl" if case.coarse else "reverse_kl", None, kind, 3, case.vocab_size // 2, True)
+    teacher = one.teacher()
+    ignored = (tensors["target"] == case.padding) & tensors["hidden"].isnan().any()
+    if kind == "hidden":
+        teacher.hidden[ignored] = torch.nan
+    elif kind == "log_probs":
+        function = teacher.function
+        teacher = seqpar.TeacherLogProbs(
+            lambda rows: function(rows).masked_fill(ignored.flatten()[rows].unsqueeze(1), torch.nan)
+        )
+    else:
+        teacher.log_probs[ignored] = torch.nan
+        teacher.ids[ignored] = 99
+    return seqpar.linear_distillation(**tensors, teacher=teacher, divergence=one.divergence, **of(case, "temperature"))
+
+
+def soft(tensors, case):
+    sparse, _ = soft_target(case, 2, True)
+    ignored = (tensors["target"] == case.padding) & tensors["hidden"].isnan().any()
+    sparse.probs[ignored] = torch.nan
+    sparse.ids[ignored] = 99
+    return seqpar.linear_cross_entropy(**tensors, soft_target=sparse, **of(case, "temperature", "softcap", "z_loss"))
 
 
 def scores(tensors, case):
@@ -64,7 +84,7 @@ def result(loss, case, hidden_of_padding):
     return (found.total.detach(), dict(zip(names, grads, strict=True))), found
 
 
-@pytest.mark.parametrize("loss", [distillation, scores, sampled])
+@pytest.mark.parametrize("loss", [distillation, soft, scores, sampled])
 @settings(max_examples=15)
 @given(linear_cases(), st.sampled_from([1.0, float("nan")]))
 def test_ignored_rows_of_a_recorded_loss_count_for_nothing(loss, case, hidden_of_padding):

@@ -55,6 +55,11 @@ def plain_cross_entropy(given: Given) -> Tensor:
     weights = given.get("class_weight")
     weights = torch.ones(log_p.size(1), dtype=torch.float64) if weights is None else weights.double()
     eps = float(given.get("label_smoothing", 0.0))
+    if given.get("soft_target") is not None:
+        ids, probs = (t.flatten(0, -2) for t in (given["soft_target"].ids.long(), given["soft_target"].probs.double()))
+        soft = -(probs * log_p.gather(1, ids)).sum(-1)
+        weight = given.get("token_weight", torch.ones(len(ids))).flatten().double()
+        return (soft * weight).where(kept, 0.0).sum()
     loss = -(1 - eps) * weights[target] * log_p.gather(1, target.unsqueeze(1)).squeeze(1)
     if eps:
         loss = loss - eps / log_p.size(1) * (log_p * weights).sum(-1)
@@ -78,7 +83,17 @@ def plain_divergence(given: Given) -> Tensor:
         "bias": given.get("teacher_bias"),
     }
     teachers, *_ = per_row(given | of_teacher)
-    return F.kl_div(student, teachers.detach(), log_target=True, reduction="none").sum(-1).where(kept, 0.0).sum()
+    rows = F.kl_div(student, teachers.detach(), log_target=True, reduction="none").sum(-1)
+    if given.get("token_weight") is not None:
+        rows = rows * given["token_weight"].flatten()
+    return rows.where(kept, 0.0).sum()
+
+
+def distilled(given: Given) -> seqpar.TokenLoss:
+    """The loss of a teacher made from the arguments that begin with its name."""
+    student = {name: value for name, value in given.items() if not name.startswith("teacher_")}
+    of_teacher = {name.removeprefix("teacher_"): given[name] for name in given.keys() - student.keys()}
+    return seqpar.linear_distillation(**student, teacher=seqpar.TeacherHidden(**of_teacher), divergence="forward_kl")
 
 
 def plain_sampled(given: Given) -> Tensor:
@@ -95,7 +110,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Given], Tensor], Callable[[Given], Tensor],
     "linear_cross_entropy": (lambda given: total(seqpar.linear_cross_entropy(**given)), plain_cross_entropy, good),
     "token_scores": (lambda given: seqpar.token_scores(**given).log_prob, plain_scores, good),
     "linear_distillation": (
-        lambda given: total(seqpar.linear_distillation(**given, direction="forward")),
+        lambda given: total(distilled(given)),
         plain_divergence,
         lambda: good() | teacher(),
     ),
@@ -282,6 +297,39 @@ CROSS_ENTROPY: dict[str, Callable[[Given], Given]] = {
 }  # fmt: skip
 
 
+def _few_classes(**odd: Any) -> Callable[[Given], Given]:
+    """Three classes for each row, and their probabilities."""
+    ids = torch.tensor([[3, 0, 6], [1, 2, 4]]).unsqueeze(1).expand(2, 4, 3)
+    probs = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.0, 0.875]]).double().unsqueeze(1).expand(2, 4, 3)
+    return lambda given: {"soft_target": seqpar.SparseTarget(ids, probs)} | odd
+
+
+SOFT: dict[str, Callable[[Given], Given]] = {
+    "soft target": _few_classes(),
+    "soft target, softcap and temperature": _few_classes(softcap=2.0, temperature=0.5),
+    "soft target, token weights": _few_classes(token_weight=torch.linspace(-1, 2, 8).double().reshape(2, 4)),
+    "soft target in float32": lambda given: (
+        {"soft_target": seqpar.SparseTarget(*(f(_few_classes()(given)["soft_target"]) for f in (_ids, _narrow)))}
+    ),
+    "soft target of int8 ids": lambda given: (
+        {"soft_target": seqpar.SparseTarget(*(f(_few_classes()(given)["soft_target"]) for f in (_bytes, _narrow)))}
+    ),
+    "soft target, a shard that is all of it": _few_classes(vocab=seqpar.VocabShard(None, 0, 7)),
+}
+
+
+def _ids(soft_target: seqpar.SparseTarget) -> Tensor:
+    return soft_target.ids
+
+
+def _bytes(soft_target: seqpar.SparseTarget) -> Tensor:
+    return soft_target.ids.to(torch.int8)
+
+
+def _narrow(soft_target: seqpar.SparseTarget) -> Tensor:
+    return soft_target.probs.float()
+
+
 def _all_of(name: str, changes: dict[str, Callable[[Given], Given]]) -> Iterator[Case]:
     for about, change in changes.items():
         yield equals(name, about, change)
@@ -298,6 +346,11 @@ def _everything() -> Iterator[Case]:
     for name in ("linear_cross_entropy", "token_scores"):
         yield from _all_of(name, CAPPED)
     yield from _all_of("linear_cross_entropy", CROSS_ENTROPY)
+    yield from _all_of("linear_cross_entropy", SOFT)
+    weighted = {"token weights": CROSS_ENTROPY["token weights of both signs"]}
+    scaled = {about: change for about, change in CROSS_ENTROPY.items() if about.startswith("loss_scale")}
+    whole = {"a shard that is all of it": CROSS_ENTROPY["a shard that is all of it"]}
+    yield from _all_of("linear_distillation", weighted | scaled | whole)
 
 
 def _scores() -> Iterator[Case]:

@@ -29,13 +29,39 @@ def tensors(*names: str) -> dict[str, Tensor]:
         "bias": torch.randn(V, generator=random),
         "class_weight": torch.rand(V, generator=random) + 0.5,
         "token_weight": torch.rand(N, generator=random),
-        "teacher_hidden": torch.randn(N, 5, generator=random),
-        "teacher_weight": torch.randn(V, 5, generator=random),
-        "teacher_bias": torch.randn(V, generator=random),
+        "teacher.hidden": torch.randn(N, 5, generator=random),
+        "teacher.weight": torch.randn(V, 5, generator=random),
+        "teacher.bias": torch.randn(V, generator=random),
+        "teacher.ids": torch.tensor([0, 5]).repeat(N, 1),
+        "teacher.log_probs": torch.tensor([-1.0, -2.0]).repeat(N, 1),
+        "soft_target.ids": torch.tensor([0, 5]).repeat(N, 1),
+        "soft_target.probs": torch.tensor([0.75, 0.25]).repeat(N, 1),
         "classes": torch.tensor([2, 5, 2, 8]),
         "proposal": torch.rand(V, generator=random) + 0.1,
     }
     return {name: made[name] for name in names}
+
+
+def split_names(given: dict[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments whose names begin with the prefix, without it, and the others."""
+    own = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
+    return own, {name: value for name, value in given.items() if not name.startswith(prefix)}
+
+
+def taught(kind: Callable[..., Any]) -> Callable[..., object]:
+    """Distillation from a teacher of this kind, made from the arguments that begin with its name."""
+
+    def call(**given: Any) -> object:
+        of_teacher, others = split_names(given, "teacher.")
+        return seqpar.linear_distillation(**others, teacher=kind(**of_teacher))
+
+    return call
+
+
+def softened(**given: Any) -> object:
+    """The cross-entropy with a soft target."""
+    of_target, others = split_names(given, "soft_target.")
+    return seqpar.linear_cross_entropy(**others, soft_target=seqpar.SparseTarget(**of_target))
 
 
 COMMON = ("hidden", "weight", "target", "bias")
@@ -43,14 +69,24 @@ FUNCTIONS: dict[str, tuple[Callable[..., object], tuple[str, ...], dict[str, Any
     "linear_cross_entropy": (seqpar.linear_cross_entropy, (*COMMON, "class_weight", "token_weight"), {}),
     "token_scores": (seqpar.token_scores, COMMON, {}),
     "linear_distillation": (
-        seqpar.linear_distillation,
-        (*COMMON, "teacher_hidden", "teacher_weight", "teacher_bias"),
-        {"direction": "forward"},
+        taught(seqpar.TeacherHidden),
+        (*COMMON, "token_weight", "teacher.hidden", "teacher.weight", "teacher.bias"),
+        {"divergence": "forward_kl"},
+    ),
+    "linear_distillation from top k": (
+        taught(seqpar.TeacherTopK),
+        (*COMMON, "teacher.ids", "teacher.log_probs"),
+        {"divergence": "jsd", "beta": 0.5, "teacher.rest": "one_class"},
+    ),
+    "linear_cross_entropy with a soft target": (
+        softened,
+        (*COMMON, "token_weight", "soft_target.ids", "soft_target.probs"),
+        {},
     ),
     "sampled_cross_entropy": (seqpar.sampled_cross_entropy, (*COMMON, "classes", "proposal"), {}),
 }
 """Each with the tensors it takes, and what else it needs."""
-OPTIONAL = ("bias", "class_weight", "token_weight", "teacher_bias", "proposal")
+OPTIONAL = ("bias", "class_weight", "token_weight", "teacher.bias", "proposal")
 
 
 def called(name: str, **odd: Any) -> object:
@@ -83,7 +119,7 @@ def _dtypes() -> Iterator[Case]:
     whole = (torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float32, torch.float64, torch.complex64)
     for name, (_, names, _) in FUNCTIONS.items():
         for argument in names:
-            for dtype in whole if argument in ("target", "classes") else floating:
+            for dtype in whole if argument in ("target", "classes", "teacher.ids", "soft_target.ids") else floating:
                 if argument == "proposal" and dtype == torch.int64:
                     continue  # how often each class was seen is a proposal, too
                 odd = {argument: lambda given, a=argument, d=dtype: given[a].abs().to(d)}
@@ -104,9 +140,13 @@ def _shapes() -> Iterator[Case]:
             "bias": [((V + 1,), "bias has shape (10,)"), ((1,), "bias has shape (1,)"), ((V, 1), "bias has shape (9,")],
             "class_weight": [((V - 1,), "class_weight has shape (8,)"), ((V, 1), "class_weight has shape (9, 1)")],
             "token_weight": [((N - 1,), "token_weight has shape (5,)"), ((), "token_weight has shape ()")],
-            "teacher_hidden": [((N, 6), "teacher_hidden has shape (6, 6)"), ((5, 5), "teacher_hidden has shape (5,")],
-            "teacher_weight": [((V - 1, 5), "teacher_weight 8"), ((V, 6), "teacher_weight (9, 6)")],
-            "teacher_bias": [((V - 1,), "teacher_bias has shape (8,)")],
+            "teacher.hidden": [((N, 6), "teacher.hidden has shape (6, 6)"), ((5, 5), "teacher.hidden has shape (5,")],
+            "teacher.weight": [((V - 1, 5), "teacher.weight (8, 5)"), ((V, 6), "teacher.weight (9, 6)")],
+            "teacher.bias": [((V - 1,), "teacher.bias has shape (8,)")],
+            "teacher.ids": [((N,), "teacher.ids has shape (6,)"), ((N, 0), "teacher.ids has shape (6, 0)")],
+            "teacher.log_probs": [((N, 3), "teacher.log_probs has shape (6, 3)")],
+            "soft_target.ids": [((N - 1, 2), "soft_target.ids has shape (5, 2)"), ((N, 2, 1), "shape (6, 2, 1)")],
+            "soft_target.probs": [((N, 1), "soft_target.probs has shape (6, 1)")],
             "classes": [((2, 2), "classes has shape (2, 2)"), ((0,), "classes has shape (0,)"), ((), "shape ()")],
             "proposal": [((V - 1,), "proposal has shape (8,)"), ((V, 1), "proposal has shape (9, 1)")],
         }  # fmt: skip
@@ -152,7 +192,8 @@ NUMBERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 TAKEN = {
     "linear_cross_entropy": tuple(NUMBERS),
     "token_scores": ("softcap", "temperature", "chunk_tokens", "ignore_index"),
-    "linear_distillation": ("temperature", "chunk_tokens", "ignore_index"),
+    "linear_distillation": ("temperature", "loss_scale", "chunk_tokens", "ignore_index"),
+    "linear_cross_entropy with a soft target": ("z_loss", "softcap", "temperature", "loss_scale"),
     "sampled_cross_entropy": ("chunk_tokens", "ignore_index"),
 }
 
@@ -182,10 +223,26 @@ def _choices() -> Iterator[Case]:
         yield raises(
             "linear_cross_entropy", f"smoothing {value!r}", ValueError, (f"smoothing_convention is {value!r}",), **odd
         )
-    for value in ("Forward", "", None, 1, ["reverse"]):
-        words = (f"direction is {value!r}",)
-        yield raises("linear_distillation", f"direction {value!r}", ValueError, words, direction=value)
-    for name in ("linear_cross_entropy", "token_scores"):
+    for value in ("forward", "Forward_KL", "", None, 1, ["reverse_kl"]):
+        words = (f"divergence is {value!r}",)
+        yield raises("linear_distillation", f"divergence {value!r}", ValueError, words, divergence=value)
+    for error, values in ((TypeError, NO_NUMBER | {"none": None}), (ValueError, ABOVE_0 | {"1": 1.0})):
+        for kind, value in values.items():
+            yield raises("linear_distillation from top k", f"beta {kind}", error, ("beta is ",), beta=value)
+    for value in ("rest", "", None, 1, ["one_class"]):
+        odd = {"teacher.rest": value}
+        words = (f"teacher.rest is {value!r}",)
+        yield raises("linear_distillation from top k", f"rest {value!r}", ValueError, words, **odd)
+    for value in (None, "teacher", torch.zeros(N, V), torch.nn.Linear(5, V)):
+        call = partial(seqpar.linear_distillation, **tensors("hidden", "weight", "target"), divergence="forward_kl")
+        words = (f"teacher is a {type(value).__name__}", "TeacherHidden")
+        yield Case(f"teacher a {type(value).__name__}", partial(call, teacher=value), Raises(TypeError, words))
+    for value in (None, "rows", torch.zeros(N, V)):
+        call = partial(seqpar.linear_distillation, **tensors("hidden", "weight", "target"), divergence="forward_kl")
+        words = (f"teacher.function is a {type(value).__name__}",)
+        odd_call = partial(call, teacher=seqpar.TeacherLogProbs(value))  # type: ignore[arg-type]
+        yield Case(f"teacher.function a {type(value).__name__}", odd_call, Raises(TypeError, words))
+    for name in ("linear_cross_entropy", "token_scores", "linear_distillation"):
         for value in ("all", 3, (None, 0, V)):
             yield raises(name, f"vocab {value!r}", TypeError, ("vocab is ",), vocab=value)
         beyond = seqpar.VocabShard(None, 1, V)

@@ -1,0 +1,203 @@
+"""Describe whom a student learns from: a teacher's hidden states, its log-probabilities, or a few classes of each row.
+
+Shape suffixes: N rows (batch x time), K rows of a chunk, D the teacher's hidden size, V vocabulary (this rank's
+classes, if it is split), k classes given for a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from seqpar.core.chunks import Chunk, recording
+from seqpar.core.tensor_checks import check_floating, check_integer_target
+from seqpar.core.token_loss import wide
+
+Rest = Literal["renormalize", "one_class"]
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherHidden:
+    """A teacher given by its hidden states and its projection onto the student's vocabulary.
+
+    Its distribution is `(F.linear(hidden, weight, bias) / temperature).softmax(-1)`, computed chunk by chunk. It gets
+    no gradient.
+
+    Args:
+        hidden: (rows, D) or (batch, time, D), of target's leading shape and any size D.
+        weight: (V, D); where the student's vocabulary is split over ranks, this rank's rows, those of the student.
+        bias: (V,), or None.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherLogProbs:
+    """A teacher given by a function that computes its log-probabilities for the rows of one chunk.
+
+        teacher = TeacherLogProbs(lambda rows: (head(states.flatten(0, 1)[rows]) / temperature).log_softmax(-1))
+
+    Args:
+        function: `rows -> (K, V)` log-probabilities of all classes, of any floating dtype, on the student's device and
+            at the student's temperature. `rows` selects the chunk's rows among target's flattened ones: a slice, or
+            int64 indices. Where the vocabulary is split over ranks it returns this rank's columns, and is called on
+            every rank with the same rows. It runs under `torch.no_grad`.
+    """
+
+    function: Callable[[Chunk], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherTopK:
+    """A teacher given by its k most likely classes (or any other k) in each row and their log-probabilities.
+
+    What the other classes have is either left out, so that the divergence is between the two distributions on the k
+    classes alone, each divided by its sum, or it is kept as one further class:
+
+        "renormalize"   q_j / sum_i q_i  against  p_j / sum_i p_i,  for the k classes
+        "one_class"     q_j against p_j for the k classes, and 1 - sum_i q_i against 1 - sum_i p_i
+
+    Args:
+        ids: target's shape and k, int64: classes of the whole vocabulary, no class twice in a row. -1 fills up a row
+            with fewer classes; its log-probability is not read.
+        log_probs: ids' shape, floating: log q at the student's temperature, over the whole vocabulary. They must not
+            sum to more than 1 as probabilities, up to rounding.
+        rest: "renormalize" or "one_class". In the latter a teacher's rest that is within the rounding of its
+            log-probabilities counts as 0, and where there are no other classes there is no rest.
+
+    Where the vocabulary is split over ranks, both are the same on every rank.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    rest: Rest
+
+
+Teacher = TeacherHidden | TeacherLogProbs | TeacherTopK
+
+
+@dataclass(frozen=True, eq=False)
+class SparseTarget:
+    """A target distribution that gives probability to a few classes of each row, and 0 to all others.
+
+    Args:
+        ids: target's shape and k, int64: classes of the whole vocabulary, no class twice in a row. -1 fills up a row
+            with fewer classes; its probability is not read.
+        probs: ids' shape, floating: q, at least 0. Each row must sum to 1, up to rounding. To leave out the
+            probability of further classes, divide by the sum; `token_weight` can hold that sum.
+    """
+
+    ids: Tensor
+    probs: Tensor
+
+
+def slack(dtype: torch.dtype) -> float:
+    """Return by how much a sum of probabilities of this dtype may differ from 1: the square root of its epsilon.
+
+    Probabilities stored in float64 may have been computed in float32.
+    """
+    return float(max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5)
+
+
+def check_top_k(teacher: TeacherTopK, target: Tensor, ignore_index: int, vocab_size: int) -> None:
+    """Raise unless ids and log-probabilities can be those of a teacher; only rows that count are looked at."""
+    if teacher.rest not in ("renormalize", "one_class"):
+        raise ValueError(f"teacher.rest is {teacher.rest!r}; it must be 'renormalize' or 'one_class'")
+    _check_tensors(teacher.ids, teacher.log_probs, "teacher.ids", "teacher.log_probs", target)
+    if recording(target.device):
+        return
+    kept = target.long() != ignore_index
+    _check_ids(teacher.ids, kept, vocab_size, "teacher.ids")
+    sums = probabilities(teacher.ids, teacher.log_probs).sum(-1)
+    wrong = kept & ~((sums > 0) & (sums <= 1 + slack(teacher.log_probs.dtype)))
+    if wrong.any():
+        where, value = _first(wrong, sums)
+        raise ValueError(
+            f"teacher.log_probs sum to {value:.6g} as probabilities at position {where}; the sum must be above 0 and "
+            "at most 1: take them from log_softmax(-1) over the whole vocabulary"
+        )
+
+
+def check_sparse_target(soft_target: SparseTarget, target: Tensor, ignore_index: int, vocab_size: int) -> None:
+    """Raise unless ids and probabilities are distributions; only rows that count are looked at."""
+    _check_tensors(soft_target.ids, soft_target.probs, "soft_target.ids", "soft_target.probs", target)
+    if recording(target.device):
+        return
+    kept = target.long() != ignore_index
+    _check_ids(soft_target.ids, kept, vocab_size, "soft_target.ids")
+    probs = soft_target.probs.detach().masked_fill(soft_target.ids < 0, 0)
+    negative = kept.unsqueeze(-1) & ~(probs >= 0)
+    if negative.any():
+        where, value = _first(negative, probs)
+        raise ValueError(f"soft_target.probs is {value:.6g} at position {where}; a probability is at least 0")
+    sums = probs.to(wide(probs.dtype)).sum(-1)
+    wrong = kept & ~((sums - 1).abs() <= slack(probs.dtype))
+    if wrong.any():
+        where, value = _first(wrong, sums)
+        raise ValueError(
+            f"soft_target.probs sum to {value:.6g} at position {where}; each row must sum to 1: divide it by its sum, "
+            "which token_weight can hold"
+        )
+
+
+def probabilities(ids: Tensor, log_probs: Tensor) -> Tensor:
+    """Return q of the given classes, in float32 or wider, and 0 where a row is filled up."""
+    return log_probs.detach().to(wide(log_probs.dtype)).exp().masked_fill(ids < 0, 0)
+
+
+def ids_fact(ids: Tensor) -> tuple[tuple[int, ...], int]:
+    """Return the shape of the ids and a checksum of them, which must be the same on all ranks."""
+    ids_N = ids.detach().flatten().long()
+    return tuple(ids.shape), int((ids_N * torch.arange(1, len(ids_N) + 1, device=ids_N.device)).sum())
+
+
+def _check_tensors(ids: Tensor, values: Tensor, ids_name: str, values_name: str, target: Tensor) -> None:
+    """Raise unless dtypes, shapes and devices fit the target."""
+    check_integer_target(ids, ids_name)
+    check_floating(values, values_name)
+    if ids.dim() != target.dim() + 1 or ids.shape[:-1] != target.shape or not ids.size(-1):
+        raise ValueError(
+            f"{ids_name} has shape {tuple(ids.shape)} and target {tuple(target.shape)}; it must have target's shape "
+            "and one dimension more, of at least one class"
+        )
+    if values.shape != ids.shape:
+        raise ValueError(
+            f"{values_name} has shape {tuple(values.shape)} and {ids_name} {tuple(ids.shape)}; give one number for "
+            "each id"
+        )
+    for name, tensor in ((ids_name, ids), (values_name, values)):
+        if tensor.device != target.device:
+            raise ValueError(f"target is on {target.device} and {name} on {tensor.device}; move them to one device")
+
+
+def _check_ids(ids: Tensor, kept: Tensor, vocab_size: int, name: str) -> None:
+    """Raise IndexError for an id outside [-1, vocab_size), ValueError for a class that a row has twice."""
+    ids = ids.detach().long()
+    outside = kept.unsqueeze(-1) & ((ids < -1) | (ids >= vocab_size))
+    if outside.any():
+        where, value = _first(outside, ids)
+        raise IndexError(
+            f"{name} is {value} at position {where}, outside the vocabulary [0, {vocab_size}); -1 fills up a row with "
+            "fewer classes"
+        )
+    ordered = ids.sort(-1).values
+    twice = kept.unsqueeze(-1) & (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if twice.any():
+        where, value = _first(twice, ordered[..., 1:])
+        raise ValueError(
+            f"{name} has class {value} twice in row {where[:-1]}; give each class once, with the sum of its "
+            "probabilities"
+        )
+
+
+def _first(mask: Tensor, values: Tensor) -> tuple[tuple[int, ...], float]:
+    """Return the first position where the mask is true, and the value there."""
+    where = tuple(mask.nonzero()[0].tolist())
+    return where, values[where].item()

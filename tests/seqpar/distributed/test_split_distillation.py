@@ -1,0 +1,314 @@
+"""Distillation and soft targets over a vocabulary that is split over real ranks have the gradient of one device."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import seqpar
+from seqpar.testing import assert_same_results
+from seqpar.testing.ranks import ranks
+from seqpar.testing.strategies import vocabulary_splits
+from tests.seqpar.distributed.vocab_cases import LEAVES, PLAIN, answer, assert_close, counted, message, own_rows, parts
+from tests.seqpar.linear.distillation_cases import DIVERGENCES, KINDS, Distillation, distillations
+from tests.seqpar.linear.test_soft_targets import OPTIONS, plain, soft_target
+
+WORLDS = st.sampled_from([1, 2, 2, 3, 4])
+
+
+def shard_of(case, split, order, rank):
+    return seqpar.VocabShard(dist.group.WORLD, sum(split[: order[rank]]), case.vocab_size), split[order[rank]]
+
+
+def distill(rank, world, drawn):
+    """Every (distillation, split, order) in turn; its loss and gradients."""
+    answers = []
+    for one, split, order in drawn:
+        vocab, rows = shard_of(one.case, split, order, rank)
+        tensors = {name: t for name, t in parts(one.case, vocab, rows).items() if name != "class_weight"}
+        teacher = one.teacher(vocab.start, rows)
+        loss = seqpar.linear_distillation(**tensors, teacher=teacher, **one.options, vocab=vocab)
+        if loss.total.requires_grad:
+            (loss.total * one.case.upstream).backward()
+        answers.append(answer(loss, tensors))
+    return answers
+
+
+def assert_answers(case, tensors, reference, expected_fields, split, order, per_rank):
+    """Every rank's answer is the plain loss's; the shards' gradients together are the weight's."""
+    leaves = [n for n in LEAVES if n in tensors and tensors[n].requires_grad]
+    gradients = torch.autograd.grad(reference * case.upstream, [tensors[n] for n in leaves]) if leaves else ()
+    assert all(fields == per_rank[0][0] for fields, _ in per_rank), "the loss differs between ranks"
+    total, *others = per_rank[0][0]
+    assert others == pytest.approx([float(t.detach()) for t in expected_fields], rel=1e-12, abs=1e-13)
+    expected = (reference * case.upstream).detach(), dict(zip(leaves, gradients, strict=True))
+    for _, grads in per_rank:
+        assert all(grads.get(name) is None for name in set(LEAVES) - set(leaves)), "a frozen tensor got a gradient"
+        got = {name: torch.as_tensor(grads[name]) for name in leaves}
+        for name in {"weight", "bias"} & set(leaves):
+            got[name] = torch.cat([torch.as_tensor(per_rank[order.index(i)][1][name]) for i in range(len(split))])
+        assert_same_results((torch.tensor(total * case.upstream, dtype=torch.float64), got), expected)
+
+
+@given(st.data())
+def test_any_split_has_the_divergence_and_gradient_of_one_device(data):
+    world, drawn = data.draw(WORLDS), []
+    for _ in range(data.draw(st.integers(1, 2))):
+        one = data.draw(distillations())
+        order = data.draw(st.permutations(range(world)).map(list))
+        drawn.append((one, data.draw(vocabulary_splits(one.case.vocab_size, world)), order))
+    answers = ranks(world, distill, drawn)
+    for i, (one, split, order) in enumerate(drawn):
+        tensors = one.student()
+        whole = seqpar.linear_distillation(**tensors, teacher=one.teacher(), **one.options)
+        per_rank = [theirs[i] for theirs in answers]
+        assert_answers(one.case, tensors, one.plain(tensors), whole[1:], split, order, per_rank)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_every_divergence_from_every_teacher_is_that_of_one_device(divergence, kind):
+    beta = 0.3 if divergence == "jsd" else None
+    one = Distillation(PLAIN, divergence, beta, kind, 3, 4, True)
+    answers = ranks(2, distill, [(one, [4, 7], [0, 1])])
+    tensors = one.student()
+    whole = seqpar.linear_distillation(**tensors, teacher=one.teacher(), **one.options)
+    per_rank = [theirs[0] for theirs in answers]
+    assert_answers(PLAIN, tensors, one.plain(tensors), whole[1:], [4, 7], [0, 1], per_rank)
+
+
+def soften(rank, world, case, k, split, order):
+    vocab, rows = shard_of(case, split, order, rank)
+    tensors = {name: t for name, t in parts(case, vocab, rows).items() if name != "class_weight"}
+    options = {name: case.options[name] for name in OPTIONS}
+    sparse, _ = soft_target(case, k, True)
+    loss = seqpar.linear_cross_entropy(**tensors, **options, soft_target=sparse, vocab=vocab)
+    if loss.total.requires_grad:
+        (loss.total * case.upstream).backward()
+    return answer(loss, tensors)
+
+
+@given(st.data())
+def test_any_split_has_the_soft_cross_entropy_and_gradient_of_one_device(data):
+    world, case = data.draw(WORLDS), data.draw(distillations()).case
+    k = data.draw(st.integers(1, case.vocab_size))
+    split = data.draw(vocabulary_splits(case.vocab_size, world))
+    order = data.draw(st.permutations(range(world)).map(list))
+    answers = ranks(world, soften, case, k, split, order)
+    tensors = {name: t for name, t in case.tensors().items() if name != "class_weight"}
+    hard = seqpar.linear_cross_entropy(**tensors, **{name: case.options[name] for name in OPTIONS})
+    _, dense = soft_target(case, k, True)
+    assert_answers(case, tensors, plain(tensors, dense, case), hard[1:], split, order, answers)
+
+
+ONE = Distillation(PLAIN, "forward_kl", None, "hidden", 3, 4, False)
+"""Ten rows in four chunks over eleven classes."""
+
+
+def step(rank, world, change):
+    """A good distillation over the ranks, but for what the change does on the last one."""
+    vocab = seqpar.VocabShard(dist.group.WORLD, [0, 4, 4][rank], 11)
+    rows = ([4, 0, 7] if world == 3 else [4, 7])[rank]
+    tensors = {name: t for name, t in parts(PLAIN, vocab, rows).items() if name != "class_weight"}
+    given = {"tensors": tensors, "teacher": None, "options": dict(ONE.options), "one": ONE}
+    change(given, rank == world - 1)
+    teacher = given["teacher"] or given["one"].teacher(vocab.start, rows)
+    return seqpar.linear_distillation(**tensors, teacher=teacher, **given["options"], vocab=vocab)
+
+
+def count_a_step(rank, world, kind):
+    def change(given, last):
+        given["one"] = replace(ONE, kind=kind)
+
+    with counted() as calls:
+        loss = step(rank, world, change)
+        forward = dict(calls)
+        loss.total.backward()
+    return forward, dict(calls)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduces", "gathers"), [("hidden", 3, 2), ("log_probs", 4, 1), ("renormalize", 2, 2), ("one_class", 2, 2)]
+)
+def test_a_chunk_costs_as_many_all_reduces_as_documented(kind, reduces, gathers):
+    for forward, whole in ranks(3, count_a_step, kind):
+        assert forward == {"all_reduce": reduces * 4, "all_gather": gathers}
+        assert whole == {"all_reduce": reduces * 4 + 1, "all_gather": gathers}
+
+
+def other_divergence(given, last):
+    given["options"]["divergence"] = "reverse_kl" if last else "forward_kl"
+
+
+def other_beta(given, last):
+    given["options"] |= {"divergence": "jsd", "beta": 0.25 if last else 0.5}
+
+
+def other_kind(given, last):
+    given["one"] = replace(ONE, kind="log_probs" if last else "hidden")
+
+
+def other_rest(given, last):
+    given["one"] = replace(ONE, kind="one_class" if last else "renormalize")
+
+
+def top_k(edit):
+    def change(given, last):
+        given["one"] = replace(ONE, kind="one_class")
+        teacher = given["one"].teacher()
+        given["teacher"] = seqpar.TeacherTopK(*edit(teacher.ids, teacher.log_probs), "one_class") if last else teacher
+
+    return change
+
+
+def swapped(ids, log_probs):
+    return ids.flip(-1), log_probs.flip(-1)
+
+
+def less_likely(ids, log_probs):
+    return ids, log_probs - 0.1
+
+
+def twice(ids, log_probs):
+    return torch.zeros_like(ids), log_probs
+
+
+def other_hidden(given, last):
+    made = ONE.teacher(0 if not last else 4, 4 if not last else 7)
+    if last:
+        given["teacher"] = seqpar.TeacherHidden(made.hidden.flip(0), made.weight, made.bias)
+
+
+def broken(given, last):
+    def function(rows):
+        raise ArithmeticError("no teacher")
+
+    given["one"] = replace(ONE, kind="log_probs")
+    if last:
+        given["teacher"] = seqpar.TeacherLogProbs(function)
+
+
+def of_other_columns(given, last):
+    given["one"] = replace(ONE, kind="log_probs")
+    if last:
+        log_q = ONE.made()["log_q"]
+        given["teacher"] = seqpar.TeacherLogProbs(lambda rows: log_q[rows])
+
+
+DISAGREE = {
+    "divergence": (other_divergence, "divergence: 'forward_kl' on ranks [0]; 'reverse_kl' on ranks [1]"),
+    "beta": (other_beta, "beta: 0.5 on ranks [0]; 0.25 on ranks [1]"),
+    "kind": (other_kind, "teacher: 'TeacherHidden' on ranks [0]; 'TeacherLogProbs' on ranks [1]"),
+    "rest": (other_rest, "teacher.rest: 'renormalize' on ranks [0]; 'one_class' on ranks [1]"),
+    "ids": (top_k(swapped), "teacher.ids: ("),
+    "log_probs": (top_k(less_likely), "teacher.log_probs: ranks [1] have other numbers than rank 0"),
+    "a class twice": (
+        top_k(twice),
+        "what is wrong: 'nothing' on ranks [0]; 'ValueError: teacher.ids has class 0 twice",
+    ),
+    "hidden": (other_hidden, "teacher.hidden: ranks [1] have other hidden states than rank 0"),
+}
+FAILS = {
+    "a function that raises": (broken, ("ArithmeticError", "no teacher")),
+    "too many columns": (
+        of_other_columns,
+        ("ValueError", "teacher.function returned shape (2, 11) on cpu; it must be (2, 7)"),
+    ),
+}
+
+
+def said(rank, world, name):
+    change = (DISAGREE | FAILS)[name][0]
+    found = message(step, rank, world, change)
+    return found, float(step(rank, world, lambda given, last: None).total.detach())
+
+
+@pytest.mark.parametrize("name", DISAGREE)
+def test_ranks_that_disagree_are_named_on_every_rank_and_nothing_hangs(name):
+    expected = float(ONE.plain(ONE.student()).detach())
+    for (error, text), again in ranks(2, said, name):
+        assert error == "RuntimeError"
+        assert f"ranks disagree on {DISAGREE[name][1]}" in text
+        assert again == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_a_function_that_fails_on_one_rank_is_reported_on_every_rank_and_nothing_hangs(name):
+    (first, _), (second, _) = ranks(2, said, name)
+    assert first == ("RuntimeError", "teacher.function failed on another rank of the vocabulary's group; see its error")
+    kind, text = FAILS[name][1]
+    assert second[0] == kind
+    assert text in second[1]
+
+
+def said_of_soft_targets(rank, world, ids, probs):
+    """Rank 1 has another soft target."""
+    vocab = seqpar.VocabShard(dist.group.WORLD, 4 * rank, 11)
+    tensors = {name: t for name, t in parts(PLAIN, vocab, [4, 7][rank]).items() if name != "class_weight"}
+    sparse = seqpar.SparseTarget(*(torch.tensor(x).expand(*PLAIN.lead, 2) for x in (ids[rank], probs[rank])))
+    return message(seqpar.linear_cross_entropy, **tensors, soft_target=sparse, vocab=vocab)
+
+
+@pytest.mark.parametrize(
+    ("ids", "probs", "expected"),
+    [
+        ([[0, 3], [3, 0]], [[0.5, 0.5]] * 2, "soft_target.ids: ("),
+        ([[0, 3]] * 2, [[0.5, 0.5], [0.25, 0.75]], "soft_target.probs: ranks [1] have other numbers than rank 0"),
+        (
+            [[0, 3]] * 2,
+            [[0.5, 0.5], [0.25, 0.25]],
+            "what is wrong: 'nothing' on ranks [0]; 'ValueError: soft_target",
+        ),
+    ],
+)
+def test_ranks_with_other_soft_targets_are_named_on_every_rank(ids, probs, expected):
+    for error, text in ranks(2, said_of_soft_targets, ids, probs):
+        assert error == "RuntimeError"
+        assert f"ranks disagree on {expected}" in text
+
+
+def masked(rank, world, kind, divergence):
+    """A bias of -inf on all of rank 1's classes, the student's and the teacher's."""
+    vocab = seqpar.VocabShard.of([6, 5][rank], dist.group.WORLD)
+    tensors = {n: t for n, t in parts(PLAIN, vocab, [6, 5][rank]).items() if n not in ("class_weight", "token_weight")}
+    tensors["bias"] = torch.full((len(tensors["weight"]),), -torch.inf if rank else 0.0).double()
+    teacher = masked_teacher(kind, vocab.start, [6, 5][rank])
+    options = {"divergence": divergence, "beta": 0.5 if divergence == "jsd" else None, "chunk_tokens": 3}
+    loss = seqpar.linear_distillation(**tensors, teacher=teacher, **options, vocab=vocab)
+    loss.total.backward()
+    return answer(loss, tensors)
+
+
+def masked_teacher(kind, start, classes):
+    made = ONE.made()
+    bias = torch.zeros(11).double()
+    bias[6:] = -torch.inf
+    logits = made["hidden"].flatten(0, -2) @ made["weight"].t() + bias
+    log_q, end = logits.log_softmax(-1), start + classes
+    if kind == "hidden":
+        return seqpar.TeacherHidden(made["hidden"], made["weight"][start:end], bias[start:end])
+    if kind == "log_probs":
+        return seqpar.TeacherLogProbs(lambda rows: log_q[rows, start:end])
+    ids = torch.arange(6).expand(*PLAIN.lead, 6)
+    return seqpar.TeacherTopK(ids, log_q[:, :6].reshape(ids.shape), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_rank_whose_classes_are_all_masked_out_does_no_harm(divergence, kind):
+    tensors = PLAIN.tensors()
+    weight = own_rows(tensors["weight"], 0, 6)
+    options = {"divergence": divergence, "beta": 0.5 if divergence == "jsd" else None}
+    teacher = masked_teacher("hidden", 0, 6)
+    whole = seqpar.linear_distillation(tensors["hidden"], weight, teacher, tensors["target"] % 6, **options)
+    expected = torch.autograd.grad(whole.total, (tensors["hidden"], weight))
+    first, second = ranks(2, masked, kind, divergence)
+    assert first[0][0] == second[0][0]
+    assert_close("the loss", first[0][0], whole.total)
+    for _, grads in (first, second):
+        assert_close("the gradient of hidden", grads["hidden"], expected[0])
+    assert_close("the gradient of the weight", first[1]["weight"], expected[1])
+    assert not torch.as_tensor(second[1]["weight"]).any()
