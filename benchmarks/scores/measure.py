@@ -168,7 +168,12 @@ def floor_runs(problem: Problem, device: str) -> dict[str, Callable[[], None]]:
 def measure(run: Run, problem: Problem, cases: list[Case]) -> None:
     """Measure some cases of one problem in the same rounds, and add them to the file."""
     load = os.getloadavg()[0]
-    torch.compiler.reset()  # torch stops compiling after a few shapes of one function
+    torch.compiler.reset()  # torch stops compiling after eight variants of one function
+    for case in cases:
+        for name, way in WAYS.items():
+            if way.measured(case, problem):
+                check(run, name, case, problem.dtype)
+    torch.compiler.reset()
     x = Inputs.drawn(problem, run.device)
     runs: Runs = {(problem, name): step for name, step in floor_runs(problem, run.device).items()}
     if any(way.products and way.measured(case, problem) for way in WAYS.values() for case in cases):
@@ -179,7 +184,6 @@ def measure(run: Run, problem: Problem, cases: list[Case]) -> None:
         for name, way in WAYS.items():
             if not way.measured(case, problem):
                 continue
-            check(run, name, case, problem.dtype)
             step = step_of(x, way, case)
             if way.compiles:
                 seconds(step, [x])
