@@ -41,7 +41,7 @@ def write(path: Path) -> None:
 def document(results: Results, source: str) -> list[str]:
     """Return the lines of the whole page."""
     entries = list(results["parts"].values())
-    page = ["# Log-probabilities and entropies of tokens, forward and backward", "", *findings(entries), ""]
+    page = ["# Log-probabilities and entropies of tokens, forward and backward", "", *findings(entries), "", disturbance(entries), ""]
     page.append(LEGEND)
     for case in CASES:
         of_case = [entry for entry in entries if str(case) in entry["cases"]]
@@ -53,7 +53,7 @@ def document(results: Results, source: str) -> list[str]:
         f"{results['date']}, {results['hardware']}, {results['threads']} threads, {results['device']}; {versions}."
     ]
     page += [f"[{source}]({source}) has every figure, run by run; `--render` makes this page from it.", "", MEASURED]
-    return [*page, disturbance(entries), "", "```", *results["commands"], "```"]
+    return [*page, "```", *results["commands"], "```"]
 
 
 def heading(case: Case) -> str:
@@ -187,7 +187,7 @@ def check_table(results: Results) -> list[str]:
             if wrong:
                 rows.append([name, where, "; ".join(wrong)])
     if not rows:
-        return ["Every way is at most twice as far from float64 as plain torch (256 x 24 x 1,000, in each dtype).", ""]
+        return ["Every way is at most twice as far from float64 as plain torch (256 x 24 x 1,000).", ""]
     text = "Further than twice plain's distance from float64, at 256 x 24 x 1,000:"
     return ["## Correctness", "", text, "", *markdown_table(["way", "in", "what"], rows).splitlines(), ""]
 
