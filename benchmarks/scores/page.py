@@ -41,8 +41,8 @@ def write(path: Path) -> None:
 def document(results: Results, source: str) -> list[str]:
     """Return the lines of the whole page."""
     entries = list(results["parts"].values())
-    page = ["# Log-probabilities and entropies of tokens, forward and backward", "", *findings(entries), "", disturbance(entries), ""]
-    page.append(LEGEND)
+    page = ["# Log-probabilities and entropies of tokens, forward and backward", "", *findings(entries), ""]
+    page += [disturbance(entries), "", LEGEND]
     for case in CASES:
         of_case = [entry for entry in entries if str(case) in entry["cases"]]
         if of_case:
