@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,13 +24,20 @@ CHUNKS_ALLOWED = 1.3
 
 def step_peak(name: str, problem: Problem, device: str, options: dict[str, Any]) -> int | str:
     """Return the peak of an implementation, or of the bare products (`CHUNKED`), or what became of its process."""
+    return in_fresh_process("benchmarks.loss.memory", _named_peak, name, problem, device, options)
+
+
+def in_fresh_process(module: str, measure: Callable[..., int], *arguments: object) -> int | str:
+    """Return what `measure` returns in a process of its own, or what became of that process.
+
+    `module` has `measure`, and imports all that is not to count; every call of one run must name the same.
+    """
     # A fresh process, whose peak is the step's own. A fork of this one would inherit its memory; the fork server has
     # imported torch once for all of them
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.loss.memory"])
+    context.set_forkserver_preload([module])
     receiver, sender = context.Pipe(duplex=False)
-    arguments = (sender, name, problem, device, options, torch.get_num_threads())
-    process = context.Process(target=_send_peak, args=arguments)
+    process = context.Process(target=_send, args=(sender, torch.get_num_threads(), measure, *arguments))
     process.start()
     sender.close()  # here, so that `recv` raises EOFError if the process ends without an answer
     try:
@@ -46,14 +54,15 @@ def step_peak(name: str, problem: Problem, device: str, options: dict[str, Any])
     return found
 
 
-def _send_peak(
-    pipe: Connection, name: str, problem: Problem, device: str, options: dict[str, Any], threads: int
-) -> None:
+def _send(pipe: Connection, threads: int, measure: Callable[..., int], *arguments: object) -> None:
     torch.set_num_threads(threads)
+    pipe.send(measure(*arguments))
+
+
+def _named_peak(name: str, problem: Problem, device: str, options: dict[str, Any]) -> int:
     if name == CHUNKED:
-        pipe.send(_products_peak(problem, device))
-    else:
-        pipe.send(_own_step_peak(known(options)[name], problem, device))
+        return _products_peak(problem, device)
+    return _own_step_peak(known(options)[name], problem, device)
 
 
 def _own_step_peak(implementation: Implementation, problem: Problem, device: str) -> int:
@@ -63,8 +72,8 @@ def _own_step_peak(implementation: Implementation, problem: Problem, device: str
     at the real shape.
     """
     x = Inputs.drawn(problem, device, bias=implementation.bias)
-    tiny = Inputs.drawn(_tiny(problem), device, bias=implementation.bias)
-    forward_and_backward(tiny, implementation.prepare(tiny))()
+    small = Inputs.drawn(tiny(problem), device, bias=implementation.bias)
+    forward_and_backward(small, implementation.prepare(small))()
     step = forward_and_backward(x, implementation.prepare(x))
     if implementation.compiles:
         step()
@@ -74,13 +83,14 @@ def _own_step_peak(implementation: Implementation, problem: Problem, device: str
 
 def _products_peak(problem: Problem, device: str) -> int:
     """Return what the matrix libraries take for the three products alone, their operands and results aside."""
-    warm_up = three_products(Inputs.drawn(_tiny(problem), device), CHUNK_ROWS)
+    warm_up = three_products(Inputs.drawn(tiny(problem), device), CHUNK_ROWS)
     step = three_products(Inputs.drawn(problem, device), CHUNK_ROWS)
     warm_up()
     return peak_memory.peak_bytes(step, device)
 
 
-def _tiny(problem: Problem) -> Problem:
+def tiny(problem: Problem) -> Problem:
+    """Return a problem of the same kind on which lazily loaded code is loaded."""
     return problem._replace(rows=64, width=8, vocab_size=16)
 
 

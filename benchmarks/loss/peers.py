@@ -6,7 +6,7 @@ import importlib
 import itertools
 import platform
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,12 @@ PEERS = {
 """The peers by their names in the package index; torchtune needs torchao."""
 
 
-def versions(device: str) -> dict[str, str]:
-    """Return the versions of Python, torch, seqpar and the peers."""
+def versions(device: str, peers: Sequence[str] | None = None) -> dict[str, str]:
+    """Return the versions of Python, torch, seqpar and the peers; None are those of the loss on that device."""
     found = {"Python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ["seqpar", *PEERS.get(device.split(":")[0], [])]:
+    if peers is None:
+        peers = PEERS.get(device.split(":")[0], [])
+    for name in ["seqpar", *peers]:
         found[name] = installed_version(name)
     return found
 

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import statistics
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -27,29 +28,31 @@ MIB = 2**20
 FOLDER = Path("docs/results")
 
 
-def default_path(device: str) -> Path:
+def default_path(device: str, subject: str = "loss") -> Path:
     """Return today's file."""
-    return FOLDER / f"{stem(device)}-{date.today()}.json"
+    return FOLDER / f"{stem(device, subject)}-{date.today()}.json"
 
 
-def newest_path(device: str) -> Path:
+def newest_path(device: str, subject: str = "loss") -> Path:
     """Return the file of the latest date."""
-    found = sorted(FOLDER.glob(f"{stem(device)}-20*.json"))
+    name = stem(device, subject)
+    found = sorted(FOLDER.glob(f"{name}-20*.json"))
     if not found:
-        raise SystemExit(f"no {stem(device)}-*.json in {FOLDER}; measure first")
+        raise SystemExit(f"no {name}-*.json in {FOLDER}; measure first")
     return found[-1]
 
 
-def stem(device: str) -> str:
+def stem(device: str, subject: str = "loss") -> str:
     """Return how the names of the files about that device begin."""
     if device == "cpu":
-        return "loss"
-    return f"loss-{torch.device(device).type}"
+        return subject
+    return f"{subject}-{torch.device(device).type}"
 
 
-def load(path: Path, device: str, command: str) -> Results:
-    """Return the file's measurements so far, with this command added."""
-    here = {"hardware": hardware(device), "threads": torch.get_num_threads(), "versions": versions(device)}
+def load(path: Path, device: str, command: str, peers: Sequence[str] | None = None) -> Results:
+    """Return the file's measurements so far, with this command added; `peers` of None are those of the loss."""
+    found = versions(device, peers)
+    here = {"hardware": hardware(device), "threads": torch.get_num_threads(), "versions": found}
     if path.exists():
         results: Results = json.loads(path.read_text())
         # Figures of different machines or versions must not be compared within one file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from benchmarks.loss.problems import IGNORED, Inputs, Problem, fits_comfortably
 
 WHOLE = "products, all rows"
 CHUNKED = f"products, {CHUNK_ROWS} rows"
+PRODUCTS = ("logits", "hidden gradient", "weight gradient")
 LARGE = 1e12
 """Operations from which on every run of a problem is timed, because runs that only warm up would take too long."""
 LINE_EVERY = 10.0
@@ -60,11 +61,16 @@ def clock(seconds: float) -> str:
 
 
 def three_products(x: Inputs, rows: int | None) -> Callable[[], None]:
-    """Return the three matrix products over the rows that are not padding, `rows` at a time or all at once (None).
+    """Return the three matrix products that a loss and its gradients need."""
+    return bare_products(x, rows, PRODUCTS)
+
+
+def bare_products(x: Inputs, rows: int | None, wanted: Collection[str]) -> Callable[[], None]:
+    """Return matrix products over the rows that are not padding, `rows` at a time or all at once (None).
 
         logits = hidden weight^T;  hidden gradient = logits weight;  weight gradient = logits^T hidden
 
-    They write into memory that is there already.
+    They write into memory that is there already. `wanted` are some of PRODUCTS.
     """
     unpadded_KD = x.hidden.detach()[x.target != IGNORED]
     weight_VD = x.weight.detach()
@@ -79,8 +85,12 @@ def three_products(x: Inputs, rows: int | None) -> Callable[[], None]:
         for start in range(0, len(unpadded_KD), count):
             hidden_KD = unpadded_KD[start : start + count]
             product_KV = logits_KV[: len(hidden_KD)]
-            torch.mm(hidden_KD, weight_VD.t(), out=product_KV)
-            torch.mm(product_KV, weight_VD, out=hidden_grad_KD[start : start + count])
+            if "logits" in wanted:
+                torch.mm(hidden_KD, weight_VD.t(), out=product_KV)
+            if "hidden gradient" in wanted:
+                torch.mm(product_KV, weight_VD, out=hidden_grad_KD[start : start + count])
+            if "weight gradient" not in wanted:
+                continue
             # The sum over the chunks: the first product writes it, the others add to it
             if start:
                 weight_grad_VD.addmm_(product_KV.t(), hidden_KD)

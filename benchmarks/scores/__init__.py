@@ -1,0 +1,1 @@
+"""Measure log-probabilities and entropies of tokens beside other ways: `python -m benchmarks.scores`."""

@@ -1,0 +1,75 @@
+"""GRPO: groups of sampled responses, a reward that can be verified, and the clipped surrogate.
+
+Run it with `python examples/grpo.py`.
+
+The task is to repeat three digits backwards; a response's reward is the share of its digits that are right. The policy
+starts with random weights and sees nothing but its rewards.
+"""
+
+import torch
+from torch import Tensor, nn
+
+import seqpar
+from seqpar import objectives as o
+
+DIGITS = 10
+LENGTH = 3
+PROMPTS = 24
+GROUP = 8
+
+
+class Policy(nn.Module):
+    """Two causal layers; `head` projects their hidden states to logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(DIGITS, 64)
+        self.position = nn.Embedding(2 * LENGTH, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(64, DIGITS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map digits (B, T) to hidden states (B, T, 64)."""
+        x = self.embed(tokens) + self.position.weight[: tokens.size(1)]
+        return self.layers(x, mask=nn.Transformer.generate_square_subsequent_mask(tokens.size(1)), is_causal=True)
+
+    @torch.no_grad()
+    def sampled(self, prompts: Tensor) -> Tensor:
+        """Return the prompts with a sampled response (B, 2 * LENGTH)."""
+        tokens = prompts
+        for _ in range(LENGTH):
+            p = self.head(self(tokens)[:, -1]).softmax(-1)
+            tokens = torch.cat([tokens, torch.multinomial(p, 1)], 1)
+        return tokens
+
+    def scores(self, tokens: Tensor, mask: Tensor, entropy: bool = False) -> seqpar.TokenScores:
+        """Return log p, and the entropy if wanted, of each next token that is part of a response."""
+        target = tokens[:, 1:].masked_fill(~mask, -100)
+        return seqpar.token_scores(self(tokens[:, :-1]), self.head.weight, target, bias=self.head.bias, entropy=entropy)
+
+
+torch.manual_seed(0)
+policy = Policy()
+optimizer = torch.optim.Adam(policy.parameters(), lr=2e-3)
+mask = (torch.arange(1, 2 * LENGTH) >= LENGTH).expand(PROMPTS * GROUP, -1)
+ids = o.padded_segments(mask)
+
+for step in range(45):
+    prompts = torch.randint(DIGITS, (PROMPTS, LENGTH)).repeat_interleave(GROUP, 0)
+    tokens = policy.sampled(prompts)
+    rewards = (tokens[:, LENGTH:] == prompts.flip(1)).float().mean(1)
+    advantages = o.spread_to_tokens(o.group_advantages(rewards, GROUP), ids)
+    with torch.no_grad():
+        old = policy.scores(tokens, mask).log_prob
+    for _ in range(2):  # two updates for each sample: in the second the policy is no longer the one that sampled
+        scores = policy.scores(tokens, mask, entropy=True)
+        ratio = o.token_log_ratio(scores.log_prob, old, mask)
+        losses = o.clipped_surrogate(ratio, advantages, eps_low=0.2, eps_high=0.28) - 0.01 * scores.entropy
+        loss = o.per_sequence(losses, ids, PROMPTS * GROUP)
+        optimizer.zero_grad()
+        loss.mean.backward()
+        optimizer.step()
+    if step in (0, 15, 44):
+        nats = scores.entropy[mask].mean()
+        print(f"step {step}: reward {rewards.mean():.3f}, entropy {nats:.2f} nats per token")

@@ -1,0 +1,60 @@
+"""The ways to score tokens in the benchmark are right where its page says so, and its ratios are those of the runs."""
+
+import pytest
+import torch
+
+from benchmarks.loss.problems import Inputs, Problem
+from benchmarks.loss.timing import bare_products
+from benchmarks.scores.measure import fastest_products, what_is_wrong
+from benchmarks.scores.page import ratio
+from benchmarks.scores.ways import BY_HAND, CASES, INVARIANT, OURS, WAYS, Case, Way
+
+TINY = Problem(6, 4, 11, bias=False)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", [OURS, INVARIANT, BY_HAND])
+def test_a_way_without_a_mark_is_right_in_float64(name, case):
+    assert what_is_wrong(WAYS[name], case, torch.float64, "cpu") == []
+
+
+def test_a_wrong_gradient_and_a_wrong_score_are_named():
+    def shifted(x, entropy):
+        def scores():
+            log_prob, entropies = WAYS[OURS].prepare(x, entropy)()
+            return log_prob + 1e-3 * x.weight.sum(), entropies
+
+        return scores
+
+    wrong = what_is_wrong(Way(shifted), Case("hidden and projection", True), torch.float32, "cpu")
+    assert [words.split(" off")[0] for words in wrong] == ["log-probability", "weight gradient"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_products_of_a_case_are_those_it_needs(case):
+    entry = {
+        "floor seconds": {
+            f"float32: {name}, products, 512 rows": [seconds, 900.0, 900.0]
+            for name, seconds in (("logits", 1.0), ("hidden gradient", 10.0), ("weight gradient", 100.0))
+        }
+    }
+    wanted = {("hidden and projection", False): 112, ("hidden and projection", True): 112, ("hidden", False): 11}
+    wanted |= {("hidden", True): 21, ("nothing", False): 1, ("nothing", True): 1}
+    assert fastest_products(entry, case, "float32") == wanted[case]
+    way = {"problem": {"dtype": "float32"}, "cases": {str(case): entry | {"seconds": {OURS: [2.0, 8.0, 4.0]}}}}
+    median = sum(900.0 * count for count in case.products.values())
+    assert ratio(way, case, OURS) == 4.0 / median
+
+
+def test_a_product_is_made_only_if_it_is_wanted():
+    x = Inputs.drawn(TINY, "cpu")
+    counted = []
+    original = torch.mm
+    torch.mm = lambda *args, **kwargs: counted.append(1) or original(*args, **kwargs)
+    try:
+        bare_products(x, None, {"logits"})()
+        assert len(counted) == 1
+        bare_products(x, None, {"logits", "hidden gradient", "weight gradient"})()
+        assert len(counted) == 4
+    finally:
+        torch.mm = original
