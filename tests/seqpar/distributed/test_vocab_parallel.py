@@ -364,3 +364,24 @@ def test_an_engine_that_cannot_split_its_vocabulary_says_why():
     engine = seqpar.LossCompute(nn.Linear(4, 8), seqpar.CrossEntropy(), vocab=shard)
     with pytest.raises(TypeError, match="vocab is given, and the generator takes copy for each token"):
         engine(torch.randn(3, 4), torch.tensor([0, 1, 7]), copy=torch.randn(3, 2))
+
+
+def masked_shard(rank, world, frozen):
+    """Scores and hidden's gradient where rank 0 has masked classes alone."""
+    whole = torch.tensor([[1.0], [2.0], [0.5], [-1.0]]).double()
+    bias = torch.tensor([-torch.inf, -torch.inf, 0.25, 0.5]).double()
+    vocab = seqpar.VocabShard(dist.group.WORLD, 2 * rank, 4) if world > 1 else None
+    own = slice(2 * rank, 2 * rank + 2) if world > 1 else slice(None)
+    weight = whole[own].clone().requires_grad_(not frozen)
+    hidden = torch.tensor([[1.0], [-2.0]]).double().requires_grad_()
+    found = seqpar.token_scores(hidden, weight, torch.tensor([3, 2]), bias=bias[own], entropy=True, vocab=vocab)
+    (found.log_prob.sum() + found.entropy.square().sum()).backward()
+    return [numbers(found.log_prob), numbers(found.entropy), numbers(hidden.grad)]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_rank_whose_classes_are_all_masked_adds_nothing(frozen):
+    expected = masked_shard(0, 1, frozen)
+    for answers in ranks(2, masked_shard, frozen):
+        for what, got, plain in zip(("log_prob", "entropy", "hidden"), answers, expected, strict=True):
+            assert_close(what, got, torch.as_tensor(plain))

@@ -1,5 +1,7 @@
 """Per-token scores: values and gradients of the plain log-softmax, under any factor for each token and each score."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
@@ -34,6 +36,21 @@ def test_a_frozen_projection_gives_hidden_the_plain_gradient(case, used, chunk_t
         lambda: weighted(plain_scores(**tensors, **case.options), seed, used),
         {"hidden": tensors["hidden"]},
     )
+
+
+@given(score_cases(), USED, st.sampled_from([1, 2, 3]), st.booleans())
+def test_blocks_of_a_chunk_do_not_change_the_gradient(case, used, rows_at_once, frozen):
+    tensors = case.tensors()
+    if frozen:
+        tensors = {name: t.detach() for name, t in tensors.items()}
+        tensors["hidden"].requires_grad_()
+    cache = rows_at_once * case.linear.vocab_size * 8 // torch.get_num_threads()
+    with patch("seqpar.linear.formula.CACHE", cache):
+        assert_same_gradients(
+            lambda: weighted(seqpar.token_scores(**tensors, **case.options), case.linear.seed, used),
+            lambda: weighted(plain_scores(**tensors, **case.options), case.linear.seed, used),
+            {name: tensors[name] for name in ("hidden", "weight", "bias") if name in tensors},
+        )
 
 
 @given(score_cases(), st.booleans())
