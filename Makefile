@@ -33,8 +33,8 @@ test: check  ## run the checks and every test (about 15 minutes on 2 cores)
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
 	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=10
 
-test-hf: .venv/dev  ## check the loss in every model class of Hugging Face transformers (about 2 minutes on 2 cores)
-	@echo "[test-hf] pytest, every causal and conditional model class"
+test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Face transformers (about 4 minutes on 2 cores)
+	@echo "[test-hf] pytest, every causal and conditional model class, and decoders under TRL"
 	@$(BIN)/python -m pytest -n $(WORKERS) -m hf_models -q --durations=5 tests/seqpar/integrations
 
 check: .venv/dev  ## run the linter, the format check, strict type checks and the import contracts
