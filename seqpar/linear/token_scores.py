@@ -82,7 +82,8 @@ def token_scores(
 
     Args:
         hidden, weight, target, bias, ignore_index, softcap, chunk_tokens, vocab: as `linear_cross_entropy`. A class
-            whose bias is -inf has probability 0 and no part in the entropy.
+            whose bias is -inf has probability 0 and no part in the entropy. A split vocabulary costs one all-gather per
+            chunk, and two more with `top_k`; top classes are those of the whole vocabulary.
         temperature: divides the logits, after softcap; a number above 0, or one for each token, without a gradient.
         entropy: also return the entropy of each token's distribution.
         top_k: also return so many of the largest log-probabilities, and their classes.
