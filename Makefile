@@ -31,7 +31,7 @@ demo: .venv/recipes  ## train, evaluate and try a translation model on the built
 
 test: check  ## run the checks and every test (about 15 minutes on 2 cores)
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
-	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=10
+	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
 test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Face transformers (about 4 minutes on 2 cores)
 	@echo "[test-hf] pytest, every causal and conditional model class, and decoders under TRL"
