@@ -12,7 +12,10 @@ from seqpar.testing.ranks import Pool
 from tests.seqpar.integrations.tiny_models import relative_error
 from tests.seqpar.integrations.trl_runs import Run, trained
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.hf_models,  # real trainers, which take too long for every run
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
 
 KINDS = ["sft", "dpo", "kto", "grpo"]
 TRUNK = {"target_modules": ["q_proj", "up_proj"]}
