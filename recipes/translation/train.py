@@ -261,7 +261,7 @@ def announce(config: RunConfig, parameters: int, corpus: Corpus, layout: Layout,
         dropped = f" ({corpus.train.dropped:,} pairs that are too long left out)"
     print(
         f"[train] {parameters / 1e6:.1f} M parameters, {len(corpus.target):,} target subwords, "
-        f"{len(corpus.train):,} batches an epoch{dropped}, {layout}",
+        f"{len(corpus.train.epoch(state.epoch)):,} batches an epoch{dropped}, {layout}",
         flush=True,
     )
     if state.step:

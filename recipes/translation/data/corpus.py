@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.data.prepare import prepare
+from recipes.translation.data.sampled_batches import SampledBatches, sampled_batches
 from recipes.translation.data.sentence_pairs import DataError, Pair, check_held_out, load_pairs
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
@@ -21,13 +22,13 @@ class Corpus:
 
     source: Subwords
     target: Subwords
-    train: TokenBatches
+    train: TokenBatches | SampledBatches
     valid: TokenBatches
     valid_pairs: Sequence[Pair]
     tokenize: str
     """sacreBLEU's tokeniser for validation."""
     fingerprint: str
-    """SHA-256 of all ids, which a resumed run compares."""
+    """SHA-256 of all ids, and of draws where subwords are sampled, which a resumed run compares."""
 
 
 def load_corpus(config: RunConfig, ranks: Ranks = ALONE) -> Corpus:
@@ -53,7 +54,8 @@ def _tokenizer(config: RunConfig, valid: Sequence[Pair]) -> str:
 def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
     settings = config.training
     digest = hashlib.sha256()
-    batches = {}
+    batches: dict[str, TokenBatches] = {}
+    sampled = None
     for split in ("train", "valid"):
         pairs = load_pairs(config.data, split, config.subwords.lowercase)
         sources = source.encode([pair.source for pair in pairs])
@@ -67,5 +69,9 @@ def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
         )
         if not len(batches[split]):
             raise DataError(f"no {split} pair is within training.max_length {settings.max_length}")
+        if split == "train" and config.subwords.sampling:
+            sampled = sampled_batches(config, pairs, batches["train"], source, target)
+            digest.update(repr(sampled.probe()).encode())
     tokenize = _tokenizer(config, pairs)
-    return Corpus(source, target, batches["train"], batches["valid"], pairs, tokenize, digest.hexdigest())
+    train = sampled or batches["train"]
+    return Corpus(source, target, train, batches["valid"], pairs, tokenize, digest.hexdigest())

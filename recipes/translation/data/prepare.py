@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from pathlib import Path
@@ -44,7 +43,9 @@ def _settings(config: RunConfig) -> dict[str, object]:
     """
     data = {name: getattr(config.data, name) for name in ("format", "source", "target", "builtin_pairs")}
     data["text"] = fingerprint(config.data, "train")
-    return {"data": data, "subwords": dataclasses.asdict(config.subwords)}
+    # Without the settings of sampling, which uses the models and does not change them
+    subwords = {name: getattr(config.subwords, name) for name in ("vocab_size", "joint", "kind", "lowercase")}
+    return {"data": data, "subwords": subwords}
 
 
 def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:

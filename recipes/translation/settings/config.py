@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
+from recipes.translation.settings.checks import check_together
 from recipes.translation.settings.schema import ConfigError, Help, Range, Schema
 
 __all__ = [
@@ -110,6 +111,18 @@ class SubwordConfig:
     lowercase: Annotated[
         bool, Help("Lower-case the text before anything else (BLEU is then computed on lower-case text too).")
     ] = False
+    sampling: Annotated[
+        float,
+        Help(
+            "Draw the subwords of training sentences anew in every epoch. For bpe: the probability of leaving out a "
+            "merge (BPE-dropout; 0.1 is usual). For unigram: the exponent of a segmentation's probability (Kudo 2018; "
+            "0.1 to 0.5 are usual, and less is more random). 0 does not sample; validation and translation never do."
+        ),
+        Range(at_least=0),
+    ] = 0.0
+    sampled: Annotated[
+        Literal["both", "source", "target"], Help("both | source | target: the sides whose subwords are drawn.")
+    ] = "both"
 
 
 @dataclass(frozen=True)
@@ -322,7 +335,9 @@ def load_config(path: str | Path | None, overrides: Mapping[str, object] | None 
         sections.setdefault("data", {})["format"] = format_of(DataConfig(**sections.get("data", {})))
     config = RunConfig(**sections.pop("", {}))
     changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    return dataclasses.replace(config, **changed)
+    config = dataclasses.replace(config, **changed)
+    check_together(config)
+    return config
 
 
 FORMATS = {".tsv": "tsv", ".jsonl": "jsonl", ".parquet": "parquet"}

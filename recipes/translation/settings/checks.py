@@ -1,0 +1,20 @@
+"""Settings that exclude each other, or need each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from recipes.translation.settings.schema import ConfigError
+
+if TYPE_CHECKING:
+    from recipes.translation.settings.config import RunConfig
+
+
+def check_together(config: RunConfig) -> None:
+    """Raise ConfigError for settings of which each is valid alone, and which cannot be had together."""
+    subwords = config.subwords
+    if subwords.kind == "bpe" and subwords.sampling >= 1:
+        raise ConfigError(
+            f"subwords.sampling is {subwords.sampling:g}: for subwords.kind bpe it is the probability of leaving out a "
+            "merge, and must be below 1 (0.1 is usual)"
+        )
