@@ -71,6 +71,14 @@ CHANGES: dict[str, Sequence[Change]] = {
     "subwords.joint": [Change(False, ("weights", "subwords"), beside={"model.tie": "target"})],
     "subwords.kind": [Change("bpe", ("weights", "subwords"))],
     "subwords.lowercase": [Change(True, ("weights", "subwords", "scores"))],
+    "subwords.sampling": [
+        Change(0.3, ("weights", "metrics"), ("subwords",)),
+        Change(0.1, ("weights", "metrics"), ("subwords",), beside={"subwords.kind": "bpe"}),
+    ],
+    "subwords.sampled": [
+        Change(value, ("weights", "metrics"), ("subwords",), beside={"subwords.sampling": 0.3})
+        for value in ("source", "target")
+    ],
     "model.preset": [Change("base")],
     "model.d_model": [Change(18)],
     "model.d_ff": [Change(20)],
