@@ -55,7 +55,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         choices=("best", "last", "averaged"),
         default="best",
-        help="the model with the best validation loss, the newest, or what the command average made (default: best)",
+        help="the model of the best validation, the newest, or what the command average made (default: best)",
     )
     parser.add_argument("--beam", metavar="N", help="beam width; 1 is greedy and fastest (default: as trained for)")
     parser.add_argument(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from recipes.translation.data.batches import TokenBatches
@@ -31,20 +31,26 @@ class Corpus:
     """SHA-256 of all ids, and of draws where subwords are sampled, which a resumed run compares."""
 
 
-def load_corpus(config: RunConfig, ranks: Ranks = ALONE) -> Corpus:
-    """Read the pairs, make or read the subwords on rank 0 for all ranks, and make the batches."""
-    source, target = ranks.run_on_main(lambda: _prepared(config))
+def load_corpus(
+    config: RunConfig,
+    ranks: Ranks = ALONE,
+    subwords_of: Callable[[RunConfig], tuple[Subwords, Subwords]] = prepare,
+) -> Corpus:
+    """Read the pairs, make or read the subwords on rank 0 for all ranks (`subwords_of`), and make the batches."""
+    source, target = ranks.run_on_main(lambda: _prepared(config, subwords_of))
     return ranks.run_on_all(lambda: _read(config, source, target))
 
 
-def _prepared(config: RunConfig) -> tuple[Subwords, Subwords]:
+def _prepared(
+    config: RunConfig, subwords_of: Callable[[RunConfig], tuple[Subwords, Subwords]]
+) -> tuple[Subwords, Subwords]:
     """Return the subwords, after a check that validation data and its tokeniser are available."""
     tokenize = _tokenizer(config, check_held_out(config.data))
     if config.training.validate_bleu:
         check_tokenizer(tokenize)
     if tokenize != "13a":
         print(f"[data] BLEU by sacreBLEU's tokeniser {tokenize} (data.tokenize {config.data.tokenize})", flush=True)
-    return prepare(config)
+    return subwords_of(config)
 
 
 def _tokenizer(config: RunConfig, valid: Sequence[Pair]) -> str:

@@ -12,6 +12,8 @@ from recipes.translation.data.subwords import Subwords, train_subwords
 from recipes.translation.settings.config import RunConfig
 
 SETTINGS = "settings.json"
+SHAPING = ("vocab_size", "joint", "kind", "lowercase")
+"""The settings of `subwords` on which the models depend; those of sampling only use them."""
 
 
 def prepare(config: RunConfig) -> tuple[Subwords, Subwords]:
@@ -43,8 +45,7 @@ def _settings(config: RunConfig) -> dict[str, object]:
     """
     data = {name: getattr(config.data, name) for name in ("format", "source", "target", "builtin_pairs")}
     data["text"] = fingerprint(config.data, "train")
-    # Without the settings of sampling, which uses the models and does not change them
-    subwords = {name: getattr(config.subwords, name) for name in ("vocab_size", "joint", "kind", "lowercase")}
+    subwords = {name: getattr(config.subwords, name) for name in SHAPING}
     return {"data": data, "subwords": subwords}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from recipes.translation.settings.schema import ConfigError
+from recipes.translation.settings.training import PARTS
 
 if TYPE_CHECKING:
     from recipes.translation.settings.config import RunConfig
@@ -18,3 +19,12 @@ def check_together(config: RunConfig) -> None:
             f"subwords.sampling is {subwords.sampling:g}: for subwords.kind bpe it is the probability of leaving out a "
             "merge, and must be below 1 (0.1 is usual)"
         )
+    training = config.training
+    if training.best_by != "loss" and not training.validate_bleu:
+        raise ConfigError(
+            f"training.best_by is {training.best_by}, but training.validate_bleu is 0: no validation translates "
+            "anything; set it to the number of sentences to translate, or training.best_by loss"
+        )
+    for name in training.freeze:
+        if name not in PARTS:
+            raise ConfigError(f"training.freeze names {name!r}; it can name {', '.join(PARTS)}")

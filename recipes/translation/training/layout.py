@@ -283,12 +283,16 @@ class Layout:
         for key, value in saved.items():
             name, _, what = key.removeprefix("optimizer/").rpartition("/")
             parameter = parameters[name]
-            value = value.to(parameter.device)
-            if value.dim():  # Adam's number of steps has no dimensions, and is whole on every rank
-                value = cut(name, value, rank_in(self.groups.vocab), world_size(self.groups.vocab))
-                if isinstance(parameter, DTensor):
-                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            optimizer.state[parameter][what] = value
+            optimizer.state[parameter][what] = self.part(name, value, parameter)
+
+    def part(self, name: str, whole: Tensor, parameter: Tensor) -> Tensor:
+        """Return this rank's part of a parameter, or of one of its moments, given the whole one; undoes `whole`."""
+        value = whole.to(parameter.device)
+        if value.dim():  # Adam's number of steps has no dimensions, and is whole on every rank
+            value = cut(name, value, rank_in(self.groups.vocab), world_size(self.groups.vocab))
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return value
 
 
 def _whole(tensor: Tensor) -> Tensor:

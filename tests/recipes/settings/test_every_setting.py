@@ -26,7 +26,7 @@ from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.data.subwords import EOS
 from recipes.translation.evaluate import evaluate
-from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.settings.config import ConfigError, RunConfig
 from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics
@@ -109,6 +109,20 @@ CHANGES: dict[str, Sequence[Change]] = {
         Change(1, ("kept",), (*NUMBERS, "subwords")),
     ],
     "training.patience": [Change(1, ("metrics",), beside={"training.learning_rate": 0, "training.validate_every": 1})],
+    "training.best_by": [
+        Change(
+            "chrf",
+            ("best",),
+            ("last weights", "metrics"),
+            beside={"training.validate_every": 1, "training.validate_bleu": 8, "training.seed": 3},
+        )
+    ],
+    "training.ema": [Change(0.5, ("weights", "metrics", "translations"), ("batches",))],
+    "training.start_from": [Change("start", ("weights", "metrics"), ("batches",))],
+    "training.freeze": [
+        Change(("encoder",)),
+        Change(("target_embedding", "source_embedding", "generator")),
+    ],
     "training.seed": [Change(2, ("weights", "batches"))],
     "training.threads": [Change(3, ("threads",), ("batches",))],
     "layout.data": [Change(2, refused="layout data 2 x shard 1 x sequence 1 x vocab 1 is 2 processes, but 1")],
@@ -169,6 +183,8 @@ class Runs:
         given = {**BASE, **{name: value for name, value in changes.items() if name != "run"}}
         if "data.path" in given:
             given["data.path"] = str(self.root / given["data.path"])
+        if "training.start_from" in given:
+            given["training.start_from"] = str(self.root / given["training.start_from"])
         return tiny(folder, given)
 
     def run(self, changes: Mapping[str, Any]) -> Outcome:
@@ -187,6 +203,7 @@ class Runs:
         return seen | {
             "weights": [digest(run / name / "model.safetensors") for name in ("last", "best")],
             "last weights": digest(run / "last" / "model.safetensors"),
+            "best": load_facts(run / "best")["step"],
             "kept": {path.parent.name: digest(path) for path in run.glob("checkpoints/*/model.safetensors")},
             "metrics": records,
             "batches": [record["tokens"] for record in records if "tokens" in record],
@@ -261,6 +278,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         ):  # fmt: skip
             lines = [f"{en}\t{de}\t{en[::-1]}" for en, de in builtin_pairs(count, 5 + seed, split)]
             (root / folder / f"{name}.tsv").write_text("\n".join(["en\tde\txx", *lines]) + "\n", encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+        train(tiny(root / "start", {**BASE, "training.seed": 9}))
     return Runs(root)
 
 
