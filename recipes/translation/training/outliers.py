@@ -2,7 +2,7 @@
 
 A value stands out if it is above
 
-    median + 6 x 1.4826 x MAD
+    median + 10 x 1.4826 x MAD
 
 of the last 100 steps, where MAD is the median of the absolute deviations from the median, and 1.4826 MAD estimates the
 standard deviation of a normal distribution (Hampel 1974). Neither is moved by the outliers themselves. The first 20
@@ -53,7 +53,7 @@ class Outliers:
             before = self.before[name]
             if len(before) >= LEAST:
                 middle = median(before)
-                if value > middle + 6 * 1.4826 * max(median(abs(each - middle) for each in before), 0.01 * middle):
+                if value > middle + 10 * 1.4826 * max(median(abs(each - middle) for each in before), 0.01 * middle):
                     self.found.append(Outlier(name, value, middle))
             before.append(value)
 
