@@ -25,6 +25,16 @@ def check_together(config: RunConfig) -> None:
             f"training.best_by is {training.best_by}, but training.validate_bleu is 0: no validation translates "
             "anything; set it to the number of sentences to translate, or training.best_by loss"
         )
+    if training.r_drop and config.model.dropout == 0:
+        raise ConfigError(
+            f"training.r_drop is {training.r_drop:g}, but model.dropout is 0: both passes would be the same; set "
+            "model.dropout, or training.r_drop 0"
+        )
+    if training.r_drop and config.layout.vocab > 1:
+        raise ConfigError(
+            f"training.r_drop is {training.r_drop:g} and layout.vocab {config.layout.vocab}: the two passes are "
+            "compared over a whole vocabulary; choose another layout, or training.r_drop 0"
+        )
     for name in training.freeze:
         if name not in PARTS:
             raise ConfigError(f"training.freeze names {name!r}; it can name {', '.join(PARTS)}")

@@ -68,6 +68,14 @@ class TrainingConfig:
         Literal["torch", "fairseq", "harvard"],
         Help("torch (eps/V) | fairseq (eps/(V-1)) | harvard (eps/(V-2), the entropy constant subtracted)."),
     ] = "torch"
+    r_drop: Annotated[
+        float,
+        Help(
+            "R-Drop's alpha: every batch is computed twice with different dropout, and the divergence of the two "
+            "predictions joins the loss; 5 is usual, and 0 computes it once."
+        ),
+        Range(at_least=0),
+    ] = 0.0
     precision: Annotated[
         Literal["float32", "bf16", "float64"],
         Help("float32 | bf16 (autocast) | float64 (to compare layouts: several times slower)."),

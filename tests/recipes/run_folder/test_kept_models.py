@@ -225,7 +225,7 @@ def test_a_run_whose_saved_settings_lack_the_new_ones_goes_on(tmp_path: Path) ->
     assert steps(run) == [5, 6]
 
 
-SINCE = ("sampling", "sampled", "best_by", "ema", "start_from", "freeze")
+SINCE = ("sampling", "sampled", "best_by", "ema", "start_from", "freeze", "r_drop")
 """Settings of training that came later still."""
 
 

@@ -100,6 +100,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     "training.clip": [Change(0.01), Change(0.0, beside={"training.clip": 0.01})],
     "training.label_smoothing": [Change(0.0), Change(0.3)],
     "training.smoothing_convention": [Change("fairseq"), Change("harvard", ("weights", "metrics"))],
+    "training.r_drop": [Change(5.0, ("weights", "metrics"), ("batches",))],
     "training.precision": [Change("bf16"), Change("float64")],
     "training.max_length": [Change(20, ("weights", "said"))],
     "training.validate_every": [Change(2, ("metrics",), ("last weights",))],
