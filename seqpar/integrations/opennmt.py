@@ -1,7 +1,7 @@
 """Replace the `LossCompute` of OpenNMT-py 3 and Eole by one that never has the logits of all tokens.
 
-It is written for the trainers' interface, and tested with stand-ins for them. It replaces the trainer's loss objects; the
-backward remains the trainer's:
+It is written for the trainers' interface, and tested with stand-ins for them. It replaces the trainer's loss objects;
+the backward remains the trainer's:
 
     from onmt.utils import Statistics
     trainer.train_loss = ChunkedLossCompute(
