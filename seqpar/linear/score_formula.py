@@ -72,9 +72,9 @@ class ScoreFormula:
     """The scores of one chunk, and their gradient in closed form.
 
     Args:
-        projection: from hidden to logits, without a temperature.
+        projection: from hidden to logits, with a temperature that is the same for all rows.
         picked_NP: of all rows, the target and the given classes.
-        temperature_N: of all rows; None is 1.
+        temperature_N: a temperature for each row, by which the projection's logits are divided further; None is 1.
         entropy: whether to compute the entropy.
         top_k: how many of the largest log-probabilities to return.
         split: the classes of a split vocabulary that this rank has; None if it has all.

@@ -14,8 +14,7 @@ A class with z_k = -inf has p_k = 0 and adds nothing to any of these sums.
 
 All logits are taken relative to m, because a difference of two numbers in the hundreds would lose the digits of a
 log-probability near 0. In the code: `best_N` is m, `log_sum_N` log S, `mean_N` sum_k p_k (z_k - m).
-Shape suffixes: N rows, V classes (on this rank, where the vocabulary is split), R rows of a temporary, J given
-classes, P = 1 + J, T top ones.
+Shape suffixes: N rows, V classes (on this rank, where the vocabulary is split), J given classes, P = 1 + J, T top ones.
 """
 
 from __future__ import annotations
