@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from seqpar.kernels import row_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IN_RANKS = DEVICE == "cpu"
+"""Whether ranks, whose tensors are on the CPU, run the kernels: not beside a GPU, where Triton is no interpreter."""
 BLOCKS = st.sampled_from([1, 4, row_kernel.LARGEST_BLOCK])
 """Classes at once: every row in many steps, in some, in one."""
 NUMPY_SAYS = "ignore:(invalid value|divide by zero|overflow|underflow) :RuntimeWarning"

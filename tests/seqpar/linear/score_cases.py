@@ -89,7 +89,7 @@ def weighted(scores: seqpar.TokenScores, seed: int, used: str = "all") -> Tensor
     random = torch.Generator().manual_seed(seed)
 
     def factors(t):
-        return torch.randn(t.shape, dtype=torch.float64, generator=random)
+        return torch.randn(t.shape, dtype=torch.float64, generator=random).to(t.device)
 
     if getattr(scores, used, 0) is None:
         used = "all"
