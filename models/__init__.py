@@ -3,7 +3,8 @@
 from models.attention import Attention, padding_mask, subsequent_mask
 from models.cache import DecoderCache
 from models.decoding import Hypothesis, beam_search, default_limit, evaluating, greedy, length_normaliser
-from models.presets import PRESETS, TransformerConfig
+from models.presets import PRESETS, RecurrentConfig, TransformerConfig
+from models.recurrent import make_recurrent
 from models.transformer import (
     EncoderDecoder,
     Generator,
@@ -18,12 +19,14 @@ __all__ = [
     "EncoderDecoder",
     "Generator",
     "Hypothesis",
+    "RecurrentConfig",
     "TransformerConfig",
     "beam_search",
     "default_limit",
     "evaluating",
     "greedy",
     "length_normaliser",
+    "make_recurrent",
     "make_transformer",
     "padding_mask",
     "sinusoidal_positions",

@@ -10,7 +10,7 @@ from torch import Tensor
 from recipes.translation.atomic_folder import CheckpointError, verified_folder, whole_folder
 from recipes.translation.data.prepare import SHAPING, prepare
 from recipes.translation.data.subwords import Subwords
-from recipes.translation.run_folder.checkpoint import load_subwords, load_weights, model_sizes, saved_config
+from recipes.translation.run_folder.checkpoint import load_belongings, load_weights, model_sizes, saved_config
 from recipes.translation.settings.config import ConfigError, RunConfig
 
 
@@ -27,7 +27,8 @@ def run_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
         return prepare(config)
     # A run that has begun needs the other one no longer, which may have changed since
     folder = whole_folder(Path(config.run) / "last") or fitting_start(config)
-    return load_subwords(verified_folder(folder), config)
+    _, source, target = load_belongings(verified_folder(folder))
+    return source, target
 
 
 def fitting_start(config: RunConfig) -> Path:
@@ -44,11 +45,12 @@ def fitting_start(config: RunConfig) -> Path:
             f"training.start_from is {config.training.start_from}, but there is no trained model in {folder}: name "
             "the folder of a run, or of one of its checkpoints"
         )
-    for name, value in _identity(theirs).items():
-        own = _identity(config)[name]
-        if own != value:
+    given = _identity(config)
+    needed = _identity(theirs)
+    for name in [*needed, *given]:  # an LSTM has other sizes than a Transformer
+        if given.get(name) != needed.get(name):
             raise ConfigError(
-                f"{name} is {own!r}, but {folder}, to start from, has {value!r}: set it to the same, or begin with all "
+                f"{name} is {given.get(name)!r}, but {folder}, to start from, has {needed.get(name)!r}: set it to the same, or begin with all "
                 f"its settings by --config {folder / 'config.yaml'}"
             )
     return folder

@@ -22,6 +22,7 @@ from recipes.translation.settings.training import PARTS
 from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics
 from tests.recipes.tiny import options, tiny
+from tests.recipes.training.test_lstm import tiny_lstm
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "training.batch_tokens": 400, "training.steps": 2}
 OTHER: dict[str, Any] = {**BASE, "data.builtin_pairs": 150, "model.dropout": 0.0}
@@ -121,6 +122,11 @@ def test_a_model_that_does_not_fit_is_refused_by_the_setting(
     ):
         train(tiny(tmp_path / "run", {**BASE, "training.start_from": str(base), **changes}))
     assert not (tmp_path / "run" / "last").exists()
+
+
+def test_a_model_of_another_architecture_is_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.d_ff is None, but .* has 16: set it to the same, or begin with"):
+        train(tiny_lstm(tmp_path / "run", {**BASE, "training.start_from": str(base)}))
 
 
 @pytest.mark.parametrize(

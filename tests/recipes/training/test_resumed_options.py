@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ import pytest
 from recipes.translation import train as training
 from recipes.translation.run_folder.checkpoint import load_training
 from recipes.translation.run_folder.resume import begin
-from recipes.translation.settings.config import ConfigError
+from recipes.translation.settings.config import ConfigError, RunConfig
 from recipes.translation.train import train
 from recipes.translation.training import outliers
 from recipes.translation.training.progress import read_metrics
 from tests.recipes.run_folder.test_checkpoint_files import resealed
 from tests.recipes.tiny import tiny
+from tests.recipes.training.test_lstm import tiny_lstm
 
 OPTIONS: dict[str, Any] = {
     "data.builtin_pairs": 120,
@@ -28,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "training.accumulate": 5,
     "training.batch_tokens": 400,
     "training.ema": 0.9,
+    "training.r_drop": 2.0,
     "training.freeze": ("encoder", "source_embedding"),
     "training.best_by": "chrf",
     "training.validate_bleu": 4,
@@ -43,9 +45,9 @@ def short_validations() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+@pytest.mark.parametrize(("kind", "made"), [("unigram", tiny), ("bpe", tiny_lstm)], ids=["Transformer", "LSTM"])
 def test_a_resumed_run_with_every_option_is_the_uninterrupted_one_bit_for_bit(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, made: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rate = training.learning_rate
     # A step far too long, after which losses stand out, two of them after the second resumption
@@ -55,7 +57,7 @@ def test_a_resumed_run_with_every_option_is_the_uninterrupted_one_bit_for_bit(
     )
     for run, ends in (("through", [8]), ("resumed", [1, 5, 8])):
         for steps in ends:
-            train(tiny(tmp_path / run, {**OPTIONS, "subwords.kind": kind, "training.steps": steps}))
+            train(made(tmp_path / run, {**OPTIONS, "subwords.kind": kind, "training.steps": steps}))
             state = json.loads((tmp_path / run / "last" / "training.json").read_text())
             assert run == "through" or state["batch"] > 0  # in the middle of an epoch
     assert state["epoch"] > 1
