@@ -93,8 +93,7 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
     size = size_of(model)
     layout = Layout(model, config, axes, devices, ranks)
     # After the layout, which replaces the parameters that it splits or shards
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.Adam(trained, betas=settings.betas, eps=1e-9, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), betas=settings.betas, eps=1e-9, fused=True)
     average = WeightAverage(layout, settings.ema)
     if saved:
         layout.fill_moments(optimizer, saved.moments)

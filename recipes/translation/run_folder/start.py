@@ -48,9 +48,11 @@ def fitting_start(config: RunConfig) -> Path:
     given = _identity(config)
     needed = _identity(theirs)
     for name in [*needed, *given]:  # an LSTM has other sizes than a Transformer
-        if given.get(name) != needed.get(name):
+        own = given.get(name)
+        other = needed.get(name)
+        if own != other:
             raise ConfigError(
-                f"{name} is {given.get(name)!r}, but {folder}, to start from, has {needed.get(name)!r}: set it to the same, or begin with all "
+                f"{name} is {own!r}, but {folder}, to start from, has {other!r}: set it to the same, or begin with all "
                 f"its settings by --config {folder / 'config.yaml'}"
             )
     return folder

@@ -118,7 +118,7 @@ CHANGES: dict[str, Sequence[Change]] = {
             beside={"training.validate_every": 1, "training.validate_bleu": 8, "training.seed": 3},
         )
     ],
-    "training.ema": [Change(0.5, ("weights", "metrics", "translations"), ("batches",))],
+    "training.ema": [Change(0.5, ("weights", "metrics"), ("batches",))],
     "training.start_from": [Change("start", ("weights", "metrics"), ("batches",))],
     "training.freeze": [
         Change(("encoder",)),
