@@ -63,6 +63,10 @@ def test_value_and_every_gradient_are_those_of_plain_pytorch(
     target = torch.randint(0, vocab, (sentences, time))  # 0 is padding
     criterion = RDrop(seqpar.LabelSmoothing(smoothing, "torch", ignore_index=PAD), alpha, PAD)
     engine = seqpar.LossCompute(BothLogits(generator), criterion, ["cpu"] * devices, chunk)
+    # On its own too, where padding reaches it
+    logits = BothLogits(generator)(hidden, other).flatten(0, 1)
+    alone = plain(*logits.chunk(2, -1), target.flatten(), alpha, smoothing)
+    torch.testing.assert_close(criterion(logits, target.flatten()), alone, rtol=1e-12, atol=1e-13)
     leaves = [hidden, other, *generator.parameters()]
     found = engine(hidden, target, other=other)
     assert int(found.tokens) == int((target != PAD).sum())
