@@ -120,7 +120,7 @@ def trained(rank: int, world: int, config: RunConfig) -> int:
 
 
 def test_every_layout_gives_the_weights_of_one_device(tmp_path: Path) -> None:
-    changes = {**CHANGES, "training.accumulate": 2, "model.dropout": 1e-300, "training.steps": 5}
+    changes = {**CHANGES, "training.accumulate": 2, "model.dropout": 1e-300, "training.steps": 3}
     trained(0, 1, tiny(tmp_path / "one", {**changes, "training.devices": "[cpu]"}))
     trained(0, 1, tiny(tmp_path / "three", {**changes, "training.devices": "[cpu, cpu, cpu]"}))
     assert_same_weights(tmp_path / "three", tmp_path / "one", 1e-10)
