@@ -105,7 +105,7 @@ def extended(
 ) -> Beams:
     """Return the samples with one more token each, and its log-probability added to the scores."""
     hiddens = batch.next_hidden(beams.prefixes[:, 0, -1])
-    tokens = []
+    tokens: list[Tensor] = []
     scores = []
     for block in logits_blocks(batch, beams, hiddens):
         logits_RV = block.logits
@@ -113,7 +113,7 @@ def extended(
         total_R = logits_RV.logsumexp(-1)
         forbidden.mask(logits_RV, block.prefixes, block.sentences)
         check_alive(logits_RV, block.sentences)
-        start = sum(map(len, tokens))
+        start = sum(len(found) for found in tokens)
         token_R = draw(logits_RV, uniform_R[start : start + len(logits_RV)], temperature, top_k, top_p)
         tokens.append(token_R)
         scores.append(logits_RV.gather(1, token_R[:, None])[:, 0] - total_R)
