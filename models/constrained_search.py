@@ -97,16 +97,17 @@ def constrained_beam_search(
     with evaluating(models):
         batch = Batch.encoded(models, src, max_length)
         task = Task.of(batch, bos, eos)
-        forbidden = task.forbidden(rules)
         check_phrases(phrases, boundaries, task)
-        constraints = [Constraints(some, sorted(boundaries)) for some in phrases]
+        boundaries_E = torch.tensor(sorted(boundaries), device=src.device, dtype=torch.long)
+        search = Search(task.forbidden(rules), eos, beam, boundaries_E)
+        constraints = [Constraints(some, frozenset(boundaries)) for some in phrases]
         live = [[Live(0.0, [], some.start, 0)] for some in constraints]
         beams = Beams.first(batch.memories[0], bos)
         while batch.sentences:
             hiddens = batch.next_hidden(beams.prefixes[:, :, -1].flatten())
             norm = length_normaliser(batch.step, length_penalty, length_norm)
             current = [constraints[sentence] for sentence in batch.sentences]
-            found = candidates_of(batch, beams, hiddens, live, current, forbidden, eos, beam)
+            found = candidates_of(search, batch, beams, hiddens, live, current)
             going = []
             for row, sentence in enumerate(batch.sentences):
                 ended, live[row] = chosen(current[row], live[row], found[row], eos, beam)
@@ -142,15 +143,23 @@ def check_phrases(phrases: Sequence[Sequence[Phrase]], boundaries: Collection[in
     check_tokens_of("boundaries", list(boundaries), task)
 
 
+class Search(NamedTuple):
+    """What is the same at each step."""
+
+    forbidden: Forbidden
+    eos: int
+    beam: int
+    boundaries_E: Tensor
+    """Tokens that may follow a whole phrase."""
+
+
 def candidates_of(
+    search: Search,
     batch: Batch,
     beams: Beams,
     hiddens: Sequence[Tensor],
     live: list[list[Live]],
     constraints: list[Constraints],
-    forbidden: Forbidden,
-    eos: int,
-    beam: int,
 ) -> list[list[Candidate]]:
     """Return the candidates of each sentence's live hypotheses, best first."""
     width = beams.scores.size(1)
@@ -158,31 +167,40 @@ def candidates_of(
     for block in logits_blocks(batch, beams, hiddens):
         # Normalised before anything is forbidden
         logp_RV = block.logits.log_softmax(-1)
-        forbidden.mask(logp_RV, block.prefixes, block.sentences)
-        rows = range(len(found), len(found) + len(block.sentences))
-        at = [(row, k, (row - rows[0]) * width + k) for row in rows for k in range(len(live[row]))]
-        bound = [at_row for row, k, at_row in at if constraints[row].unmet(live[row][k].state)]
-        logp_RV[bound, eos] = -math.inf
-        total_RV = block.scores.reshape(-1, 1) + logp_RV
-        best_RC = total_RV.topk(min(beam + 1, total_RV.size(1)))
-        scores = best_RC.values.tolist()
-        tokens = best_RC.indices.tolist()
-        found += [[] for _ in rows]
-        for row, k, at_row in at:
-            offered = dict(zip(tokens[at_row], scores[at_row], strict=True))
-            offered |= continuations(constraints[row], live[row][k].state, total_RV[at_row])
-            found[row] += [Candidate(score, k, token) for token, score in offered.items() if score > -math.inf]
+        search.forbidden.mask(logp_RV, block.prefixes, block.sentences)
+        first = len(found)
+        states = {
+            index * width + k: (constraints[first + index], one.state)
+            for index in range(len(block.sentences))
+            for k, one in enumerate(live[first + index])
+        }
+        logp_RV[[row for row, (some, state) in states.items() if some.unmet(state)], search.eos] = -math.inf
+        found += [[] for _ in block.sentences]
+        for row, offered in offers(search, block.scores.reshape(-1, 1) + logp_RV, states).items():
+            some = [Candidate(score, row % width, token) for token, score in offered.items() if score > -math.inf]
+            found[first + row // width] += some
     return [sorted(candidates, key=lambda candidate: -candidate.score) for candidates in found]
 
 
-def continuations(constraints: Constraints, state: State, total_V: Tensor) -> dict[int, float]:
-    """Return the tokens that continue a hypothesis's unmet phrases, with its log-probability including each."""
-    offered = {token: total_V[token].item() for token in constraints.wanted(state)}
-    if constraints.awaits_boundary(state) and constraints.boundaries:
-        ends_E = torch.tensor(constraints.boundaries, device=total_V.device)
-        score, index = total_V[ends_E].max(0)
-        offered[constraints.boundaries[int(index)]] = score.item()
-    return offered
+def offers(
+    search: Search, total_RV: Tensor, states: dict[int, tuple[Constraints, State]]
+) -> dict[int, dict[int, float]]:
+    """Return the candidate tokens of each live hypothesis by its row, with the log-probability including each."""
+    best_RC = total_RV.topk(min(search.beam + 1, total_RV.size(1)))
+    scores = best_RC.values.tolist()
+    tokens = best_RC.indices.tolist()
+    found = {row: dict(zip(tokens[row], scores[row], strict=True)) for row in states}
+    wanted = [(row, token) for row, (some, state) in states.items() for token in some.wanted(state)]
+    totals = total_RV[[row for row, _ in wanted], [token for _, token in wanted]].tolist()
+    for (row, token), total in zip(wanted, totals, strict=True):
+        found[row][token] = total
+    awaiting = [row for row, (some, state) in states.items() if some.awaits_boundary(state)]
+    if awaiting and len(search.boundaries_E):
+        best_M = total_RV[awaiting][:, search.boundaries_E].max(-1)
+        ends = search.boundaries_E[best_M.indices].tolist()
+        for row, token, total in zip(awaiting, ends, best_M.values.tolist(), strict=True):
+            found[row][token] = total
+    return found
 
 
 def chosen(
@@ -217,8 +235,8 @@ def most_met_first(constraints: Constraints, live: list[Live], norm: float) -> l
 def stacked(live: list[list[Live]], before: Beams, bos: int) -> tuple[Beams, Tensor]:
     """Return the live hypotheses as tensors, and the beam that each one continues, (B, K)."""
     width = max(map(len, live), default=0)
-    # A sentence with fewer hypotheses than another has copies of its first one, with score -inf
-    rows = [[*some, *[some[0]._replace(score=-math.inf)] * (width - len(some))] for some in live]
+    # A sentence with fewer hypotheses than another has copies of its first one, which no one extends
+    rows = [[*some, *[some[0]] * (width - len(some))] for some in live]
     length = before.prefixes.size(2) + 1
     device = before.scores.device
     prefixes = [[bos, *one.tokens] for row in rows for one in row]

@@ -53,10 +53,8 @@ class Automaton:
 class Constraints:
     """The phrases that one sentence's translation must contain, in any order; they may overlap."""
 
-    def __init__(self, phrases: Sequence[Phrase], boundaries: Sequence[int] = ()) -> None:
-        self.boundaries = boundaries
-        among = frozenset(boundaries)
-        self.automata = [Automaton(phrase, among) for phrase in phrases]
+    def __init__(self, phrases: Sequence[Phrase], boundaries: Collection[int] = ()) -> None:
+        self.automata = [Automaton(phrase, boundaries) for phrase in phrases]
         self.start: State = (0,) * len(phrases)
         self.total = sum(len(phrase.tokens) for phrase in phrases)
         """Tokens of all phrases."""

@@ -214,5 +214,19 @@ def test_constraints_that_cannot_work_are_an_error(
         search(MODELS[0], random_batch(1, vocab=7), wanted, **changes)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_models_keep_constraints(dtype: torch.dtype) -> None:
+    model, src = small_transformer(5, vocab=7).to(dtype), random_batch(1, vocab=7)
+    found = search(model, src, [[Phrase([3, 4])]] * 5)
+    assert all(contains(row[0].tokens, Phrase([3, 4]), []) for row in found)
+
+
+def test_an_ensemble_keeps_constraints_and_scores_with_the_mean_probability() -> None:
+    models = [small_transformer(seed, vocab=5, spread=1.5) for seed in (1, 2)]
+    (found,) = search(models, torch.tensor([[3, 4]]), [[Phrase([4, 3])]], beam=60, n_best=4, max_length=5)
+    expected = [one for one in every_hypothesis(models, [3, 4], 5, 0.6) if contains(one.tokens, Phrase([4, 3]), [])]
+    same([[Hypothesis(*one[:3]) for one in found]], [expected[:4]])
+
+
 def test_an_empty_batch_is_translated() -> None:
     assert search(MODELS[0], torch.zeros(0, 3, dtype=torch.long), []) == []

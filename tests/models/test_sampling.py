@@ -178,5 +178,13 @@ def test_sampling_that_cannot_work_is_an_error(settings: dict[str, object], mess
         sample(MODEL, random_batch(1, vocab=7), bos=BOS, eos=EOS, **arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_models_are_sampled(dtype: torch.dtype) -> None:
+    model, src = small_transformer(5, vocab=7).to(dtype), random_batch(1, vocab=7)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        found = sample(model, src, bos=BOS, eos=EOS, seeds=range(5), top_p=0.9)
+    assert all(math.isfinite(row[0].score) for row in found)
+
+
 def test_an_empty_batch_has_no_samples() -> None:
     assert sample(MODEL, torch.zeros(0, 3, dtype=torch.long), bos=BOS, eos=EOS, seeds=[]) == []
