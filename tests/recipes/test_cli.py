@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from recipes.translation.commands import COMMANDS, main
+from recipes.translation.evaluate import score
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import SCHEMA, load_config
 from recipes.translation.translate import translate
@@ -117,6 +119,9 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
         (["evaluate", "--run", "nowhere"], "no trained model in nowhere/best"),
         (["translate", "--file", "nowhere.txt"], "nowhere.txt: No such file"),
         (["evaluate", "--hypotheses", "a.txt"], "go together"),
+        (["evaluate", "--sources", "a.txt"], "--sources and --references go together"),
+        (["evaluate", "--references", "a.txt"], "--references go together with --hypotheses, or with --sources"),
+        (["evaluate", "--split", "test", "--sources", "a", "--references", "b"], "give one of them"),
         (["evaluate", "--tokenize", "13b"], "no tokeniser '13b'"),
         (["evaluate", "--split", "train"], "invalid choice"),
     ],
@@ -276,10 +281,13 @@ def test_a_model_folder_is_a_run_too(run: Path, capsys: pytest.CaptureFixture[st
     assert outputs[0] == outputs[1]
 
 
-def test_evaluate_prints_signed_scores_and_writes_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_prints_signed_scores_and_writes_them(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 60)
     assert main(["evaluate", "--run", str(run), "--split", "valid", "--tokenize", "intl"]) == 0
     text = capsys.readouterr().out
-    for part in ("BLEU ", "BLEU, lower-cased", "chrF", "exact match", "|tok:intl|", "case:lc"):
+    for part in ("BLEU ", "BLEU, lower-cased", "chrF", "TER", "exact match", "|tok:intl|", "case:lc"):
         assert part in text
     assert (run / "valid.scores.json").exists()
 
@@ -295,7 +303,36 @@ def test_files_of_equal_length_are_scored_without_a_model(tmp_path: Path, capsys
     (tmp_path / "a").write_text("one two three four\n\n")
     words = ["--hypotheses", str(tmp_path / "a"), "--references", str(tmp_path / "a")]
     assert main(["evaluate", *words]) == 0
-    assert "100.00   of 2 sentences" in capsys.readouterr().out
+    assert "100.00  [100.00, 100.00]  of 2 sentences" in capsys.readouterr().out
+
+
+def test_a_model_is_evaluated_on_any_pair_of_files(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "news.en").write_text(f"{SENTENCE}\n\nThe number is six.\n")
+    (tmp_path / "news.de").write_text("Der Zug.\n\nDie Zahl ist sechs.\n")
+    files = ["--sources", str(tmp_path / "news.en"), "--references", str(tmp_path / "news.de")]
+    assert main(["evaluate", "--run", str(run), *files]) == 0
+    printed = capsys.readouterr().out
+    translator = load_translator(run / "best")
+    texts = translate(translator, [SENTENCE, "", "The number is six."], translator.config.decoding)
+    assert (run / "news.en.translations.txt").read_text() == "".join(f"{text}\n" for text in texts)
+    expected = score(texts, ["Der Zug.", "", "Die Zahl ist sechs."])
+    assert json.loads((run / "news.en.scores.json").read_text()) == expected.as_dict()
+    assert str(expected) in printed
+
+
+def test_sources_and_references_of_unequal_length_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a").write_text("one\ntwo\n")
+    (tmp_path / "b").write_text("eins\n")
+    files = ["--sources", str(tmp_path / "a"), "--references", str(tmp_path / "b")]
+    assert "a has 2 lines, " in (line := refusal(capsys, "evaluate", "--run", str(run), *files))
+    assert "b has 1: the two must be aligned" in line
+    (tmp_path / "none").write_text("")
+    files = ["--sources", str(tmp_path / "none"), "--references", str(tmp_path / "none")]
+    assert "none is empty: there is nothing to evaluate" in refusal(capsys, "evaluate", "--run", str(run), *files)
 
 
 def test_the_demo_ends_with_a_command_that_works_and_starts_afresh(

@@ -2,45 +2,49 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from recipes.translation.atomic_folder import writing_to
 from recipes.translation.commands.arguments import PROGRAM, add_model_options, load, parser_of, path
 from recipes.translation.data.lines import read_lines
 from recipes.translation.settings.config import LayoutConfig
+from recipes.translation.settings.options import OneLineParser
+
+if TYPE_CHECKING:
+    from recipes.translation.evaluate import Evaluation
+    from recipes.translation.processes.ranks import Ranks
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Score a model on its test set, or a file of translations against a file of references.
+    """Score a model on its test set or on other files, or a file of translations against a file of references.
 
-    Prints sacreBLEU's BLEU and chrF with their signatures, BLEU of the lower-cased text, and the percentage of exact
-    matches; for text that is already tokenised also BLEU as multi-bleu.perl -lc computes it. Writes translations and
-    scores to the run's folder.
+    Prints sacreBLEU's BLEU, chrF and TER with their signatures, BLEU of the lower-cased text, and the percentage of
+    exact matches, each with its 95 % confidence interval; for text that is already tokenised also BLEU as
+    multi-bleu.perl -lc computes it. Writes translations and scores to the run's folder. See docs/evaluation.md.
     """
     parser = parser_of(
         evaluate,
         f"{PROGRAM} evaluate --run runs/demo\n"
+        f"{PROGRAM} evaluate --run runs/demo --sources news.en --references news.de\n"
         f"{PROGRAM} evaluate --hypotheses translations.txt --references references.txt",
     )
     add_model_options(parser)
-    parser.add_argument("--split", choices=("valid", "test"), default="test", help="which data (default: test)")
-    parser.add_argument(
-        "--tokenize",
-        metavar="NAME",
-        help="sacreBLEU's tokeniser: 13a, intl, char, zh, ...; none for text that is already tokenised (default: the "
-        "setting data.tokenize, which follows the target language; for files, by their script)",
-    )
+    parser.add_argument("--split", choices=("valid", "test"), help="which data of the run (default: test)")
+    add_tokenize(parser)
     parser.add_argument(
         "--hypotheses", metavar="FILE", type=path, help="translations, one a line, to score without a model"
     )
+    parser.add_argument(
+        "--sources", metavar="FILE", type=path, help="sentences to translate with the model, one a line, and to score"
+    )
     parser.add_argument("--references", metavar="FILE", type=path, help="reference translations, one a line")
     options = parser.parse(argv)
-    if bool(options.hypotheses) != bool(options.references):
-        parser.error("--hypotheses and --references go together")
+    _check_files(parser, options)
 
     from recipes.translation.data.bleu_tokenizers import check_tokenizer
-    from recipes.translation.evaluate import evaluate as evaluate_model
     from recipes.translation.evaluate import score
     from recipes.translation.processes.ranks import joined
 
@@ -52,11 +56,46 @@ def evaluate(argv: Sequence[str]) -> int:
             references = read_lines(Path(options.references))
             print(score(hypotheses, references, tokenize=options.tokenize or "auto"))
             return 0
-        translator = load(options, ranks)
-        evaluation = evaluate_model(translator, options.split, translator.config.decoding, options.tokenize, ranks)
+        evaluation = _evaluated(options, ranks)
         print(evaluation.scores)
         if ranks.is_main:
             with writing_to(Path(options.run)):
                 written = evaluation.write(Path(options.run))
             print("[evaluate] written:", *written)
     return 0
+
+
+def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
+    """Refuse files that do not go together."""
+    if options.hypotheses and not options.references:
+        parser.error("--hypotheses and --references go together")
+    if options.sources and not options.references:
+        parser.error("--sources and --references go together")
+    if options.references and not (options.hypotheses or options.sources):
+        parser.error("--references go together with --hypotheses, or with --sources for a model to translate")
+    if options.split and options.references:
+        parser.error("--split is data of the run, and --references are a file; give one of them")
+
+
+def _evaluated(options: argparse.Namespace, ranks: Ranks) -> Evaluation:
+    """Translate and score what the options name."""
+    from recipes.translation.evaluate import evaluate as evaluate_split
+    from recipes.translation.evaluate import evaluate_pairs, read_pairs
+
+    translator = load(options, ranks)
+    decoding = translator.config.decoding
+    if not options.sources:
+        return evaluate_split(translator, options.split or "test", decoding, options.tokenize, ranks)
+    sources = Path(options.sources)
+    lowercase = translator.config.subwords.lowercase
+    pairs = ranks.run_on_main(lambda: read_pairs(sources, Path(options.references), lowercase))
+    return evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks)
+
+
+def add_tokenize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokenize",
+        metavar="NAME",
+        help="sacreBLEU's tokeniser: 13a, intl, char, zh, ...; none for text that is already tokenised (default: the "
+        "setting data.tokenize, which follows the target language; for files, by their script)",
+    )
