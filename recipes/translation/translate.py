@@ -38,13 +38,12 @@ def translate(
             found.update(zip(rows, search(translator, [ids[row] for row in rows], decoding), strict=True))
     everyone = ChainMap(*gather_objects(found, ranks.group))
     texts = translator.target.decode([everyone.get(row, []) for row in range(len(ids))])
-    return [_one_line(text) for text in texts]
+    return [one_line(text) for text in texts]
 
 
 def source_ids(translator: Translator, sentences: Sequence[str], longest: int) -> list[list[int]]:
     """Return the subwords of each sentence, at most `longest`, as in training."""
-    for number, sentence in enumerate(sentences, start=1):
-        _check_unicode(number, sentence)
+    check_unicode(sentences)
     texts = list(sentences)
     if translator.config.subwords.lowercase:
         texts = [text.lower() for text in texts]
@@ -87,14 +86,16 @@ def search(translator: Translator, sources: list[list[int]], decoding: DecodingC
     return [hypotheses[0].tokens for hypotheses in found]
 
 
-def _check_unicode(number: int, sentence: str) -> None:
-    try:
-        sentence.encode()
-    except UnicodeEncodeError as error:
-        near = sentence[max(0, error.start - 20) : error.end + 20]
-        raise DataError(f"sentence {number:,} is not UTF-8 text: {near!a}; convert it to UTF-8") from None
+def check_unicode(sentences: Sequence[str]) -> None:
+    """Raise DataError for text that is not Unicode, which is what Python makes of an argument in another encoding."""
+    for number, sentence in enumerate(sentences, start=1):
+        try:
+            sentence.encode()
+        except UnicodeEncodeError as error:
+            near = sentence[max(0, error.start - 20) : error.end + 20]
+            raise DataError(f"sentence {number:,} is not UTF-8 text: {near!a}; convert it to UTF-8") from None
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """Replace line breaks by blanks: a model that spells its output in bytes can produce any of Unicode's."""
     return " ".join(text.splitlines())

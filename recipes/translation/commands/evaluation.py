@@ -65,6 +65,70 @@ def evaluate(argv: Sequence[str]) -> int:
     return 0
 
 
+def compare(argv: Sequence[str]) -> int:
+    """Compare runs or files of translations with the first of them, on one test set, by paired significance tests.
+
+    Prints BLEU, chrF and TER of each with 95 % confidence intervals, the difference from the first, and the p-values of
+    paired bootstrap resampling and of paired approximate randomisation. A run must have been evaluated before.
+    """
+    parser = parser_of(
+        compare,
+        f"{PROGRAM} compare runs/baseline runs/larger\n{PROGRAM} compare --references news.de baseline.txt larger.txt",
+    )
+    parser.add_argument(
+        "systems", nargs="*", metavar="SYSTEM", type=path, help="a run or a file of translations; the baseline first"
+    )
+    parser.add_argument(
+        "--references",
+        metavar="FILE",
+        type=path,
+        help="reference translations, one a line (default: those of the runs' data)",
+    )
+    parser.add_argument("--split", choices=("valid", "test"), default="test", help="which data (default: test)")
+    add_tokenize(parser)
+    options = parser.parse(argv)
+    if len(options.systems) < 2:
+        parser.error(f"name at least two systems, the baseline first; got {len(options.systems)}")
+
+    from recipes.translation.compare import compare as compare_systems
+
+    references = None
+    if options.references:
+        references = Path(options.references)
+    print(compare_systems(options.systems, references, options.split, options.tokenize))
+    return 0
+
+
+def score(argv: Sequence[str]) -> int:
+    """Print the log-probability that a model gives to each sentence pair of two files (forced decoding).
+
+    One line for each pair, with four numbers separated by tabs: the sum over the target's subwords and the end symbol
+    in nats, the mean of a subword, the score that the search would report (the sum over its length normaliser), and the
+    number of subwords. Of the search's options only those of the length normaliser have an effect.
+    """
+    parser = parser_of(score, f"{PROGRAM} score --run runs/demo --sources news.en --targets news.de")
+    add_model_options(parser)
+    parser.add_argument("--sources", metavar="FILE", type=path, help="source sentences, one a line (required)")
+    parser.add_argument("--targets", metavar="FILE", type=path, help="their translations, one a line (required)")
+    options = parser.parse(argv)
+    if not (options.sources and options.targets):
+        parser.error("--sources and --targets go together, and both are needed")
+
+    from recipes.translation.evaluate import read_pairs
+    from recipes.translation.forced_decoding import score_pairs
+    from recipes.translation.processes.ranks import joined
+
+    with joined(LayoutConfig().timeout) as ranks:
+        pairs = ranks.run_on_main(lambda: read_pairs(Path(options.sources), Path(options.targets)))
+        translator = load(options, ranks)
+        decoding = translator.config.decoding
+        sources = [pair.source for pair in pairs]
+        targets = [pair.target for pair in pairs]
+        for found in score_pairs(translator, sources, targets, decoding, ranks):
+            print(f"{found.log_prob:.6f}\t{found.per_token:.6f}\t{found.score:.6f}\t{found.tokens}")
+    return 0
+
+
 def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
     """Refuse files that do not go together."""
     if options.hypotheses and not options.references:

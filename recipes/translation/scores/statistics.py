@@ -106,24 +106,35 @@ def _measured(
     return Measured(name, title, str(metric.get_signature()), score, np.array(statistics, dtype=np.float64), of_sums)
 
 
-def bleu_of_sums(sums_RK: Array, smooth: bool = True) -> Array:
+def bleu_of_sums(sums_RK: Array, smooth: bool = True, effective_order: bool = False) -> Array:
     """Compute BLEU-4 in percent from (length, reference's length, 4 x matches, 4 x n-grams): (R, 10) -> (R,).
 
     exp(min(0, 1 - r / c) + mean of log p_n), Papineni et al. 2002, section 2.3. With `smooth`, the k-th order without a
-    match counts as 1 / 2^k of a match (method 3 of Chen and Cherry 2014).
+    match counts as 1 / 2^k of a match (method 3 of Chen and Cherry 2014). With `effective_order`, which is for single
+    sentences, the mean is over the orders of which the hypothesis has an n-gram; otherwise BLEU without one is 0.
     """
     length_R = sums_RK[:, 0]
     reference_R = sums_RK[:, 1]
     matches_R4 = sums_RK[:, 2:6]
     total_R4 = sums_RK[:, 6:10]
-    defined_R = matches_R4.any(1) & total_R4.all(1)
+    counted_R4 = total_R4 > 0
+    defined_R = matches_R4.any(1)
+    orders_R = np.maximum(1, counted_R4.sum(1))
+    if not effective_order:
+        defined_R &= counted_R4.all(1)
     if smooth:
         without_R4 = matches_R4 == 0
         matches_R4 = np.where(without_R4, 0.5 ** without_R4.cumsum(1), matches_R4)
+    precision_R4 = np.divide(matches_R4, total_R4, out=np.ones_like(total_R4), where=counted_R4)
     with np.errstate(divide="ignore", invalid="ignore"):  # where BLEU is 0 by definition
         brevity_R = np.minimum(0.0, 1.0 - reference_R / length_R)
-        score_R = 100.0 * np.exp(brevity_R + np.log(matches_R4 / total_R4).mean(1))
+        score_R = 100.0 * np.exp(brevity_R + np.log(precision_R4).sum(1) / orders_R)
     return np.where(defined_R, score_R, 0.0)
+
+
+def sentence_bleu_of_sums(sums_RK: Array) -> Array:
+    """Compute BLEU of single sentences: (R, 10) -> (R,)."""
+    return bleu_of_sums(sums_RK, effective_order=True)
 
 
 CHRF_BETA = 2
