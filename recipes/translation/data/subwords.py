@@ -122,5 +122,9 @@ class Subwords:
         sentences: list[str] = self._processor.decode(ids, num_threads=1)
         return sentences
 
+    def pieces(self) -> list[str]:
+        """Return the text of every subword, by id."""
+        return [self._processor.id_to_piece(number) for number in range(len(self))]
+
     def __len__(self) -> int:
         return int(self._processor.get_piece_size())
