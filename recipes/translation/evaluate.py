@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -14,12 +14,23 @@ from recipes.translation.data.lines import DataError, read_lines
 from recipes.translation.data.sentence_pairs import Pair, load_pairs
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.scores.groups import Parts, parts_by_label, parts_by_length, scores_of_parts
 from recipes.translation.scores.scores import Scores, measure, score, scores_of
 from recipes.translation.scores.statistics import Measured
-from recipes.translation.settings.config import DecodingConfig
+from recipes.translation.settings.config import DataConfig, DecodingConfig
 from recipes.translation.translate import translate
 
-__all__ = ["Evaluation", "Scores", "evaluate", "evaluate_pairs", "read_pairs", "score"]
+__all__ = [
+    "Evaluation",
+    "Scores",
+    "evaluate",
+    "evaluate_files",
+    "evaluate_pairs",
+    "labels_of",
+    "parts_of",
+    "read_pairs",
+    "score",
+]
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,43 @@ def evaluate_pairs(
     translations = translate(translator, [pair.source for pair in pairs], decoding, ranks)
     measured = measure(translations, references, lowercase=config.subwords.lowercase, tokenize=tokenize)
     return Evaluation(name, pairs, translations, measured)
+
+
+def evaluate_files(
+    hypotheses: Path, references: Path, sources: Path | None = None, tokenize: str = "auto"
+) -> Evaluation:
+    """Score a file of translations without a model; without `sources`, those of the pairs are empty."""
+    translations = read_lines(hypotheses)
+    expected = read_lines(references)
+    said = [""] * len(expected)
+    if sources:
+        said = [pair.source for pair in read_pairs(sources, references)]
+    measured = measure(translations, expected, tokenize=tokenize)
+    pairs = [Pair(*lines) for lines in zip(said, expected, strict=True)]
+    return Evaluation(hypotheses.name, pairs, translations, measured)
+
+
+def parts_of(evaluation: Evaluation, by: str, labels: Sequence[str]) -> Parts:
+    """Score the parts of a test set by the "length" of the source, or by a label of each sentence, read from `by`."""
+    if by == "length":
+        heading, parts = parts_by_length([pair.source for pair in evaluation.pairs])
+        return scores_of_parts(evaluation.measured, heading, parts)
+    return scores_of_parts(evaluation.measured, "label", parts_by_label(labels, by, len(evaluation.pairs)))
+
+
+def labels_of(by: str, data: DataConfig | None, split: Split) -> list[str]:
+    """Read the label of each sentence from the file `by`, or from the column of this name in a split of the data.
+
+    Raises DataError where there is neither; `data` is None where the test set is not the run's.
+    """
+    if Path(by).is_file():
+        return read_lines(Path(by))
+    if data is None:
+        raise DataError(f"--by {by}: there is no such file; name a file with a label for each sentence, or length")
+    try:
+        return [pair.source for pair in load_pairs(replace(data, source=by, target=by), split)]
+    except DataError as error:
+        raise DataError(f"--by {by} is not length, nor a file, nor a column of the data: {error}") from error
 
 
 def read_pairs(sources: Path, references: Path, lowercase: bool = False) -> list[Pair]:

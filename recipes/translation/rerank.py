@@ -123,7 +123,8 @@ def translate_by_mbr(
     ranks: Ranks = ALONE,
 ) -> list[str]:
     """Do as `translate`, but choose among the best `candidates` of a beam search that is at least as wide."""
-    ids = source_ids(translator, sentences, max(translator.config.training.max_length, decoding.max_length))
+    longest = max(translator.config.training.max_length, decoding.max_length)
+    ids = source_ids(translator.source, translator.config, sentences, longest)
     longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
     mine = longest_first[ranks.rank :: ranks.world]
     found: dict[int, str] = {}

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from recipes.translation.alignments import align, pharaoh
 from recipes.translation.commands import COMMANDS, main
 from recipes.translation.evaluate import score
+from recipes.translation.rerank import translate_by_mbr
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import SCHEMA, load_config
 from recipes.translation.translate import translate
@@ -122,6 +124,10 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
         (["evaluate", "--sources", "a.txt"], "--sources and --references go together"),
         (["evaluate", "--references", "a.txt"], "--references go together with --hypotheses, or with --sources"),
         (["evaluate", "--split", "test", "--sources", "a", "--references", "b"], "give one of them"),
+        (["evaluate", "--hypotheses", "a", "--references", "b", "--by", "length"], "name them with --sources"),
+        (["translate", SENTENCE, "--candidates", "4"], "--candidates are what --mbr chooses from"),
+        (["translate", SENTENCE, "--mbr", "ter"], "invalid choice"),
+        (["translate", SENTENCE, "--mbr", "chrf", "--candidates", "0"], "not a whole number from 1 up"),
         (["evaluate", "--tokenize", "13b"], "no tokeniser '13b'"),
         (["evaluate", "--split", "train"], "invalid choice"),
     ],
@@ -320,6 +326,60 @@ def test_a_model_is_evaluated_on_any_pair_of_files(
     expected = score(texts, ["Der Zug.", "", "Die Zahl ist sechs."])
     assert json.loads((run / "news.en.scores.json").read_text()) == expected.as_dict()
     assert str(expected) in printed
+
+
+def test_minimum_bayes_risk_chooses_among_as_many_candidates_as_asked(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    translator = load_translator(run / "best")
+    for more, expected in (
+        (["--mbr", "chrf", "--candidates", "5"], ("chrf", 5)),
+        (["--mbr", "bleu"], ("bleu", 16)),
+    ):
+        assert main(["translate", "--run", str(run), SENTENCE, "The number is six.", *more]) == 0
+        texts = translate_by_mbr(translator, [SENTENCE, "The number is six."], translator.config.decoding, *expected)
+        assert capsys.readouterr().out == "".join(f"{text}\n" for text in texts)
+
+
+def test_alignments_are_written_line_by_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["translate", "--run", str(run), SENTENCE, "", "The number is six.", "--alignments", str(tmp_path / "a")]
+    assert main(words) == 0
+    texts = capsys.readouterr().out.split("\n")[:-1]
+    translator = load_translator(run / "best")
+    found = align(translator, [SENTENCE, "", "The number is six."], texts, translator.config.decoding)
+    assert [bool(links) for links in found] == [True, False, True]
+    assert (tmp_path / "a").read_text() == "".join(f"{pharaoh(links)}\n" for links in found)
+
+
+def test_scores_by_length_and_by_label_are_those_of_the_sentences_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {
+        "h": ["ein Hund und eine Katze", "das Haus ist rot und alt", "ein alter Hund schläft hier"],
+        "r": ["ein Hund und zwei Katzen", "das Haus ist rot und alt", "ein junger Hund schläft hier"],
+        "s": ["a dog", "the house is red and it is old and it is big", "an old dog"],
+        "labels": ["animals", "houses", "animals"],
+    }
+    for name, some in texts.items():
+        (tmp_path / name).write_text("".join(f"{text}\n" for text in some))
+    files = [f"--hypotheses={tmp_path / 'h'}", f"--references={tmp_path / 'r'}", f"--sources={tmp_path / 's'}"]
+    one, other = (score([texts[side][row] for row in (0, 2)], [texts["r"][row] for row in (0, 2)]) for side in "hr")
+    assert other.bleu == pytest.approx(100)
+    for by, labels in (("length", ["0-10", "11-20"]), (str(tmp_path / "labels"), ["animals", "houses"])):
+        assert main(["evaluate", *files, "--by", by]) == 0
+        *_, heading, first, second, note = capsys.readouterr().out.splitlines()
+        assert heading.split()[-4:] == ["sentences", "BLEU", "chrF", "TER"]
+        low, high = one.intervals["bleu"]
+        assert first.split()[:5] == [labels[0], "2", f"{one.bleu:.2f}", f"[{low:.2f},", f"{high:.2f}]"]
+        assert f" {one.chrf:.2f} " in first
+        assert f" {one.ter:.2f} " in first
+        assert second.split()[:3] == [labels[1], "1", "100.00"]
+        assert note.endswith("seed 12345; a part of fewer than 100 sentences says little")
+    (tmp_path / "labels").write_text("animals\nhouses\n")
+    assert run_main("evaluate", *files, "--by", str(tmp_path / "labels")) == 2
+    assert "labels has 2 labels, and the test set 3 sentences" in capsys.readouterr().err
+    assert run_main("evaluate", *files, "--by", "nowhere") == 2
+    assert "--by nowhere: there is no such file" in capsys.readouterr().err
 
 
 def test_sources_and_references_of_unequal_length_are_refused(

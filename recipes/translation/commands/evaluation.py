@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.translation.atomic_folder import writing_to
-from recipes.translation.commands.arguments import PROGRAM, add_model_options, load, parser_of, path
-from recipes.translation.data.lines import read_lines
+from recipes.translation.commands.arguments import (
+    PROGRAM,
+    add_checkpoint,
+    add_length_options,
+    add_model_options,
+    add_run,
+    load,
+    parser_of,
+    path,
+)
 from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser
 
 if TYPE_CHECKING:
     from recipes.translation.evaluate import Evaluation
     from recipes.translation.processes.ranks import Ranks
+    from recipes.translation.scores.groups import Parts
+    from recipes.translation.settings.data import DataConfig
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -28,7 +39,7 @@ def evaluate(argv: Sequence[str]) -> int:
     parser = parser_of(
         evaluate,
         f"{PROGRAM} evaluate --run runs/demo\n"
-        f"{PROGRAM} evaluate --run runs/demo --sources news.en --references news.de\n"
+        f"{PROGRAM} evaluate --run runs/demo --sources news.en --references news.de --by length\n"
         f"{PROGRAM} evaluate --hypotheses translations.txt --references references.txt",
     )
     add_model_options(parser)
@@ -38,31 +49,90 @@ def evaluate(argv: Sequence[str]) -> int:
         "--hypotheses", metavar="FILE", type=path, help="translations, one a line, to score without a model"
     )
     parser.add_argument(
-        "--sources", metavar="FILE", type=path, help="sentences to translate with the model, one a line, and to score"
+        "--sources", metavar="FILE", type=path, help="sentences to translate, one a line, in place of the run's data"
     )
     parser.add_argument("--references", metavar="FILE", type=path, help="reference translations, one a line")
+    parser.add_argument(
+        "--by",
+        metavar="length|FILE|COLUMN",
+        type=path,
+        help="also print a table of scores by the length of the source, or by labels: a file with one a line, or a "
+        "column of the run's data",
+    )
+    parser.add_argument(
+        "--comet",
+        metavar="MODEL",
+        type=path,
+        help="also score with the COMET model in this folder, which needs the package unbabel-comet; nothing is "
+        "downloaded",
+    )
     options = parser.parse(argv)
     _check_files(parser, options)
 
     from recipes.translation.data.bleu_tokenizers import check_tokenizer
-    from recipes.translation.evaluate import score
     from recipes.translation.processes.ranks import joined
+    from recipes.translation.scores.comet import check_comet
 
     if options.tokenize:
         check_tokenizer(options.tokenize)
+    if options.comet:  # before the work of translating
+        check_comet(Path(options.comet))
     with joined(LayoutConfig().timeout) as ranks:
-        if options.hypotheses:
-            hypotheses = read_lines(Path(options.hypotheses))
-            references = read_lines(Path(options.references))
-            print(score(hypotheses, references, tokenize=options.tokenize or "auto"))
-            return 0
-        evaluation = _evaluated(options, ranks)
+        evaluation, data = _evaluated(options, ranks)
         print(evaluation.scores)
-        if ranks.is_main:
+        if ranks.is_main and not options.hypotheses:
             with writing_to(Path(options.run)):
                 written = evaluation.write(Path(options.run))
             print("[evaluate] written:", *written)
+        if options.by:
+            print(f"\n{_parts(options, evaluation, data, ranks)}")
     return 0
+
+
+def _evaluated(options: argparse.Namespace, ranks: Ranks) -> tuple[Evaluation, DataConfig | None]:
+    """Translate and score what the options name; return the run's data too, if the test set is part of it."""
+    from recipes.translation.evaluate import evaluate as evaluate_split
+    from recipes.translation.evaluate import evaluate_files, evaluate_pairs, read_pairs
+
+    data = None
+    references = Path(options.references or "")
+    sources = Path(options.sources or "")
+    if options.hypotheses:
+        files = Path(options.hypotheses), references, sources if options.sources else None
+        evaluation = evaluate_files(*files, options.tokenize or "auto")
+    else:
+        translator = load(options, ranks)
+        decoding = translator.config.decoding
+        if options.sources:
+            lowercase = translator.config.subwords.lowercase
+            pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
+            evaluation = evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks)
+        else:
+            data = translator.config.data
+            evaluation = evaluate_split(translator, options.split or "test", decoding, options.tokenize, ranks)
+    if options.comet:
+        evaluation = _with_comet(Path(options.comet), evaluation, ranks)
+    return evaluation, data
+
+
+def _with_comet(model: Path, evaluation: Evaluation, ranks: Ranks) -> Evaluation:
+    """Add the scores of a COMET model, which rank 0 alone computes."""
+    from recipes.translation.scores.comet import comet_scores, measured_comet
+
+    sources = [pair.source for pair in evaluation.pairs]
+    references = [pair.target for pair in evaluation.pairs]
+    scores = ranks.run_on_main(lambda: comet_scores(model, sources, evaluation.translations, references))
+    return replace(evaluation, measured=[*evaluation.measured, measured_comet(model, scores)])
+
+
+def _parts(options: argparse.Namespace, evaluation: Evaluation, data: DataConfig | None, ranks: Ranks) -> Parts:
+    """Score the parts that --by names."""
+    from recipes.translation.evaluate import labels_of, parts_of
+
+    labels: list[str] = []
+    if options.by != "length":
+        labels = ranks.run_on_main(lambda: labels_of(options.by, data, options.split or "test"))
+    return parts_of(evaluation, options.by, labels)
 
 
 def compare(argv: Sequence[str]) -> int:
@@ -104,10 +174,12 @@ def score(argv: Sequence[str]) -> int:
 
     One line for each pair, with four numbers separated by tabs: the sum over the target's subwords and the end symbol
     in nats, the mean of a subword, the score that the search would report (the sum over its length normaliser), and the
-    number of subwords. Of the search's options only those of the length normaliser have an effect.
+    number of subwords, the end symbol included.
     """
     parser = parser_of(score, f"{PROGRAM} score --run runs/demo --sources news.en --targets news.de")
-    add_model_options(parser)
+    add_run(parser)
+    add_checkpoint(parser)
+    add_length_options(parser)
     parser.add_argument("--sources", metavar="FILE", type=path, help="source sentences, one a line (required)")
     parser.add_argument("--targets", metavar="FILE", type=path, help="their translations, one a line (required)")
     options = parser.parse(argv)
@@ -135,25 +207,13 @@ def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
         parser.error("--hypotheses and --references go together")
     if options.sources and not options.references:
         parser.error("--sources and --references go together")
+    without_sources = options.hypotheses and not options.sources
+    if without_sources and (options.by == "length" or options.comet):
+        parser.error("--by length and --comet need the sentences that were translated: name them with --sources")
     if options.references and not (options.hypotheses or options.sources):
         parser.error("--references go together with --hypotheses, or with --sources for a model to translate")
     if options.split and options.references:
         parser.error("--split is data of the run, and --references are a file; give one of them")
-
-
-def _evaluated(options: argparse.Namespace, ranks: Ranks) -> Evaluation:
-    """Translate and score what the options name."""
-    from recipes.translation.evaluate import evaluate as evaluate_split
-    from recipes.translation.evaluate import evaluate_pairs, read_pairs
-
-    translator = load(options, ranks)
-    decoding = translator.config.decoding
-    if not options.sources:
-        return evaluate_split(translator, options.split or "test", decoding, options.tokenize, ranks)
-    sources = Path(options.sources)
-    lowercase = translator.config.subwords.lowercase
-    pairs = ranks.run_on_main(lambda: read_pairs(sources, Path(options.references), lowercase))
-    return evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks)
 
 
 def add_tokenize(parser: argparse.ArgumentParser) -> None:

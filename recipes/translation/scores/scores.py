@@ -40,6 +40,9 @@ class Scores:
     """BLEU-4 of lower-cased text that is already tokenised, as Moses' `multi-bleu.perl -lc` computes it: sacreBLEU's
     without tokeniser and without smoothing. None with any other tokeniser."""
     multi_bleu_lowercase_signature: str | None
+    comet: float | None
+    """The mean score of a COMET model, times 100; None unless one was asked for."""
+    comet_signature: str | None
     intervals: Mapping[str, Interval]
     """The 95 % confidence interval of each score, by the name of its field."""
     resamples: int = RESAMPLES
@@ -56,6 +59,7 @@ class Scores:
             ("multi-bleu -lc", "multi_bleu_lowercase", self.multi_bleu_lowercase_signature),
             ("chrF", "chrf", self.chrf_signature),
             ("TER", "ter", self.ter_signature),
+            ("COMET", "comet", self.comet_signature),
             ("exact match", "exact_match", f"of {self.sentences:,} sentences"),
         ]
         lines = [
@@ -94,11 +98,17 @@ def score(
 def scores_of(measured: Sequence[Measured]) -> Scores:
     """Return the scores of the metrics that `measure` returned."""
     found = {one.name: one for one in measured}
-    multi_bleu = None
-    multi_bleu_signature = None
-    if "multi_bleu_lowercase" in found:
-        multi_bleu = found["multi_bleu_lowercase"].score
-        multi_bleu_signature = found["multi_bleu_lowercase"].signature
+
+    def value(name: str) -> float | None:
+        if name not in found:
+            return None
+        return found[name].score
+
+    def signature(name: str) -> str | None:
+        if name not in found:
+            return None
+        return found[name].signature
+
     return Scores(
         sentences=len(found["bleu"].statistics),
         bleu=found["bleu"].score,
@@ -110,8 +120,10 @@ def scores_of(measured: Sequence[Measured]) -> Scores:
         bleu_lowercase=found["bleu_lowercase"].score,
         bleu_lowercase_signature=found["bleu_lowercase"].signature,
         exact_match=found["exact_match"].score,
-        multi_bleu_lowercase=multi_bleu,
-        multi_bleu_lowercase_signature=multi_bleu_signature,
+        multi_bleu_lowercase=value("multi_bleu_lowercase"),
+        multi_bleu_lowercase_signature=signature("multi_bleu_lowercase"),
+        comet=value("comet"),
+        comet_signature=signature("comet"),
         intervals=dict(zip(found, intervals(measured), strict=True)),
     )
 
