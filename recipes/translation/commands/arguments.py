@@ -54,7 +54,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         choices=("best", "last", "averaged"),
         default="best",
-        help="the model with the best validation loss, the newest, or what the command average made (default: best)",
+        help="the model of the best validation, the newest, or what the command average made (default: best)",
     )
 
 
