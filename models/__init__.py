@@ -8,7 +8,8 @@ from models.decoding import beam_search, greedy
 from models.decoding_rules import DeadEndError, ForcedPrefixes, MinimumLength, NoRepeatedNgrams
 from models.ensemble import evaluating
 from models.hypotheses import Hypothesis, default_limit, length_normaliser
-from models.presets import PRESETS, TransformerConfig
+from models.presets import PRESETS, RecurrentConfig, TransformerConfig
+from models.recurrent import make_recurrent
 from models.sampling import sample
 from models.transformer import (
     EncoderDecoder,
@@ -30,6 +31,7 @@ __all__ = [
     "MinimumLength",
     "NoRepeatedNgrams",
     "Phrase",
+    "RecurrentConfig",
     "TransformerConfig",
     "beam_search",
     "constrained_beam_search",
@@ -37,6 +39,7 @@ __all__ = [
     "evaluating",
     "greedy",
     "length_normaliser",
+    "make_recurrent",
     "make_transformer",
     "padding_mask",
     "sample",

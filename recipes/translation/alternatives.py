@@ -119,7 +119,7 @@ def tasks_of(
     translator: Translator, sentences: Sequence[str], decoding: DecodingConfig, options: SearchOptions
 ) -> list[Task]:
     """Return sentences and demands in subwords; raise DataError for a beginning that leaves no step to go on."""
-    sources = source_ids(translator, sentences, decoding)
+    sources = source_ids(translator.source, translator.config, sentences, decoding)
     prefixes: list[list[int]] = [[] for _ in sources]
     phrases: list[list[Phrase]] = [[] for _ in sources]
     if options.prefixes is not None:

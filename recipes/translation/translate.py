@@ -12,10 +12,10 @@ from torch import Tensor
 
 from models import beam_search, default_limit, evaluating, greedy
 from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.data.subwords import BOS, EOS, PAD, Subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
-from recipes.translation.settings.config import DecodingConfig
+from recipes.translation.settings.config import DecodingConfig, RunConfig
 from seqpar.distributed.collectives import gather_objects
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ def translate(
 
     Raises DataError for text that is not Unicode, which is what Python makes of an argument in another encoding.
     """
-    ids = source_ids(translator, sentences, decoding)
+    ids = source_ids(translator.source, translator.config, sentences, decoding)
 
     def search_rows(rows: list[int]) -> list[list[int]]:
         return search(translator, [ids[row] for row in rows], decoding)
@@ -60,15 +60,17 @@ def in_batches(
     return ChainMap(*gather_objects(found, ranks.group))
 
 
-def source_ids(translator: Translator, sentences: Sequence[str], decoding: DecodingConfig) -> list[list[int]]:
+def source_ids(
+    subwords: Subwords, config: RunConfig, sentences: Sequence[str], decoding: DecodingConfig
+) -> list[list[int]]:
     """Return the subwords of each sentence, as in training, cut to the longest length of the settings."""
-    longest = max(translator.config.training.max_length, decoding.max_length)
+    longest = max(config.training.max_length, decoding.max_length)
     for number, sentence in enumerate(sentences, start=1):
         _check_unicode(number, sentence)
     texts = list(sentences)
-    if translator.config.subwords.lowercase:
+    if config.subwords.lowercase:
         texts = [text.lower() for text in texts]
-    ids = translator.source.encode(texts)
+    ids = subwords.encode(texts)
     cut = [number for number, row in enumerate(ids, start=1) if len(row) > longest]
     if cut:
         first = cut[0]

@@ -21,7 +21,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from models import PRESETS, EncoderDecoder, TransformerConfig, make_transformer
+from models import PRESETS, EncoderDecoder, RecurrentConfig, TransformerConfig, make_recurrent, make_transformer
 from recipes.translation.atomic_folder import CheckpointError, replaced_folder, sha256, verified_folder, whole_folder
 from recipes.translation.data.subwords import PAD, Subwords
 from recipes.translation.settings.config import ConfigError, ModelConfig, RunConfig, load_config, save_config
@@ -77,20 +77,26 @@ class TrainingState:
     """Fingerprint of the training and validation data."""
 
 
-def model_sizes(config: ModelConfig) -> TransformerConfig:
-    """Return the sizes of the preset, changed by the settings that are not None."""
+def model_sizes(config: ModelConfig) -> TransformerConfig | RecurrentConfig:
+    """Return the sizes of the preset, which decides the architecture, changed by the settings that are not None."""
     if config.preset not in PRESETS:
         raise ConfigError(f"model.preset is {config.preset!r}; it must be one of {', '.join(PRESETS)}")
     changed = {name: value for name, value in asdict(config).items() if name != "preset" and value is not None}
+    preset = PRESETS[config.preset]
+    known = {field.name for field in fields(preset)}
+    for name in changed.keys() - known:
+        raise ConfigError(f"model.{name} is not a setting of {config.preset}, which has {', '.join(sorted(known))}")
     try:
-        return replace(PRESETS[config.preset], **changed)
+        return replace(preset, **changed)
     except ValueError as error:
         raise ConfigError(f"model: {error}") from error
 
 
-def build_model(sizes: TransformerConfig, source: Subwords, target: Subwords) -> EncoderDecoder:
+def build_model(sizes: TransformerConfig | RecurrentConfig, source: Subwords, target: Subwords) -> EncoderDecoder:
     """Build a model with random weights for these subwords."""
     try:
+        if isinstance(sizes, RecurrentConfig):
+            return make_recurrent(sizes, len(source), len(target), pad=PAD)
         return make_transformer(sizes, len(source), len(target), pad=PAD)
     except ValueError as error:
         raise ConfigError(f"model: {error}") from error
@@ -155,8 +161,7 @@ def load_translator(
     """Read and verify the model in `folder`, in eval mode on `device`; `overrides` are those of `load_config`."""
     whole = verified_folder(folder)
     weights = _read_weights(whole)
-    config = load_config(whole / "config.yaml", overrides)
-    source, target = (Subwords.load(whole / f"{name}.model") for name in subword_names(config))
+    config, source, target = load_belongings(whole, overrides)
     model = build_model(model_sizes(config.model), source, target)
     fill_model(model, weights, whole)
     return Translator(config, model.to(device).eval(), source, target)
@@ -255,11 +260,25 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _write_model(folder: Path, translator: Translator, facts: Mapping[str, object]) -> str:
-    tensors = tensors_of(translator.model)
+def save_belongings(folder: Path, translator: Translator) -> None:
+    """Write what belongs to a model's weights, whatever their format: the settings and the subword models."""
     save_config(translator.config, folder / "config.yaml")
     for name, subwords in _subwords_of(translator).items():
         subwords.save(folder / name)
+
+
+def load_belongings(
+    folder: Path, overrides: Mapping[str, object] | None = None
+) -> tuple[RunConfig, Subwords, Subwords]:
+    """Read the settings and the subword models of source and target that `save_belongings` wrote."""
+    config = load_config(folder / "config.yaml", overrides)
+    source, target = (Subwords.load(folder / f"{name}.model") for name in subword_names(config))
+    return config, source, target
+
+
+def _write_model(folder: Path, translator: Translator, facts: Mapping[str, object]) -> str:
+    tensors = tensors_of(translator.model)
+    save_belongings(folder, translator)
     of = {name: sha256(folder / name) for name in ("config.yaml", *_subwords_of(translator))}
     of["weights"] = fingerprint(tensors)
     _write_tensors(folder / "model.safetensors", tensors)
