@@ -24,17 +24,17 @@ def phrases_of(translator: Translator, constraints: Sequence[Sequence[str]]) -> 
     Where the last character has an upper and a lower case, or is a digit, the phrase must end where a word ends.
     Other scripts need not separate words, so there the subwords alone decide, without a blank before the first.
     """
-    blank = translator.target.pieces().index(BLANK)
+    pieces = translator.target.pieces()
     return [
-        [phrase_of(translator, text, blank, f"sentence {number:,}") for text in texts]
+        [phrase_of(translator, text, pieces, f"sentence {number:,}") for text in texts]
         for number, texts in enumerate(constraints, start=1)
     ]
 
 
-def phrase_of(translator: Translator, text: str, blank: int, where: str) -> Phrase:
-    """Return one phrase as subwords; `blank` is the subword of a blank alone."""
+def phrase_of(translator: Translator, text: str, pieces: Sequence[str], where: str) -> Phrase:
+    """Return one phrase as subwords."""
     ids = translator.target.encode([cased(translator, text)])[0]
-    if ids[:1] == [blank] and not in_words(text[0]):
+    if ids and pieces[ids[0]] == BLANK and not in_words(text[0]):
         ids = ids[1:]
     if not ids:
         raise DataError(f"--constraints: {text!r} of {where} has no subwords, only what sentencepiece leaves out")

@@ -244,9 +244,10 @@ def test_sampling_is_printed_like_n_best_lists(
     assert lines == printed(capsys, *words, "--temperature", 0.8, "--seed", 3)
     assert lines != printed(capsys, *words, "--temperature", 0.8, "--seed", 4)
     assert lines != printed(capsys, *words, "--temperature", 3, "--seed", 3)
-    greedy = printed(capsys, "--run", runs[0], "--file", file, "--sample", 1, "--top-k", 1)
     plain = printed(capsys, "--run", runs[0], "--file", file, "--beam", 1)
-    assert [line.split("\t")[1] for line in greedy] == [line.replace("\t", " ") for line in plain]
+    for alone in (["--top-k", 1], ["--top-p", 1e-9]):
+        greedy = printed(capsys, "--run", runs[0], "--file", file, "--sample", 1, *alone)
+        assert [line.split("\t")[1] for line in greedy] == [line.replace("\t", " ") for line in plain]
 
 
 def test_an_ensemble_of_runs_translates_with_all_of_them(
