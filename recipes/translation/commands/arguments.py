@@ -54,7 +54,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         choices=("best", "last", "averaged"),
         default="best",
-        help="the model with the best validation loss, the newest, or what the command average made (default: best)",
+        help="the model of the best validation, the newest, or what the command average made (default: best)",
     )
 
 
@@ -62,6 +62,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_checkpoint(parser)
     parser.add_argument("--beam", metavar="N", help="beam width; 1 is greedy and fastest (default: as trained for)")
+    add_length_options(parser)
+
+
+def add_length_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length-penalty", metavar="X", help="exponent of the length penalty; 0 has none (default: as trained for)"
     )

@@ -47,6 +47,20 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="another run that translates together with --run; can be given several times",
     )
+    search.add_argument(
+        "--mbr",
+        metavar="NAME",
+        choices=("chrf", "bleu"),
+        help="of the translations of --n-best or --sample, print the one most like the others by chrf or sentence-bleu "
+        "(minimum Bayes risk)",
+    )
+    search.add_argument(
+        "--alignments",
+        metavar="FILE",
+        type=path,
+        help="also write which words belong together, from the attention of the last decoder layer but one: for each "
+        "sentence a line of pairs source-target, counted from 0 (Pharaoh's format)",
+    )
     draw = parser.add_argument_group("sampling")
     draw.add_argument(
         "--sample",
@@ -104,6 +118,13 @@ def clashing(options: argparse.Namespace) -> str | None:
     for name in searching:
         if getattr(options, name) is not None and options.sample:
             return f"{option(name)} has no effect on --sample, which does not search: leave one of them out"
+    many = options.n_best or options.sample
+    if options.mbr and not many:
+        return "--mbr chooses among several translations: add --n-best N or --sample N"
+    if options.mbr and options.scores:
+        return "--mbr prints one translation of each sentence, without the scores of --scores: leave one of them out"
+    if options.alignments and (options.scores or (many and not options.mbr)):
+        return "--alignments are those of one translation of each sentence: leave out --n-best, --sample and --scores"
     return None
 
 
