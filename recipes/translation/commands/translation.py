@@ -9,7 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.translation.commands.arguments import PROGRAM, add_model_options, parser_of, path
+from recipes.translation.commands.arguments import (
+    PROGRAM,
+    add_model_options,
+    decoding_overrides,
+    parser_of,
+    path,
+    require,
+)
 from recipes.translation.commands.searching import add_search_options, clashing, load_ensemble, search_options
 from recipes.translation.data.lines import lines_of, read_lines
 from recipes.translation.search_options import SearchOptions
@@ -39,6 +46,13 @@ def translate(argv: Sequence[str]) -> int:
     )
     parser.add_argument("sentences", nargs="*", metavar="SENTENCE", help="a sentence, in quotes; any number of them")
     parser.add_argument("--file", metavar="FILE", type=path, help="a text file, one sentence a line")
+    parser.add_argument(
+        "--engine",
+        choices=("torch", "ctranslate2"),
+        default="torch",
+        help="ctranslate2 is for a model written by export --to ctranslate2: --run is its folder, or the run that has "
+        "one (default: torch)",
+    )
     add_model_options(parser)
     add_search_options(parser)
     options = parser.parse(argv)
@@ -56,6 +70,9 @@ def translate(argv: Sequence[str]) -> int:
         sentences: list[str] = []
         if not typing:
             sentences = ranks.run_on_main(lambda: options.sentences or _sentences(options.file))
+        if options.engine == "ctranslate2":
+            translate_by_ctranslate2(sentences, typing, options, ranks)
+            return 0
         search = ranks.run_on_main(lambda: search_options(options))
         translator = load_ensemble(options, ranks)
         if typing:
@@ -67,6 +84,30 @@ def translate(argv: Sequence[str]) -> int:
         if options.alignments:
             write_alignments(Path(options.alignments), translator, sentences, lines, ranks)
     return 0
+
+
+def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: argparse.Namespace, ranks: Ranks) -> None:
+    """Translate with an exported model, in one process: CTranslate2 has threads of its own."""
+    if ranks.world > 1:
+        raise ConfigError("--engine ctranslate2 uses threads, not several processes: start it without torchrun")
+    require("ctranslate2")
+
+    import torch
+
+    from recipes.translation.export import ctranslate2_engine
+
+    folder = Path(options.run)
+    if not (folder / "model.bin").is_file():
+        folder /= "ctranslate2"
+    if not folder.exists():
+        raise ConfigError(f"there is no {folder}; write it with {PROGRAM} export --run {options.run} --to ctranslate2")
+    translator = ctranslate2_engine.load(folder, threads=torch.get_num_threads(), overrides=decoding_overrides(options))
+    decoding = translator.config.decoding
+    if typing:
+        for sentence in typed(f"{translator.config.data.source}> "):
+            print(*ctranslate2_engine.translate(translator, [sentence], decoding), flush=True)
+    for translation in ctranslate2_engine.translate(translator, sentences, decoding):
+        print(translation)
 
 
 def check_typing(options: argparse.Namespace, ranks: Ranks) -> None:
