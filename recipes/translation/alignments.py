@@ -31,7 +31,7 @@ def align(
     """Return the links between the words of each source and its translation, each rank some of the pairs.
 
     Each subword of the target is linked to the subword of the source that the model attends to most when it predicts
-    it, without the end symbol; two words are linked if any of their subwords are (Garg et al. 2019, section 4).
+    it, without the end symbol; two words are linked if any of their subwords are (Garg et al. 2019).
     """
     source_words, source_rows = _subwords_of(translator, translator.source, sources)
     target_words, target_rows = _subwords_of(translator, translator.target, targets)
