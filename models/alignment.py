@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from models.attention import Attention, padding_mask
-from models.decoding import evaluating
-from models.transformer import EncoderDecoder
+from models.ensemble import evaluating
+from models.transformer import Decoder, EncoderDecoder
 
 
 def attention_weights(model: EncoderDecoder, src: Tensor, tgt: Tensor, layer: int | None = None) -> Tensor:
@@ -29,8 +29,13 @@ def attention_weights(model: EncoderDecoder, src: Tensor, tgt: Tensor, layer: in
         src, tgt: ids padded at the end, (B, S) and (B, T); tgt starts with the start symbol, as in training.
         layer: counted from 0; the default is the penultimate one, or the only one.
 
-    Raises ValueError for a layer that the model does not have, and what `EncoderDecoder.forward` raises.
+    Raises ValueError for a model without such layers, a layer that the model does not have, and what
+    `EncoderDecoder.forward` raises.
     """
+    if not isinstance(model.decoder, Decoder):
+        raise ValueError(
+            f"alignments are read from a Transformer's decoder, and the model has a {type(model.decoder).__name__}"
+        )
     layers = len(model.decoder.layers)
     if layer is None:
         layer = max(0, layers - 2)

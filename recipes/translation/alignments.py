@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from models.alignment import attention_weights
-from models.decoding import evaluating
+from models.ensemble import evaluating
+from models.transformer import Decoder
 from recipes.translation.data.subwords import BOS, EOS, Subwords
 from recipes.translation.forced_decoding import padded
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
-from recipes.translation.settings.config import DecodingConfig
+from recipes.translation.settings.config import ConfigError, DecodingConfig
 from recipes.translation.translate import check_unicode
 from seqpar.distributed.collectives import gather_objects
 
@@ -31,8 +32,11 @@ def align(
     """Return the links between the words of each source and its translation, each rank some of the pairs.
 
     Each subword of the target is linked to the subword of the source that the model attends to most when it predicts
-    it, without the end symbol; two words are linked if any of their subwords are (Garg et al. 2019).
+    it, without the end symbol; two words are linked if any of their subwords are (Garg et al. 2019). Of an
+    ensemble the first model is asked. Raises ConfigError for a model that is not a Transformer.
     """
+    if not isinstance(translator.model.decoder, Decoder):
+        raise ConfigError(f"--alignments: model.preset {translator.config.model.preset} is not a Transformer")
     source_words, source_rows = _subwords_of(translator, translator.source, sources)
     target_words, target_rows = _subwords_of(translator, translator.target, targets)
     # Without a subword on either side there is nothing to link

@@ -50,7 +50,7 @@ def score_pairs(
     text that is not Unicode.
     """
     config = translator.config
-    source_rows = source_ids(translator.source, config, sources, max(config.training.max_length, decoding.max_length))
+    source_rows = source_ids(translator.source, config, sources, decoding)
     target_rows = target_ids(translator, targets)
     longest_first = sorted(range(len(sources)), key=lambda row: -len(source_rows[row]) - len(target_rows[row]))
     mine = longest_first[ranks.rank :: ranks.world]

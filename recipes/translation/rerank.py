@@ -5,24 +5,15 @@ Shapes: N candidates, G n-grams that occur in any of them.
 
 from __future__ import annotations
 
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
-import torch
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.helpers import extract_all_char_ngrams, extract_all_word_ngrams
 
-from models import beam_search, default_limit, evaluating
-from recipes.translation.data.subwords import BOS, EOS
-from recipes.translation.forced_decoding import padded
-from recipes.translation.processes.ranks import ALONE, Ranks
-from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.scores.statistics import Array, chrf_of_sums, sentence_bleu_of_sums
-from recipes.translation.settings.config import DecodingConfig
-from recipes.translation.translate import one_line, source_ids
-from seqpar.distributed.collectives import gather_objects
 
 Utility = Literal["chrf", "bleu"]
 """What likeness is measured by: chrF2, or sentence-BLEU as sacreBLEU computes it."""
@@ -32,9 +23,9 @@ CHARACTER_ORDERS = 6
 def best_by_mbr(candidates: Sequence[str], utility: Utility, tokenize: str = "13a") -> int:
     """Return the number of the candidate with the largest mean utility, the others taken as its references.
 
-    argmax_h 1 / (N - 1) sum_{r != h} u(h, r): Eikema and Aziz 2020; Freitag et al. 2022. Candidates that are
-    alike count as often as they occur, as samples must. Of equally good ones the first is chosen, so that an n-best
-    list keeps its best. `tokenize` is sacreBLEU's tokeniser, for BLEU. Raises ValueError for no candidates, and for an
+    argmax_h 1 / (N - 1) sum_{r != h} u(h, r): Eikema and Aziz 2020; Freitag et al. 2022. Candidates that are alike
+    count as often as they occur, as samples must. Of equally good ones the first is chosen, so that an n-best list
+    keeps its best. `tokenize` is sacreBLEU's tokeniser, for BLEU. Raises ValueError for no candidates, and for an
     unknown utility.
     """
     if not candidates:
@@ -111,50 +102,3 @@ def _of_pairs(columns: Sequence[Array], of_sums: Callable[[Array], Array]) -> Ar
     statistics_NNK = np.stack(columns, axis=-1)
     scores: Array = of_sums(statistics_NNK.reshape(-1, len(columns))).reshape(statistics_NNK.shape[:2])
     return scores
-
-
-def translate_by_mbr(
-    translator: Translator,
-    sentences: Sequence[str],
-    decoding: DecodingConfig,
-    utility: Utility,
-    candidates: int,
-    tokenize: str = "13a",
-    ranks: Ranks = ALONE,
-) -> list[str]:
-    """Do as `translate`, but choose among the best `candidates` of a beam search that is at least as wide."""
-    longest = max(translator.config.training.max_length, decoding.max_length)
-    ids = source_ids(translator.source, translator.config, sentences, longest)
-    longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
-    mine = longest_first[ranks.rank :: ranks.world]
-    found: dict[int, str] = {}
-    with evaluating(translator.model):
-        for start in range(0, len(mine), decoding.batch_sentences):
-            rows = mine[start : start + decoding.batch_sentences]
-            lists = n_best(translator, [ids[row] for row in rows], decoding, candidates)
-            for row, texts in zip(rows, lists, strict=True):
-                found[row] = texts[best_by_mbr(texts, utility, tokenize)]
-    everyone = ChainMap(*gather_objects(found, ranks.group))
-    return [everyone.get(row, "") for row in range(len(ids))]
-
-
-def n_best(
-    translator: Translator, sources: list[list[int]], decoding: DecodingConfig, candidates: int
-) -> list[list[str]]:
-    """Return the best translations of each source that a beam search finds, at most `candidates`."""
-    src: torch.Tensor = padded([[*ids, EOS] for ids in sources])
-    found = beam_search(
-        translator.model,
-        src.to(translator.model.generator.weight.device),
-        bos=BOS,
-        eos=EOS,
-        beam=max(decoding.beam, candidates),
-        length_penalty=decoding.length_penalty,
-        length_norm=decoding.length_norm,
-        n_best=candidates,
-        max_length=[min(default_limit(len(ids) + 1), decoding.max_length) for ids in sources],
-    )
-    return [
-        [one_line(text) for text in translator.target.decode([hypothesis.tokens for hypothesis in hypotheses])]
-        for hypotheses in found
-    ]

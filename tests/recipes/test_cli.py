@@ -16,7 +16,7 @@ import pytest
 from recipes.translation.alignments import align, pharaoh
 from recipes.translation.commands import COMMANDS, main
 from recipes.translation.evaluate import score
-from recipes.translation.rerank import translate_by_mbr
+from recipes.translation.rerank import best_by_mbr
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import SCHEMA, load_config
 from recipes.translation.translate import translate
@@ -125,9 +125,10 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
         (["evaluate", "--references", "a.txt"], "--references go together with --hypotheses, or with --sources"),
         (["evaluate", "--split", "test", "--sources", "a", "--references", "b"], "give one of them"),
         (["evaluate", "--hypotheses", "a", "--references", "b", "--by", "length"], "name them with --sources"),
-        (["translate", SENTENCE, "--candidates", "4"], "--candidates are what --mbr chooses from"),
+        (["translate", SENTENCE, "--mbr", "chrf"], "--mbr chooses among several translations: add --n-best N"),
+        (["translate", SENTENCE, "--mbr", "chrf", "--n-best", "4", "--scores"], "without the scores of --scores"),
+        (["translate", SENTENCE, "--alignments", "a", "--n-best", "4"], "--alignments are those of one translation"),
         (["translate", SENTENCE, "--mbr", "ter"], "invalid choice"),
-        (["translate", SENTENCE, "--mbr", "chrf", "--candidates", "0"], "not a whole number from 1 up"),
         (["evaluate", "--tokenize", "13b"], "no tokeniser '13b'"),
         (["evaluate", "--split", "train"], "invalid choice"),
     ],
@@ -144,10 +145,9 @@ def test_torchrun_passes_every_option_on_as_it_is(command: str, capsys: pytest.C
 
     assert run_main(command, "--help") == 0
     names = set(re.findall(r"(?:^ +|, )(--[\w.-]+)", capsys.readouterr().out, re.MULTILINE))
-    expected = {"--help", "--run", "--folder"}
-    if command == "compare":  # its runs are words without an option
-        expected = {"--help", "--references"}
-    assert expected <= names
+    if command != "compare":  # which takes runs without an option
+        assert {"--run", "--folder"} <= names
+    assert "--help" in names
     for name in names - {"--run"}:  # which is one of torchrun's own, abbreviated: --folder is for that
         assert parse_args(["-m", "recipes.translation", command, name, "x"]).training_script_args == [
             command,
@@ -331,17 +331,20 @@ def test_a_model_is_evaluated_on_any_pair_of_files(
     assert str(expected) in printed
 
 
-def test_minimum_bayes_risk_chooses_among_as_many_candidates_as_asked(
-    run: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("utility", ["chrf", "bleu"])
+@pytest.mark.parametrize("many", [["--n-best", "5", "--beam", "5"], ["--sample", "7", "--temperature", "2"]])
+def test_minimum_bayes_risk_chooses_among_what_is_printed_without_it(
+    utility: str, many: list[str], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    translator = load_translator(run / "best")
-    for more, expected in (
-        (["--mbr", "chrf", "--candidates", "5"], ("chrf", 5)),
-        (["--mbr", "bleu"], ("bleu", 16)),
-    ):
-        assert main(["translate", "--run", str(run), SENTENCE, "The number is six.", *more]) == 0
-        texts = translate_by_mbr(translator, [SENTENCE, "The number is six."], translator.config.decoding, *expected)
-        assert capsys.readouterr().out == "".join(f"{text}\n" for text in texts)
+    words = ["translate", "--run", str(run), SENTENCE, "The number is six.", *many]
+    assert main(words) == 0
+    found: dict[str, list[str]] = {"1": [], "2": []}
+    for line in capsys.readouterr().out.split("\n")[:-1]:
+        number, _, text = line.partition("\t")
+        found[number].append(text)
+    assert main([*words, "--mbr", utility]) == 0
+    best = [texts[best_by_mbr(texts, utility)] for texts in found.values()]
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in best)
 
 
 def test_alignments_are_written_line_by_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from models import beam_search
-from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.data.subwords import BOS, EOS
-from recipes.translation.rerank import Utility, best_by_mbr, mean_utilities, translate_by_mbr
-from recipes.translation.run_folder.checkpoint import Translator
-from tests.recipes.test_translate import one_line, translator
+from recipes.translation.rerank import Utility, best_by_mbr, mean_utilities
+from tests.recipes.test_translate import translator
 
 __all__ = ["translator"]  # a fixture
 
@@ -68,25 +62,3 @@ def test_no_candidates_and_unknown_utilities_are_refused() -> None:
         best_by_mbr([], "chrf")
     with pytest.raises(ValueError, match="utility is 'ter': it must be chrf or bleu"):
         best_by_mbr(["a"], "ter")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("utility", UTILITIES)
-def test_a_translation_is_the_best_of_the_searchs_candidates(translator: Translator, utility: Utility) -> None:
-    sentences = [pair.source for pair in pairs(6, 5, "test")]
-    sentences.insert(2, "")
-    decoding = replace(translator.config.decoding, beam=2, max_length=12, batch_sentences=4)
-    found = translate_by_mbr(translator, sentences, decoding, utility, candidates=6)
-    first = []
-    for sentence, translation in zip(sentences, found, strict=True):
-        if not sentence:
-            assert translation == ""
-            continue
-        src = torch.tensor([[*translator.source.encode([sentence])[0], EOS]])
-        (hypotheses,) = beam_search(
-            translator.model, src, bos=BOS, eos=EOS, beam=6, n_best=6, length_penalty=0.6, max_length=12
-        )
-        texts = [one_line(text) for text in translator.target.decode([tokens for tokens, _ in hypotheses])]
-        assert len(set(texts)) > 2
-        assert translation == texts[best_by_mbr(texts, utility)]
-        first.append(texts[0])
-    assert [text for text in found if text] != first

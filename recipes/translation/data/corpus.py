@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.data.prepare import prepare
+from recipes.translation.data.sampled_batches import SampledBatches, sampled_batches
 from recipes.translation.data.sentence_pairs import DataError, Pair, check_held_out, load_pairs
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
@@ -21,29 +22,35 @@ class Corpus:
 
     source: Subwords
     target: Subwords
-    train: TokenBatches
+    train: TokenBatches | SampledBatches
     valid: TokenBatches
     valid_pairs: Sequence[Pair]
     tokenize: str
     """sacreBLEU's tokeniser for validation."""
     fingerprint: str
-    """SHA-256 of all ids, which a resumed run compares."""
+    """SHA-256 of all ids, and of draws where subwords are sampled, which a resumed run compares."""
 
 
-def load_corpus(config: RunConfig, ranks: Ranks = ALONE) -> Corpus:
-    """Read the pairs, make or read the subwords on rank 0 for all ranks, and make the batches."""
-    source, target = ranks.run_on_main(lambda: _prepared(config))
+def load_corpus(
+    config: RunConfig,
+    ranks: Ranks = ALONE,
+    subwords_of: Callable[[RunConfig], tuple[Subwords, Subwords]] = prepare,
+) -> Corpus:
+    """Read the pairs, make or read the subwords on rank 0 for all ranks (`subwords_of`), and make the batches."""
+    source, target = ranks.run_on_main(lambda: _prepared(config, subwords_of))
     return ranks.run_on_all(lambda: _read(config, source, target))
 
 
-def _prepared(config: RunConfig) -> tuple[Subwords, Subwords]:
+def _prepared(
+    config: RunConfig, subwords_of: Callable[[RunConfig], tuple[Subwords, Subwords]]
+) -> tuple[Subwords, Subwords]:
     """Return the subwords, after a check that validation data and its tokeniser are available."""
     tokenize = _tokenizer(config, check_held_out(config.data))
     if config.training.validate_bleu:
         check_tokenizer(tokenize)
     if tokenize != "13a":
         print(f"[data] BLEU by sacreBLEU's tokeniser {tokenize} (data.tokenize {config.data.tokenize})", flush=True)
-    return prepare(config)
+    return subwords_of(config)
 
 
 def _tokenizer(config: RunConfig, valid: Sequence[Pair]) -> str:
@@ -53,7 +60,8 @@ def _tokenizer(config: RunConfig, valid: Sequence[Pair]) -> str:
 def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
     settings = config.training
     digest = hashlib.sha256()
-    batches = {}
+    batches: dict[str, TokenBatches] = {}
+    sampled = None
     for split in ("train", "valid"):
         pairs = load_pairs(config.data, split, config.subwords.lowercase)
         sources = source.encode([pair.source for pair in pairs])
@@ -67,5 +75,9 @@ def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
         )
         if not len(batches[split]):
             raise DataError(f"no {split} pair is within training.max_length {settings.max_length}")
+        if split == "train" and config.subwords.sampling:
+            sampled = sampled_batches(config, pairs, batches["train"], source, target)
+            digest.update(repr(sampled.probe()).encode())
     tokenize = _tokenizer(config, pairs)
-    return Corpus(source, target, batches["train"], batches["valid"], pairs, tokenize, digest.hexdigest())
+    train = sampled or batches["train"]
+    return Corpus(source, target, train, batches["valid"], pairs, tokenize, digest.hexdigest())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from pathlib import Path
@@ -13,6 +12,8 @@ from recipes.translation.data.subwords import Subwords, train_subwords
 from recipes.translation.settings.config import RunConfig
 
 SETTINGS = "settings.json"
+SHAPING = ("vocab_size", "joint", "kind", "lowercase")
+"""The settings of `subwords` on which the models depend; those of sampling only use them."""
 
 
 def prepare(config: RunConfig) -> tuple[Subwords, Subwords]:
@@ -44,7 +45,8 @@ def _settings(config: RunConfig) -> dict[str, object]:
     """
     data = {name: getattr(config.data, name) for name in ("format", "source", "target", "builtin_pairs")}
     data["text"] = fingerprint(config.data, "train")
-    return {"data": data, "subwords": dataclasses.asdict(config.subwords)}
+    subwords = {name: getattr(config.subwords, name) for name in SHAPING}
+    return {"data": data, "subwords": subwords}
 
 
 def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:

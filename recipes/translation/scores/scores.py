@@ -158,6 +158,12 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: boo
     return measure_bleu(hypotheses, references, tokenize=tokenize, lowercase=lowercase).score
 
 
+def chrf(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool) -> float:
+    """Compute the chrF of `score` alone."""
+    check_pairs(hypotheses, references)
+    return measure_chrf(hypotheses, references, lowercase=lowercase).score
+
+
 def check_pairs(hypotheses: Sequence[str], references: Sequence[str]) -> None:
     """Raise DataError unless there is one hypothesis for each reference, and at least one."""
     if len(hypotheses) != len(references):
