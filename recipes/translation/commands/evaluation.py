@@ -163,11 +163,16 @@ def compare(argv: Sequence[str]) -> int:
         parser.error(f"name at least two systems, the baseline first; got {len(options.systems)}")
 
     from recipes.translation.compare import compare as compare_systems
+    from recipes.translation.processes.ranks import joined
 
     references = None
     if options.references:
         references = Path(options.references)
-    print(compare_systems(options.systems, references, options.split, options.tokenize))
+    with joined(LayoutConfig().timeout) as ranks:
+        table = ranks.run_on_main(
+            lambda: str(compare_systems(options.systems, references, options.split, options.tokenize))
+        )
+        print(table)
     return 0
 
 

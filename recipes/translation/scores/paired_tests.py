@@ -64,7 +64,7 @@ def centred(differences_R: Array) -> Array:
     """Return how far the absolute differences of the resamples are above their mean.
 
     Under the hypothesis of no difference they would be around 0 and not around their mean, so the mean is subtracted
-    (Riezler and Maxwell 2005, figure 2; the absolute values are those of sacreBLEU and Moses).
+    (Riezler and Maxwell 2005; the absolute values are those of sacreBLEU and Moses).
     """
     absolute_R = np.abs(differences_R)
     above_R: Array = absolute_R - absolute_R.mean()
@@ -74,7 +74,7 @@ def centred(differences_R: Array) -> Array:
 def p_value(statistics_R: Array, difference: float) -> float:
     """Return (c + 1) / (R + 1), where c statistics are at least as large as the absolute difference observed.
 
-    A statistic that is equal counts, as in Riezler and Maxwell 2005, figure 1. sacreBLEU counts the larger ones only,
+    A statistic that is equal counts, as in Riezler and Maxwell 2005. sacreBLEU counts the larger ones only,
     by which a system would differ significantly from itself; where none is equal, its p-value is the same.
     """
     # The same sum computed in another order may be off by a few units in the last place
