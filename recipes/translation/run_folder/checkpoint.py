@@ -45,6 +45,13 @@ class Translator:
     model: EncoderDecoder
     source: Subwords
     target: Subwords
+    others: tuple[EncoderDecoder, ...] = ()
+    """Models that translate together with `model`; they are not saved."""
+
+    @property
+    def models(self) -> list[EncoderDecoder]:
+        """Return the models whose probabilities are averaged in translation: most often one."""
+        return [self.model, *self.others]
 
 
 @dataclass

@@ -13,9 +13,10 @@ import seqpar
 from models import EncoderDecoder
 from recipes.translation.data.batches import Batch
 from recipes.translation.data.corpus import Corpus
-from recipes.translation.evaluate import score
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.scores.scores import bleu as bleu_of
+from recipes.translation.scores.scores import chrf as chrf_of
 from recipes.translation.translate import translate
 
 NAMES = ("loss", "perplexity", "accuracy", "bleu", "chrf")
@@ -87,14 +88,10 @@ def validate(
         # A beam would take several times as long, and the score only compares validations with each other
         greedy = replace(config.decoding, beam=1)
         translations = translate(translator, [pair.source for pair in pairs], greedy, ranks)
-        scores = score(
-            translations,
-            [pair.target for pair in pairs],
-            lowercase=config.subwords.lowercase,
-            tokenize=corpus.tokenize,
-        )
-        bleu = scores.bleu
-        chrf = scores.chrf
+        references = [pair.target for pair in pairs]
+        lowercase = config.subwords.lowercase
+        bleu = bleu_of(translations, references, lowercase=lowercase, tokenize=corpus.tokenize)
+        chrf = chrf_of(translations, references, lowercase=lowercase)
     return Validation(
         step=step,
         loss=float(loss.total) / tokens,
