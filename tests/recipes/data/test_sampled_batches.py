@@ -245,7 +245,7 @@ def test_a_library_that_ignores_the_seed_is_refused(
 
 
 def test_validation_is_never_sampled_and_the_fingerprint_tells_every_difference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
     prints = set()
@@ -264,6 +264,8 @@ def test_validation_is_never_sampled_and_the_fingerprint_tells_every_difference(
         prints.add(corpus.fingerprint)
     assert len(prints) == 6
     assert load_corpus(tiny(tmp_path / "run", {"data.builtin_pairs": 120, **changes})).fingerprint in prints
+    said = capsys.readouterr().out
+    assert (said.count("[prepare] written"), said.count("reused")) == (1, 6)  # sampling makes no other subwords
 
 
 def test_a_dropout_of_every_merge_is_refused(tmp_path: Path) -> None:
