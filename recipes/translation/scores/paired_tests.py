@@ -67,7 +67,8 @@ def centred(differences_R: Array) -> Array:
     subtracted (Efron and Tibshirani 1993, chapter 16). It is subtracted before the sign is dropped: sacreBLEU and Moses
     take the absolute values first, and then about one in eight equal systems seems to differ at the level of 0.05.
     """
-    return np.abs(differences_R - differences_R.mean())
+    centred_R: Array = np.abs(differences_R - differences_R.mean())
+    return centred_R
 
 
 def p_value(statistics_R: Array, difference: float) -> float:
