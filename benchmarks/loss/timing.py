@@ -65,21 +65,44 @@ def three_products(x: Inputs, rows: int | None) -> Callable[[], None]:
     return bare_products(x, rows, PRODUCTS)
 
 
-def bare_products(x: Inputs, rows: int | None, wanted: Collection[str]) -> Callable[[], None]:
-    """Return matrix products over the rows that are not padding, `rows` at a time or all at once (None).
+class Products:
+    """Matrix products over the rows of some inputs that are not padding, and the memory that they write into.
 
         logits = hidden weight^T;  hidden gradient = logits weight;  weight gradient = logits^T hidden
 
-    They write into memory that is there already. `wanted` are some of PRODUCTS.
+    Args:
+        x: the inputs.
+        rows: the most rows at a time; None takes all at once.
     """
-    unpadded_KD = x.hidden.detach()[x.target != IGNORED]
-    weight_VD = x.weight.detach()
+
+    def __init__(self, x: Inputs, rows: int | None) -> None:
+        self.unpadded_KD = x.hidden.detach()[x.target != IGNORED]
+        self.weight_VD = x.weight.detach()
+        count = len(self.unpadded_KD)
+        if rows is not None:
+            count = min(rows, count)
+        self.logits_KV = self.weight_VD.new_ones(count, len(self.weight_VD))
+        self.hidden_grad_KD = torch.ones_like(self.unpadded_KD)
+        self.weight_grad_VD = torch.ones_like(self.weight_VD)
+
+
+def bare_products(
+    x: Inputs, rows: int | None, wanted: Collection[str], memory: Products | None = None
+) -> Callable[[], None]:
+    """Return matrix products, `rows` at a time or all at once (None).
+
+    They write into memory that is there already: `memory`, made for at least as many rows, or their own. `wanted` are
+    some of PRODUCTS.
+    """
+    memory = memory or Products(x, rows)
+    unpadded_KD = memory.unpadded_KD
+    weight_VD = memory.weight_VD
+    hidden_grad_KD = memory.hidden_grad_KD
+    weight_grad_VD = memory.weight_grad_VD
     count = len(unpadded_KD)
     if rows is not None:
         count = min(rows, count)
-    logits_KV = torch.ones(count, len(weight_VD), dtype=weight_VD.dtype, device=x.device)
-    hidden_grad_KD = torch.ones_like(unpadded_KD)
-    weight_grad_VD = torch.ones_like(weight_VD)
+    logits_KV = memory.logits_KV[:count]
 
     def step() -> None:
         for start in range(0, len(unpadded_KD), count):

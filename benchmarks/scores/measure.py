@@ -16,7 +16,17 @@ from benchmarks.loss.parts import as_json
 from benchmarks.loss.plain_ways import CHUNK_ROWS
 from benchmarks.loss.problems import Inputs, Problem, fits_comfortably
 from benchmarks.loss.results import Entry, Results, save
-from benchmarks.loss.timing import CHUNKED, PRODUCTS, WHOLE, Progress, Runs, bare_products, interleaved, seconds
+from benchmarks.loss.timing import (
+    CHUNKED,
+    PRODUCTS,
+    WHOLE,
+    Products,
+    Progress,
+    Runs,
+    bare_products,
+    interleaved,
+    seconds,
+)
 from benchmarks.scores.ways import CASES, WAYS, Case, Way, plain
 from seqpar.testing import peak_memory
 from seqpar.testing.conformance.inputs import DRAWS, EXACT, TWICE, error
@@ -160,8 +170,12 @@ def floor_runs(problem: Problem, device: str) -> dict[str, Callable[[], None]]:
     if fits_comfortably(problem, device):
         sizes[WHOLE] = None
     kind = problem.dtype_name
+    # One memory for all of them: at 2,048 x 151,936 in two dtypes, memory for each would take 13 GB
+    memory = Products(x, max(sizes.values(), key=lambda rows: rows or problem.rows))
     return {
-        f"{kind}: {name}, {size}": bare_products(x, rows, {name}) for size, rows in sizes.items() for name in PRODUCTS
+        f"{kind}: {name}, {size}": bare_products(x, rows, {name}, memory)
+        for size, rows in sizes.items()
+        for name in PRODUCTS
     }
 
 
