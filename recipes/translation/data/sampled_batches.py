@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy
 import numpy.typing
-import sentencepiece
 
 from recipes.translation.data.batches import Batch, Ids, TokenBatches, padded_batch
-from recipes.translation.data.sentence_pairs import DataError, Pair
+from recipes.translation.data.sentence_pairs import Pair
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.settings.config import RunConfig
 
@@ -58,7 +57,6 @@ class SampledBatches:
         self.plain = self._batches([source.ids, target.ids])
         self._drawn: dict[int, TokenBatches] = {}
         self._ahead: dict[int, Future[TokenBatches]] = {}
-        self._check_repeatable()
 
     @property
     def dropped(self) -> int:
@@ -149,17 +147,6 @@ class SampledBatches:
             sources, targets, batch_tokens=self.batch_tokens, seed=self.seed, max_length=self.max_length
         )
 
-    def _check_repeatable(self) -> None:
-        """Raise DataError for a sentencepiece that takes a seed once, and not before every draw."""
-        first = range(min(self.pairs, 100))
-        before = self.draw(0, first)
-        self.draw(1, first)
-        if self.draw(0, first) != before:
-            raise DataError(
-                f"sentencepiece {sentencepiece.__version__} does not draw the same subwords again from the same seed, "
-                "so that no run could be resumed: install sentencepiece 0.2.3 or newer, or set subwords.sampling 0"
-            )
-
 
 def sampled_batches(
     config: RunConfig, pairs: Sequence[Pair], plain: TokenBatches, source: Subwords, target: Subwords
@@ -180,6 +167,5 @@ def sampled_batches(
 
 @lru_cache(maxsize=4)
 def _seeds(seed: int, epoch: int, which: int, pairs: int) -> numpy.typing.NDArray[numpy.uint32]:
-    """Return a seed for each sentence of a side in an epoch; sentencepiece ignores 2^32 - 1, which is none of them."""
-    numbers = numpy.random.SeedSequence([seed, epoch, which]).generate_state(pairs, numpy.uint32)
-    return numbers % numpy.uint32(2**32 - 1)
+    """Return a seed for each sentence of a side in an epoch."""
+    return numpy.random.SeedSequence([seed, epoch, which]).generate_state(pairs, numpy.uint32)

@@ -6,13 +6,14 @@ import io
 import os
 import re
 import sys
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import sentencepiece
 
+from recipes.translation.data.segmentations import LastPieces, drawn, last_pieces, with_dropout
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.settings.config import ConfigError, SubwordConfig
 
@@ -84,16 +85,8 @@ def _plain_error(message: str, config: SubwordConfig) -> ValueError:
     return DataError(f"sentencepiece cannot train on this text: {' '.join(message.split())}")
 
 
-_seeding = threading.Lock()
-
-
-def _unlock() -> None:
-    """Replace the lock in a forked process, where the thread that held it does not exist."""
-    global _seeding
-    _seeding = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_unlock)
+BLANK = "\u2581"
+"""What sentencepiece writes for a blank, with which a word begins."""
 
 
 class Subwords:
@@ -103,6 +96,16 @@ class Subwords:
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
+        special = (processor.is_control, processor.is_unknown, processor.is_byte)
+        self._pieces = [processor.id_to_piece(each) for each in range(processor.get_piece_size())]
+        for each in range(len(self._pieces)):
+            if any(is_special(each) for is_special in special):
+                self._pieces[each] = ""
+        self._ids = {piece: each for each, piece in enumerate(self._pieces) if piece}
+        self._scores = {piece: processor.get_score(each) for piece, each in self._ids.items()}
+        # Merges are numbered: the scores of a bpe model are whole numbers, those of a unigram model logarithms
+        self._is_bpe = all(score == int(score) for score in self._scores.values())
+        self._last_pieces: dict[tuple[str, float], list[LastPieces]] = {}
 
     @classmethod
     def load(cls, path: str | Path) -> Subwords:
@@ -134,17 +137,40 @@ class Subwords:
         A bpe model leaves out each merge with probability `amount` (BPE-dropout, Provilkov et al. 2020, algorithm 1). A
         unigram model draws from all segmentations, in proportion to their probability to the power `amount` (Kudo 2018,
         section 3.3): the smaller it is, the more do rare segmentations occur.
-
-        Seeds are from 0 to 2^32 - 2.
         """
-        drawn = []
-        for sentence, seed in zip(sentences, seeds, strict=True):
-            # The seed belongs to the whole process, and the draw must follow it before another thread's seed does
-            with _seeding:
-                sentencepiece.set_random_generator_seed(int(seed))
-                ids = self._processor.encode(sentence, enable_sampling=True, nbest_size=-1, alpha=amount)
-            drawn.append(ids)
-        return drawn
+        plain = self.encode(list(sentences))
+        return [self._drawn(ids, Random(int(seed)), amount) for ids, seed in zip(plain, seeds, strict=True)]
+
+    def _drawn(self, ids: list[int], random: Random, amount: float) -> list[int]:
+        found: list[int] = []
+        for text, piece in self._words(ids):
+            if not text:  # a byte of a character that no subword has
+                found.append(piece)
+                continue
+            found += [self._ids[each] for each in self._segmentation(text, random, amount)]
+        return found
+
+    def _words(self, ids: list[int]) -> Iterator[tuple[str, int]]:
+        """Yield each word, with the mark of the blank before it, and each byte; no subword crosses their borders."""
+        word = ""
+        for each in ids:
+            piece = self._pieces[each]
+            if word and (not piece or piece.startswith(BLANK)):
+                yield word, 0
+                word = ""
+            if not piece:
+                yield "", each
+            word += piece
+        if word:
+            yield word, 0
+
+    def _segmentation(self, word: str, random: Random, amount: float) -> list[str]:
+        if self._is_bpe:
+            return with_dropout(word, self._scores, amount, random)
+        key = (word, amount)
+        if key not in self._last_pieces:
+            self._last_pieces[key] = last_pieces(word, self._scores, amount)
+        return drawn(word, self._last_pieces[key], random)
 
     def decode(self, ids: list[list[int]]) -> list[str]:
         """Decode each list of ids; padding, start and end symbol are ignored."""

@@ -1,0 +1,87 @@
+"""Random segmentations of a word into subwords, by random numbers that the caller gives.
+
+sentencepiece samples too, but its random numbers are different in every process, whatever the seed: no run could be
+resumed, and no two processes would draw the same.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from heapq import heappop, heappush
+from itertools import accumulate
+from random import Random
+from typing import NamedTuple
+
+
+def with_dropout(word: str, scores: Mapping[str, float], dropout: float, random: Random) -> list[str]:
+    """Merge the characters of a word, and leave out each merge with the probability `dropout`.
+
+    This is BPE-dropout (Provilkov et al. 2020, algorithm 1): the pair with the best score comes first, the left one of
+    equal ones, and a pair that is left out comes again only when a neighbour of it has changed.
+    """
+    end_of = {start: start + 1 for start in range(len(word))}
+    start_of = {start + 1: start for start in range(len(word))}
+    pairs: list[tuple[float, int, int, int]] = []
+
+    def add(start: int, middle: int, end: int) -> None:
+        score = scores.get(word[start:end])
+        if score is not None:
+            heappush(pairs, (-score, start, middle, end))
+
+    for start in range(len(word) - 1):
+        add(start, start + 1, start + 2)
+    while pairs:
+        _, start, middle, end = heappop(pairs)
+        is_there = end_of.get(start) == middle and end_of.get(middle) == end
+        if not is_there or random.random() < dropout:
+            continue
+        del end_of[middle]
+        end_of[start] = end
+        start_of[end] = start
+        if start > 0:
+            add(start_of[start], start, end)
+        if end < len(word):
+            add(start, end, end_of[end])
+    return [word[start:end] for start, end in sorted(end_of.items())]
+
+
+class LastPieces(NamedTuple):
+    """The pieces with which a beginning of a word can end."""
+
+    starts: list[int]
+    cumulative: list[float]
+    """The probability of each, added up from the first."""
+
+
+def last_pieces(word: str, scores: Mapping[str, float], exponent: float) -> list[LastPieces]:
+    """Return, for each beginning of a word, how probable each of its last pieces is.
+
+    A segmentation has probability P(x)^a / sum P(x)^a, where log P(x) is the sum of its pieces' scores (Kudo 2018,
+    section 3.3). With f(0) = 0 and f(end) = log sum over start of exp(f(start) + a score(start, end)), the last piece
+    of the beginning up to `end` starts at `start` with probability exp(f(start) + a score(start, end) - f(end)).
+    """
+    forward = [0.0]
+    found = []
+    for end in range(1, len(word) + 1):
+        starts = [at for at in range(end) if word[at:end] in scores and forward[at] > -math.inf]
+        terms = [forward[at] + exponent * scores[word[at:end]] for at in starts]
+        largest = max(terms, default=-math.inf)
+        weights = [math.exp(term - largest) for term in terms]
+        forward.append(largest + math.log(sum(weights) or 1.0))
+        found.append(LastPieces(starts, list(accumulate(weights))))
+    return found
+
+
+def drawn(word: str, pieces: list[LastPieces], random: Random) -> list[str]:
+    """Draw a segmentation from its end to its beginning, given the `last_pieces` of the word."""
+    segmentation = []
+    end = len(word)
+    while end:
+        starts, cumulative = pieces[end - 1]
+        start = starts[min(bisect_right(cumulative, random.random() * cumulative[-1]), len(starts) - 1)]
+        segmentation.append(word[start:end])
+        end = start
+    segmentation.reverse()
+    return segmentation
