@@ -55,7 +55,7 @@ def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
     digest = hashlib.sha256()
     batches = {}
     for split in ("train", "valid"):
-        pairs = load_pairs(config.data, split, config.subwords.lowercase)
+        pairs = load_pairs(config.data, split, config.subwords.lowercase, config.cleaning)
         sources = source.encode([pair.source for pair in pairs])
         targets = target.encode([pair.target for pair in pairs])
         digest.update(repr((sources, targets)).encode())

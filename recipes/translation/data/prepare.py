@@ -44,7 +44,11 @@ def _settings(config: RunConfig) -> dict[str, object]:
     """
     data = {name: getattr(config.data, name) for name in ("format", "source", "target", "builtin_pairs")}
     data["text"] = fingerprint(config.data, "train")
-    return {"data": data, "subwords": dataclasses.asdict(config.subwords)}
+    return {
+        "data": data,
+        "cleaning": dataclasses.asdict(config.cleaning),
+        "subwords": dataclasses.asdict(config.subwords),
+    }
 
 
 def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
@@ -61,7 +65,7 @@ def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
 
 def _train(config: RunConfig, folder: Path, settings: dict[str, object]) -> None:
     start = time.monotonic()
-    pairs = load_pairs(config.data, "train", lowercase=config.subwords.lowercase)
+    pairs = load_pairs(config.data, "train", config.subwords.lowercase, config.cleaning)
     sources = [pair.source for pair in pairs]
     targets = [pair.target for pair in pairs]
     texts = {"source": sources, "target": targets}

@@ -19,7 +19,9 @@ from typing import Any
 
 from recipes.translation.data.builtin_corpus import Pair, Split
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
+from recipes.translation.data.cleaning import EMPTY, Cleaning
 from recipes.translation.data.lines import DataError, read_lines
+from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import DataConfig, named_format
 
 __all__ = ["DataError", "Pair", "Pairs", "check_held_out", "fingerprint", "load_pairs"]
@@ -30,30 +32,42 @@ BUILTIN_HELD_OUT = 1_000
 
 
 class Pairs(list[Pair]):
-    """Sentence pairs in the order of the data; `dropped` counts those left out for an empty side."""
+    """Sentence pairs in the order of the data; `dropped` counts those that were left out."""
 
     dropped: int = 0
 
 
-def load_pairs(data: DataConfig, split: Split, lowercase: bool = False) -> Pairs:
+NO_RULES = CleaningConfig()
+"""Cleaning that removes only pairs with an empty side."""
+
+
+def load_pairs(data: DataConfig, split: Split, lowercase: bool = False, cleaning: CleaningConfig = NO_RULES) -> Pairs:
     """Read the pairs of a split, as (source language, target language).
 
-    Pairs with an empty side are dropped from `train`, counted, and reported on stderr; `valid` and `test` contain all
-    pairs, so that a translation has a line for each line of its reference.
+    `cleaning` applies to `train` alone, from which pairs with an empty side are dropped too; the number that each rule
+    drops is reported on stderr. `valid` and `test` contain all pairs, so that a translation has a line for each line of
+    its reference.
     """
     _check_format(data)
     read = {"builtin": _builtin, "text": _text, "tsv": _tsv, "jsonl": _jsonl, "parquet": _parquet, "hub": _hub}
-    found = read[data.format](data, split)
+    found = Pairs(read[data.format](data, split))
+    if split == "train":
+        found = _cleaned(found, data, cleaning)
     if lowercase:
-        found = [Pair(source.lower(), target.lower()) for source, target in found]
-    if split != "train":
-        return Pairs(found)
-    complete = Pairs(pair for pair in found if pair.source.strip() and pair.target.strip())
+        found[:] = [Pair(source.lower(), target.lower()) for source, target in found]
+    return found
+
+
+def _cleaned(found: Pairs, data: DataConfig, settings: CleaningConfig) -> Pairs:
+    cleaning = Cleaning(settings, data.source, data.target)
+    complete = Pairs(cleaning.kept(found))
     complete.dropped = len(found) - len(complete)
-    if complete.dropped:
-        print(f"[data] train: {complete.dropped:,} of {len(found):,} pairs dropped: an empty side", file=sys.stderr)
+    if complete.dropped or settings != NO_RULES:
+        print(f"[data] train: {cleaning}", file=sys.stderr)
     if not complete:
-        raise DataError(f"data.train has no pair with text on both sides ({len(found):,} pairs read)")
+        if cleaning.removed[EMPTY] == len(found):
+            raise DataError(f"data.train has no pair with text on both sides ({len(found):,} pairs read)")
+        raise DataError(f"the rules of cleaning leave no pair of data.train: {cleaning}")
     return complete
 
 

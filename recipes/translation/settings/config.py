@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
+from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.schema import ConfigError, Help, Range, Schema
 
 __all__ = [
@@ -285,6 +286,7 @@ class RunConfig:
         "runs/demo"
     )
     data: DataConfig = field(default_factory=DataConfig)
+    cleaning: CleaningConfig = field(default_factory=CleaningConfig)
     subwords: SubwordConfig = field(default_factory=SubwordConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

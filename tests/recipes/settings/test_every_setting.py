@@ -40,6 +40,7 @@ FILES: dict[str, Any] = {
     "data.valid": ("valid.tsv",),
     "data.test": ("test.tsv",),
 }
+DIRTY: dict[str, Any] = {**FILES, "data.train": ("dirty.tsv",)}
 NUMBERS = ("weights", "metrics", "translations")
 
 
@@ -67,6 +68,13 @@ CHANGES: dict[str, Sequence[Change]] = {
     "data.source": [Change("xx", ("weights", "subwords"), beside=FILES)],
     "data.target": [Change("xx", ("weights", "subwords", "scores"), beside=FILES)],
     "data.builtin_pairs": [Change(150, ("weights", "subwords"))],
+    "cleaning.max_words": [Change(60, beside=DIRTY)],
+    "cleaning.max_characters": [Change(300, beside=DIRTY)],
+    "cleaning.max_ratio": [Change(9.0, beside=DIRTY)],
+    "cleaning.script": [Change(True, beside=DIRTY)],
+    "cleaning.encoding": [Change(True, beside=DIRTY)],
+    "cleaning.copies": [Change(True, beside=DIRTY)],
+    "cleaning.duplicates": [Change(True, beside=DIRTY)],
     "subwords.vocab_size": [Change(340, ("weights", "subwords"))],
     "subwords.joint": [Change(False, ("weights", "subwords"), beside={"model.tie": "target"})],
     "subwords.kind": [Change("bpe", ("weights", "subwords"))],
@@ -244,7 +252,7 @@ def largest_input(module: nn.Module, seen: Outcome) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The runs, and two small corpora of three languages, the third one the first spelt backwards."""
+    """The runs, two small corpora of three languages, the third one the first spelt backwards, and one with defects."""
     root = tmp_path_factory.mktemp("settings")
     for seed, folder in enumerate(("one", "other")):
         (root / folder).mkdir()
@@ -253,6 +261,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         ):  # fmt: skip
             lines = [f"{en}\t{de}\t{en[::-1]}" for en, de in builtin_pairs(count, 5 + seed, split)]
             (root / folder / f"{name}.tsv").write_text("\n".join(["en\tde\txx", *lines]) + "\n", encoding="utf-8")
+    ten = "one two three four five six seven eight nine ten "
+    defects = [
+        "no\tnein",
+        "no\tnein",
+        "a copy\ta copy",
+        "ü\tÃ¼",
+        "yes\tжд",
+        f"yes\t{ten}",
+        f"{ten * 7}\t{ten * 7}is seventy",
+    ]
+    clean = [f"{en}\t{de}" for en, de in builtin_pairs(100, 7)]
+    (root / "one" / "dirty.tsv").write_text("\n".join(["en\tde", *clean, *defects]) + "\n", encoding="utf-8")
     return Runs(root)
 
 
