@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.translation import commands
+from recipes.translation.commands import translation
 from recipes.translation.data.lines import lines_of, read_lines
 from recipes.translation.data.sentence_pairs import DataError, load_pairs
 from recipes.translation.settings.config import DataConfig
@@ -81,19 +81,19 @@ def test_one_line_in_is_one_line_out_through_file_and_pipe(tmp_path: Path, monke
     expected = ["one\rline\u2028here", "and\vtwo"]
     (tmp_path / "in.txt").write_bytes(written)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(written)))
-    assert commands._sentences(str(tmp_path / "in.txt")) == commands._sentences(None) == expected
+    assert translation._sentences(str(tmp_path / "in.txt")) == translation._sentences(None) == expected
 
 
 def test_an_empty_file_holds_no_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in.txt").write_bytes(b"")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    assert commands._sentences(str(tmp_path / "in.txt")) == commands._sentences(None) == []
+    assert translation._sentences(str(tmp_path / "in.txt")) == translation._sentences(None) == []
 
 
 def test_a_pipe_in_another_encoding_is_refused_with_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("a\ncafé\n".encode("latin1"))))
     with pytest.raises(DataError, match="the standard input cannot be read: line 2 is not UTF-8 text"):
-        commands._sentences(None)
+        translation._sentences(None)
 
 
 def pairs_of(folder: Path, format: str, **files: bytes) -> list[tuple[str, str]]:

@@ -1,0 +1,70 @@
+"""The command line: `python -m recipes.translation <command>`.
+
+Settings on the command line override those of the YAML file, which override the defaults. For a mistake of the user the
+program prints one line and exits with status 2. Each command imports what needs torch itself, so that help and error
+messages appear at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.commands.arguments import PROGRAM
+from recipes.translation.commands.evaluation import evaluate
+from recipes.translation.commands.training import DEMO_CONFIG, average, demo, prepare, train
+from recipes.translation.commands.translation import translate
+from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.processes.stop import OtherRankError, TrainingError
+from recipes.translation.settings.config import ConfigError
+from recipes.translation.settings.options import fail, unknown
+
+__all__ = ["COMMANDS", "DEMO_CONFIG", "main"]
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "demo": demo,
+    "prepare": prepare,
+    "train": train,
+    "average": average,
+    "evaluate": evaluate,
+    "translate": translate,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command; return the exit status: 0, 2 for a mistake of the user, or 128 + the number of a signal."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    name, *rest = argv
+    if name not in COMMANDS:
+        return fail(f"{unknown('command', name, list(COMMANDS))}; the commands are {', '.join(COMMANDS)}")
+    try:
+        return COMMANDS[name](rest)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        if error.filename:  # str(error) would begin with [Errno 13]
+            return fail(f"{error.filename}: {error.strerror}")
+        return fail(str(error))
+    except OtherRankError as error:
+        if os.environ.get("RANK", "0") != "0":
+            return 2  # rank 0 prints the error
+        return fail(str(error))
+    except (ConfigError, DataError, CheckpointError, TrainingError) as error:
+        return fail(str(error))
+
+
+def overview() -> str:
+    """Return the list of commands."""
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {(run.__doc__ or '').splitlines()[0]}" for name, run in COMMANDS.items())
+    return (
+        f"Train and use translation models.\n\nusage: {PROGRAM} COMMAND [OPTIONS]\n\ncommands:\n{commands}\n\n"
+        f"Begin with: {PROGRAM} demo\nHelp on a command and its options: {PROGRAM} train --help"
+    )

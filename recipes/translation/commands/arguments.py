@@ -1,0 +1,116 @@
+"""What several commands share: their options, and how these are read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.translation.atomic_folder import CheckpointError, whole_folder
+from recipes.translation.settings.config import ConfigError, RunConfig, load_config
+from recipes.translation.settings.options import ALSO, OneLineParser, overrides
+
+if TYPE_CHECKING:
+    from recipes.translation.processes.ranks import Ranks
+    from recipes.translation.run_folder.checkpoint import Translator
+
+PROGRAM = "python -m recipes.translation"
+
+
+def parser_of(run: Callable[[Sequence[str]], int], example: str) -> OneLineParser:
+    return OneLineParser(f"{PROGRAM} {run.__name__}", (run.__doc__ or "").replace("\n    ", "\n"), example)
+
+
+def count(word: str) -> int:
+    if not word.isdecimal() or int(word) == 0:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 up")
+    return int(word)
+
+
+def path(word: str) -> str:
+    if "\0" in word:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a path: it contains a NUL")
+    return word
+
+
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        type=path,
+        help="YAML file with settings, which options override (default: the settings of --run, if it is a run)",
+    )
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--run", ALSO["run"], metavar="FOLDER", type=path, default="runs/demo", help="the run (default: runs/demo)"
+    )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument(
+        "--checkpoint",
+        choices=("best", "last", "averaged"),
+        default="best",
+        help="the model with the best validation loss, the newest, or what the command average made (default: best)",
+    )
+    parser.add_argument("--beam", metavar="N", help="beam width; 1 is greedy and fastest (default: as trained for)")
+    parser.add_argument(
+        "--length-penalty", metavar="X", help="exponent of the length penalty; 0 has none (default: as trained for)"
+    )
+    parser.add_argument(
+        "--length-norm",
+        metavar="NAME",
+        help="base of the length penalty: gnmt ((5 + length) / 6) or length (default: as trained for)",
+    )
+
+
+def run_config(options: argparse.Namespace) -> RunConfig:
+    """Read the settings; without --config, an existing run's own take the place of the defaults."""
+    given: dict[str, object] = {**overrides(options)}
+    path = options.config
+    if path is None:
+        run = str(given.get("run", RunConfig().run))
+        if begun := whole_folder(Path(run) / "last"):
+            path = begun / "config.yaml"
+            given["run"] = run  # the folder may have been moved
+    return with_folder(load_config(path, given))
+
+
+def with_folder(config: RunConfig) -> RunConfig:
+    if "\0" in config.run:
+        raise ConfigError(f"run is {config.run!r}, which is not a path: it contains a NUL")
+    return config
+
+
+def load(options: argparse.Namespace, ranks: Ranks) -> Translator:
+    """Read the model of --run on rank 0, with the decoding options given; move it to this process's GPU, if any."""
+    given = {
+        "decoding.beam": options.beam,
+        "decoding.length_penalty": options.length_penalty,
+        "decoding.length_norm": options.length_norm,
+    }
+
+    import torch
+
+    from recipes.translation.run_folder.checkpoint import load_translator
+
+    def read() -> Translator:
+        folder = Path(options.run)
+        if not whole_folder(folder):  # it is not a checkpoint itself, so it is the run that contains one
+            folder = folder / options.checkpoint
+        if whole_folder(folder) is None and not folder.exists():
+            way = "train one"
+            if options.checkpoint == "averaged":
+                way = f"make it with {PROGRAM} average"
+            raise CheckpointError(f"there is no trained model in {folder}; {way}, or name another folder with --run")
+        return load_translator(folder, "cpu", {name: value for name, value in given.items() if value is not None})
+
+    # On the CPU, where one process can send it to the others; each then uses a GPU of its own
+    translator = ranks.run_on_main(read)
+    if torch.cuda.is_available():
+        translator.model.to(torch.device("cuda", ranks.local_rank % torch.cuda.device_count()))
+    return translator

@@ -1,0 +1,118 @@
+"""The commands that make a model: demo, prepare, train, average."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.translation.commands.arguments import (
+    PROGRAM,
+    add_config_file,
+    add_run,
+    count,
+    parser_of,
+    run_config,
+    with_folder,
+)
+from recipes.translation.settings.config import LayoutConfig, load_config
+from recipes.translation.settings.options import add_config_options, overrides
+
+if TYPE_CHECKING:
+    from recipes.translation.data.subwords import Subwords
+    from recipes.translation.training.summary import Summary
+
+DEMO_CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
+
+
+def demo(argv: Sequence[str]) -> int:
+    """Train, evaluate and try out a small English-German model on the built-in corpus (minutes on 2 CPU cores).
+
+    Needs no download and no GPU; if there are GPUs, it trains on all of them.
+    """
+    parser = parser_of(demo, f"{PROGRAM} demo\n{PROGRAM} demo --run runs/short --training.steps 100")
+    add_config_options(parser)
+    config = with_folder(load_config(DEMO_CONFIG, overrides(parser.parse(argv))))
+
+    from recipes.translation.demo import demo as run_demo
+
+    return exit_status(run_demo(config))
+
+
+def prepare(argv: Sequence[str]) -> int:
+    """Make the subword models of a run, as the first step of train, and nothing else."""
+    parser = parser_of(prepare, f"{PROGRAM} prepare --config recipes/translation/configs/demo.yaml --run runs/mine")
+    add_config_file(parser)
+    add_config_options(parser)
+    config = run_config(parser.parse(argv))
+
+    from recipes.translation.data.prepare import prepare as make_subwords
+    from recipes.translation.processes.ranks import joined
+    from recipes.translation.run_folder.lock import sole_writer
+
+    def make() -> tuple[Subwords, Subwords]:
+        with sole_writer(Path(config.run)):
+            return make_subwords(config)
+
+    with joined(config.layout.timeout) as ranks:
+        source, target = ranks.run_on_main(make)
+        print(
+            f"[prepare] {len(source):,} source and {len(target):,} target subwords in {Path(config.run) / 'subwords'}"
+        )
+    return 0
+
+
+def train(argv: Sequence[str]) -> int:
+    """Train a model, or resume a run that was stopped.
+
+    A run is a folder (--run; under torchrun --folder). If it contains an unfinished run, training resumes where it
+    stopped, with the settings of that run. Ctrl-C finishes the current step, saves, and prints the command to resume.
+    """
+    parser = parser_of(
+        train,
+        f"{PROGRAM} train --config recipes/translation/configs/demo.yaml --run runs/mine --training.steps 500\n"
+        f"{PROGRAM} train --run runs/mine",
+    )
+    add_config_file(parser)
+    parser.add_argument("--fresh", action="store_true", help="start over: remove what an earlier run left in --run")
+    add_config_options(parser)
+    options = parser.parse(argv)
+    config = run_config(options)
+
+    from recipes.translation.processes.ranks import joined
+    from recipes.translation.train import train as train_model
+
+    with joined(config.layout.timeout) as ranks:
+        summary = train_model(config, fresh=options.fresh, ranks=ranks)
+        print(summary)
+    return exit_status(summary)
+
+
+def exit_status(summary: Summary) -> int:
+    """Return the exit status after a training."""
+    if summary.stopped_by:
+        return 128 + summary.stopped_by
+    return 0
+
+
+def average(argv: Sequence[str]) -> int:
+    """Average the weights of a run's last models, which often translates better than any of them.
+
+    Training keeps these models where --training.keep_checkpoints is set. The average is written to the run's folder
+    `averaged`; evaluate and translate use it with --checkpoint averaged.
+    """
+    parser = parser_of(average, f"{PROGRAM} average --run runs/mine\n{PROGRAM} average --run runs/mine --last 5")
+    add_run(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--last", metavar="K", type=count, help="average the last K of the kept models (default: all)")
+    which.add_argument("--best", metavar="K", type=count, help="average the K with the best validation loss")
+    options = parser.parse(argv)
+
+    from recipes.translation.processes.ranks import joined
+    from recipes.translation.run_folder.average import average as average_models
+
+    with joined(LayoutConfig().timeout) as ranks:
+        made = ranks.run_on_main(lambda: average_models(Path(options.run), options.last, options.best))
+        steps = ", ".join(f"{step:,}" for step in made.steps)
+        print(f"[average] {made.folder} is the average of {len(made.steps)} models, of the steps {steps}")
+    return 0

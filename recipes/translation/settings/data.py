@@ -1,0 +1,107 @@
+"""The settings of a run's data and subwords."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from recipes.translation.settings.schema import Help, Range
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the sentence pairs come from."""
+
+    format: Annotated[
+        Literal["builtin", "text", "tsv", "jsonl", "parquet", "hub"],
+        Help(
+            "builtin | text (two line-aligned files, plain or .gz) | tsv (a header line names the columns; no "
+            "quoting) | jsonl | parquet | hub (a Hugging Face data set). If it is not set, the files "
+            "decide: two files are text, one file is what its name ends in, and none is builtin."
+        ),
+    ] = "builtin"
+    path: Annotated[
+        str,
+        Help(
+            "Folder that relative file names below start from; ${NAME} is read from the environment. For hub: "
+            "the data set's name, with its subset after a colon if it has some (wmt/wmt14:de-en)."
+        ),
+    ] = ""
+    train: Annotated[
+        tuple[str, ...],
+        Help(
+            "Training file(s): text takes two (source, target); tsv, jsonl and parquet take one; hub takes a "
+            "split name."
+        ),
+    ] = ()
+    valid: Annotated[tuple[str, ...], Help("Validation file(s), in the same form.")] = ()
+    test: Annotated[tuple[str, ...], Help("Test file(s), in the same form.")] = ()
+    source: Annotated[
+        str,
+        Help(
+            "Source language: its column or key in tsv, jsonl, parquet and hub data, and its side of the "
+            "built-in corpus."
+        ),
+    ] = "en"
+    target: Annotated[str, Help("Target language, likewise.")] = "de"
+    tokenize: Annotated[
+        Literal[
+            "auto",
+            "13a",
+            "intl",
+            "zh",
+            "ja-mecab",
+            "ko-mecab",
+            "char",
+            "none",
+            "spm",
+            "flores101",
+            "flores200",
+            "spBLEU-1K",
+        ],
+        Help(
+            "sacreBLEU's tokeniser for BLEU: auto (by the target language, and where that says nothing, by the "
+            "script of the references) | 13a | intl | zh | ja-mecab | ko-mecab | char | none | spm | flores101 "
+            "| flores200 | spBLEU-1K."
+        ),
+    ] = "auto"
+    language_tags: Annotated[
+        bool,
+        Help(
+            "Put a tag of the target language, such as <2de>, in front of every source sentence, so that one model can "
+            "learn several languages."
+        ),
+    ] = False
+    temperature: Annotated[
+        float,
+        Help(
+            "Of the sampling of several corpora: a corpus of n pairs has a share of each epoch in proportion to its "
+            "weight times n^(1/temperature). 1 mixes them as they are, 5 gives small ones more."
+        ),
+        Range(at_least=1),
+    ] = 1.0
+    builtin_pairs: Annotated[
+        int, Help("Training pairs drawn from the built-in corpus (format: builtin only)."), Range(at_least=1)
+    ] = 40_000
+
+
+@dataclass(frozen=True)
+class SubwordConfig:
+    """The sentencepiece model(s)."""
+
+    vocab_size: Annotated[
+        int,
+        Help(
+            "Number of subwords, the four special ones (padding 0, unknown 1, start 2, end 3) and 256 bytes included."
+        ),
+        Range(at_least=261),  # the 4 special subwords, the 256 bytes, and one to spell with
+    ] = 1_000
+    joint: Annotated[bool, Help("One model for both languages (needed to share embeddings), or one for each.")] = True
+    symbols: Annotated[
+        tuple[str, ...],
+        Help("Words such as <url>, each of which is one subword wherever it occurs, and comes back as it is."),
+    ] = ()
+    kind: Annotated[Literal["unigram", "bpe"], Help("unigram | bpe.")] = "unigram"
+    lowercase: Annotated[
+        bool, Help("Lower-case the text before anything else (BLEU is then computed on lower-case text too).")
+    ] = False

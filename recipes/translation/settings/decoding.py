@@ -1,0 +1,34 @@
+"""The settings of translation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from recipes.translation.settings.schema import Help, Range
+
+
+@dataclass(frozen=True)
+class DecodingConfig:
+    """Translation."""
+
+    beam: Annotated[int, Help("Beam width; 1 is greedy."), Range(at_least=1)] = 4
+    length_penalty: Annotated[float, Help("Exponent of the length penalty; 0 has none."), Range(at_least=0)] = 0.6
+    length_norm: Annotated[
+        Literal["gnmt", "length"],
+        Help(
+            "What a hypothesis's log-probability is divided by, with the length penalty as exponent: gnmt "
+            "((5 + length) / 6) | length (as in fairseq)."
+        ),
+    ] = "gnmt"
+    batch_sentences: Annotated[
+        int, Help("Sentences translated at a time; changes the speed, not the translations."), Range(at_least=1)
+    ] = 64
+    max_length: Annotated[
+        int,
+        Help(
+            "Most subwords of a translation; that of a short sentence is twice its own, plus 12. A longer "
+            "sentence is cut to this or to training.max_length, whichever is more."
+        ),
+        Range(at_least=1),
+    ] = 256

@@ -1,0 +1,30 @@
+"""The settings of a run's model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from recipes.translation.settings.schema import Help, Range
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A preset of `models.PRESETS`, and what to change in it (None keeps the preset's value)."""
+
+    preset: Annotated[str, Help("tiny | multi30k | small | base | big.")] = "tiny"
+    d_model: Annotated[int | None, Help("Width of hidden states; even, and divisible by heads."), Range(at_least=1)] = (
+        None
+    )
+    d_ff: Annotated[int | None, Help("Width inside the feed-forward networks."), Range(at_least=1)] = None
+    heads: Annotated[int | None, Help("Attention heads."), Range(at_least=1)] = None
+    encoder_layers: Annotated[int | None, Help("Layers of the encoder."), Range(at_least=1)] = None
+    decoder_layers: Annotated[int | None, Help("Layers of the decoder."), Range(at_least=1)] = None
+    dropout: Annotated[
+        float | None, Help("Share of values dropped in training, from 0 to below 1."), Range(at_least=0, below=1)
+    ] = None
+    norm: Annotated[Literal["pre", "post"] | None, Help("pre | post.")] = None
+    tie: Annotated[
+        Literal["none", "target", "all"] | None,
+        Help("none | target (target embedding = generator) | all (source too; needs a joint vocabulary)."),
+    ] = None

@@ -1,0 +1,125 @@
+"""The settings of a run's optimisation, and of the processes that share it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from recipes.translation.settings.schema import Help, Range
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The optimisation, and the devices it runs on."""
+
+    devices: Annotated[
+        str | tuple[str, ...],
+        Help(
+            "auto (every GPU of the machine; without one [cpu, cpu]) or a list such as [cuda:0, cuda:1]. Under "
+            "torchrun each process takes one of them, auto its own GPU or the CPU."
+        ),
+    ] = "auto"
+    chunk_tokens: Annotated[
+        int | None,
+        Help("Target tokens whose logits exist at once on a device; null chooses by bytes."),
+        Range(at_least=1),
+    ] = None
+    batch_tokens: Annotated[int, Help("Target tokens, padding included, in a batch."), Range(at_least=1)] = 4_096
+    accumulate: Annotated[
+        int,
+        Help(
+            "Batches per optimizer step; the gradient is divided by the tokens of all of them. The step is the "
+            "same whatever it runs on: each process gets as many whole batches as the others, and the sentences of "
+            "the remaining batches are divided among them."
+        ),
+        Range(at_least=1),
+    ] = 1
+    steps: Annotated[int, Help("Optimizer steps at most."), Range(at_least=1)] = 1_000
+    schedule: Annotated[
+        Literal["inverse_sqrt", "linear", "noam", "constant"],
+        Help(
+            "inverse_sqrt | linear (to 0 at the end) | noam | constant: how the learning rate falls after the warm-up."
+        ),
+    ] = "inverse_sqrt"
+    learning_rate: Annotated[
+        float, Help("The peak (inverse_sqrt, linear), the factor (noam), or the rate (constant)."), Range(at_least=0)
+    ] = 2e-3
+    warmup: Annotated[int, Help("Steps of linear warm-up."), Range(at_least=0)] = 200
+    betas: Annotated[tuple[float, float], Help("Adam's two decay rates."), Range(at_least=0, below=1)] = (0.9, 0.98)
+    clip: Annotated[float, Help("Largest gradient norm; 0 does not clip."), Range(at_least=0)] = 1.0
+    label_smoothing: Annotated[
+        float,
+        Help(
+            "Probability taken from the right token and shared out, by the convention that `smoothing_convention` "
+            "names."
+        ),
+        Range(at_least=0, below=1),
+    ] = 0.1
+    smoothing_convention: Annotated[
+        Literal["torch", "fairseq", "harvard"],
+        Help("torch (eps/V) | fairseq (eps/(V-1)) | harvard (eps/(V-2), the entropy constant subtracted)."),
+    ] = "torch"
+    precision: Annotated[
+        Literal["float32", "bf16", "float64"],
+        Help("float32 | bf16 (autocast) | float64 (to compare layouts: several times slower)."),
+    ] = "float32"
+    max_length: Annotated[
+        int,
+        Help(
+            "Training pairs longer than this many subwords on either side are dropped (and counted in the log);"
+            " validation keeps every pair."
+        ),
+        Range(at_least=1),
+    ] = 256
+    validate_every: Annotated[int, Help("Steps between validations."), Range(at_least=1)] = 200
+    validate_bleu: Annotated[
+        int,
+        Help("Validation sentences translated greedily for BLEU at each validation; 0 leaves BLEU out."),
+        Range(at_least=0),
+    ] = 200
+    keep_checkpoints: Annotated[
+        int,
+        Help("Keep the models of this many last validations in <run>/checkpoints, to be averaged; 0 keeps none."),
+        Range(at_least=0),
+    ] = 0
+    patience: Annotated[
+        int, Help("Stop after this many validations without a better loss; 0 never stops early."), Range(at_least=0)
+    ] = 0
+    seed: Annotated[
+        int, Help("Of the first weights, dropout, and the order of the data."), Range(at_least=0, below=2**63)
+    ] = 1
+    threads: Annotated[int, Help("CPU threads; 0 leaves torch's own choice."), Range(at_least=0)] = 0
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """How the processes that torchrun started share the work; their product is the number of processes."""
+
+    data: Annotated[
+        int,
+        Help("Copies of the model, each with its share of the sentences; 0 makes as many as there are processes for."),
+        Range(at_least=0),
+    ] = 0
+    shard: Annotated[
+        int,
+        Help(
+            "Processes over which each copy's weights, gradients and moments are sharded (FSDP2), with "
+            "sentences of their own."
+        ),
+        Range(at_least=1),
+    ] = 1
+    vocab: Annotated[
+        int,
+        Help(
+            "Processes over which vocabulary, attention heads and feed-forward units are split; must divide the heads."
+        ),
+        Range(at_least=1),
+    ] = 1
+    sequence: Annotated[
+        int, Help("Processes over which the time steps of each sentence are split."), Range(at_least=1)
+    ] = 1
+    timeout: Annotated[
+        float,
+        Help("Seconds that a process waits in a step for one that does not come; rank 0 must save in less."),
+        Range(at_least=1, below=1e9),  # torch counts milliseconds in a 64-bit integer
+    ] = 300.0
