@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from models import beam_search, default_limit, evaluating, greedy
+from recipes.translation.data.corpora import with_language_tag
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.data.subwords import BOS, EOS, PAD
 from recipes.translation.processes.ranks import ALONE, Ranks
@@ -48,6 +49,7 @@ def source_ids(translator: Translator, sentences: Sequence[str], longest: int) -
     texts = list(sentences)
     if translator.config.subwords.lowercase:
         texts = [text.lower() for text in texts]
+    texts = [with_language_tag(translator.config, text) for text in texts]
     ids = translator.source.encode(texts)
     cut = [number for number, row in enumerate(ids, start=1) if len(row) > longest]
     if cut:

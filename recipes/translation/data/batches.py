@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from recipes.translation.data.mixing import Mixture
 from recipes.translation.data.subwords import BOS, EOS, PAD
 
 T = TypeVar("T")
@@ -42,6 +43,9 @@ class TokenBatches:
     every pair once. The pairs of each batch and the order of the batches depend on (seed, epoch) alone, so that a run
     resumes in the middle of an epoch with `epoch(n)[done:]`. A pair longer than `max_length` subwords on either side is
     left out and counted in `dropped`; a pair that exceeds the budget is a batch of its own.
+
+    With a `mixture` of corpora an epoch contains the pairs that it draws, some of them repeatedly or not at all, and
+    the number of batches varies a little; `len(self)` is then that of the first epoch.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class TokenBatches:
         batch_tokens: int,
         seed: int = 0,
         max_length: int | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         if len(sources) != len(targets):
             raise ValueError(f"sources and targets are pairs: got {len(sources):,} and {len(targets):,}")
@@ -67,9 +72,11 @@ class TokenBatches:
             limit = max_length
         self._short_enough = numpy.flatnonzero((source_lengths <= limit) & (target_lengths <= limit))
         self.dropped = len(sources) - len(self._short_enough)
-        self._source_lengths = source_lengths[self._short_enough] + 1  # the end symbol
-        self._target_lengths = target_lengths[self._short_enough] + 1
-        self._cuts = self._cut(batch_tokens)
+        self._source_lengths = source_lengths + 1  # the end symbol
+        self._target_lengths = target_lengths + 1
+        self._batch_tokens = batch_tokens
+        self._mixture = mixture
+        self._cuts = self._cut(self._pairs(0))
 
     def __len__(self) -> int:
         if not len(self._short_enough):
@@ -81,9 +88,13 @@ class TokenBatches:
         if not len(self._short_enough):
             return []
         rng = numpy.random.default_rng([self.seed, number])
+        pairs = self._pairs(number)
         # The random numbers decide between pairs of equal lengths, so that a batch has other pairs in every epoch
-        order = self._short_enough[self._order(rng.random(len(self._short_enough)))]
-        batches = numpy.split(order, self._cuts)
+        order = pairs[self._order(pairs, rng.random(len(pairs)))]
+        cuts = self._cuts
+        if self._mixture is not None:
+            cuts = self._cut(pairs)
+        batches = numpy.split(order, cuts)
         # The batches are shuffled too: sorted by length, a whole epoch would go from long sentences to short ones
         return [batches[index].tolist() for index in rng.permutation(len(batches))]
 
@@ -105,24 +116,34 @@ class TokenBatches:
             longest_source = max(len(self.sources[index]) for index in batch)
             longest_target = max(len(self.targets[index]) for index in batch)
             cells += len(batch) * (longest_source + longest_target + 2)  # an end symbol on either side
-        filled = int(self._source_lengths.sum() + self._target_lengths.sum())
+        pairs = self._pairs(epoch)
+        filled = int(self._source_lengths[pairs].sum() + self._target_lengths[pairs].sum())
         return 1 - filled / cells
 
-    def _order(self, ties: Array) -> Array:
+    def _pairs(self, epoch: int) -> Array:
+        """Return the indices of the pairs of an epoch."""
+        if self._mixture is None:
+            return self._short_enough
+        return self._mixture.drawn(epoch, self._short_enough)
+
+    def _order(self, pairs: Array, ties: Array) -> Array:
         """Sort the pairs by target length, then by source length, then by `ties`.
 
         Source lengths fall for one target length and rise for the next, so that a batch with two target lengths still
         has similar source lengths as well.
         """
-        direction = numpy.where(self._target_lengths % 2 == 0, -1, 1)
-        return numpy.lexsort((ties, direction * self._source_lengths, -self._target_lengths))
+        source_lengths = self._source_lengths[pairs]
+        target_lengths = self._target_lengths[pairs]
+        direction = numpy.where(target_lengths % 2 == 0, -1, 1)
+        return numpy.lexsort((ties, direction * source_lengths, -target_lengths))
 
-    def _cut(self, budget: int) -> list[int]:
+    def _cut(self, pairs: Array) -> list[int]:
         """Return where batches begin in the sorted pairs, without the first one's 0.
 
-        The random ties only exchange pairs of equal lengths on both sides, so the cuts are the same in every epoch.
+        The random ties only exchange pairs of equal lengths on both sides, so the cuts are the same in every epoch that
+        has the same pairs.
         """
-        order = self._order(numpy.zeros(len(self._short_enough)))
+        order = pairs[self._order(pairs, numpy.zeros(len(pairs)))]
         longer = numpy.maximum(self._source_lengths, self._target_lengths)[order].tolist()
         cuts = []
         start = 0
@@ -130,7 +151,7 @@ class TokenBatches:
         for position, length in enumerate(longer):
             longest = max(longest, length)
             # A batch takes rows x longest cells; this pair would be one row more
-            if position > start and (position - start + 1) * longest > budget:
+            if position > start and (position - start + 1) * longest > self._batch_tokens:
                 cuts.append(position)
                 start = position
                 longest = length

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
+from recipes.translation.data.corpora import check_training_data, load_corpora, mixture_of, with_language_tag
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.sentence_pairs import DataError, Pair, check_held_out, load_pairs
 from recipes.translation.data.subwords import Subwords
@@ -38,6 +39,7 @@ def load_corpus(config: RunConfig, ranks: Ranks = ALONE) -> Corpus:
 
 def _prepared(config: RunConfig) -> tuple[Subwords, Subwords]:
     """Return the subwords, after a check that validation data and its tokeniser are available."""
+    check_training_data(config)
     tokenize = _tokenizer(config, check_held_out(config.data))
     if config.training.validate_bleu:
         check_tokenizer(tokenize)
@@ -51,21 +53,41 @@ def _tokenizer(config: RunConfig, valid: Sequence[Pair]) -> str:
 
 
 def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
+    train, train_ids = _training(config, source, target)
+    pairs = load_pairs(config.data, "valid", config.subwords.lowercase)
+    sources = source.encode([with_language_tag(config, pair.source) for pair in pairs])
+    targets = target.encode([pair.target for pair in pairs])
+    # Validation has every pair, or its scores would be of easier sentences
     settings = config.training
+    valid = TokenBatches(sources, targets, batch_tokens=settings.batch_tokens, seed=settings.seed)
+    if not len(valid):
+        raise DataError("there is no pair to validate on; see data.valid")
     digest = hashlib.sha256()
-    batches = {}
-    for split in ("train", "valid"):
-        pairs = load_pairs(config.data, split, config.subwords.lowercase, config.cleaning)
-        sources = source.encode([pair.source for pair in pairs])
-        targets = target.encode([pair.target for pair in pairs])
-        digest.update(repr((sources, targets)).encode())
-        limit = None
-        if split == "train":  # validation has every pair, or its scores would be of easier sentences
-            limit = settings.max_length
-        batches[split] = TokenBatches(
-            sources, targets, batch_tokens=settings.batch_tokens, seed=settings.seed, max_length=limit
-        )
-        if not len(batches[split]):
-            raise DataError(f"no {split} pair is within training.max_length {settings.max_length}")
-    tokenize = _tokenizer(config, pairs)
-    return Corpus(source, target, batches["train"], batches["valid"], pairs, tokenize, digest.hexdigest())
+    for ids in (train_ids, (sources, targets)):
+        digest.update(repr(ids).encode())
+    return Corpus(source, target, train, valid, pairs, _tokenizer(config, pairs), digest.hexdigest())
+
+
+def _training(
+    config: RunConfig, source: Subwords, target: Subwords
+) -> tuple[TokenBatches, tuple[list[list[int]], list[list[int]]]]:
+    """Return the batches of all training corpora, and the ids of both sides."""
+    settings = config.training
+    sources: list[list[int]] = []
+    targets: list[list[int]] = []
+    corpora = load_corpora(config)
+    for corpus, pairs in corpora:
+        sources += source.encode(corpus.sources(pairs))
+        targets += target.encode([pair.target for pair in pairs])
+    mixture = mixture_of(config, [len(pairs) for _, pairs in corpora])
+    batches = TokenBatches(
+        sources,
+        targets,
+        batch_tokens=settings.batch_tokens,
+        seed=settings.seed,
+        max_length=settings.max_length,
+        mixture=mixture,
+    )
+    if not len(batches):
+        raise DataError(f"no train pair is within training.max_length {settings.max_length}")
+    return batches, (sources, targets)

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 from recipes.translation.atomic_folder import CheckpointError, replaced_folder, verified_folder
-from recipes.translation.data.sentence_pairs import fingerprint, load_pairs
+from recipes.translation.data.corpora import check_symbols, identity, load_corpora, tags_of
 from recipes.translation.data.subwords import Subwords, train_subwords
+from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import RunConfig
 
 SETTINGS = "settings.json"
@@ -42,13 +43,16 @@ def _settings(config: RunConfig) -> dict[str, object]:
 
     Files are identified by their contents: a file that was written again may have the same name, size and time.
     """
-    data = {name: getattr(config.data, name) for name in ("format", "source", "target", "builtin_pairs")}
-    data["text"] = fingerprint(config.data, "train")
-    return {
-        "data": data,
-        "cleaning": dataclasses.asdict(config.cleaning),
-        "subwords": dataclasses.asdict(config.subwords),
-    }
+    subwords = {name: getattr(config.subwords, name) for name in ("vocab_size", "joint", "kind", "lowercase")}
+    settings: dict[str, object] = {"data": identity(config), "subwords": subwords}
+    # What is not set is left out: models of earlier versions, which did not have it, are still good
+    if config.subwords.symbols:
+        settings["symbols"] = list(config.subwords.symbols)
+    if config.cleaning != CleaningConfig():
+        settings["cleaning"] = dataclasses.asdict(config.cleaning)
+    if tags := tags_of(config):
+        settings["tags"] = list(tags)
+    return settings
 
 
 def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
@@ -65,7 +69,9 @@ def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
 
 def _train(config: RunConfig, folder: Path, settings: dict[str, object]) -> None:
     start = time.monotonic()
-    pairs = load_pairs(config.data, "train", config.subwords.lowercase, config.cleaning)
+    tags = tags_of(config)
+    check_symbols([*tags, *config.subwords.symbols])
+    pairs = [pair for _, pairs in load_corpora(config) for pair in pairs]
     sources = [pair.source for pair in pairs]
     targets = [pair.target for pair in pairs]
     texts = {"source": sources, "target": targets}
@@ -75,6 +81,7 @@ def _train(config: RunConfig, folder: Path, settings: dict[str, object]) -> None
     print(f"[prepare] {' and '.join(texts)}: {size} from {len(pairs):,} pairs", flush=True)
     with replaced_folder(folder) as new:
         for name, sentences in texts.items():
-            train_subwords(sentences, new / name, config.subwords)
+            # Only sources have tags
+            train_subwords(sentences, new / name, config.subwords, () if name == "target" else tags)
         (new / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     print(f"[prepare] written to {folder} in {time.monotonic() - start:.1f} s", flush=True)

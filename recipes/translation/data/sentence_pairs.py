@@ -24,7 +24,7 @@ from recipes.translation.data.lines import DataError, read_lines
 from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import DataConfig, named_format
 
-__all__ = ["DataError", "Pair", "Pairs", "check_held_out", "fingerprint", "load_pairs"]
+__all__ = ["DataError", "Pair", "Pairs", "check_held_out", "check_named", "fingerprint", "load_pairs"]
 
 BUILTIN_SEED = 1
 BUILTIN_HELD_OUT = 1_000
@@ -41,29 +41,31 @@ NO_RULES = CleaningConfig()
 """Cleaning that removes only pairs with an empty side."""
 
 
-def load_pairs(data: DataConfig, split: Split, lowercase: bool = False, cleaning: CleaningConfig = NO_RULES) -> Pairs:
+def load_pairs(
+    data: DataConfig, split: Split, lowercase: bool = False, cleaning: CleaningConfig = NO_RULES, name: str = "train"
+) -> Pairs:
     """Read the pairs of a split, as (source language, target language).
 
     `cleaning` applies to `train` alone, from which pairs with an empty side are dropped too; the number that each rule
-    drops is reported on stderr. `valid` and `test` contain all pairs, so that a translation has a line for each line of
-    its reference.
+    drops is reported on stderr, under `name`. `valid` and `test` contain all pairs, so that a translation has a line
+    for each line of its reference.
     """
     _check_format(data)
     read = {"builtin": _builtin, "text": _text, "tsv": _tsv, "jsonl": _jsonl, "parquet": _parquet, "hub": _hub}
     found = Pairs(read[data.format](data, split))
     if split == "train":
-        found = _cleaned(found, data, cleaning)
+        found = _cleaned(found, data, cleaning, name)
     if lowercase:
         found[:] = [Pair(source.lower(), target.lower()) for source, target in found]
     return found
 
 
-def _cleaned(found: Pairs, data: DataConfig, settings: CleaningConfig) -> Pairs:
+def _cleaned(found: Pairs, data: DataConfig, settings: CleaningConfig, name: str) -> Pairs:
     cleaning = Cleaning(settings, data.source, data.target)
     complete = Pairs(cleaning.kept(found))
     complete.dropped = len(found) - len(complete)
     if complete.dropped or settings != NO_RULES:
-        print(f"[data] train: {cleaning}", file=sys.stderr)
+        print(f"[data] {name}: {cleaning}", file=sys.stderr)
     if not complete:
         if cleaning.removed[EMPTY] == len(found):
             raise DataError(f"data.train has no pair with text on both sides ({len(found):,} pairs read)")
@@ -74,17 +76,23 @@ def _cleaned(found: Pairs, data: DataConfig, settings: CleaningConfig) -> Pairs:
 def check_held_out(data: DataConfig) -> Pairs:
     """Read validation and test data, so that mistakes are found before the training; return the validation pairs.
 
-    The built-in corpus needs no check, and no pairs of it are returned. Raises DataError as `load_pairs` does; training
-    and validation data are required, test data is optional.
+    The built-in corpus needs no check, and no pairs of it are returned. Raises DataError as `load_pairs` does;
+    validation data is required, test data is optional.
     """
     _check_format(data)
     if data.format == "builtin":
         return Pairs()
-    _given(data, "train")
     valid = load_pairs(data, "valid")
     if data.test:
         load_pairs(data, "test")
     return valid
+
+
+def check_named(data: DataConfig, split: Split) -> None:
+    """Raise DataError unless as many files of a split are named as its format needs; they are not read."""
+    _check_format(data)
+    if data.format != "builtin":
+        _given(data, split)
 
 
 def fingerprint(data: DataConfig, split: Split) -> str:

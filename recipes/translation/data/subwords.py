@@ -6,7 +6,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,21 @@ PAD, UNK, BOS, EOS = 0, 1, 2, 3
 """Ids of padding, the unknown subword, start and end symbol, the same in every model that `train_subwords` makes."""
 
 
+BLANK = "\u2581"
+"""The character that sentencepiece puts in place of a blank."""
 MAX_BYTES = 1 << 16
 """The longest sentence from which subwords are made: sentencepiece takes quadratic time, and silently leaves out longer
 ones."""
 
 
-def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordConfig) -> None:
+def train_subwords(
+    sentences: Iterable[str], path_prefix: Path, config: SubwordConfig, tags: Sequence[str] = ()
+) -> None:
     """Train a model on `sentences` and write it to `<path_prefix>.model`, whole or not at all.
 
     The same sentences and settings give the same bytes. Characters outside the vocabulary are spelled in UTF-8 bytes
-    (256 of the subwords), so that no text is ever unknown. Sentences above MAX_BYTES are left out, with a note on
+    (256 of the subwords), so that no text is ever unknown. Each of `config.symbols` is one subword; so is each of the
+    `tags`, together with the blank before it. Sentences above MAX_BYTES are left out, with a note on
     stderr. For a vocabulary that does not fit the text, ConfigError gives the size that would.
     """
     model = io.BytesIO()
@@ -47,6 +52,7 @@ def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordC
             unk_id=UNK,
             bos_id=BOS,
             eos_id=EOS,
+            user_defined_symbols=[*(BLANK + tag for tag in tags), *config.symbols],
             byte_fallback=True,
             character_coverage=0.9999,  # leaves out rare characters of a large corpus, and none of a small one
             max_sentence_length=MAX_BYTES,
@@ -121,6 +127,11 @@ class Subwords:
             return []
         sentences: list[str] = self._processor.decode(ids, num_threads=1)
         return sentences
+
+    def piece(self, number: int) -> str:
+        """Return the text of a subword, in which a blank is BLANK."""
+        text: str = self._processor.id_to_piece(number)
+        return text
 
     def __len__(self) -> int:
         return int(self._processor.get_piece_size())

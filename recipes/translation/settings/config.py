@@ -26,6 +26,7 @@ from recipes.translation.settings.training import LayoutConfig, TrainingConfig
 
 __all__ = [
     "ConfigError",
+    "CorpusConfig",
     "DataConfig",
     "DecodingConfig",
     "LayoutConfig",
@@ -112,7 +113,7 @@ def format_of(data: DataConfig) -> str:
             f"data.path is {data.path}, but no file is named: set data.train and data.valid, or leave data.path out "
             "to train on the built-in corpus"
         )
-    found = {split: _format_of(split, names) for split, names in splits.items()}
+    found: dict[str, str | None] = {split: format_of_files(f"data.{split}", names) for split, names in splits.items()}
     for split, format in found.items():
         first = next(iter(found))
         if format != found[first]:
@@ -120,18 +121,22 @@ def format_of(data: DataConfig) -> str:
                 f"data.{first} looks like {found[first]}, data.{split} like {format}: all data has one format; "
                 "convert one of them, or set data.format"
             )
-    return next(iter(found.values()), "builtin")
+    return next(iter(found.values()), None) or "builtin"
 
 
-def _format_of(split: str, names: tuple[str, ...]) -> str:
+def format_of_files(setting: str, names: tuple[str, ...]) -> str | None:
+    """Return the format of the files that a setting names, None without files; raise ConfigError if it is not clear."""
+    if not names:
+        return None
     formats = {named_format(name) for name in names}
     if formats == {None} and len(names) == 2:
         return "text"
     (format, *others) = formats
     if format is None or others:
+        section = setting.rpartition(".")[0]
         raise ConfigError(
-            f"data.{split} ({', '.join(names)}) does not tell its format: set data.format (text takes two files; tsv, "
-            "jsonl and parquet take one; hub takes a split name), or end the name in .tsv, .jsonl or .parquet"
+            f"{setting} ({', '.join(names)}) does not tell its format: set {section}.format (text takes two files; "
+            "tsv, jsonl and parquet take one; hub takes a split name), or end the name in .tsv, .jsonl or .parquet"
         )
     return format
 

@@ -294,7 +294,7 @@ def _as_node(value: object, alternatives: Sequence[Any]) -> yaml.Node:
     if not isinstance(value, str):
         if isinstance(value, tuple):  # which safe_dump refuses
             value = list(value)
-        return _composed(yaml.safe_dump(value)) or yaml.ScalarNode(f"{YAML_TAG}null", "")
+        return _composed(yaml.safe_dump(value, sort_keys=False)) or yaml.ScalarNode(f"{YAML_TAG}null", "")
     # "12" and "true" remain text where text is expected; only null and [...] are read as YAML, where they are allowed
     lists = [kind for kind in alternatives if _is_list(kind)]
     nothing = types.NoneType in alternatives and value in ("null", "~")

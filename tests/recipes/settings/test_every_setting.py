@@ -41,6 +41,7 @@ FILES: dict[str, Any] = {
     "data.test": ("test.tsv",),
 }
 DIRTY: dict[str, Any] = {**FILES, "data.train": ("dirty.tsv",)}
+TWO: dict[str, Any] = {"a": {}, "b": {"format": "tsv", "path": "one", "train": ["small.tsv"]}}
 NUMBERS = ("weights", "metrics", "translations")
 
 
@@ -68,6 +69,13 @@ CHANGES: dict[str, Sequence[Change]] = {
     "data.source": [Change("xx", ("weights", "subwords"), beside=FILES)],
     "data.target": [Change("xx", ("weights", "subwords", "scores"), beside=FILES)],
     "data.builtin_pairs": [Change(150, ("weights", "subwords"))],
+    "data.language_tags": [Change(True, ("weights", "subwords"))],
+    "data.temperature": [Change(5.0, ("weights",), ("subwords",), beside={"corpora": TWO})],
+    "corpora": [
+        Change(TWO, ("weights", "subwords")),
+        Change({**TWO, "b": {**TWO["b"], "weight": 3}}, ("weights",), ("subwords",), beside={"corpora": TWO}),
+        Change({**TWO, "b": {**TWO["b"], "tag": "<bt>"}}, ("weights", "subwords"), beside={"corpora": TWO}),
+    ],
     "cleaning.max_words": [Change(60, beside=DIRTY)],
     "cleaning.max_characters": [Change(300, beside=DIRTY)],
     "cleaning.max_ratio": [Change(9.0, beside=DIRTY)],
@@ -76,6 +84,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     "cleaning.copies": [Change(True, beside=DIRTY)],
     "cleaning.duplicates": [Change(True, beside=DIRTY)],
     "subwords.vocab_size": [Change(340, ("weights", "subwords"))],
+    "subwords.symbols": [Change(("<url>",), ("weights", "subwords"))],
     "subwords.joint": [Change(False, ("weights", "subwords"), beside={"model.tie": "target"})],
     "subwords.kind": [Change("bpe", ("weights", "subwords"))],
     "subwords.lowercase": [Change(True, ("weights", "subwords", "scores"))],
@@ -169,6 +178,9 @@ class Runs:
         given = {**BASE, **{name: value for name, value in changes.items() if name != "run"}}
         if "data.path" in given:
             given["data.path"] = str(self.root / given["data.path"])
+        if "corpora" in given:
+            second = given["corpora"]["b"]
+            given["corpora"] = {**given["corpora"], "b": {**second, "path": str(self.root / second["path"])}}
         return tiny(folder, given)
 
     def run(self, changes: Mapping[str, Any]) -> Outcome:
@@ -257,7 +269,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for seed, folder in enumerate(("one", "other")):
         (root / folder).mkdir()
         for name, count, split in (
-            ("train", 120, "train"), ("more", 130, "train"), ("valid", 8, "valid"), ("test", 8, "test")
+            ("train", 120, "train"), ("more", 130, "train"), ("small", 30, "train"),
+            ("valid", 8, "valid"), ("test", 8, "test"),
         ):  # fmt: skip
             lines = [f"{en}\t{de}\t{en[::-1]}" for en, de in builtin_pairs(count, 5 + seed, split)]
             (root / folder / f"{name}.tsv").write_text("\n".join(["en\tde\txx", *lines]) + "\n", encoding="utf-8")
