@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy
 import numpy.typing
@@ -34,6 +34,16 @@ class Batch(NamedTuple):
     def tokens(self) -> int:
         """Return the number of target tokens without padding."""
         return int((self.tgt_out != PAD).sum())
+
+
+class Epochs(Protocol):
+    """The batches of every epoch, a function of the epoch's number alone."""
+
+    def epoch(self, number: int) -> list[list[int]]:
+        """Return the batches of an epoch (0, 1, ...), each a list of indices."""
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Make the tensors of the pairs with these indices, in this order."""
 
 
 class TokenBatches:
@@ -100,12 +110,7 @@ class TokenBatches:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Make the tensors of the pairs with these indices, in this order."""
-        targets = [list(self.targets[index]) for index in indices]
-        return Batch(
-            src=_padded([[*self.sources[index], EOS] for index in indices]),
-            tgt_in=_padded([[BOS, *ids] for ids in targets]),
-            tgt_out=_padded([[*ids, EOS] for ids in targets]),
-        )
+        return padded_batch([self.sources[index] for index in indices], [self.targets[index] for index in indices])
 
     def padding_fraction(self, epoch: int) -> float:
         """Return the fraction of all source and target cells of an epoch that is padding."""
@@ -184,9 +189,7 @@ class Steps(Dataset[tuple[Position, list[Batch]]]):
         device: the device of the model; for an accelerator, worker processes make the batches, in pinned memory.
     """
 
-    def __init__(
-        self, batches: TokenBatches, accumulate: int, data_rank: int, data_ranks: int, device: torch.device
-    ) -> None:
+    def __init__(self, batches: Epochs, accumulate: int, data_rank: int, data_ranks: int, device: torch.device) -> None:
         self.batches = batches
         self.accumulate = accumulate
         self.data_rank = data_rank
@@ -240,6 +243,15 @@ def _leave_signals_to_the_parent(_: int) -> None:
     # A terminal sends Ctrl-C to the workers too, but the parent finishes its step and then ends them by SIGTERM
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def padded_batch(sources: Sequence[Ids], targets: Sequence[Ids]) -> Batch:
+    """Make the tensors of pairs of ids, with padding, start and end symbols."""
+    return Batch(
+        src=_padded([[*ids, EOS] for ids in sources]),
+        tgt_in=_padded([[BOS, *ids] for ids in targets]),
+        tgt_out=_padded([[*ids, EOS] for ids in targets]),
+    )
 
 
 def _padded(rows: list[list[int]]) -> Tensor:

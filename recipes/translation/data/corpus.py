@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
-from recipes.translation.data.corpora import check_training_data, load_corpora, mixture_of, with_language_tag
+from recipes.translation.data.corpora import check_training_data, load_corpora, mixture_of, tags_of, with_language_tag
+from recipes.translation.data.noisy_batches import NoisyBatches
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.sentence_pairs import DataError, Pair, check_held_out, load_pairs
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.noise import NoiseConfig
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,13 @@ class Corpus:
 
     source: Subwords
     target: Subwords
-    train: TokenBatches
+    train: TokenBatches | NoisyBatches
     valid: TokenBatches
     valid_pairs: Sequence[Pair]
     tokenize: str
     """sacreBLEU's tokeniser for validation."""
     fingerprint: str
-    """SHA-256 of all ids, which a resumed run compares."""
+    """SHA-256 of all ids, without noise, which a resumed run compares."""
 
 
 def load_corpus(config: RunConfig, ranks: Ranks = ALONE) -> Corpus:
@@ -70,24 +72,25 @@ def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
 
 def _training(
     config: RunConfig, source: Subwords, target: Subwords
-) -> tuple[TokenBatches, tuple[list[list[int]], list[list[int]]]]:
-    """Return the batches of all training corpora, and the ids of both sides."""
+) -> tuple[TokenBatches | NoisyBatches, tuple[list[list[int]], list[list[int]]]]:
+    """Return the batches of all training corpora, and the ids of both sides without noise."""
     settings = config.training
-    sources: list[list[int]] = []
-    targets: list[list[int]] = []
     corpora = load_corpora(config)
-    for corpus, pairs in corpora:
-        sources += source.encode(corpus.sources(pairs))
-        targets += target.encode([pair.target for pair in pairs])
-    mixture = mixture_of(config, [len(pairs) for _, pairs in corpora])
+    sentences = [text for corpus, pairs in corpora for text in corpus.sources(pairs)]
+    sources = source.encode(sentences)
+    targets = target.encode([pair.target for _, pairs in corpora for pair in pairs])
     batches = TokenBatches(
         sources,
         targets,
         batch_tokens=settings.batch_tokens,
         seed=settings.seed,
         max_length=settings.max_length,
-        mixture=mixture,
+        mixture=mixture_of(config, [len(pairs) for _, pairs in corpora]),
     )
     if not len(batches):
         raise DataError(f"no train pair is within training.max_length {settings.max_length}")
-    return batches, (sources, targets)
+    if config.noise == NoiseConfig():
+        return batches, (sources, targets)
+    kept = [*tags_of(config), *config.subwords.symbols]
+    noisy = NoisyBatches(batches, sentences, source, config.noise, max_length=settings.max_length, kept=kept)
+    return noisy, (sources, targets)

@@ -21,6 +21,7 @@ from recipes.translation.settings.corpora import CorpusConfig
 from recipes.translation.settings.data import DataConfig, SubwordConfig
 from recipes.translation.settings.decoding import DecodingConfig
 from recipes.translation.settings.model import ModelConfig
+from recipes.translation.settings.noise import NoiseConfig
 from recipes.translation.settings.schema import ConfigError, Help, Schema
 from recipes.translation.settings.training import LayoutConfig, TrainingConfig
 
@@ -56,6 +57,7 @@ class RunConfig:
         ),
     ] = field(default_factory=dict)
     cleaning: CleaningConfig = field(default_factory=CleaningConfig)
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
     subwords: SubwordConfig = field(default_factory=SubwordConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
