@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from recipes.translation.data.mixing import Mixture
 from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.data.token_store import StoredIds
 
 T = TypeVar("T")
 Ids = Sequence[int]
@@ -75,8 +76,8 @@ class TokenBatches:
         self.sources = sources
         self.targets = targets
         self.seed = seed
-        source_lengths = numpy.array([len(ids) for ids in sources], dtype=numpy.int64)
-        target_lengths = numpy.array([len(ids) for ids in targets], dtype=numpy.int64)
+        source_lengths = _lengths(sources)
+        target_lengths = _lengths(targets)
         limit = numpy.inf
         if max_length is not None:
             limit = max_length
@@ -161,6 +162,12 @@ class TokenBatches:
                 start = position
                 longest = length
         return cuts
+
+
+def _lengths(side: Sequence[Ids]) -> Array:
+    if isinstance(side, StoredIds):
+        return side.lengths
+    return numpy.array([len(ids) for ids in side], dtype=numpy.int64)
 
 
 def batches_of_rank(batches: Sequence[list[int]], data_rank: int, data_ranks: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.translation.data.mixing import Mixture
-from recipes.translation.data.sentence_pairs import DataError, Pair, Pairs, check_named, fingerprint, load_pairs
+from recipes.translation.data.sentence_pairs import DataError, Pair, check_named, each_training_pair, fingerprint
 from recipes.translation.data.subwords import BLANK
 from recipes.translation.settings.config import ConfigError, DataConfig, RunConfig, format_of_files
 
@@ -32,9 +32,9 @@ class TrainingCorpus:
     """What stands in front of each source sentence."""
     weight: float
 
-    def sources(self, pairs: Sequence[Pair]) -> list[str]:
-        """Return the source sentences with their tags."""
-        return [" ".join((*self.tags, pair.source)) for pair in pairs]
+    def source(self, pair: Pair) -> str:
+        """Return the source sentence with its tags."""
+        return " ".join((*self.tags, pair.source))
 
 
 def corpora_of(config: RunConfig) -> list[TrainingCorpus]:
@@ -66,14 +66,15 @@ def _training_corpus(name: str, config: RunConfig) -> TrainingCorpus:
     return TrainingCorpus(name, data, tags, corpus.weight)
 
 
-def load_corpora(config: RunConfig) -> list[tuple[TrainingCorpus, Pairs]]:
-    """Read every training corpus, cleaned by the settings, without its tags."""
-    found = []
+def each_corpus(config: RunConfig) -> Iterator[tuple[TrainingCorpus, Iterator[Pair]]]:
+    """Yield every training corpus with its pairs, cleaned by the settings and without tags, one by one."""
     for corpus in corpora_of(config):
-        with _named(corpus):
-            pairs = load_pairs(corpus.data, "train", config.subwords.lowercase, config.cleaning, corpus.name or "train")
-        found.append((corpus, pairs))
-    return found
+        yield corpus, _each_pair(corpus, config)
+
+
+def _each_pair(corpus: TrainingCorpus, config: RunConfig) -> Iterator[Pair]:
+    with _named(corpus):
+        yield from each_training_pair(corpus.data, config.subwords.lowercase, config.cleaning, corpus.name or "train")
 
 
 def check_training_data(config: RunConfig) -> None:
@@ -84,7 +85,7 @@ def check_training_data(config: RunConfig) -> None:
 
 
 def identity(config: RunConfig) -> object:
-    """Return what determines the text of the training data, for JSON: settings, and the SHA-256 of the contents."""
+    """Return what determines the training text before it is cleaned, as JSON: settings, SHA-256 of the contents."""
     found = []
     for corpus in corpora_of(config):
         names = ("format", "source", "target", "builtin_pairs")

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
-from recipes.translation.data.corpora import check_training_data, load_corpora, mixture_of, tags_of, with_language_tag
+from recipes.translation.data.corpora import (
+    check_training_data,
+    corpora_of,
+    each_corpus,
+    identity,
+    mixture_of,
+    tags_of,
+    with_language_tag,
+)
 from recipes.translation.data.noisy_batches import NoisyBatches
 from recipes.translation.data.prepare import prepare
-from recipes.translation.data.sentence_pairs import DataError, Pair, check_held_out, load_pairs
+from recipes.translation.data.sentence_pairs import DataError, Pair, check_held_out, expanded, load_pairs
 from recipes.translation.data.subwords import Subwords
+from recipes.translation.data.token_store import TokenStore, check_store, key_of, write_store
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.noise import NoiseConfig
@@ -34,9 +47,27 @@ class Corpus:
 
 
 def load_corpus(config: RunConfig, ranks: Ranks = ALONE) -> Corpus:
-    """Read the pairs, make or read the subwords on rank 0 for all ranks, and make the batches."""
+    """Read the pairs, make or read the subwords on rank 0 for all ranks, and make the batches.
+
+    With `data.cache` one process of each machine tokenises the training pairs, and all of them map the result.
+    """
     source, target = ranks.run_on_main(lambda: _prepared(config))
-    return ranks.run_on_all(lambda: _read(config, source, target))
+    store = None
+    if config.data.cache:
+        store = _stored(config, source, target, ranks)
+    return ranks.run_on_all(lambda: _read(config, source, target, store))
+
+
+def _stored(config: RunConfig, source: Subwords, target: Subwords, ranks: Ranks) -> Path:
+    key = ranks.run_on_main(lambda: store_key(config, source, target))
+    folder = Path(expanded(config.data.cache, "data.cache"), key)
+
+    def prepare_on_each_machine() -> None:
+        if ranks.local_rank == 0:
+            prepare_store(config, folder, source, target)
+
+    ranks.run_on_all(prepare_on_each_machine)
+    return folder
 
 
 def _prepared(config: RunConfig) -> tuple[Subwords, Subwords]:
@@ -54,43 +85,82 @@ def _tokenizer(config: RunConfig, valid: Sequence[Pair]) -> str:
     return tokenizer_for(config.data.tokenize, config.data.target, [pair.target for pair in valid])
 
 
-def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
-    train, train_ids = _training(config, source, target)
-    pairs = load_pairs(config.data, "valid", config.subwords.lowercase)
-    sources = source.encode([with_language_tag(config, pair.source) for pair in pairs])
-    targets = target.encode([pair.target for pair in pairs])
-    # Validation has every pair, or its scores would be of easier sentences
+def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | None) -> Corpus:
+    ids: _Tokenised | TokenStore
+    if store is None:
+        ids = _tokenised(config, source, target)
+        digest = hashlib.sha256(repr((ids.sources, ids.targets)).encode())
+    else:
+        ids = TokenStore.open(store)
+        digest = hashlib.sha256(ids.sha256.encode())
     settings = config.training
-    valid = TokenBatches(sources, targets, batch_tokens=settings.batch_tokens, seed=settings.seed)
-    if not len(valid):
-        raise DataError("there is no pair to validate on; see data.valid")
-    digest = hashlib.sha256()
-    for ids in (train_ids, (sources, targets)):
-        digest.update(repr(ids).encode())
-    return Corpus(source, target, train, valid, pairs, _tokenizer(config, pairs), digest.hexdigest())
-
-
-def _training(
-    config: RunConfig, source: Subwords, target: Subwords
-) -> tuple[TokenBatches | NoisyBatches, tuple[list[list[int]], list[list[int]]]]:
-    """Return the batches of all training corpora, and the ids of both sides without noise."""
-    settings = config.training
-    corpora = load_corpora(config)
-    sentences = [text for corpus, pairs in corpora for text in corpus.sources(pairs)]
-    sources = source.encode(sentences)
-    targets = target.encode([pair.target for _, pairs in corpora for pair in pairs])
-    batches = TokenBatches(
-        sources,
-        targets,
+    train = TokenBatches(
+        ids.sources,
+        ids.targets,
         batch_tokens=settings.batch_tokens,
         seed=settings.seed,
         max_length=settings.max_length,
-        mixture=mixture_of(config, [len(pairs) for _, pairs in corpora]),
+        mixture=mixture_of(config, ids.corpora),
     )
-    if not len(batches):
+    if not len(train):
         raise DataError(f"no train pair is within training.max_length {settings.max_length}")
+    pairs = load_pairs(config.data, "valid", config.subwords.lowercase)
+    sides = (
+        source.encode([with_language_tag(config, pair.source) for pair in pairs]),
+        target.encode([pair.target for pair in pairs]),
+    )
+    digest.update(repr(sides).encode())
+    # Validation has every pair, or its scores would be of easier sentences
+    valid = TokenBatches(*sides, batch_tokens=settings.batch_tokens, seed=settings.seed)
+    if not len(valid):
+        raise DataError("there is no pair to validate on; see data.valid")
+    batches = _with_noise(config, train, source)
+    return Corpus(source, target, batches, valid, pairs, _tokenizer(config, pairs), digest.hexdigest())
+
+
+class _Tokenised(NamedTuple):
+    """The training pairs as ids in memory, and the number of pairs of each corpus."""
+
+    sources: list[list[int]]
+    targets: list[list[int]]
+    corpora: list[int]
+
+
+def _tokenised(config: RunConfig, source: Subwords, target: Subwords) -> _Tokenised:
+    found = _Tokenised([], [], [])
+    for corpus, each_pair in each_corpus(config):
+        pairs = list(each_pair)
+        found.sources.extend(source.encode([corpus.source(pair) for pair in pairs]))
+        found.targets.extend(target.encode([pair.target for pair in pairs]))
+        found.corpora.append(len(pairs))
+    return found
+
+
+def _with_noise(config: RunConfig, batches: TokenBatches, source: Subwords) -> TokenBatches | NoisyBatches:
     if config.noise == NoiseConfig():
-        return batches, (sources, targets)
+        return batches
     kept = [*tags_of(config), *config.subwords.symbols]
-    noisy = NoisyBatches(batches, sentences, source, config.noise, max_length=settings.max_length, kept=kept)
-    return noisy, (sources, targets)
+    return NoisyBatches(batches, source, config.noise, max_length=config.training.max_length, kept=kept)
+
+
+def store_key(config: RunConfig, source: Subwords, target: Subwords) -> str:
+    """Return the name of the tokenised training pairs in `data.cache`: a hash of all that they are made from."""
+    made_from = {
+        "data": identity(config),
+        "tags": [corpus.tags for corpus in corpora_of(config)],
+        "cleaning": asdict(config.cleaning),
+        "lowercase": config.subwords.lowercase,
+        "subwords": [source.digest, target.digest],
+    }
+    return key_of(made_from)
+
+
+def prepare_store(config: RunConfig, folder: Path, source: Subwords, target: Subwords) -> None:
+    """Tokenise the training pairs into `folder`, unless it has them already."""
+    start = time.monotonic()
+    if check_store(folder):
+        print(f"[data] tokenised pairs of {folder} reused", flush=True)
+        return
+    corpora = (((corpus.source(pair), pair) for pair in pairs) for corpus, pairs in each_corpus(config))
+    write_store(folder, corpora, source, target, config.training.threads or os.cpu_count() or 1)
+    print(f"[data] tokenised pairs written to {folder} in {time.monotonic() - start:.1f} s", flush=True)

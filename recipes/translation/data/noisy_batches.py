@@ -23,7 +23,6 @@ class NoisyBatches:
 
     Args:
         plain: the batches without noise.
-        sentences: the source of each pair, with its tags.
         source: the subwords of sources.
         settings: the probabilities.
         max_length: of a source, in subwords.
@@ -36,7 +35,6 @@ class NoisyBatches:
     def __init__(
         self,
         plain: TokenBatches,
-        sentences: Sequence[str],
         source: Subwords,
         settings: NoiseConfig,
         *,
@@ -50,7 +48,6 @@ class NoisyBatches:
                 f"up to {total:g}: a letter has one of these errors at most, so make it 1 or less"
             )
         self.plain = plain
-        self.sentences = sentences
         self.source = source
         self.settings = settings
         self.max_length = max_length
@@ -66,15 +63,17 @@ class NoisyBatches:
 
     def epoch(self, number: int) -> list[list[int]]:
         """Return the batches of an epoch (0, 1, ...), each a list of indices."""
-        first = number * len(self.sentences)
+        first = number * len(self.plain.sources)
         return [[first + pair for pair in batch] for batch in self.plain.epoch(number)]
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Make the tensors of the pairs with these indices, in this order."""
-        drawn = [divmod(index, len(self.sentences)) for index in indices]
-        seed = self.plain.seed
+        drawn = [divmod(index, len(self.plain.sources)) for index in indices]
+        # Their text need not be kept: it comes back from the subwords as those who made them have read it
+        clean = self.source.decode([list(self.plain.sources[pair]) for _, pair in drawn])
         texts = [
-            noisy(self.sentences[pair], self.settings, f"{seed} {epoch} {pair}", self.kept) for epoch, pair in drawn
+            noisy(text, self.settings, f"{self.plain.seed} {epoch} {pair}", self.kept)
+            for text, (epoch, pair) in zip(clean, drawn, strict=True)
         ]
         sources: list[Ids] = []
         for ids, (_, pair) in zip(self.source.encode(texts), drawn, strict=True):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from recipes.translation.atomic_folder import CheckpointError, replaced_folder, verified_folder
-from recipes.translation.data.corpora import check_symbols, identity, load_corpora, tags_of
+from recipes.translation.data.corpora import check_symbols, each_corpus, identity, tags_of
+from recipes.translation.data.sentence_pairs import Pair
 from recipes.translation.data.subwords import Subwords, train_subwords
 from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import RunConfig
@@ -48,6 +51,8 @@ def _settings(config: RunConfig) -> dict[str, object]:
     # What is not set is left out: models of earlier versions, which did not have it, are still good
     if config.subwords.symbols:
         settings["symbols"] = list(config.subwords.symbols)
+    if config.subwords.train_pairs:
+        settings["train_pairs"] = config.subwords.train_pairs
     if config.cleaning != CleaningConfig():
         settings["cleaning"] = dataclasses.asdict(config.cleaning)
     if tags := tags_of(config):
@@ -71,7 +76,7 @@ def _train(config: RunConfig, folder: Path, settings: dict[str, object]) -> None
     start = time.monotonic()
     tags = tags_of(config)
     check_symbols([*tags, *config.subwords.symbols])
-    pairs = [pair for _, pairs in load_corpora(config) for pair in pairs]
+    pairs = drawn((pair for _, pairs in each_corpus(config) for pair in pairs), config.subwords.train_pairs)
     sources = [pair.source for pair in pairs]
     targets = [pair.target for pair in pairs]
     texts = {"source": sources, "target": targets}
@@ -85,3 +90,23 @@ def _train(config: RunConfig, folder: Path, settings: dict[str, object]) -> None
             train_subwords(sentences, new / name, config.subwords, () if name == "target" else tags)
         (new / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     print(f"[prepare] written to {folder} in {time.monotonic() - start:.1f} s", flush=True)
+
+
+def drawn(pairs: Iterable[Pair], count: int) -> list[Pair]:
+    """Draw `count` of the pairs, each as likely as any other and the same in every run; all of them if `count` is 0.
+
+    Only those that are drawn are in memory (reservoir sampling, algorithm R in Vitter 1985, "Random sampling with a
+    reservoir").
+    """
+    if not count:
+        return list(pairs)
+    draw = random.Random(0).random
+    found: list[Pair] = []
+    for number, pair in enumerate(pairs):
+        if number < count:
+            found.append(pair)
+            continue
+        place = int(draw() * (number + 1))
+        if place < count:
+            found[place] = pair
+    return found

@@ -12,15 +12,16 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from recipes.translation.data.builtin_corpus import Pair, Split
-from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
+from recipes.translation.data.builtin_corpus import each_pair as builtin_pairs
 from recipes.translation.data.cleaning import EMPTY, Cleaning
-from recipes.translation.data.lines import DataError, read_lines
+from recipes.translation.data.lines import DataError, each_line
 from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import DataConfig, named_format
 
@@ -50,27 +51,48 @@ def load_pairs(
     drops is reported on stderr, under `name`. `valid` and `test` contain all pairs, so that a translation has a line
     for each line of its reference.
     """
-    _check_format(data)
-    read = {"builtin": _builtin, "text": _text, "tsv": _tsv, "jsonl": _jsonl, "parquet": _parquet, "hub": _hub}
-    found = Pairs(read[data.format](data, split))
     if split == "train":
-        found = _cleaned(found, data, cleaning, name)
-    if lowercase:
-        found[:] = [Pair(source.lower(), target.lower()) for source, target in found]
-    return found
+        cleaning_of = Cleaning(cleaning, data.source, data.target)
+        found = Pairs(_cleaned(data, lowercase, cleaning, cleaning_of, name))
+        found.dropped = sum(cleaning_of.removed.values())
+        return found
+    return Pairs(_lowercased(_read(data, split), lowercase))
 
 
-def _cleaned(found: Pairs, data: DataConfig, settings: CleaningConfig, name: str) -> Pairs:
-    cleaning = Cleaning(settings, data.source, data.target)
-    complete = Pairs(cleaning.kept(found))
-    complete.dropped = len(found) - len(complete)
-    if complete.dropped or settings != NO_RULES:
+def each_training_pair(data: DataConfig, lowercase: bool, cleaning: CleaningConfig, name: str) -> Iterator[Pair]:
+    """Yield the training pairs as `load_pairs` returns them, one by one.
+
+    Of the formats text and tsv, and of the built-in corpus, only one pair is in memory at a time.
+    """
+    return _cleaned(data, lowercase, cleaning, Cleaning(cleaning, data.source, data.target), name)
+
+
+def _read(data: DataConfig, split: Split) -> Iterable[Pair]:
+    _check_format(data)
+    read: dict[str, Callable[[DataConfig, Split], Iterable[Pair]]] = {
+        **{"builtin": _builtin, "text": _text, "tsv": _tsv},
+        **{"jsonl": _jsonl, "parquet": _parquet, "hub": _hub},
+    }
+    return read[data.format](data, split)
+
+
+def _lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
+    if not lowercase:
+        return pairs
+    return (Pair(source.lower(), target.lower()) for source, target in pairs)
+
+
+def _cleaned(
+    data: DataConfig, lowercase: bool, settings: CleaningConfig, cleaning: Cleaning, name: str
+) -> Iterator[Pair]:
+    yield from _lowercased(cleaning.kept(_read(data, "train")), lowercase)
+    dropped = sum(cleaning.removed.values())
+    if dropped or settings != NO_RULES:
         print(f"[data] {name}: {cleaning}", file=sys.stderr)
-    if not complete:
-        if cleaning.removed[EMPTY] == len(found):
-            raise DataError(f"data.train has no pair with text on both sides ({len(found):,} pairs read)")
+    if dropped == cleaning.read:
+        if cleaning.removed[EMPTY] == dropped:
+            raise DataError(f"data.train has no pair with text on both sides ({dropped:,} pairs read)")
         raise DataError(f"the rules of cleaning leave no pair of data.train: {cleaning}")
-    return complete
 
 
 def check_held_out(data: DataConfig) -> Pairs:
@@ -133,45 +155,50 @@ def _check_format(data: DataConfig) -> None:
                 )
 
 
-def _builtin(data: DataConfig, split: Split) -> list[Pair]:
+def _builtin(data: DataConfig, split: Split) -> Iterator[Pair]:
     if (data.source, data.target) not in (("en", "de"), ("de", "en")):
         raise DataError(f"the built-in corpus is en and de; data.source is {data.source}, data.target {data.target}")
     count = BUILTIN_HELD_OUT
     if split == "train":
         count = data.builtin_pairs
-    drawn = builtin_pairs(count, BUILTIN_SEED, split)
-    if data.source == "en":
-        return drawn
-    return [Pair(target, source) for source, target in drawn]
+    for pair in builtin_pairs(count, BUILTIN_SEED, split):
+        if data.source == "en":
+            yield pair
+        else:
+            yield Pair(pair.target, pair.source)
 
 
-def _text(data: DataConfig, split: Split) -> list[Pair]:
+def _text(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read two files, where the n-th line of one translates the n-th line of the other."""
     paths = _paths(data, split)
-    sides = [_lines(path, split) for path in paths]
-    if len(sides[0]) != len(sides[1]):
+    counts = [0, 0]
+    for lines in zip_longest(*(_lines(path, split) for path in paths)):
+        counts = [count + (line is not None) for count, line in zip(counts, lines, strict=True)]
+        if counts[0] == counts[1]:
+            yield Pair(*lines)
+    if counts[0] != counts[1]:
         raise DataError(
-            f"{paths[0]} has {len(sides[0]):,} lines, {paths[1]} has {len(sides[1]):,}: the two must be aligned "
-            "line by line"
+            f"{paths[0]} has {counts[0]:,} lines, {paths[1]} has {counts[1]:,}: the two must be aligned line by line"
         )
-    return [Pair(*lines) for lines in zip(*sides, strict=True)]
 
 
-def _tsv(data: DataConfig, split: Split) -> list[Pair]:
+def _tsv(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read one file, with columns separated by tabs and named in the first line. Quotes have no meaning."""
     (path,) = _paths(data, split)
-    header, *lines = [line.split("\t") for line in _lines(path, split)]
+    lines = _lines(path, split)
+    header = next(lines).split("\t")
     source, target = (_index(header, language, setting, str(path)) for setting, language in _languages(data))
-    for number, cells in enumerate(lines, start=2):  # line 1 is the header
+    for number, line in enumerate(lines, start=2):  # line 1 is the header
+        cells = line.split("\t")
         if len(cells) != len(header):
             raise DataError(f"{path}:{number} has {len(cells)} columns, the header {len(header)}")
-    return [Pair(cells[source], cells[target]) for cells in lines]
+        yield Pair(cells[source], cells[target])
 
 
 def _jsonl(data: DataConfig, split: Split) -> list[Pair]:
     """Read one file with a JSON object in each line that is not empty."""
     (path,) = _paths(data, split)
-    lines = enumerate(_lines(path, split), start=1)
+    lines = enumerate(list(_lines(path, split)), start=1)
     records = [_record(line, f"{path}:{number}") for number, line in lines if line.strip()]
     return _pairs(_columns(records), data, str(path))
 
@@ -204,7 +231,7 @@ def _hub(data: DataConfig, split: Split) -> list[Pair]:
     import datasets
 
     (name,) = _given(data, split)
-    repository, _, subset = _expanded(data.path, "data.path").partition(":")
+    repository, _, subset = expanded(data.path, "data.path").partition(":")
     if not repository:
         raise DataError("data.path is empty; for format hub it is the data set's name, such as wmt/wmt14:de-en")
     where = f"{data.path} (split {name}) on the Hugging Face hub"
@@ -230,22 +257,24 @@ def _given(data: DataConfig, split: Split) -> tuple[str, ...]:
 
 
 def _paths(data: DataConfig, split: Split) -> list[Path]:
-    folder = Path(_expanded(data.path, "data.path"))
-    paths = [folder / _expanded(name, f"data.{split}") for name in _given(data, split)]
+    folder = Path(expanded(data.path, "data.path"))
+    paths = [folder / expanded(name, f"data.{split}") for name in _given(data, split)]
     for path in paths:
         if not path.is_file():
             raise DataError(f"there is no file {path}; set data.{split}, and data.path for the folder it is in")
     return paths
 
 
-def _lines(path: Path, split: Split) -> list[str]:
-    lines = read_lines(path)
-    if not lines:
+def _lines(path: Path, split: Split) -> Iterator[str]:
+    empty = True
+    for line in each_line(path):
+        empty = False
+        yield line
+    if empty:
         raise DataError(f"{path} is empty; data.{split} needs sentences")
-    return lines
 
 
-def _expanded(path: str, setting: str) -> str:
+def expanded(path: str, setting: str) -> str:
     """Replace each ${NAME} in `path` from the environment, and ~ by the home folder."""
 
     def value(match: re.Match[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import re
@@ -116,9 +117,14 @@ class Subwords:
         """Write the model file that `load` reads."""
         path.write_bytes(self._processor.serialized_model_proto())
 
-    def encode(self, sentences: list[str]) -> list[list[int]]:
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of the model."""
+        return hashlib.sha256(self._processor.serialized_model_proto()).hexdigest()
+
+    def encode(self, sentences: list[str], threads: int = 1) -> list[list[int]]:
         """Encode each sentence as ids, without start and end symbol."""
-        ids: list[list[int]] = self._processor.encode(sentences, num_threads=1)
+        ids: list[list[int]] = self._processor.encode(sentences, num_threads=threads)
         return ids
 
     def decode(self, ids: list[list[int]]) -> list[str]:

@@ -80,6 +80,13 @@ class DataConfig:
         ),
         Range(at_least=1),
     ] = 1.0
+    cache: Annotated[
+        str,
+        Help(
+            "Folder for the tokenised training pairs, which are then memory-mapped, and found again by their contents: "
+            "for corpora beyond memory. Runs may share it. If it is not set, the pairs are in memory."
+        ),
+    ] = ""
     builtin_pairs: Annotated[
         int, Help("Training pairs drawn from the built-in corpus (format: builtin only)."), Range(at_least=1)
     ] = 40_000
@@ -101,6 +108,11 @@ class SubwordConfig:
         tuple[str, ...],
         Help("Words such as <url>, each of which is one subword wherever it occurs, and comes back as it is."),
     ] = ()
+    train_pairs: Annotated[
+        int,
+        Help("Training pairs from which the subwords are made, drawn at random; 0 takes all of them."),
+        Range(at_least=0),
+    ] = 0
     kind: Annotated[Literal["unigram", "bpe"], Help("unigram | bpe.")] = "unigram"
     lowercase: Annotated[
         bool, Help("Lower-case the text before anything else (BLEU is then computed on lower-case text too).")

@@ -113,13 +113,14 @@ def test_every_epoch_has_other_noise_and_the_same_pairs(tmp_path: Path) -> None:
             made = batches.batch(indices)
             for index, source, target in zip(indices, made.src, made.tgt_out, strict=True):
                 assert index // 100 == epoch
-                expected = noisy(batches.sentences[index % 100], config.noise, f"1 {epoch} {index % 100}", ["<x>"])
+                (clean,) = corpus.source.decode([list(plain.sources[index % 100])])
+                expected = noisy(clean, config.noise, f"1 {epoch} {index % 100}", ["<x>"])
                 rows[index % 100] = corpus.source.decode([source.tolist()])[0]
                 assert rows[index % 100] == expected
                 assert target[target > 3].tolist() == list(plain.targets[index % 100])
         assert sorted(rows) == list(range(100))
         texts[epoch] = [rows[pair] for pair in range(100)]
-    assert texts[0] != texts[1] != batches.sentences
+    assert texts[0] != texts[1] != corpus.source.decode([list(ids) for ids in plain.sources])
     assert load_corpus(replace(config, noise=NoiseConfig())).fingerprint == corpus.fingerprint
 
 

@@ -123,7 +123,7 @@ def test_prepare_reuses_what_the_same_settings_made(
     config = run_config(tmp_path)
     first, _ = prepare(config)
     monkeypatch.setattr(prepare_module, "train_subwords", None)
-    monkeypatch.setattr(prepare_module, "load_corpora", None)
+    monkeypatch.setattr(prepare_module, "each_corpus", None)
     again, _ = prepare(config)
     assert again.encode(SENTENCES[:50]) == first.encode(SENTENCES[:50])
     assert "reused" in capsys.readouterr().out

@@ -69,6 +69,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     "data.source": [Change("xx", ("weights", "subwords"), beside=FILES)],
     "data.target": [Change("xx", ("weights", "subwords", "scores"), beside=FILES)],
     "data.builtin_pairs": [Change(150, ("weights", "subwords"))],
+    "data.cache": [Change("cache", ("said",), (*NUMBERS, "subwords", "batches"))],
     "data.language_tags": [Change(True, ("weights", "subwords"))],
     "data.temperature": [Change(5.0, ("weights",), ("subwords",), beside={"corpora": TWO})],
     "corpora": [
@@ -89,6 +90,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     "noise.double": [Change(0.2, keeps=("subwords",))],
     "noise.drop_words": [Change(0.2, keeps=("subwords",))],
     "subwords.vocab_size": [Change(340, ("weights", "subwords"))],
+    "subwords.train_pairs": [Change(100, ("weights", "subwords"))],
     "subwords.symbols": [Change(("<url>",), ("weights", "subwords"))],
     "subwords.joint": [Change(False, ("weights", "subwords"), beside={"model.tie": "target"})],
     "subwords.kind": [Change("bpe", ("weights", "subwords"))],
@@ -183,6 +185,8 @@ class Runs:
         given = {**BASE, **{name: value for name, value in changes.items() if name != "run"}}
         if "data.path" in given:
             given["data.path"] = str(self.root / given["data.path"])
+        if "data.cache" in given:
+            given["data.cache"] = str(self.root / given["data.cache"])
         if "corpora" in given:
             second = given["corpora"]["b"]
             given["corpora"] = {**given["corpora"], "b": {**second, "path": str(self.root / second["path"])}}
