@@ -85,6 +85,7 @@ class TokenBatches:
         self.dropped = len(sources) - len(self._short_enough)
         self._source_lengths = source_lengths + 1  # the end symbol
         self._target_lengths = target_lengths + 1
+        self._sort_lengths()
         self._batch_tokens = batch_tokens
         self._mixture = mixture
         self._cuts = self._cut(self._pairs(0))
@@ -132,16 +133,29 @@ class TokenBatches:
             return self._short_enough
         return self._mixture.drawn(epoch, self._short_enough)
 
-    def _order(self, pairs: Array, ties: Array) -> Array:
-        """Sort the pairs by target length, then by source length, then by `ties`.
+    def _sort_lengths(self) -> None:
+        """Sort the lengths that occur, a few thousand at most, so that no sort of all pairs has to compare them.
 
-        Source lengths fall for one target length and rise for the next, so that a batch with two target lengths still
-        has similar source lengths as well.
+        Target lengths fall. Source lengths fall for one target length and rise for the next, so that a batch with two
+        target lengths still has similar source lengths as well.
         """
-        source_lengths = self._source_lengths[pairs]
-        target_lengths = self._target_lengths[pairs]
+        base = int(self._source_lengths.max(initial=0)) + 1
+        both, inverse = numpy.unique(
+            self._target_lengths.astype(numpy.int64) * base + self._source_lengths, return_inverse=True
+        )
+        target_lengths, source_lengths = numpy.divmod(both, base)
         direction = numpy.where(target_lengths % 2 == 0, -1, 1)
-        return numpy.lexsort((ties, direction * source_lengths, -target_lengths))
+        order = numpy.lexsort((direction * source_lengths, -target_lengths))
+        # numpy sorts 16 bits by radix
+        places = numpy.empty(len(order), dtype=numpy.uint16 if len(order) <= 1 << 16 else numpy.int64)
+        places[order] = numpy.arange(len(order))
+        self._places = places[inverse]
+        self._longer = numpy.maximum(target_lengths, source_lengths)[order]
+
+    def _order(self, pairs: Array, ties: Array) -> Array:
+        """Sort the pairs by the place of their lengths, then by `ties`."""
+        by_ties = numpy.argsort(ties, kind="stable")
+        return by_ties[numpy.argsort(self._places[pairs[by_ties]], kind="stable")]
 
     def _cut(self, pairs: Array) -> list[int]:
         """Return where batches begin in the sorted pairs, without the first one's 0.
@@ -149,18 +163,24 @@ class TokenBatches:
         The random ties only exchange pairs of equal lengths on both sides, so the cuts are the same in every epoch that
         has the same pairs.
         """
-        order = pairs[self._order(pairs, numpy.zeros(len(pairs)))]
-        longer = numpy.maximum(self._source_lengths, self._target_lengths)[order].tolist()
         cuts = []
         start = 0
         longest = 0
-        for position, length in enumerate(longer):
-            longest = max(longest, length)
-            # A batch takes rows x longest cells; this pair would be one row more
-            if position > start and (position - start + 1) * longest > self._batch_tokens:
-                cuts.append(position)
-                start = position
-                longest = length
+        position = 0
+        counts = numpy.bincount(self._places[pairs], minlength=len(self._longer))
+        for length, count in zip(self._longer.tolist(), counts.tolist(), strict=True):
+            end = position + count
+            if count:
+                longest = max(longest, length)
+            while position < end:
+                # A batch takes rows x longest cells
+                more = self._batch_tokens // longest - (position - start)
+                if more < 1 and position > start:
+                    cuts.append(position)
+                    start = position
+                    longest = length
+                    continue
+                position += min(max(more, 1), end - position)
         return cuts
 
 
