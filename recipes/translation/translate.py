@@ -11,10 +11,10 @@ import torch
 from models import beam_search, default_limit, evaluating, greedy
 from recipes.translation.data.corpora import with_language_tag
 from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.data.subwords import BOS, EOS, PAD, Subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
-from recipes.translation.settings.config import DecodingConfig
+from recipes.translation.settings.config import DecodingConfig, RunConfig
 from seqpar.distributed.collectives import gather_objects
 
 
@@ -28,7 +28,8 @@ def translate(
 
     Raises DataError for text that is not Unicode, which is what Python makes of an argument in another encoding.
     """
-    ids = source_ids(translator, sentences, max(translator.config.training.max_length, decoding.max_length))
+    longest = max(translator.config.training.max_length, decoding.max_length)
+    ids = source_ids(translator.source, translator.config, sentences, longest)
     longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
     # Sentences of similar length share a batch, which then has little padding; every rank gets some of every length
     mine = longest_first[ranks.rank :: ranks.world]
@@ -39,18 +40,18 @@ def translate(
             found.update(zip(rows, search(translator, [ids[row] for row in rows], decoding), strict=True))
     everyone = ChainMap(*gather_objects(found, ranks.group))
     texts = translator.target.decode([everyone.get(row, []) for row in range(len(ids))])
-    return [_one_line(text) for text in texts]
+    return [one_line(text) for text in texts]
 
 
-def source_ids(translator: Translator, sentences: Sequence[str], longest: int) -> list[list[int]]:
+def source_ids(subwords: Subwords, config: RunConfig, sentences: Sequence[str], longest: int) -> list[list[int]]:
     """Return the subwords of each sentence, at most `longest`, as in training."""
     for number, sentence in enumerate(sentences, start=1):
         _check_unicode(number, sentence)
     texts = list(sentences)
-    if translator.config.subwords.lowercase:
+    if config.subwords.lowercase:
         texts = [text.lower() for text in texts]
-    texts = [with_language_tag(translator.config, text) for text in texts]
-    ids = translator.source.encode(texts)
+    texts = [with_language_tag(config, text) for text in texts]
+    ids = subwords.encode(texts)
     cut = [number for number, row in enumerate(ids, start=1) if len(row) > longest]
     if cut:
         first = cut[0]
@@ -97,6 +98,6 @@ def _check_unicode(number: int, sentence: str) -> None:
         raise DataError(f"sentence {number:,} is not UTF-8 text: {near!a}; convert it to UTF-8") from None
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """Replace line breaks by blanks: a model that spells its output in bytes can produce any of Unicode's."""
     return " ".join(text.splitlines())

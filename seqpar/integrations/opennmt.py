@@ -1,18 +1,23 @@
 """Replace the `LossCompute` of OpenNMT-py 3 and Eole by one that never has the logits of all tokens.
 
-It is written for the documented interface of both (neither can be installed with a current torch), and tested with
-stand-ins. It replaces the trainer's loss objects; the backward remains the trainer's:
+It is written for the trainers' interface, and tested with stand-ins for them. It replaces the trainer's loss objects;
+the backward remains the trainer's:
 
     from onmt.utils import Statistics
     trainer.train_loss = ChunkedLossCompute(
         model.generator, LabelSmoothing(0.1, "torch", ignore_index=pad), Statistics
     )
 
-Eole's trainer expects a third value, the loss of its quality estimation, and newer ones count `n_tokens`:
+Eole 0.6 asks its loss for the padding id, expects a third value, the loss of its quality estimation, and counts
+`n_tokens`:
 
     class ForEole(ChunkedLossCompute):
-        def forward(self, batch, output, attns, trunc_start=0, trunc_size=None, estim=None):
-            loss, statistics = super().forward(batch, output, attns, trunc_start, trunc_size)
+        padding_idx = pad
+
+        def forward(self, batch, output, attns, estim=None, mtp_outputs=None):
+            if estim is not None or mtp_outputs:
+                raise NotImplementedError("quality estimation and multi-token prediction have losses of their own")
+            loss, statistics = super().forward(batch, output)
             return loss, statistics, output.new_zeros(1)
 
     ForEole(..., lambda n_words, **counts: eole.utils.Statistics(n_tokens=n_words, **counts))

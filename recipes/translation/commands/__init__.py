@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands.arguments import PROGRAM
 from recipes.translation.commands.evaluation import evaluate
+from recipes.translation.commands.export import export
 from recipes.translation.commands.training import DEMO_CONFIG, average, demo, prepare, train
 from recipes.translation.commands.translation import translate
 from recipes.translation.data.sentence_pairs import DataError
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "average": average,
     "evaluate": evaluate,
     "translate": translate,
+    "export": export,
 }
 
 

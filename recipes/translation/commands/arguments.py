@@ -49,14 +49,18 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         choices=("best", "last", "averaged"),
         default="best",
         help="the model with the best validation loss, the newest, or what the command average made (default: best)",
     )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    add_checkpoint(parser)
     parser.add_argument("--beam", metavar="N", help="beam width; 1 is greedy and fastest (default: as trained for)")
     parser.add_argument(
         "--length-penalty", metavar="X", help="exponent of the length penalty; 0 has none (default: as trained for)"
@@ -88,11 +92,10 @@ def with_folder(config: RunConfig) -> RunConfig:
 
 def load(options: argparse.Namespace, ranks: Ranks) -> Translator:
     """Read the model of --run on rank 0, with the decoding options given; move it to this process's GPU, if any."""
-    given = {
-        "decoding.beam": options.beam,
-        "decoding.length_penalty": options.length_penalty,
-        "decoding.length_norm": options.length_norm,
-    }
+    given = {}
+    for name in ("beam", "length_penalty", "length_norm"):
+        if getattr(options, name, None) is not None:  # not every command has them
+            given[f"decoding.{name}"] = getattr(options, name)
 
     import torch
 
@@ -107,7 +110,7 @@ def load(options: argparse.Namespace, ranks: Ranks) -> Translator:
             if options.checkpoint == "averaged":
                 way = f"make it with {PROGRAM} average"
             raise CheckpointError(f"there is no trained model in {folder}; {way}, or name another folder with --run")
-        return load_translator(folder, "cpu", {name: value for name, value in given.items() if value is not None})
+        return load_translator(folder, "cpu", given)
 
     # On the CPU, where one process can send it to the others; each then uses a GPU of its own
     translator = ranks.run_on_main(read)

@@ -134,10 +134,9 @@ class Subwords:
         sentences: list[str] = self._processor.decode(ids, num_threads=1)
         return sentences
 
-    def piece(self, number: int) -> str:
-        """Return the text of a subword, in which a blank is BLANK."""
-        text: str = self._processor.id_to_piece(number)
-        return text
+    def pieces(self) -> list[str]:
+        """Return the text of every subword, by id."""
+        return [self._processor.id_to_piece(number) for number in range(len(self))]
 
     def __len__(self) -> int:
         return int(self._processor.get_piece_size())

@@ -148,8 +148,7 @@ def load_translator(
     """Read and verify the model in `folder`, in eval mode on `device`; `overrides` are those of `load_config`."""
     whole = verified_folder(folder)
     weights = _read_weights(whole)
-    config = load_config(whole / "config.yaml", overrides)
-    source, target = (Subwords.load(whole / f"{name}.model") for name in subword_names(config))
+    config, source, target = load_belongings(whole, overrides)
     model = build_model(model_sizes(config.model), source, target)
     fill_model(model, weights, whole)
     return Translator(config, model.to(device).eval(), source, target)
@@ -248,11 +247,25 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _write_model(folder: Path, translator: Translator, facts: Mapping[str, object]) -> str:
-    tensors = tensors_of(translator.model)
+def save_belongings(folder: Path, translator: Translator) -> None:
+    """Write what belongs to a model's weights, whatever their format: the settings and the subword models."""
     save_config(translator.config, folder / "config.yaml")
     for name, subwords in _subwords_of(translator).items():
         subwords.save(folder / name)
+
+
+def load_belongings(
+    folder: Path, overrides: Mapping[str, object] | None = None
+) -> tuple[RunConfig, Subwords, Subwords]:
+    """Read the settings and the subword models of source and target that `save_belongings` wrote."""
+    config = load_config(folder / "config.yaml", overrides)
+    source, target = (Subwords.load(folder / f"{name}.model") for name in subword_names(config))
+    return config, source, target
+
+
+def _write_model(folder: Path, translator: Translator, facts: Mapping[str, object]) -> str:
+    tensors = tensors_of(translator.model)
+    save_belongings(folder, translator)
     of = {name: sha256(folder / name) for name in ("config.yaml", *_subwords_of(translator))}
     of["weights"] = fingerprint(tensors)
     _write_tensors(folder / "model.safetensors", tensors)

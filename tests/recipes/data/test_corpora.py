@@ -27,7 +27,8 @@ BOTH: dict[str, Any] = {
 
 
 def pieces(side: Subwords, ids: Any) -> list[str]:
-    return [side.piece(int(each)) for each in ids]
+    every = side.pieces()
+    return [every[int(each)] for each in ids]
 
 
 def test_each_corpus_has_its_languages_and_its_tags_as_single_subwords(tmp_path: Path) -> None:
@@ -46,9 +47,7 @@ def test_each_corpus_has_its_languages_and_its_tags_as_single_subwords(tmp_path:
 
 def test_only_sources_have_tags_where_each_side_has_its_own_subwords(tmp_path: Path) -> None:
     source, target = prepare(tiny(tmp_path / "run", {**BOTH, "subwords.joint": False, "subwords.symbols": ["<url>"]}))
-    every = {
-        side: {model.piece(index) for index in range(len(model))} for side, model in (("s", source), ("t", target))
-    }
+    every = {side: set(model.pieces()) for side, model in (("s", source), ("t", target))}
     assert {"\u2581<2de>", "\u2581<2en>", "\u2581<bt>", "<url>"} <= every["s"]
     assert "<url>" in every["t"]
     assert not {"\u2581<2de>", "\u2581<bt>"} & every["t"]
@@ -59,7 +58,7 @@ def test_a_sentence_is_translated_into_data_target_unless_it_names_another_langu
     train(config)
     translator = load_translator(tmp_path / "run" / "last")
     sentences = ["One dog.", "<2en> Ein Hund.", "<2de> One dog.", ""]
-    found = source_ids(translator, sentences, 99)
+    found = source_ids(translator.source, translator.config, sentences, 99)
     assert [pieces(translator.source, ids[:1]) for ids in found] == [
         ["\u2581<2de>"], ["\u2581<2en>"], ["\u2581<2de>"], []
     ]  # fmt: skip

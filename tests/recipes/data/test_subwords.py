@@ -263,7 +263,7 @@ def test_a_symbol_is_one_subword_wherever_it_stands_and_comes_back_as_it_is(
     subwords = symbols_of[kind]
     sentence = text.format(*[symbol] * 3)
     (ids,) = subwords.encode([sentence])
-    assert [subwords.piece(each) for each in ids].count(symbol) == sentence.count(symbol)
+    assert [subwords.pieces()[each] for each in ids].count(symbol) == sentence.count(symbol)
     assert subwords.decode([ids]) == [sentence]
 
 
@@ -279,6 +279,6 @@ def test_a_tag_is_one_subword_with_the_blank_before_it(tmp_path: Path) -> None:
     train_subwords(SENTENCES[:300], tmp_path / "a", SubwordConfig(vocab_size=380), ["<2de>", "<bt>"])
     subwords = Subwords.load(tmp_path / "a.model")
     tagged, plain = subwords.encode(["<2de> <bt> One dog.", "One dog."])
-    assert [subwords.piece(each) for each in tagged[:2]] == ["\u2581<2de>", "\u2581<bt>"]
+    assert [subwords.pieces()[each] for each in tagged[:2]] == ["\u2581<2de>", "\u2581<bt>"]
     assert tagged[2:] == plain
     assert subwords.decode([tagged]) == ["<2de> <bt> One dog."]

@@ -1,0 +1,126 @@
+"""Write a model in the format of CTranslate2, an engine for fast translation on CPUs and GPUs.
+
+The folder has CTranslate2's own files (model.bin, config.json, vocabularies), and beside them the run's config.yaml and
+subword models, so that it is all that translation needs: `python -m recipes.translation translate --engine ctranslate2
+--run FOLDER`, or `ctranslate2.Translator(FOLDER)` in any program.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy
+from ctranslate2 import specs
+from ctranslate2.specs import attention_spec, common_spec
+from torch import Tensor, nn
+
+from models.attention import Attention
+from models.transformer import EncoderLayer, FeedForward, sinusoidal_positions
+from recipes.translation.atomic_folder import replaced_folder
+from recipes.translation.data.subwords import BOS, EOS, UNK
+from recipes.translation.run_folder.checkpoint import Translator, model_sizes, save_belongings
+
+
+def write(translator: Translator, folder: Path, quantization: str | None) -> None:
+    """Replace `folder` by one with the model in CTranslate2's format; `quantization` None keeps float32."""
+    spec = spec_of(translator)
+    spec.validate()
+    spec.optimize(quantization=quantization)
+    with replaced_folder(folder) as new:
+        spec.save(str(new))
+        save_belongings(new, translator)
+
+
+def spec_of(translator: Translator) -> specs.TransformerSpec:
+    """Return the model as CTranslate2 describes one, with its weights in float32."""
+    config = translator.config
+    sizes = model_sizes(config.model)
+    model = copy.deepcopy(translator.model).cpu().float()  # the caller keeps its own
+    spec = specs.TransformerSpec.from_config(
+        (sizes.encoder_layers, sizes.decoder_layers),
+        sizes.heads,
+        pre_norm=sizes.norm == "pre",
+        activation=common_spec.Activation.RELU,
+    )
+    # A source has its end symbol too, and a target its start symbol
+    longest = max(config.training.max_length, config.decoding.max_length) + 1
+    positions = sinusoidal_positions(0, longest, sizes.d_model, like=model.generator.weight)
+    for side, stack, embedding in (
+        (spec.encoder, model.encoder, model.src_embed),
+        (spec.decoder, model.decoder, model.tgt_embed),
+    ):
+        side.position_encodings.encodings = array(positions)
+        for layer_spec, layer in zip(side.layer, stack.layers, strict=True):
+            fill_layer(layer_spec, layer)
+        if isinstance(stack.norm, nn.LayerNorm):
+            fill_norm(side.layer_norm, stack.norm)
+        embeddings = side.embeddings
+        if isinstance(embeddings, list):  # an encoder may have several in CTranslate2
+            embeddings = embeddings[0]
+        embeddings.weight = array(embedding.lookup.weight)
+    fill_linear(spec.decoder.projection, model.generator)
+    spec.register_source_vocabulary(translator.source.pieces())
+    spec.register_target_vocabulary(translator.target.pieces())
+    special = translator.target.pieces()
+    spec.config.bos_token = special[BOS]
+    spec.config.eos_token = special[EOS]
+    spec.config.unk_token = special[UNK]
+    spec.config.decoder_start_token = special[BOS]
+    spec.config.add_source_bos = False
+    spec.config.add_source_eos = True
+    spec.config.layer_norm_epsilon = 1e-5
+    return spec
+
+
+def fill_layer(spec: Any, layer: nn.Module) -> None:
+    """Fill the description of an encoder's or a decoder's layer."""
+    norms = [residual.norm for residual in layer.residuals]  # type: ignore[union-attr]
+    fill_self_attention(spec.self_attention, layer.self_attention)  # type: ignore[arg-type]
+    fill_norm(spec.self_attention.layer_norm, norms[0])
+    if not isinstance(layer, EncoderLayer):
+        fill_memory_attention(spec.attention, layer.memory_attention)  # type: ignore[arg-type]
+        fill_norm(spec.attention.layer_norm, norms[1])
+    fill_feed_forward(spec.ffn, layer.feed_forward)  # type: ignore[arg-type]
+    fill_norm(spec.ffn.layer_norm, norms[-1])
+
+
+def fill_self_attention(spec: attention_spec.MultiHeadAttentionSpec, attention: Attention) -> None:
+    """Fill a self-attention, in which queries, keys and values are one matrix, in this order."""
+    weights = (attention.query.weight, attention.key_value.weight)
+    biases = (attention.query.bias, attention.key_value.bias)
+    spec.linear[0].weight = numpy.concatenate([array(weight) for weight in weights])
+    spec.linear[0].bias = numpy.concatenate([array(bias) for bias in biases])
+    fill_linear(spec.linear[1], attention.output)
+
+
+def fill_memory_attention(spec: attention_spec.MultiHeadAttentionSpec, attention: Attention) -> None:
+    """Fill an attention to the memory: queries, keys and values, output."""
+    fill_linear(spec.linear[0], attention.query)
+    fill_linear(spec.linear[1], attention.key_value)
+    fill_linear(spec.linear[2], attention.output)
+
+
+def fill_feed_forward(spec: Any, network: FeedForward) -> None:
+    """Fill a feed-forward network."""
+    fill_linear(spec.linear_0, network.inner)
+    fill_linear(spec.linear_1, network.outer)
+
+
+def fill_linear(spec: common_spec.LinearSpec, linear: nn.Linear) -> None:
+    """Fill a matrix and its bias."""
+    spec.weight = array(linear.weight)
+    spec.bias = array(linear.bias)
+
+
+def fill_norm(spec: common_spec.LayerNormSpec, norm: nn.LayerNorm) -> None:
+    """Fill a layer norm's gain and bias."""
+    spec.gamma = array(norm.weight)
+    spec.beta = array(norm.bias)
+
+
+def array(tensor: Tensor) -> numpy.ndarray[Any, Any]:
+    """Return a tensor as an array in the same memory."""
+    values: numpy.ndarray[Any, Any] = tensor.detach().numpy()
+    return values

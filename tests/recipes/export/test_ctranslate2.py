@@ -1,0 +1,165 @@
+"""A model in CTranslate2's format translates as it does in torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ctranslate2
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models import length_normaliser
+from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.data.subwords import BOS, EOS, PAD, Subwords, train_subwords
+from recipes.translation.export import ctranslate2_engine, ctranslate2_model
+from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
+from recipes.translation.settings.config import SubwordConfig
+from recipes.translation.translate import translate
+from tests.recipes.tiny import tiny
+
+SENTENCES = [pair.source for pair in pairs(64, 3)]
+
+
+@pytest.fixture(scope="module")
+def subwords(tmp_path_factory: pytest.TempPathFactory) -> Subwords:
+    folder = tmp_path_factory.mktemp("subwords")
+    train_subwords([side for pair in pairs(200, 1) for side in pair], folder / "joint", SubwordConfig(vocab_size=360))
+    return Subwords.load(folder / "joint.model")
+
+
+def random_translator(subwords: Subwords, run: Path, changes: dict[str, Any], end: float = 2.0) -> Translator:
+    """Random weights large enough that translations differ; `end` is added to the end symbol's logit."""
+    settings = {"model.encoder_layers": 2, "model.decoder_layers": 3, "decoding.max_length": 12, **changes}
+    config = tiny(run, settings)
+    torch.manual_seed(1)
+    model = build_model(model_sizes(config.model), subwords, subwords)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+        for layer in model.decoder.layers:
+            layer.memory_attention.output.weight.mul_(4)  # the source has a say
+        model.generator.bias[EOS] += end
+        bytes_ = [number for number, piece in enumerate(subwords.pieces()) if piece.startswith("<0x")]
+        model.generator.bias[bytes_] = -1e4  # text that differs is then seen to differ
+    return Translator(config, model.eval(), subwords, subwords)
+
+
+def exported(
+    translator: Translator, folder: Path, quantization: str | None = None
+) -> ctranslate2_engine.ExportedTranslator:
+    ctranslate2_model.write(translator, folder, quantization)
+    return ctranslate2_engine.load(folder)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("tie", ["none", "target", "all"])
+def test_log_probabilities_and_greedy_translations_are_those_of_the_model(
+    norm: str, tie: str, subwords: Subwords, tmp_path: Path
+) -> None:
+    translator = random_translator(subwords, tmp_path / "run", {"model.norm": norm, "model.tie": tie}, end=0.0)
+    found = exported(translator, tmp_path / "exported")
+    ours = translate(translator, SENTENCES, translator.config.decoding)
+    assert ctranslate2_engine.translate(found, SENTENCES, translator.config.decoding) == ours
+    assert len(set(ours)) > 1
+    pieces = subwords.pieces()
+    sources = subwords.encode(SENTENCES[:8])
+    targets = subwords.encode(SENTENCES[8:16])
+    scored = found.engine.score_batch(
+        [[pieces[token] for token in source] for source in sources],
+        [[pieces[token] for token in target] for target in targets],
+    )
+    for source, target, result in zip(sources, targets, scored, strict=True):
+        with torch.no_grad():
+            hidden = translator.model(torch.tensor([[*source, EOS]]), torch.tensor([[BOS, *target]]))
+            log_probs = F.log_softmax(translator.model.generator(hidden)[0], -1)
+        expected = log_probs.gather(-1, torch.tensor([[*target, EOS]]).T)[:, 0]
+        torch.testing.assert_close(torch.tensor(result.log_probs), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["gnmt", "length"])
+def test_of_the_hypotheses_the_best_by_our_own_normalisation_is_taken(
+    norm: str, subwords: Subwords, tmp_path: Path
+) -> None:
+    translator = random_translator(subwords, tmp_path / "run", {})
+    found = exported(translator, tmp_path / "exported")
+    decoding = replace(translator.config.decoding, beam=4, length_penalty=2.0, length_norm=norm)  # type: ignore[arg-type]
+    ours = ctranslate2_engine.translate(found, SENTENCES, decoding)
+    without = ctranslate2_engine.translate(found, SENTENCES, replace(decoding, length_penalty=0.0))
+    assert ours != without
+    pieces = subwords.pieces()
+    for sentence, translation in zip(SENTENCES[:8], ours, strict=False):
+        (source,) = subwords.encode([sentence])
+        (result,) = found.engine.translate_batch(
+            [[pieces[token] for token in source]],
+            beam_size=4,
+            num_hypotheses=4,
+            length_penalty=0,
+            return_scores=True,
+            suppress_sequences=[[pieces[PAD]], [pieces[BOS]]],
+            max_decoding_length=12,
+            min_decoding_length=0,
+        )
+        scores = [
+            score / length_normaliser(len(tokens) + 1, 2.0, norm)  # type: ignore[arg-type]
+            for tokens, score in zip(result.hypotheses, result.scores, strict=True)
+        ]
+        best = result.hypotheses[scores.index(max(scores))]
+        assert subwords.decode([[pieces.index(piece) for piece in best]]) == [translation]
+
+
+def test_a_short_sentence_keeps_its_own_limit_beside_a_long_one(subwords: Subwords, tmp_path: Path) -> None:
+    translator = random_translator(subwords, tmp_path / "run", {"decoding.max_length": 60})
+    with torch.no_grad():
+        translator.model.generator.bias[EOS] = -1e4  # only the limit ends a translation
+    found = exported(translator, tmp_path / "exported")
+    decoding = translator.config.decoding
+    short = min(SENTENCES, key=len)
+    both = ctranslate2_engine.translate(found, [short, " ".join(SENTENCES[:3])], decoding)
+    assert both[0] == ctranslate2_engine.translate(found, [short], decoding)[0]
+    assert both[0] == translate(translator, [short], decoding)[0]
+
+
+def test_an_empty_sentence_stays_empty(subwords: Subwords, tmp_path: Path) -> None:
+    translator = random_translator(subwords, tmp_path / "run", {})
+    found = exported(translator, tmp_path / "exported")
+    assert ctranslate2_engine.translate(found, ["", SENTENCES[0], ""], translator.config.decoding)[::2] == ["", ""]
+    assert ctranslate2_engine.translate(found, [], translator.config.decoding) == []
+
+
+def test_padding_and_the_start_symbol_are_never_output(subwords: Subwords, tmp_path: Path) -> None:
+    translator = random_translator(subwords, tmp_path / "run", {})
+    with torch.no_grad():
+        translator.model.generator.bias[[PAD, BOS]] = 100
+    found = exported(translator, tmp_path / "exported")
+    decoding = translator.config.decoding
+    assert ctranslate2_engine.translate(found, SENTENCES, decoding) == translate(translator, SENTENCES, decoding)
+
+
+def test_eight_bits_make_the_folder_smaller_and_the_numbers_others(subwords: Subwords, tmp_path: Path) -> None:
+    translator = random_translator(subwords, tmp_path / "run", {"model.d_model": 64, "model.d_ff": 128})
+    exported(translator, tmp_path / "float32")
+    found = exported(translator, tmp_path / "int8", "int8")
+    sizes = {name: (tmp_path / name / "model.bin").stat().st_size for name in ("float32", "int8")}
+    assert sizes["int8"] < 0.4 * sizes["float32"]
+    assert found.engine.compute_type.startswith("int8")
+
+
+def test_a_damaged_folder_is_refused_in_one_line(subwords: Subwords, tmp_path: Path) -> None:
+    translator = random_translator(subwords, tmp_path / "run", {})
+    ctranslate2_model.write(translator, tmp_path / "exported", None)
+    (tmp_path / "exported" / "model.bin").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"model\.bin"):
+        ctranslate2_engine.load(tmp_path / "exported")
+
+
+def test_the_folder_opens_in_ctranslate2_itself(subwords: Subwords, tmp_path: Path) -> None:
+    translator = random_translator(subwords, tmp_path / "run", {})
+    ctranslate2_model.write(translator, tmp_path / "exported", None)
+    engine = ctranslate2.Translator(str(tmp_path / "exported"))
+    (source,) = subwords.encode([SENTENCES[0]])
+    (result,) = engine.translate_batch([[subwords.pieces()[token] for token in source]], beam_size=1)
+    assert result.hypotheses[0]

@@ -1,0 +1,56 @@
+"""The command `export`, as it is typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes.translation.commands import main
+from recipes.translation.commands.export import require
+from recipes.translation.settings.config import ConfigError
+from recipes.translation.train import train
+from tests.recipes.tiny import tiny
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "run"
+    train(tiny(folder, {"training.steps": 1}))
+    return folder
+
+
+@pytest.mark.parametrize(("format", "file"), [("ctranslate2", "model.bin"), ("hf", "model.safetensors")])
+def test_a_run_is_exported_into_its_folder_and_elsewhere(
+    format: str, file: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "--run", str(run), "--to", format]) == 0
+    assert (run / format / file).is_file()
+    assert f"[export] {run / format}: 0." in capsys.readouterr().out
+    assert main(["export", "--run", str(run), "--to", format, "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / file).stat().st_size == (run / format / file).stat().st_size
+
+
+def test_a_quantisation_makes_the_folder_smaller(run: Path, tmp_path: Path) -> None:
+    assert main(["export", "--run", str(run), "--to", "ctranslate2", "--out", str(tmp_path / "float32")]) == 0
+    words = ["--quantization", "int8", "--out", str(tmp_path / "int8")]
+    assert main(["export", "--run", str(run), "--to", "ctranslate2", *words]) == 0
+    assert (tmp_path / "int8" / "model.bin").stat().st_size < (tmp_path / "float32" / "model.bin").stat().st_size
+
+
+def test_a_quantisation_for_transformers_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["export", "--run", str(run), "--to", "hf", "--quantization", "int8"])
+    assert "--quantization is for --to ctranslate2; hf has float32 weights" in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    with pytest.raises(ConfigError, match="no_such_package is not installed: pip install no_such_package"):
+        require("no_such_package")
+
+
+def test_a_folder_of_someone_else_is_left_alone(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    assert main(["export", "--run", str(run), "--to", "ctranslate2", "--out", str(tmp_path)]) == 2
+    assert "was not made here" in capsys.readouterr().err
+    assert (tmp_path / "mine.txt").read_text() == "mine"
