@@ -10,6 +10,7 @@ import torch
 
 from models import beam_search, default_limit, evaluating, greedy
 from recipes.translation.data.corpora import with_language_tag
+from recipes.translation.data.placeholders import masked, restored
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.data.subwords import BOS, EOS, PAD, Subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
@@ -40,14 +41,14 @@ def translate(
             found.update(zip(rows, search(translator, [ids[row] for row in rows], decoding), strict=True))
     everyone = ChainMap(*gather_objects(found, ranks.group))
     texts = translator.target.decode([everyone.get(row, []) for row in range(len(ids))])
-    return [one_line(text) for text in texts]
+    return finished(texts, sentences, translator.config)
 
 
 def source_ids(subwords: Subwords, config: RunConfig, sentences: Sequence[str], longest: int) -> list[list[int]]:
     """Return the subwords of each sentence, at most `longest`, as in training."""
     for number, sentence in enumerate(sentences, start=1):
         _check_unicode(number, sentence)
-    texts = list(sentences)
+    texts = [masked(sentence, config.subwords.placeholders)[0] for sentence in sentences]
     if config.subwords.lowercase:
         texts = [text.lower() for text in texts]
     texts = [with_language_tag(config, text) for text in texts]
@@ -98,6 +99,15 @@ def _check_unicode(number: int, sentence: str) -> None:
         raise DataError(f"sentence {number:,} is not UTF-8 text: {near!a}; convert it to UTF-8") from None
 
 
-def one_line(text: str) -> str:
+def finished(texts: Sequence[str], sentences: Sequence[str], config: RunConfig) -> list[str]:
+    """Return the translations of the sentences, each as one line, with what its placeholders stand for."""
+    found = []
+    for text, sentence in zip(texts, sentences, strict=True):
+        _, originals = masked(sentence, config.subwords.placeholders)
+        found.append(restored(_one_line(text), originals))
+    return found
+
+
+def _one_line(text: str) -> str:
     """Replace line breaks by blanks: a model that spells its output in bytes can produce any of Unicode's."""
     return " ".join(text.splitlines())

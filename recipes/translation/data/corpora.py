@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.translation.data.mixing import Mixture
+from recipes.translation.data.placeholders import masked_pair
 from recipes.translation.data.sentence_pairs import DataError, Pair, check_named, each_training_pair, fingerprint
 from recipes.translation.data.subwords import BLANK
 from recipes.translation.settings.config import ConfigError, DataConfig, RunConfig, format_of_files
@@ -67,14 +68,16 @@ def _training_corpus(name: str, config: RunConfig) -> TrainingCorpus:
 
 
 def each_corpus(config: RunConfig) -> Iterator[tuple[TrainingCorpus, Iterator[Pair]]]:
-    """Yield every training corpus with its pairs, cleaned by the settings and without tags, one by one."""
+    """Yield every training corpus with its pairs one by one: cleaned, with placeholders, without tags."""
     for corpus in corpora_of(config):
         yield corpus, _each_pair(corpus, config)
 
 
 def _each_pair(corpus: TrainingCorpus, config: RunConfig) -> Iterator[Pair]:
     with _named(corpus):
-        yield from each_training_pair(corpus.data, config.subwords.lowercase, config.cleaning, corpus.name or "train")
+        name = corpus.name or "train"
+        for pair in each_training_pair(corpus.data, config.subwords.lowercase, config.cleaning, name):
+            yield masked_pair(pair, config.subwords.placeholders)
 
 
 def check_training_data(config: RunConfig) -> None:

@@ -22,9 +22,10 @@ from recipes.translation.data.corpora import (
     with_language_tag,
 )
 from recipes.translation.data.noisy_batches import NoisyBatches
+from recipes.translation.data.placeholders import masked_pair
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.sentence_pairs import DataError, Pair, check_held_out, expanded, load_pairs
-from recipes.translation.data.subwords import Subwords
+from recipes.translation.data.subwords import Subwords, symbols_of
 from recipes.translation.data.token_store import TokenStore, check_store, key_of, write_store
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.config import RunConfig
@@ -105,9 +106,10 @@ def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | N
     if not len(train):
         raise DataError(f"no train pair is within training.max_length {settings.max_length}")
     pairs = load_pairs(config.data, "valid", config.subwords.lowercase)
+    encoded = [masked_pair(pair, config.subwords.placeholders) for pair in pairs]
     sides = (
-        source.encode([with_language_tag(config, pair.source) for pair in pairs]),
-        target.encode([pair.target for pair in pairs]),
+        source.encode([with_language_tag(config, pair.source) for pair in encoded]),
+        target.encode([pair.target for pair in encoded]),
     )
     digest.update(repr(sides).encode())
     # Validation has every pair, or its scores would be of easier sentences
@@ -139,7 +141,7 @@ def _tokenised(config: RunConfig, source: Subwords, target: Subwords) -> _Tokeni
 def _with_noise(config: RunConfig, batches: TokenBatches, source: Subwords) -> TokenBatches | NoisyBatches:
     if config.noise == NoiseConfig():
         return batches
-    kept = [*tags_of(config), *config.subwords.symbols]
+    kept = [*tags_of(config), *symbols_of(config.subwords)]
     return NoisyBatches(batches, source, config.noise, max_length=config.training.max_length, kept=kept)
 
 
@@ -150,6 +152,7 @@ def store_key(config: RunConfig, source: Subwords, target: Subwords) -> str:
         "tags": [corpus.tags for corpus in corpora_of(config)],
         "cleaning": asdict(config.cleaning),
         "lowercase": config.subwords.lowercase,
+        "placeholders": sorted(config.subwords.placeholders),
         "subwords": [source.digest, target.digest],
     }
     return key_of(made_from)

@@ -12,7 +12,7 @@ from pathlib import Path
 from recipes.translation.atomic_folder import CheckpointError, replaced_folder, verified_folder
 from recipes.translation.data.corpora import check_symbols, each_corpus, identity, tags_of
 from recipes.translation.data.sentence_pairs import Pair
-from recipes.translation.data.subwords import Subwords, train_subwords
+from recipes.translation.data.subwords import Subwords, symbols_of, train_subwords
 from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import RunConfig
 
@@ -49,8 +49,8 @@ def _settings(config: RunConfig) -> dict[str, object]:
     subwords = {name: getattr(config.subwords, name) for name in ("vocab_size", "joint", "kind", "lowercase")}
     settings: dict[str, object] = {"data": identity(config), "subwords": subwords}
     # What is not set is left out: models of earlier versions, which did not have it, are still good
-    if config.subwords.symbols:
-        settings["symbols"] = list(config.subwords.symbols)
+    if symbols := symbols_of(config.subwords):
+        settings["symbols"] = symbols
     if config.subwords.train_pairs:
         settings["train_pairs"] = config.subwords.train_pairs
     if config.cleaning != CleaningConfig():
@@ -75,7 +75,7 @@ def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
 def _train(config: RunConfig, folder: Path, settings: dict[str, object]) -> None:
     start = time.monotonic()
     tags = tags_of(config)
-    check_symbols([*tags, *config.subwords.symbols])
+    check_symbols([*tags, *symbols_of(config.subwords)])
     pairs = drawn((pair for _, pairs in each_corpus(config) for pair in pairs), config.subwords.train_pairs)
     sources = [pair.source for pair in pairs]
     targets = [pair.target for pair in pairs]

@@ -13,6 +13,7 @@ from typing import Any
 
 import sentencepiece
 
+from recipes.translation.data.placeholders import placeholder_symbols
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.settings.config import ConfigError, SubwordConfig
 
@@ -33,8 +34,8 @@ def train_subwords(
     """Train a model on `sentences` and write it to `<path_prefix>.model`, whole or not at all.
 
     The same sentences and settings give the same bytes. Characters outside the vocabulary are spelled in UTF-8 bytes
-    (256 of the subwords), so that no text is ever unknown. Each of `config.symbols` is one subword; so is each of the
-    `tags`, together with the blank before it. Sentences above MAX_BYTES are left out, with a note on
+    (256 of the subwords), so that no text is ever unknown. Each symbol and placeholder of the settings is one subword,
+    and each of the `tags` together with the blank before it. Sentences above MAX_BYTES are left out, with a note on
     stderr. For a vocabulary that does not fit the text, ConfigError gives the size that would.
     """
     model = io.BytesIO()
@@ -53,7 +54,7 @@ def train_subwords(
             unk_id=UNK,
             bos_id=BOS,
             eos_id=EOS,
-            user_defined_symbols=[*(BLANK + tag for tag in tags), *config.symbols],
+            user_defined_symbols=[*(BLANK + tag for tag in tags), *symbols_of(config)],
             byte_fallback=True,
             character_coverage=0.9999,  # leaves out rare characters of a large corpus, and none of a small one
             max_sentence_length=MAX_BYTES,
@@ -67,6 +68,11 @@ def train_subwords(
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_bytes(model.getvalue())
     os.replace(unfinished, path)  # in one step: a process that is killed leaves no half of a model
+
+
+def symbols_of(config: SubwordConfig) -> list[str]:
+    """Return the symbols that both sides have: those of the settings, and the placeholders."""
+    return [*config.symbols, *placeholder_symbols(config.placeholders)]
 
 
 def model_path(path_prefix: Path) -> Path:

@@ -108,6 +108,13 @@ class SubwordConfig:
         tuple[str, ...],
         Help("Words such as <url>, each of which is one subword wherever it occurs, and comes back as it is."),
     ] = ()
+    placeholders: Annotated[
+        tuple[Literal["url", "email", "number"], ...],
+        Help(
+            "url | email | number, any of them: replace them by symbols such as <url1> before translation, and put "
+            "them back afterwards. Numbers come back as they are, which suits languages that write them alike."
+        ),
+    ] = ()
     train_pairs: Annotated[
         int,
         Help("Training pairs from which the subwords are made, drawn at random; 0 takes all of them."),

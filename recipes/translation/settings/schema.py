@@ -89,6 +89,9 @@ class SettingType(NamedTuple):
             if get_origin(alternative) is Literal:
                 choices = get_args(alternative)
                 kinds.append(str)
+            elif _is_list(alternative) and get_origin(get_args(alternative)[0]) is Literal:
+                choices = get_args(get_args(alternative)[0])
+                kinds.append(tuple[str, ...])
             else:
                 kinds.append(alternative)
         text = next((each.text for each in metadata if isinstance(each, Help)), "")
@@ -235,6 +238,8 @@ class Schema:
 
     def _allows(self, key: str, value: object) -> bool:
         setting = self.settings[key]
+        if setting.choices and isinstance(value, tuple):
+            return set(value) <= set(setting.choices)
         if setting.choices:
             return value in setting.choices
         # Above 2^31 some libraries fail with an error of their own, or wrap around
@@ -248,6 +253,8 @@ class Schema:
         near: list[str] = []
         if setting.choices:
             expected = "one of " + ", ".join(setting.choices)
+            if _is_list(setting.kinds[0]):
+                expected = f"a list, each {expected}"
             near = difflib.get_close_matches(got.strip("'\""), setting.choices, n=1)
         else:
             limits = ""
