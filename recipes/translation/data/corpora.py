@@ -40,6 +40,10 @@ class TrainingCorpus:
 
 def corpora_of(config: RunConfig) -> list[TrainingCorpus]:
     """Return the training corpora: those of the section corpora, or else the one of data.train."""
+    if config.data.streaming and "hub" not in _formats(config):
+        raise ConfigError(
+            "data.streaming is for data of format hub, and there is none: leave it out, or set data.format hub"
+        )
     if not config.corpora:
         return [TrainingCorpus("", config.data, _language_tags(config, config.data.target), 1.0)]
     if config.data.train:
@@ -50,6 +54,10 @@ def corpora_of(config: RunConfig) -> list[TrainingCorpus]:
     if not any(corpus.weight for corpus in config.corpora.values()):
         raise ConfigError(f"every weight of corpora ({', '.join(config.corpora)}) is 0: give one of them more")
     return [_training_corpus(name, config) for name in config.corpora]
+
+
+def _formats(config: RunConfig) -> set[str | None]:
+    return {config.data.format, *(corpus.format for corpus in config.corpora.values())}
 
 
 def _training_corpus(name: str, config: RunConfig) -> TrainingCorpus:

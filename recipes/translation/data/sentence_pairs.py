@@ -120,13 +120,16 @@ def check_named(data: DataConfig, split: Split) -> None:
 def fingerprint(data: DataConfig, split: Split) -> str:
     """Compute the SHA-256 of the contents of a split's files, or of the pairs themselves for data on the hub.
 
-    It is empty for the built-in corpus, which is determined by the settings.
+    For data that is streamed from the hub it is that of the data set's commit, without a look at the data. It is empty
+    for the built-in corpus, which is determined by the settings.
     """
     _check_format(data)
     if data.format == "builtin":
         return ""
     digest = hashlib.sha256()
-    if data.format == "hub":
+    if data.format == "hub" and data.streaming:
+        digest.update(json.dumps([*_on_hub(data, split), _hub_revision(data, split)]).encode())
+    elif data.format == "hub":
         digest.update(json.dumps(load_pairs(data, split)).encode())
     else:
         for path in _paths(data, split):
@@ -215,30 +218,70 @@ def _record(line: str, where: str) -> dict[str, Any]:
     return record
 
 
-def _parquet(data: DataConfig, split: Split) -> list[Pair]:
+def _parquet(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read one parquet file, and remove the copy that `datasets` makes on disk."""
     import datasets
 
     (path,) = _paths(data, split)
-    with tempfile.TemporaryDirectory() as folder, _quiet(), _explained(str(path)):
-        rows: Any = datasets.Dataset.from_parquet(str(path), cache_dir=folder, keep_in_memory=True)
-        columns = _tables_columns(rows, data)
-    return _pairs(columns, data, str(path))
+    with tempfile.TemporaryDirectory() as folder:
+        with _quiet(), _explained(str(path)):
+            rows = datasets.Dataset.from_parquet(str(path), cache_dir=folder)
+        yield from _sliced(rows, data, str(path))
 
 
-def _hub(data: DataConfig, split: Split) -> list[Pair]:
-    """Read a split of a data set on the hub, which remains in `datasets`' cache."""
+def _hub(data: DataConfig, split: Split) -> Iterator[Pair]:
+    """Read a split of a data set on the hub, which remains in `datasets`' cache unless it is streamed."""
     import datasets
 
+    repository, subset, name = _on_hub(data, split)
+    where = f"{data.path} (split {name}) on the Hugging Face hub"
+    options: dict[str, Any] = {"split": name}
+    if data.streaming:
+        options["streaming"] = True
+    with _quiet(), _explained(where):
+        rows = datasets.load_dataset(repository, subset, **options)
+    yield from _sliced(rows, data, where)
+
+
+def _hub_revision(data: DataConfig, split: Split) -> str:
+    """Return the commit of a data set on the hub, without reading the data."""
+    import datasets
+
+    repository, subset, name = _on_hub(data, split)
+    with _quiet(), _explained(f"{data.path} (split {name}) on the Hugging Face hub"):
+        return str(datasets.load_dataset_builder(repository, subset).hash)
+
+
+def _on_hub(data: DataConfig, split: Split) -> tuple[str, str | None, str]:
+    """Return a data set's name, its subset, and the name of the split."""
     (name,) = _given(data, split)
     repository, _, subset = expanded(data.path, "data.path").partition(":")
     if not repository:
         raise DataError("data.path is empty; for format hub it is the data set's name, such as wmt/wmt14:de-en")
-    where = f"{data.path} (split {name}) on the Hugging Face hub"
-    with _quiet(), _explained(where):
-        rows = datasets.load_dataset(repository, subset or None, split=name)
-        columns = _tables_columns(rows, data)
-    return _pairs(columns, data, where)
+    return repository, subset or None, name
+
+
+SLICE = 10_000
+"""Rows of a table that are in memory at a time."""
+
+
+def _sliced(rows: Any, data: DataConfig, where: str) -> Iterator[Pair]:
+    """Read a table of `datasets` in slices, and of it only the columns that may contain the languages."""
+    names = list(rows.column_names or [])  # a stream may not know them
+    wanted = [name for name in names if name in ("translation", data.source, data.target)]
+    if names and not wanted:
+        _pairs({name: [] for name in names}, data, where)
+    with _explained(where):
+        slices = (rows.select_columns(wanted) if wanted else rows).iter(batch_size=SLICE)
+    before = 0
+    while True:
+        with _explained(where):
+            columns = next(slices, None)
+        if columns is None:
+            return
+        pairs = _pairs({**{name: [] for name in names}, **columns}, data, where, before)
+        before += len(pairs)
+        yield from pairs
 
 
 def _given(data: DataConfig, split: Split) -> tuple[str, ...]:
@@ -288,28 +331,22 @@ def expanded(path: str, setting: str) -> str:
     return os.path.expanduser(re.sub(r"\$\{(\w+)\}", value, path))
 
 
-def _tables_columns(rows: Any, data: DataConfig) -> dict[str, list[Any]]:
-    """Read the columns of a table that may contain the languages, and leave the others empty."""
-    wanted = {"translation", data.source, data.target}
-    columns: dict[str, list[Any]] = {name: [] for name in rows.column_names}
-    for name in wanted & columns.keys():
-        columns[name] = list(rows[name])
-    return columns
-
-
 def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Collect the values of each key, in order; None for a record without the key."""
     names = sorted({name for record in records for name in record})
     return {name: [record.get(name) for record in records] for name in names}
 
 
-def _pairs(columns: Mapping[str, list[Any]], data: DataConfig, where: str) -> list[Pair]:
-    """Return the two languages of each row, from their own columns or from keys of the column `translation`."""
+def _pairs(columns: Mapping[str, list[Any]], data: DataConfig, where: str, before: int = 0) -> list[Pair]:
+    """Return the two languages of each row, from their own columns or from keys of the column `translation`.
+
+    `before` is the number of rows before these.
+    """
     if "translation" in columns and data.source not in columns:
         columns = _columns([record if isinstance(record, dict) else {} for record in columns["translation"]])
     for setting, language in _languages(data):
         _index(list(columns), language, setting, where)
-        for number, text in enumerate(columns[language], start=1):
+        for number, text in enumerate(columns[language], start=before + 1):
             if not isinstance(text, str):
                 raise DataError(f"{where}, row {number:,}: {language!r} is not text but {type(text).__name__}")
             if not text.isascii() and SURROGATE.search(text):

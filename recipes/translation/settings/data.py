@@ -80,6 +80,13 @@ class DataConfig:
         ),
         Range(at_least=1),
     ] = 1.0
+    streaming: Annotated[
+        bool,
+        Help(
+            "Read hub data row by row over the network, without a copy of it on disk; with data.cache it is read for "
+            "the subwords and for the tokenised pairs, and then no more."
+        ),
+    ] = False
     cache: Annotated[
         str,
         Help(
