@@ -60,7 +60,7 @@ bench: .venv/bench  ## compare the loss with other implementations in speed and 
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check liger-kernel quack-kernels cut-cross-entropy || echo "[env] implementations that could not be installed are left out"
 	@touch $@
 
-bench-gpu: .venv/bench-gpu  ## on a CUDA device, run the GPU tests and benchmarks (under 9 minutes; prints one table at the end)
+bench-gpu: .venv/bench-gpu  ## on a CUDA device, run the GPU tests and benchmarks (under 12 minutes; prints one table at the end)
 	@benchmarks/gpu_all.sh
 
 clean:  ## remove the environment and the caches, but not runs/

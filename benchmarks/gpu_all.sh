@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run everything that only a CUDA device can show, in under nine minutes: the GPU tests, the loss beside its peers, the
-# rows of a chunk, training. Logs and figures go to the folder OUT (runs/gpu); one summary is printed last.
+# Run everything that only a CUDA device can show, in under twelve minutes: the GPU tests, the loss and the scores of
+# tokens beside their peers, the rows of a chunk, training. Logs and figures go to the folder OUT (runs/gpu); one summary is printed last.
 #
 #     SEQPAR_DATA=... benchmarks/gpu_all.sh
 #
@@ -23,9 +23,11 @@ step() {  # arguments: name, seconds it may take, command...
 }
 
 : > "$OUT/steps.txt"
-step tests 130 "$PYTHON" -m pytest -q --maxfail=20 -m gpu tests/seqpar -p no:cacheprovider
-step kernel 70 env HYPOTHESIS_PROFILE=dev "$PYTHON" -m pytest -q tests/seqpar/kernels/test_row_kernel.py -p no:cacheprovider
+step tests 170 "$PYTHON" -m pytest -q --maxfail=20 -m gpu tests/seqpar -p no:cacheprovider
+step kernel 120 env HYPOTHESIS_PROFILE=dev "$PYTHON" -m pytest -q -m "not gpu" tests/seqpar/kernels/test_row_kernel.py \
+  tests/seqpar/kernels/test_score_kernel.py -p no:cacheprovider
 step loss 190 "$PYTHON" -m benchmarks.loss gpu --out "$OUT/loss-cuda.json"
+step scores 70 "$PYTHON" -m benchmarks.scores.gpu
 step rows 40 "$PYTHON" -m benchmarks.chunk_rows --device cuda
 step training 90 "$PYTHON" -m benchmarks.gpu_training --steps 120
 
@@ -35,6 +37,7 @@ nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>
 cat "$OUT/steps.txt"
 grep -hE "^(FAILED|ERROR)|passed|failed" "$OUT/tests.log" "$OUT/kernel.log"
 grep -h "^|" "$OUT/rows.log" "$OUT/training.log"
+grep -hE "^(\||- )" "$OUT/scores.log"
 "$PYTHON" - "$OUT/loss-cuda.json" <<'EOF'
 import json, sys
 from pathlib import Path

@@ -2,8 +2,15 @@
 
 from models.attention import Attention, padding_mask, subsequent_mask
 from models.cache import DecoderCache
-from models.decoding import Hypothesis, beam_search, default_limit, evaluating, greedy, length_normaliser
-from models.presets import PRESETS, TransformerConfig
+from models.constrained_search import ConstrainedHypothesis, constrained_beam_search
+from models.constraints import Phrase
+from models.decoding import beam_search, greedy
+from models.decoding_rules import DeadEndError, ForcedPrefixes, MinimumLength, NoRepeatedNgrams
+from models.ensemble import evaluating
+from models.hypotheses import Hypothesis, default_limit, length_normaliser
+from models.presets import PRESETS, RecurrentConfig, TransformerConfig
+from models.recurrent import make_recurrent
+from models.sampling import sample
 from models.transformer import (
     EncoderDecoder,
     Generator,
@@ -14,18 +21,28 @@ from models.transformer import (
 __all__ = [
     "PRESETS",
     "Attention",
+    "ConstrainedHypothesis",
+    "DeadEndError",
     "DecoderCache",
     "EncoderDecoder",
+    "ForcedPrefixes",
     "Generator",
     "Hypothesis",
+    "MinimumLength",
+    "NoRepeatedNgrams",
+    "Phrase",
+    "RecurrentConfig",
     "TransformerConfig",
     "beam_search",
+    "constrained_beam_search",
     "default_limit",
     "evaluating",
     "greedy",
     "length_normaliser",
+    "make_recurrent",
     "make_transformer",
     "padding_mask",
+    "sample",
     "sinusoidal_positions",
     "subsequent_mask",
 ]

@@ -2,19 +2,38 @@
 
 Only a few hundred logits of each sentence are sorted: those in the blocks of the vocabulary with the best maxima.
 
-Shapes: B sentences, K live beams, R = B x K rows, C candidates, W blocks of the vocabulary, M logits of the chosen
-blocks, F forbidden tokens, V vocabulary.
+Shapes: B sentences, K live beams, R = B x K rows, T target time so far, C candidates, W blocks of the vocabulary, M
+logits of the chosen blocks, F forbidden symbols, S source time, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from models.transformer import EncoderDecoder
+from models.decoding_rules import Forbidden
+from models.ensemble import Batch, logits_of
+
+
+class Beams(NamedTuple):
+    """The live hypotheses of each sentence, best first; a beam without a hypothesis has score -inf."""
+
+    prefixes: Tensor
+    """(B, K, T) ids, the start symbol first."""
+    scores: Tensor
+    """(B, K) summed log-probabilities."""
+
+    @classmethod
+    def first(cls, memory_BSD: Tensor, bos: int) -> Beams:
+        """Return one live hypothesis for each sentence, the start symbol: the first step needs one beam only."""
+        sentences = memory_BSD.size(0)
+        dtype = torch.promote_types(memory_BSD.dtype, torch.float32)
+        prefixes_BKT = torch.full((sentences, 1, 1), bos, device=memory_BSD.device)
+        return cls(prefixes_BKT, torch.zeros(sentences, 1, device=memory_BSD.device, dtype=dtype))
 
 
 class Candidates(NamedTuple):
@@ -27,39 +46,59 @@ class Candidates(NamedTuple):
     tokens: Tensor
 
 
-def logits_of(model: EncoderDecoder, hidden_RD: Tensor) -> Tensor:
-    """Compute the logits of the next token in float32 or wider: (R, D) -> (R, V)."""
-    logits_RV: Tensor = model.generator(hidden_RD)
-    return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
-
-
 LOGITS_BYTES = 24 * 2**20
 """Bytes of logits that exist at a time, unless those of a single sentence are more. The C library returns blocks of
 more than 32 MiB to the system after each step, and allocating them anew takes a fifth of the product's time."""
 
 
-def extend(model: EncoderDecoder, scores_BK: Tensor, hidden_RD: Tensor, forbidden: list[int], beam: int) -> Candidates:
+class LogitsBlock(NamedTuple):
+    """The logits of a few sentences, all beams of each."""
+
+    logits: Tensor
+    """(R, V)."""
+    scores: Tensor
+    """(B, K) of these sentences' live hypotheses."""
+    prefixes: Tensor
+    """(R, T) of the same."""
+    sentences: list[int]
+    """The row of each in the caller's batch."""
+
+
+def logits_blocks(batch: Batch, beams: Beams, hiddens: Sequence[Tensor]) -> Iterator[LogitsBlock]:
+    """Yield the logits of the next token, a few sentences at a time."""
+    live = beams.scores.size(1)
+    vocab = batch.models[0].generator.out_features
+    sentences = max(1, LOGITS_BYTES // (live * vocab * beams.scores.element_size()))
+    for start in range(0, len(batch.sentences), sentences):
+        block = slice(start, start + sentences)
+        rows = slice(start * live, (start + sentences) * live)
+        logits_RV = logits_of(batch.models, [hidden[rows] for hidden in hiddens])
+        yield LogitsBlock(logits_RV, beams.scores[block], beams.prefixes[block].flatten(0, 1), batch.sentences[block])
+
+
+def extend(batch: Batch, beams: Beams, hiddens: Sequence[Tensor], forbidden: Forbidden, beam: int) -> Candidates:
     """Return the 2 x `beam` best extensions of each sentence's live hypotheses.
 
     Each of the at most `beam` live hypotheses has one extension that ends, so at least `beam` of them do not end.
     """
-    live = scores_BK.size(1)
-    sentences = max(1, LOGITS_BYTES // (live * model.generator.out_features * scores_BK.element_size()))
-    blocks = zip(scores_BK.split(sentences), hidden_RD.split(sentences * live), strict=True)
-    found = [candidates_of(scores, logits_of(model, hidden), forbidden, 2 * beam) for scores, hidden in blocks]
+    found = [candidates_of(block, forbidden, 2 * beam) for block in logits_blocks(batch, beams, hiddens)]
     return Candidates(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
-def candidates_of(scores_BK: Tensor, logits_RV: Tensor, forbidden: list[int], count: int) -> Candidates:
+def candidates_of(block: LogitsBlock, forbidden: Forbidden, count: int) -> Candidates:
     """Return the `count` best extensions of each sentence; log-probabilities are computed for these alone.
 
     The logits of forbidden tokens become -inf, but count in the softmax's sum.
     """
+    logits_RV, scores_BK, prefixes_RT, sentences = block
     # log sum over all classes = logaddexp(log sum over the others, log sum over the forbidden ones)
-    forbidden_RF = logits_RV[:, forbidden]
-    logits_RV[:, forbidden] = -math.inf
+    symbols_RF = logits_RV[:, forbidden.symbols]
+    logits_RV[:, forbidden.symbols] = -math.inf
     maxima_RW, total_R = maxima_and_totals(logits_RV)
-    total_BK = total_R.logaddexp(forbidden_RF.logsumexp(-1)).view_as(scores_BK)
+    total_BK = total_R.logaddexp(symbols_RF.logsumexp(-1)).view_as(scores_BK)
+    if forbidden.rules:
+        forbidden.mask_by_rules(logits_RV, prefixes_RT, sentences)
+        maxima_RW = block_maxima(logits_RV)
     scores_BC, index_BC = best_tokens(scores_BK, total_BK, logits_RV, maxima_RW, count)
     vocab = logits_RV.size(1)
     return Candidates(scores_BC, index_BC // vocab, index_BC % vocab)
@@ -67,6 +106,12 @@ def candidates_of(scores_BK: Tensor, logits_RV: Tensor, forbidden: list[int], co
 
 BLOCK = 64
 """Tokens whose largest logit represents them until the best blocks are chosen."""
+
+
+def block_maxima(logits_RV: Tensor) -> Tensor:
+    """Return the largest logit of each whole block of the vocabulary, (R, W)."""
+    whole = logits_RV.size(1) // BLOCK * BLOCK
+    return logits_RV[:, :whole].reshape(len(logits_RV), -1, BLOCK).amax(-1)
 
 
 def maxima_and_totals(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +125,7 @@ def maxima_and_totals(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     held_RV = torch.empty_like(logits_RV[:64])
     found = []
     for rows_RV in logits_RV.split(64):
-        maxima_RW = rows_RV[:, :whole].reshape(len(rows_RV), -1, BLOCK).amax(-1)
+        maxima_RW = block_maxima(rows_RV)
         largest_R = torch.cat((maxima_RW, rows_RV[:, whole:]), 1).amax(-1)
         probabilities_RV = torch.softmax(rows_RV, -1, out=held_RV[: len(rows_RV)])
         found.append((maxima_RW, largest_R - probabilities_RV.amax(-1).log()))

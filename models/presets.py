@@ -1,4 +1,4 @@
-"""Model sizes: a configuration that checks itself, and five presets."""
+"""Model sizes: configurations that check themselves, and presets."""
 
 from __future__ import annotations
 
@@ -45,19 +45,57 @@ class TransformerConfig:
                 f"d_model {self.d_model} is not divisible by heads {self.heads}: choose d_model "
                 f"{' or '.join(map(str, near or [2 * self.heads]))}, or other heads"
             )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}, outside [0, 1): choose, say, 0.1")
-        for name, choices in (("norm", get_args(Norm)), ("tie", get_args(Tie))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: choose one of {', '.join(choices)}")
+        check_dropout(self.dropout)
+        check_choice("norm", self.norm, get_args(Norm))
+        check_choice("tie", self.tie, get_args(Tie))
 
 
-PRESETS: dict[str, TransformerConfig] = {
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """Sizes and choices of an LSTM model (`models.recurrent`)."""
+
+    d_model: int = 256
+    """Width of embeddings and hidden states; even, since each direction of the encoder has half of it."""
+    encoder_layers: int = 1
+    decoder_layers: int = 1
+    dropout: float = 0.3
+    """Probability of dropping a value of the embeddings, between layers, and of the output."""
+    tie: Tie = "all"
+    """none | target (target embedding = generator) | all (source embedding too; Press and Wolf 2017)."""
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "encoder_layers", "decoder_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, below 1: choose 1 or more")
+        if self.d_model % 2:
+            raise ValueError(
+                f"d_model {self.d_model} is odd, and each direction of the encoder has half of it: "
+                f"choose {self.d_model - 1 or 2} or {self.d_model + 1}"
+            )
+        check_dropout(self.dropout)
+        check_choice("tie", self.tie, get_args(Tie))
+
+
+def check_dropout(dropout: float) -> None:
+    """Raise ValueError for a probability outside [0, 1)."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout is {dropout}, outside [0, 1): choose, say, 0.1")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError for a value that is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}: choose one of {', '.join(choices)}")
+
+
+PRESETS: dict[str, TransformerConfig | RecurrentConfig] = {
     "tiny": TransformerConfig(128, 512, 4, 2, 2, dropout=0.1, norm="pre"),
     "multi30k": TransformerConfig(128, 256, 4, 4, 4, dropout=0.3, norm="pre"),
     "small": TransformerConfig(256, 512, 8, 3, 3, dropout=0.1, norm="pre"),
     "base": TransformerConfig(512, 2048, 8, 6, 6, dropout=0.1, norm="post"),
     "big": TransformerConfig(1024, 4096, 16, 6, 6, dropout=0.3, norm="post"),
+    "lstm": RecurrentConfig(),
 }
 """tiny is for a demonstration on two CPU cores and multi30k for Multi30k's 29,000 pairs; base and big are those of
-table 3. The small ones are pre-norm because their training has a warm-up of only a few hundred steps."""
+table 3. The small ones are pre-norm because their training has a warm-up of only a few hundred steps. lstm is a
+recurrent model with attention."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from models.attention import Attention, added_scores, check_mask, padding_mask
 from models.cache import DecoderCache, LayerCache
 from models.dropout import Dropout
-from models.presets import TransformerConfig
+from models.presets import Tie, TransformerConfig
 
 
 def sinusoidal_positions(start: int, stop: int, d_model: int, *, like: Tensor) -> Tensor:
@@ -316,13 +316,6 @@ def make_transformer(config: TransformerConfig, src_vocab: int, tgt_vocab: int, 
 
     Raises ValueError for tie="all" with vocabularies of two sizes, and for a `pad` outside a vocabulary.
     """
-    if config.tie == "all" and src_vocab != tgt_vocab:
-        raise ValueError(
-            f"tie='all' shares one embedding, but src_vocab is {src_vocab} and tgt_vocab {tgt_vocab}: "
-            "use a joint vocabulary, or tie='target'"
-        )
-    if not 0 <= pad < min(src_vocab, tgt_vocab):
-        raise ValueError(f"pad is {pad}, outside [0, {min(src_vocab, tgt_vocab)}): choose an id both vocabularies have")
     model = EncoderDecoder(
         Encoder(config),
         Decoder(config),
@@ -331,12 +324,31 @@ def make_transformer(config: TransformerConfig, src_vocab: int, tgt_vocab: int, 
         Generator(config.d_model, tgt_vocab),
         pad,
     )
-    if config.tie != "none":
-        model.generator.weight = model.tgt_embed.lookup.weight
-    if config.tie == "all":
-        model.src_embed.lookup.weight = model.tgt_embed.lookup.weight
+    tie_embeddings(model, config.tie)
     initialize(model)  # after tying, so that a shared matrix is drawn once, as an embedding
     return model
+
+
+def tie_embeddings(model: EncoderDecoder, tie: Tie) -> None:
+    """Let the generator, and with "all" the source embedding, use the target embedding's matrix.
+
+    Raises ValueError for tie="all" with vocabularies of two sizes, and for a `pad` outside a vocabulary.
+    """
+    src_vocab = model.src_embed.lookup.num_embeddings
+    tgt_vocab = model.tgt_embed.lookup.num_embeddings
+    if tie == "all" and src_vocab != tgt_vocab:
+        raise ValueError(
+            f"tie='all' shares one embedding, but src_vocab is {src_vocab} and tgt_vocab {tgt_vocab}: "
+            "use a joint vocabulary, or tie='target'"
+        )
+    if not 0 <= model.pad < min(src_vocab, tgt_vocab):
+        raise ValueError(
+            f"pad is {model.pad}, outside [0, {min(src_vocab, tgt_vocab)}): choose an id both vocabularies have"
+        )
+    if tie != "none":
+        model.generator.weight = model.tgt_embed.lookup.weight
+    if tie == "all":
+        model.src_embed.lookup.weight = model.tgt_embed.lookup.weight
 
 
 @torch.no_grad()

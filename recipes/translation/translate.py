@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from models import beam_search, default_limit, evaluating, greedy
 from recipes.translation.data.corpora import with_language_tag
@@ -17,6 +19,8 @@ from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import DecodingConfig, RunConfig
 from seqpar.distributed.collectives import gather_objects
+
+T = TypeVar("T")
 
 
 def translate(
@@ -29,23 +33,40 @@ def translate(
 
     Raises DataError for text that is not Unicode, which is what Python makes of an argument in another encoding.
     """
-    longest = max(translator.config.training.max_length, decoding.max_length)
-    ids = source_ids(translator.source, translator.config, sentences, longest)
-    longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
-    # Sentences of similar length share a batch, which then has little padding; every rank gets some of every length
-    mine = longest_first[ranks.rank :: ranks.world]
-    found: dict[int, list[int]] = {}
-    with evaluating(translator.model):
-        for start in range(0, len(mine), decoding.batch_sentences):
-            rows = mine[start : start + decoding.batch_sentences]
-            found.update(zip(rows, search(translator, [ids[row] for row in rows], decoding), strict=True))
-    everyone = ChainMap(*gather_objects(found, ranks.group))
-    texts = translator.target.decode([everyone.get(row, []) for row in range(len(ids))])
+    ids = source_ids(translator.source, translator.config, sentences, decoding)
+
+    def search_rows(rows: list[int]) -> list[list[int]]:
+        return search(translator, [ids[row] for row in rows], decoding)
+
+    found = in_batches(translator, ids, decoding.batch_sentences, search_rows, ranks)
+    texts = translator.target.decode([found.get(row, []) for row in range(len(ids))])
     return finished(texts, sentences, translator.config)
 
 
-def source_ids(subwords: Subwords, config: RunConfig, sentences: Sequence[str], longest: int) -> list[list[int]]:
-    """Return the subwords of each sentence, at most `longest`, as in training."""
+def in_batches(
+    translator: Translator, ids: list[list[int]], size: int, search: Callable[[list[int]], list[T]], ranks: Ranks
+) -> Mapping[int, T]:
+    """Search in batches of `size` sentences of similar length; return what was found by row, except empty sentences'.
+
+    `search` takes the rows of a batch, the longest sentence first. Each rank has some sentences of every length, and
+    returns what all have found.
+    """
+    longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
+    # Sentences of similar length share a batch, which then has little padding; every rank gets some of every length
+    mine = longest_first[ranks.rank :: ranks.world]
+    found: dict[int, T] = {}
+    with evaluating(translator.models):
+        for start in range(0, len(mine), size):
+            rows = mine[start : start + size]
+            found.update(zip(rows, search(rows), strict=True))
+    return ChainMap(*gather_objects(found, ranks.group))
+
+
+def source_ids(
+    subwords: Subwords, config: RunConfig, sentences: Sequence[str], decoding: DecodingConfig
+) -> list[list[int]]:
+    """Return the subwords of each sentence, as in training, cut to the longest length of the settings."""
+    longest = max(config.training.max_length, decoding.max_length)
     for number, sentence in enumerate(sentences, start=1):
         _check_unicode(number, sentence)
     texts = [masked(sentence, config.subwords.placeholders)[0] for sentence in sentences]
@@ -70,16 +91,13 @@ def source_ids(subwords: Subwords, config: RunConfig, sentences: Sequence[str], 
 
 def search(translator: Translator, sources: list[list[int]], decoding: DecodingConfig) -> list[list[int]]:
     """Return the best translation found for each source, as ids; the first source must be the longest."""
-    model = translator.model
-    width = len(sources[0]) + 1
-    rows = [[*ids, EOS, *[PAD] * (width - len(ids) - 1)] for ids in sources]
-    src = torch.tensor(rows, device=model.generator.weight.device)
+    src = as_batch(translator, sources)
     # The end symbol is a token of the source too
     limits = [min(default_limit(len(ids) + 1), decoding.max_length) for ids in sources]
     if decoding.beam == 1:
-        return greedy(model, src, bos=BOS, eos=EOS, max_length=limits)
+        return greedy(translator.models, src, bos=BOS, eos=EOS, max_length=limits)
     found = beam_search(
-        model,
+        translator.models,
         src,
         bos=BOS,
         eos=EOS,
@@ -89,6 +107,13 @@ def search(translator: Translator, sources: list[list[int]], decoding: DecodingC
         max_length=limits,
     )
     return [hypotheses[0].tokens for hypotheses in found]
+
+
+def as_batch(translator: Translator, sources: list[list[int]]) -> Tensor:
+    """Return the sources with their end symbols as one tensor; the first must be the longest."""
+    width = len(sources[0]) + 1
+    rows = [[*ids, EOS, *[PAD] * (width - len(ids) - 1)] for ids in sources]
+    return torch.tensor(rows, device=translator.model.generator.weight.device)
 
 
 def _check_unicode(number: int, sentence: str) -> None:

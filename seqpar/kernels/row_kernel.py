@@ -94,7 +94,7 @@ class RowKernel:
             "kl_each": q.kl_each, "z_loss": q.z_loss, "GRADIENT": gradient, **self.settings,
         }  # fmt: skip
         arguments = (self.bias_V, q.weight_V, self.weight_sum, *self._factor(factor, out_3K), out_3K, out_3K.stride(0))
-        self._launch(self.kernels._whole_rows, product_KV, target_K, *arguments, **settings)
+        launch(self.kernels._whole_rows, product_KV, target_K.contiguous(), *arguments, **settings)
         loss_K, nll_K, correct_K = out_3K
         return loss_K, nll_K, correct_K
 
@@ -105,7 +105,7 @@ class RowKernel:
         """
         out_5K = self._out(5, product_KV)
         arguments = (self.bias_V, self.q.weight_V, out_5K, out_5K.stride(0))
-        self._launch(self.kernels._part_sums, product_KV, index_K, *arguments, **self.settings)
+        launch(self.kernels._part_sums, product_KV, index_K.contiguous(), *arguments, **self.settings)
         best_K, argbest_K, lse_K, gold_K, sum_K = out_5K
         argbest_K = argbest_K.long()
         return RowSums(best_K, lse_K, gold_K, argbest_K == index_K, argbest_K, sum_K if self.q.each else None)
@@ -122,21 +122,8 @@ class RowKernel:
             mass_K = torch.ones_like(lse_K)
             stride = 1
         arguments = (self.bias_V, self.q.weight_V, lse_K.contiguous(), mass_K, stride, *self._factor(factor, lse_K))
-        self._launch(self.kernels._part_gradient, product_KV, index_K, *arguments, gold_q=self.q.gold, **self.settings)
-
-    def _launch(
-        self, kernel: Any, product_KV: Tensor, target_K: Tensor, *arguments: object, **settings: object
-    ) -> None:
-        """Run a kernel with one program per row."""
-        rows, classes = product_KV.shape
-        block = min(LARGEST_BLOCK, 1 << max(0, classes - 1).bit_length())
-        # The numbers between the last class and the next row belong to the row, so whole vectors may be read there
-        width = min(product_KV.stride(0), aligned(classes))
-        warps = max(1, block // (32 * CLASSES_A_THREAD))
-        strided = (product_KV, product_KV.stride(0), classes, width, target_K.contiguous())
-        # Triton launches on the current device, which need not be the tensors'
-        with _current_device(product_KV.device):
-            kernel[(rows,)](*strided, *arguments, **settings, BLOCK=block, num_warps=warps)
+        settings = {"gold_q": self.q.gold, **self.settings}
+        launch(self.kernels._part_gradient, product_KV, index_K.contiguous(), *arguments, **settings)
 
     def _out(self, columns: int, product_KV: Tensor) -> Tensor:
         """Return memory for so many results per row."""
@@ -153,6 +140,19 @@ class RowKernel:
         if factor == 1:
             return None, 0
         return torch.full((1,), factor, dtype=like.dtype, device=like.device), 0
+
+
+def launch(kernel: Any, product_KV: Tensor, *arguments: object, **settings: object) -> None:
+    """Run a kernel with one program per row of the products."""
+    rows, classes = product_KV.shape
+    block = min(LARGEST_BLOCK, 1 << max(0, classes - 1).bit_length())
+    # The numbers between the last class and the next row belong to the row, so whole vectors may be read there
+    width = min(product_KV.stride(0), aligned(classes))
+    warps = max(1, block // (32 * CLASSES_A_THREAD))
+    strided = (product_KV, product_KV.stride(0), classes, width)
+    # Triton launches on the current device, which need not be the tensors'
+    with _current_device(product_KV.device):
+        kernel[(rows,)](*strided, *arguments, **settings, BLOCK=block, num_warps=warps)
 
 
 def _current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

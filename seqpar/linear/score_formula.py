@@ -31,6 +31,8 @@ from torch.nn.functional import pad
 from seqpar.core.chunks import Chunk
 from seqpar.core.stored_gradients import RowGradient
 from seqpar.core.token_loss import wide
+from seqpar.kernels.row_kernel import why_no_kernel
+from seqpar.kernels.score_kernel import ScoreKernel
 from seqpar.linear.formula import Projection, zero_rows
 from seqpar.linear.leaves import LinearSlots
 from seqpar.losses.score_rows import (
@@ -39,6 +41,7 @@ from seqpar.losses.score_rows import (
     SplitScores,
     Upstream,
     log_probs_gradient_,
+    over_ranks,
     score_sums,
     scores_gradient_,
     softmax_,
@@ -72,9 +75,9 @@ class ScoreFormula:
     """The scores of one chunk, and their gradient in closed form.
 
     Args:
-        projection: from hidden to logits, without a temperature.
+        projection: from hidden to logits, with a temperature that is the same for all rows.
         picked_NP: of all rows, the target and the given classes.
-        temperature_N: of all rows; None is 1.
+        temperature_N: a temperature for each row, by which the projection's logits are divided further; None is 1.
         entropy: whether to compute the entropy.
         top_k: how many of the largest log-probabilities to return.
         split: the classes of a split vocabulary that this rank has; None if it has all.
@@ -102,39 +105,70 @@ class ScoreFormula:
         self.split = split
         self.masked = masked
         self.counted_N = counted_N
+        self.kernel: ScoreKernel | None = None
+        weight_VD = projection.weight_VD
+        # Of the largest classes the kernels know the first alone
+        if len(weight_VD) and top_k <= 1 and not why_no_kernel(weight_VD.device.type):
+            self.kernel = ScoreKernel(projection.bias_V, projection.softcap, projection.temperature)
 
     def sums(self, hidden_KD: Tensor, chunk: Chunk, kept: HiddenSlots | None = None) -> ScoreSums:
         """Return the sums of a chunk's rows; store the gradients that a frozen projection allows in `kept`."""
         hidden_KD = self._prepared(hidden_KD, chunk)
-        block_sums = []
         with torch.autocast(hidden_KD.device.type, enabled=False):
-            product_KV = self.projection.product(hidden_KD)
+            product_KV = self.projection.product(hidden_KD, biased=self.kernel is None)
             entropy_KV = None
             if kept is not None and kept.entropy is not None:
                 entropy_KV = self.projection.buffer("entropy", len(hidden_KD), product_KV.dtype)
-            for block in self._blocks(product_KV, chunk, entropy_KV):
-                logits_KV, tanh_KV = self._logits(block)
-                made, sums = score_sums(
-                    logits_KV,
-                    block.picked,
-                    entropy=self.entropy,
-                    masked=self.masked,
-                    top_k=self.top_k,
-                    split=self.split,
-                    out=self._memory("softmax", logits_KV, self.entropy),
-                    # The gradients of a frozen projection need z - m once more
-                    scratch=self._memory("terms", logits_KV, entropy_KV is not None),
-                )
-                block_sums.append(sums)
-                if kept is not None:
-                    self._own_gradients_(block, made, sums, tanh_KV)
-            joined = _joined(block_sums)
+            sums_of_block = self._block_sums if self.kernel is None else self._block_sums_by_kernel
+            blocks = self._blocks(product_KV, chunk, entropy_KV)
+            joined = _joined([sums_of_block(block, kept is not None) for block in blocks])
             if kept is not None:
                 kept.slope_NP[chunk] = self._slope(chunk, joined.picked_NP)
                 kept.log_prob.write_product(chunk, product_KV, self.projection.weight_VD)
             if kept is not None and kept.entropy is not None and entropy_KV is not None:
                 kept.entropy.write_product(chunk, entropy_KV, self.projection.weight_VD)
         return joined
+
+    def _block_sums(self, block: _Block, own_gradients: bool) -> ScoreSums:
+        """Return the sums of some rows; with `own_gradients`, their products are overwritten."""
+        logits_KV, tanh_KV = self._logits(block)
+        made, sums = score_sums(
+            logits_KV,
+            block.picked,
+            entropy=self.entropy,
+            masked=self.masked,
+            top_k=self.top_k,
+            split=self.split,
+            out=self._memory("softmax", logits_KV, self.entropy),
+            # The gradients of a frozen projection need z - m once more
+            scratch=self._memory("terms", logits_KV, block.entropy_product is not None),
+        )
+        if own_gradients:
+            self._own_gradients_(block, made, sums, tanh_KV)
+        return sums
+
+    def _block_sums_by_kernel(self, block: _Block, own_gradients: bool) -> ScoreSums:
+        """Do as `_block_sums`, in a kernel for the sums and one for each gradient."""
+        assert self.kernel is not None
+        index_KP = self._local(block.picked)
+        rows = (block.product, index_KP, block.temperature)
+        sums = self.kernel.sums(*rows, entropy=self.entropy, top=self.top_k == 1)
+        if self.split is not None:
+            sums = over_ranks(sums, index_KP >= 0, self.split, self.top_k)
+        if own_gradients:
+            one_K = torch.ones_like(sums.best_N)
+            if block.entropy_product is not None:
+                only_entropy = Upstream(torch.zeros_like(one_K), one_K, None)
+                self.kernel.gradient_(*rows, sums, only_entropy, block.entropy_product)
+            self.kernel.gradient_(*rows, sums, Upstream(one_K, None, None))
+        return sums
+
+    def _local(self, picked_KP: Tensor) -> Tensor:
+        """Return the picked classes, counted from this rank's first one; -1 for those of other ranks."""
+        if self.split is None:
+            return picked_KP
+        index_KP, owned_KP = self.split.locate(picked_KP, len(self.projection.weight_VD))
+        return index_KP.where(owned_KP, -1)
 
     def batch_invariant(self) -> ScoreFormula:
         """Return the same formula with a width of hidden that `sums_in_tile` takes."""
@@ -192,14 +226,17 @@ class ScoreFormula:
         upstream = upstream.rows(chunk)
         bias_grads = []
         with torch.autocast(hidden_KD.device.type, enabled=False):
-            product_KV = self.projection.product(hidden_KD)
+            product_KV = self.projection.product(hidden_KD, biased=self.kernel is None)
             for block in self._blocks(product_KV, chunk):
                 grad_KV = self._gradient(block, sums.rows(block.rows), upstream.rows(block.rows))
                 bias_grads.append(self.projection.bias_gradient(grad_KV, slots))
             self.projection.back(product_KV, hidden_KD, chunk, bias_grads, slots)
 
     def _gradient(self, block: _Block, sums: ScoreSums, upstream: Upstream) -> Tensor:
-        """Overwrite a block's product by its gradient, and return the same gradient in the logits' dtype."""
+        """Overwrite a block's product by its gradient, and return that gradient: without a kernel not yet rounded."""
+        if self.kernel is not None:
+            self.kernel.gradient_(block.product, self._local(block.picked), block.temperature, sums, upstream)
+            return block.product
         entropy = upstream.entropy_N is not None
         logits_KV, tanh_KV = self._logits(block)
         out = self._memory("softmax", logits_KV, entropy)
@@ -277,8 +314,10 @@ class ScoreFormula:
     def _blocks(self, product_KV: Tensor, chunk: Chunk, entropy_KV: Tensor | None = None) -> Iterator[_Block]:
         """Yield the blocks of a chunk that go through the softmax one after the other."""
         rows = len(product_KV)
-        # A split vocabulary's collectives cost the same for a block as for the chunk
-        size = rows if self.split is not None else self.projection.rows_at_once(rows)
+        size = rows
+        # A kernel needs no cache, and a split vocabulary's collectives cost the same for a block as for the chunk
+        if self.split is None and self.kernel is None:
+            size = self.projection.rows_at_once(rows)
         picked_KP = self.picked_NP[chunk]
         temperature_K = None
         if self.temperature_N is not None:

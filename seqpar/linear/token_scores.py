@@ -17,13 +17,11 @@ from seqpar.core.chunks import Chunk, cut_rows
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.formula import LinearFormula
 from seqpar.linear.inputs import Inputs, Planned, Settings, checked, local_tensors, planned
 from seqpar.linear.leaves import LinearGradients, LinearLeaves, LinearSlots, LinearWanted, loss_and_gradients
 from seqpar.linear.score_formula import INVARIANT_ROWS, HiddenSlots, ScoreFormula
 from seqpar.linear.score_inputs import ScoreRequest, checked_request
 from seqpar.losses.score_rows import RowScores, ScoreSums, Upstream, row_scores
-from seqpar.losses.softmax_loss import SoftTarget
 
 
 class TokenScores(NamedTuple):
@@ -115,7 +113,7 @@ def token_scores(
     )
     inputs, vocab = local_tensors(Inputs(hidden, weight, target, bias), vocab)
     request = ScoreRequest(None if is_number else temperature, entropy, top_k, ids, product_dtype, batch_invariant)  # type: ignore[arg-type]
-    shard, q = checked(
+    shard, _ = checked(
         inputs,
         settings,
         vocab,
@@ -123,7 +121,7 @@ def token_scores(
         further=lambda shard: checked_request(request, inputs, ignore_index, shard.vocab_size),
     )
     rows = planned(inputs, settings, shard, product_dtype)
-    tokens = _ScoredTokens(rows, request, ignore_index, q)
+    tokens = _ScoredTokens(rows, request, ignore_index)
     hidden_ND, projection_weight, projection_bias, _ = rows.leaves
     found = RowScores(*_Scores.apply(tokens, torch.is_grad_enabled(), hidden_ND, projection_weight, projection_bias))
     shape = inputs.target.shape
@@ -141,7 +139,7 @@ def token_scores(
 class _ScoredTokens:
     """The rows of one call, and the function that computes a chunk's scores."""
 
-    def __init__(self, rows: Planned, request: ScoreRequest, ignore_index: int, q: SoftTarget) -> None:
+    def __init__(self, rows: Planned, request: ScoreRequest, ignore_index: int) -> None:
         self.chunks = rows.chunks
         self.projection = rows.projection
         self.request = request
@@ -170,8 +168,6 @@ class _ScoredTokens:
         self.invariant_formula = None
         if request.batch_invariant:
             self.invariant_formula = self.formula.batch_invariant()
-        # -log p as a cross-entropy, for which an accelerator has a kernel
-        self.cross_entropy = LinearFormula(rows.projection, rows.target_N, q, rows.split, rows.ignored)
 
     def scores(self, hidden_ND: Tensor, kept: HiddenSlots | None) -> tuple[RowScores, ScoreSums]:
         """Return the scores of all rows (0, and classes -1, where the target is ignored) and what backward needs."""
@@ -234,13 +230,6 @@ class _ScoredTokens:
         self, leaves: LinearLeaves, sums: ScoreSums, upstream: Upstream, wanted: LinearWanted
     ) -> LinearGradients:
         """Return the gradients of all leaves, the product computed again chunk by chunk."""
-        one_score = upstream.entropy_N is None and upstream.log_probs_at_NJ is None
-        if one_score and self.cross_entropy.kernel is not None and self.formula.temperature_N is None:
-            # sum_i u_i log p_i = sum_i (-u_i) loss_i: the cross-entropy with token weights -u
-            leaves = leaves._replace(token_weight=-upstream.log_prob_N)
-            _, found = loss_and_gradients(self.cross_entropy, self.chunks, leaves, wanted)
-            self.projection.buffers.clear()
-            return found
         nothing = TokenLoss.zero(leaves.hidden.dtype, leaves.hidden.device, tells=False)
 
         def chunk_gradient(rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:

@@ -14,8 +14,7 @@ A class with z_k = -inf has p_k = 0 and adds nothing to any of these sums.
 
 All logits are taken relative to m, because a difference of two numbers in the hundreds would lose the digits of a
 log-probability near 0. In the code: `best_N` is m, `log_sum_N` log S, `mean_N` sum_k p_k (z_k - m).
-Shape suffixes: N rows, V classes (on this rank, where the vocabulary is split), R rows of a temporary, J given
-classes, P = 1 + J, T top ones.
+Shape suffixes: N rows, V classes (on this rank, where the vocabulary is split), J given classes, P = 1 + J, T top ones.
 """
 
 from __future__ import annotations
@@ -75,6 +74,13 @@ class Upstream(NamedTuple):
     def rows(self, which: Chunk) -> Upstream:
         """Return the gradients that arrive for some rows."""
         return Upstream(*(None if t is None else t[which] for t in self))  # type: ignore[arg-type]
+
+    def of_picked(self) -> Tensor:
+        """Return u and g_1 ... g_J, or u alone where no g arrives: (N, P)."""
+        u_N1 = self.log_prob_N.unsqueeze(1)
+        if self.log_probs_at_NJ is None:
+            return u_N1
+        return torch.cat([u_N1, self.log_probs_at_NJ], 1)
 
     def of_all_log_probs(self) -> Tensor:
         """Return u + sum_j g_j."""
@@ -166,11 +172,16 @@ def score_sums(
     if split is None:
         return made, sums
     assert owned_NP is not None
+    return made, over_ranks(sums, owned_NP, split, top_k)
+
+
+def over_ranks(sums: ScoreSums, owned_NP: Tensor, split: SplitScores, top_k: int) -> ScoreSums:
+    """Return the sums over the whole vocabulary, given those over this rank's classes, of which it owns some picked."""
     sums = sums._replace(
         picked_NP=sums.picked_NP.where(owned_NP, torch.zeros_like(sums.picked_NP)),
         top_ids_NT=sums.top_ids_NT + split.start,
     )
-    return made, split.combine_scores(sums, top_k)
+    return split.combine_scores(sums, top_k)
 
 
 def _no_classes(made: Softmax, picked_NP: Tensor, entropy: bool) -> ScoreSums:
@@ -242,9 +253,7 @@ def _add_picked_(grad_NV: Tensor, picked_NP: Tensor, upstream: Upstream, split: 
     """Add u at the target and g_j at each given class."""
     if not grad_NV.size(1):
         return grad_NV
-    factor_NP = upstream.log_prob_N.unsqueeze(1)
-    if upstream.log_probs_at_NJ is not None:
-        factor_NP = torch.cat([factor_NP, upstream.log_probs_at_NJ], 1)
+    factor_NP = upstream.of_picked()
     index_NP = picked_NP[:, : factor_NP.size(1)]
     if split is not None:
         index_NP, owned_NP = split.locate(index_NP, grad_NV.size(1))

@@ -5,6 +5,7 @@ import torch
 
 from benchmarks.loss.problems import Inputs, Problem
 from benchmarks.loss.timing import bare_products
+from benchmarks.scores import gpu
 from benchmarks.scores.measure import fastest_products, what_is_wrong
 from benchmarks.scores.page import ratio
 from benchmarks.scores.ways import BY_HAND, CASES, INVARIANT, OURS, WAYS, Case, Way
@@ -58,3 +59,15 @@ def test_a_product_is_made_only_if_it_is_wanted():
         assert len(counted) == 4
     finally:
         torch.mm = original
+
+
+def test_the_table_of_a_gpu_has_a_row_for_each_way_and_says_what_did_not_run(monkeypatch):
+    def missing(x, entropy):
+        raise ModuleNotFoundError("No module named 'peer'")
+
+    monkeypatch.setattr(gpu, "WAYS", {OURS: WAYS[OURS], BY_HAND: WAYS[BY_HAND], "peer": Way(missing)})
+    *table, _, remark = gpu.measured(TINY, "cpu", 1)
+    assert remark == "- peer: ModuleNotFoundError: No module named 'peer'"
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in table[2:]]
+    assert [row[1] for row in cells] == [way for n in (4, 3, 1) for way in (f"{n} products", OURS, BY_HAND)]
+    assert all(float(row[2]) > 0 for row in cells)

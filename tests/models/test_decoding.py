@@ -12,11 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import EncoderDecoder, Hypothesis, beam_search, evaluating, greedy, length_normaliser, padding_mask
+from models import (
+    EncoderDecoder,
+    Hypothesis,
+    beam_search,
+    default_limit,
+    evaluating,
+    greedy,
+    length_normaliser,
+    padding_mask,
+)
 from models.candidates import best_tokens, maxima_and_totals
-from models.decoding import default_limit
 from models.grouped_encoding import encode
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, sentence, small_transformer
+from tests.models.plain_search import every_hypothesis, plain_beam_search, same
 
 MODELS = [small_transformer(seed, norm=norm, spread=2.0) for seed in range(2) for norm in ("pre", "post")]
 ENDING = [small_transformer(seed + 10, vocab=7, spread=1.2, norm=norm) for seed in range(2) for norm in ("pre", "post")]
@@ -31,12 +40,6 @@ def small_pieces() -> Iterator[None]:
         patch.setattr("models.grouped_encoding.GROUP_SIZE", 2)
         patch.setattr("models.candidates.LOGITS_BYTES", 600)
         yield
-
-
-def same(actual: list[list[Hypothesis]], expected: list[list[Hypothesis]]) -> None:
-    assert [[h.tokens for h in row] for row in actual] == [[h.tokens for h in row] for row in expected]
-    for got, want in zip(itertools.chain(*actual), itertools.chain(*expected), strict=True):
-        assert got.score == pytest.approx(want.score, rel=1e-11)
 
 
 @pytest.mark.parametrize("cuts", [[1, 2, 3, 4, 5], [2, 3, 5], [4], [1, 3]])
@@ -107,28 +110,6 @@ def test_a_batch_is_translated_as_its_sentences_alone(which: int, src: list[list
     same(together, alone)
 
 
-@torch.no_grad()
-def plain_beam_search(
-    model: EncoderDecoder, src: list[int], beam: int, n_best: int, alpha: float, limit: int
-) -> list[Hypothesis]:
-    """The rule of `beam_search`, one sentence, uncached, and without stopping before `beam` have finished."""
-    live, finished = [([BOS], 0.0)], []
-    for length in range(1, limit + 1):
-        extensions = []
-        for prefix, score in live:
-            logp = model.generator(model(torch.tensor([src]), torch.tensor([prefix])))[0, -1].log_softmax(-1)
-            extensions += [([*prefix, i], score + p) for i, p in enumerate(logp.tolist()) if i not in (PAD, BOS)]
-        extensions.sort(key=lambda extension: -extension[1])
-        norm = ((5 + length) / 6) ** alpha
-        finished += [Hypothesis(ids[1:-1], score / norm) for ids, score in extensions[:beam] if ids[-1] == EOS]
-        live = [extension for extension in extensions if extension[0][-1] != EOS][:beam]
-        if len(finished) >= beam:
-            live = []
-            break
-    rest = [Hypothesis(ids[1:], score / norm) for ids, score in live]
-    return (sorted(finished, key=lambda h: -h.score) + rest)[:n_best]
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     which=model_index,
@@ -179,9 +160,7 @@ def test_in_float32_with_packed_weights_it_finds_what_the_plain_search_finds(
         src = [[3, 4, 5, 6], [5], [6, 3, 3]]
         found = beam_search(model, pad_to(src, 5), bos=BOS, eos=EOS, beam=3, n_best=2, max_length=8)
         expected = [plain_beam_search(model, one, 3, 2, 0.6, 8) for one in src]
-        assert [[h.tokens for h in row] for row in found] == [[h.tokens for h in row] for row in expected]
-        for got, want in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
-            assert got.score == pytest.approx(want.score, rel=1e-5)
+        same(found, expected, rel=1e-5)
 
 
 def test_around_many_searches_weights_are_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,19 +197,6 @@ def test_a_mask_beside_a_cache_is_refused() -> None:
     model, src = MODELS[0], random_batch(1)
     with pytest.raises(ValueError, match="tgt_mask was given with a cache"):
         model.decode(model.encode(src), None, src, torch.ones(1, 1, 6, 6).bool(), cache=model.decoder.empty_cache())
-
-
-def every_hypothesis(model: EncoderDecoder, src: list[int], limit: int, alpha: float) -> list[Hypothesis]:
-    """Score all finished translations of up to `limit` steps, each by one uncached pass; best first."""
-    real = [token for token in range(model.generator.out_features) if token not in (PAD, BOS, EOS)]
-    found = []
-    for length in range(limit):
-        for tokens in itertools.product(real, repeat=length):
-            ids = torch.tensor([[BOS, *tokens]])
-            logp = model.generator(model(torch.tensor([src]), ids))[0].log_softmax(-1)
-            score = sum(logp[step, token].item() for step, token in enumerate([*tokens, EOS]))
-            found.append(Hypothesis(list(tokens), score / ((5 + length + 1) / 6) ** alpha))
-    return sorted(found, key=lambda hypothesis: -hypothesis.score)
 
 
 @pytest.mark.parametrize("n_best", [1, 8])

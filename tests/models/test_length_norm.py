@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import EncoderDecoder, Hypothesis, beam_search, length_normaliser
-from models.decoding import LengthNorm
-from tests.models.examples import BOS, EOS, PAD, pad_to, random_batch, sentence, small_transformer
+from models import beam_search, length_normaliser
+from tests.models.examples import BOS, EOS, pad_to, random_batch, sentence, small_transformer
+from tests.models.plain_search import every_hypothesis, plain_beam_search, same
 
 MODELS = [small_transformer(seed + 10, vocab=7, spread=1.2, norm=norm) for seed in range(2) for norm in ("pre", "post")]
-
-
-def divisor(length: int, alpha: float, norm: LengthNorm) -> float:
-    """The definition, once more."""
-    return float(({"gnmt": (5 + length) / 6, "length": length}[norm]) ** alpha)
-
-
-def same(actual: list[list[Hypothesis]], expected: list[list[Hypothesis]]) -> None:
-    assert [[h.tokens for h in row] for row in actual] == [[h.tokens for h in row] for row in expected]
-    for got, want in zip(itertools.chain(*actual), itertools.chain(*expected), strict=True):
-        assert got.score == pytest.approx(want.score, rel=1e-11)
-
-
-def every_hypothesis(
-    model: EncoderDecoder, src: list[int], limit: int, alpha: float, norm: LengthNorm
-) -> list[Hypothesis]:
-    """Score all finished translations of up to `limit` steps; best first."""
-    real = [token for token in range(model.generator.out_features) if token not in (PAD, BOS, EOS)]
-    found = []
-    for length in range(limit):
-        for tokens in itertools.product(real, repeat=length):
-            ids = torch.tensor([[BOS, *tokens]])
-            logp = model.generator(model(torch.tensor([src]), ids))[0].log_softmax(-1)
-            score = sum(logp[step, token].item() for step, token in enumerate([*tokens, EOS]))
-            found.append(Hypothesis(list(tokens), score / divisor(length + 1, alpha, norm)))
-    return sorted(found, key=lambda hypothesis: -hypothesis.score)
 
 
 @pytest.mark.parametrize("n_best", [1, 8])
@@ -61,29 +33,6 @@ def test_a_wide_beam_finds_the_best_of_all_hypotheses_by_their_length(seed: int,
         max_length=5,
     )
     same(actual, [every_hypothesis(model, one, 5, alpha, "length")[:n_best] for one in src])
-
-
-@torch.no_grad()
-def plain_beam_search(
-    model: EncoderDecoder, src: list[int], beam: int, n_best: int, alpha: float, limit: int
-) -> list[Hypothesis]:
-    """One sentence, uncached, by length, and without stopping before `beam` have finished."""
-    live: list[tuple[list[int], float]] = [([BOS], 0.0)]
-    finished: list[Hypothesis] = []
-    for length in range(1, limit + 1):
-        extensions = []
-        for prefix, score in live:
-            logp = model.generator(model(torch.tensor([src]), torch.tensor([prefix])))[0, -1].log_softmax(-1)
-            extensions += [([*prefix, i], score + p) for i, p in enumerate(logp.tolist()) if i not in (PAD, BOS)]
-        extensions.sort(key=lambda extension: -extension[1])
-        norm = divisor(length, alpha, "length")
-        finished += [Hypothesis(ids[1:-1], score / norm) for ids, score in extensions[:beam] if ids[-1] == EOS]
-        live = [extension for extension in extensions if extension[0][-1] != EOS][:beam]
-        if len(finished) >= beam:
-            live = []
-            break
-    rest = [Hypothesis(ids[1:], score / norm) for ids, score in live]
-    return (sorted(finished, key=lambda h: -h.score) + rest)[:n_best]
 
 
 @settings(deadline=None, max_examples=20)
@@ -110,7 +59,7 @@ def test_the_search_by_length_is_a_plain_uncached_one_that_never_stops_early(
         length_norm="length",
         max_length=limit,
     )
-    same(actual, [plain_beam_search(model, src, beam, n_best, alpha, limit)])
+    same(actual, [plain_beam_search(model, src, beam, n_best, alpha, limit, "length")])
 
 
 def test_by_length_scores_with_penalty_1_are_mean_log_probabilities() -> None:

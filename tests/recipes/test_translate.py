@@ -13,29 +13,18 @@ from models import beam_search
 from recipes.translation import translate as translate_module
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.data.subwords import BOS, EOS, PAD, Subwords, train_subwords
-from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
+from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.translate import translate
-from tests.recipes.tiny import tiny
+from tests.recipes.random_translator import random_translator
 
 WORDS = "The number is six."
 
 
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory: pytest.TempPathFactory) -> Translator:
-    """Random weights: what it says depends on the whole sentence, and is nonsense."""
-    folder = tmp_path_factory.mktemp("translate")
-    config = tiny(folder / "run")
-    train_subwords([side for pair in pairs(200, 1) for side in pair], folder / "joint", config.subwords)
-    subwords = Subwords.load(folder / "joint.model")
-    torch.manual_seed(1)
-    model = build_model(model_sizes(config.model), subwords, subwords)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2.0)
-        model.generator.bias[EOS] = 8  # translations of different lengths, which a length penalty tells apart
-    return Translator(config, model.eval(), subwords, subwords)
+    return random_translator(tmp_path_factory.mktemp("translate"))
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ class Subwords:
 
     def save(self, path: Path) -> None:
         """Write the model file that `load` reads."""
-        path.write_bytes(self._processor.serialized_model_proto())
+        path.write_bytes(self.serialized())
 
     @property
     def digest(self) -> str:
@@ -141,8 +141,13 @@ class Subwords:
         return sentences
 
     def pieces(self) -> list[str]:
-        """Return the text of every subword, by id."""
+        """Return the text of each subword; a blank is written as U+2581."""
         return [self._processor.id_to_piece(number) for number in range(len(self))]
+
+    def serialized(self) -> bytes:
+        """Return the bytes of the model file."""
+        content: bytes = self._processor.serialized_model_proto()
+        return content
 
     def __len__(self) -> int:
         return int(self._processor.get_piece_size())

@@ -44,8 +44,7 @@ def translate(translator: ExportedTranslator, sentences: Sequence[str], decoding
     Greedy translations (beam 1) are those of the model in torch, up to rounding. With a wider beam CTranslate2 searches
     until `beam` hypotheses are finished; the best of them by `decoding`'s own length normalisation is taken.
     """
-    longest = max(translator.config.training.max_length, decoding.max_length)
-    ids = source_ids(translator.source, translator.config, sentences, longest)
+    ids = source_ids(translator.source, translator.config, sentences, decoding)
     rows = [row for row in range(len(ids)) if ids[row]]
     limits = [min(default_limit(len(ids[row]) + 1), decoding.max_length) for row in rows]
     pieces = translator.source.pieces()

@@ -20,7 +20,8 @@ from models.attention import Attention
 from models.transformer import EncoderLayer, FeedForward, sinusoidal_positions
 from recipes.translation.atomic_folder import replaced_folder
 from recipes.translation.data.subwords import BOS, EOS, UNK
-from recipes.translation.run_folder.checkpoint import Translator, model_sizes, save_belongings
+from recipes.translation.export.architecture import transformer_sizes
+from recipes.translation.run_folder.checkpoint import Translator, save_belongings
 
 
 def write(translator: Translator, folder: Path, quantization: str | None) -> None:
@@ -36,7 +37,7 @@ def write(translator: Translator, folder: Path, quantization: str | None) -> Non
 def spec_of(translator: Translator) -> specs.TransformerSpec:
     """Return the model as CTranslate2 describes one, with its weights in float32."""
     config = translator.config
-    sizes = model_sizes(config.model)
+    sizes = transformer_sizes(translator)
     model = copy.deepcopy(translator.model).cpu().float()  # the caller keeps its own
     spec = specs.TransformerSpec.from_config(
         (sizes.encoder_layers, sizes.decoder_layers),

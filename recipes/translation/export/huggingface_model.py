@@ -31,7 +31,8 @@ from models import EncoderDecoder
 from models.attention import Attention
 from recipes.translation.atomic_folder import replaced_folder
 from recipes.translation.data.subwords import BOS, EOS, PAD, UNK, Subwords
-from recipes.translation.run_folder.checkpoint import Translator, model_sizes
+from recipes.translation.export.architecture import transformer_sizes
+from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import ConfigError, RunConfig
 
 
@@ -72,7 +73,7 @@ def huggingface_model(translator: Translator) -> PreTrainedModel:
 def empty_model(translator: Translator) -> PreTrainedModel:
     """Return a model of the class and the sizes that fit, with random weights."""
     config = translator.config
-    sizes = model_sizes(config.model)
+    sizes = transformer_sizes(translator)
     source, target = len(translator.source), len(translator.target)
     shared: dict[str, Any] = {
         "vocab_size": source,

@@ -21,7 +21,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from models import PRESETS, EncoderDecoder, TransformerConfig, make_transformer
+from models import PRESETS, EncoderDecoder, RecurrentConfig, TransformerConfig, make_recurrent, make_transformer
 from recipes.translation.atomic_folder import CheckpointError, replaced_folder, sha256, verified_folder, whole_folder
 from recipes.translation.data.subwords import PAD, Subwords
 from recipes.translation.settings.config import ConfigError, ModelConfig, RunConfig, load_config, save_config
@@ -44,6 +44,13 @@ class Translator:
     model: EncoderDecoder
     source: Subwords
     target: Subwords
+    others: tuple[EncoderDecoder, ...] = ()
+    """Models that translate together with `model`; they are not saved."""
+
+    @property
+    def models(self) -> list[EncoderDecoder]:
+        """Return the models whose probabilities are averaged in translation: most often one."""
+        return [self.model, *self.others]
 
 
 @dataclass
@@ -70,20 +77,26 @@ class TrainingState:
     """Fingerprint of the training and validation data."""
 
 
-def model_sizes(config: ModelConfig) -> TransformerConfig:
-    """Return the sizes of the preset, changed by the settings that are not None."""
+def model_sizes(config: ModelConfig) -> TransformerConfig | RecurrentConfig:
+    """Return the sizes of the preset, which decides the architecture, changed by the settings that are not None."""
     if config.preset not in PRESETS:
         raise ConfigError(f"model.preset is {config.preset!r}; it must be one of {', '.join(PRESETS)}")
     changed = {name: value for name, value in asdict(config).items() if name != "preset" and value is not None}
+    preset = PRESETS[config.preset]
+    known = {field.name for field in fields(preset)}
+    for name in changed.keys() - known:
+        raise ConfigError(f"model.{name} is not a setting of {config.preset}, which has {', '.join(sorted(known))}")
     try:
-        return replace(PRESETS[config.preset], **changed)
+        return replace(preset, **changed)
     except ValueError as error:
         raise ConfigError(f"model: {error}") from error
 
 
-def build_model(sizes: TransformerConfig, source: Subwords, target: Subwords) -> EncoderDecoder:
+def build_model(sizes: TransformerConfig | RecurrentConfig, source: Subwords, target: Subwords) -> EncoderDecoder:
     """Build a model with random weights for these subwords."""
     try:
+        if isinstance(sizes, RecurrentConfig):
+            return make_recurrent(sizes, len(source), len(target), pad=PAD)
         return make_transformer(sizes, len(source), len(target), pad=PAD)
     except ValueError as error:
         raise ConfigError(f"model: {error}") from error

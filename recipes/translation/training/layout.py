@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from models import EncoderDecoder
+from models.recurrent import RecurrentEncoderDecoder
 from models.sharding import cut, cut_of, join_over, split_time_steps, split_weights
 from recipes.translation.data.batches import Batch
 from recipes.translation.data.subwords import PAD
@@ -174,6 +175,8 @@ class Layout:
 
     def _distribute(self) -> Callable[[Batch], seqpar.TokenLoss]:
         """Split and wrap the model together with its loss; return the forward of a batch."""
+        if isinstance(self.model, RecurrentEncoderDecoder) and not self.has_whole_model:
+            raise ConfigError(f"{self}: an LSTM can be copied (layout.data), not split or sharded")
         try:
             shard = split_weights(self.model, self.groups.vocab)
         except ValueError as error:

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 from unittest.mock import patch
 
 import torch
@@ -17,9 +17,7 @@ from torch import Tensor
 Feature = Literal[
     "float64", "float32", "bfloat16", "float16", "bias", "chunks", "smoothing", "sum", "mean", "CPU memory"
 ]
-EVERYTHING: frozenset[Feature] = frozenset(
-    {"float64", "float32", "bfloat16", "float16", "bias", "chunks", "smoothing", "sum", "mean", "CPU memory"}
-)
+EVERYTHING: frozenset[Feature] = frozenset(get_args(Feature))
 LOW: frozenset[Feature] = frozenset({"float32", "bfloat16", "float16"})
 
 
@@ -37,7 +35,13 @@ class Options:
     dtype: torch.dtype = torch.float32
     """The dtype of hidden, weight and bias, for calls that take it as an argument."""
 
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of a call's text beside hidden, weight, target and bias: none."""
+        return {}
 
+
+Made = TypeVar("Made")
 Returned = TypeVar("Returned")
 Loss = Callable[[Tensor, Tensor, Tensor, "Tensor | None", Options], Tensor]
 """`loss(hidden, weight, target, bias, options)`, of shapes (N, D), (V, D), (N,), (V,); `backward()` is called on it."""
@@ -89,20 +93,27 @@ class Adapter:
 
 
 def written(
-    name: str, imports: str, call: Callable[[Options], str], needs: str = "", switch: str = "", **about: Any
-) -> Adapter:
+    kind: Callable[..., Made],
+    name: str,
+    imports: str,
+    call: Callable[[Any], str],
+    needs: str = "",
+    switch: str = "",
+    **about: Any,
+) -> Made:
     """Return an adapter made from the text of its call, so that a reproduction shows exactly what was run.
 
-    `needs` is the module that it requires; `switch` is a statement to run before the imports and before every call.
+    `kind` is `Adapter` or `ScoreAdapter`. `needs` is the module that it requires; `switch` is a statement to run before
+    the imports and before every call.
     """
     evaluate = evaluator(imports, switch)
 
-    def loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-        value: Tensor = evaluate(call(options), {"hidden": hidden, "weight": weight, "target": target, "bias": bias})
-        return value
+    def function(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Any) -> Any:
+        variables = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, **options.variables}
+        return evaluate(call(options), variables)
 
     about.setdefault("why_not", lambda: why_missing(needs))
-    return Adapter(name, loss, imports="; ".join(filter(None, [switch, imports])), call=call, **about)
+    return kind(name, function, imports="; ".join(filter(None, [switch, imports])), call=call, **about)
 
 
 def evaluator(imports: str, switch: str = "") -> Callable[[str, Mapping[str, Any]], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -136,18 +137,20 @@ IN_FLOAT32 = "float64 is taken, and computed in float32"
 LIGER_OFFERS = frozenset({*LOW, "bias", "smoothing", "sum", "mean"})
 MEASURED = frozenset({"CPU memory"})
 
+written_loss = partial(written, Adapter)
+
 KNOWN: dict[str, Adapter] = {
     adapter.name: adapter
     for adapter in (
-        written("torch", F_ONLY, _torch, offers=EVERYTHING - {"chunks"}, note="the plain loss"),
-        written(
+        written_loss("torch", F_ONLY, _torch, offers=EVERYTHING - {"chunks"}, note="the plain loss"),
+        written_loss(
             "torch-chunked",
             F_ONLY,
             _chunked,
             note="`F.linear_cross_entropy` with its default options; with smoothing it makes all logits, and warns",
             why_not=_torch_has_it,
         ),
-        written(
+        written_loss(
             "torch-chunked-accurate",
             F_ONLY,
             _accurate,
@@ -155,7 +158,7 @@ KNOWN: dict[str, Adapter] = {
             "allow_retain_graph=True",
             why_not=_torch_has_it,
         ),
-        written(
+        written_loss(
             "liger",
             LIGER,
             _liger,
@@ -165,7 +168,7 @@ KNOWN: dict[str, Adapter] = {
             package="liger-kernel",
             why_not=why_no_liger,
         ),
-        written(
+        written_loss(
             "liger-float32",
             LIGER,
             _liger_float32,
@@ -175,7 +178,7 @@ KNOWN: dict[str, Adapter] = {
             package="liger-kernel",
             why_not=why_no_liger,
         ),
-        written(
+        written_loss(
             "cce",
             "import torch; from cut_cross_entropy import linear_cross_entropy",
             _cut,
@@ -184,7 +187,7 @@ KNOWN: dict[str, Adapter] = {
             note=f"{CUT_NOTE}; {IN_FLOAT32}",
             package="cut-cross-entropy",
         ),
-        written(
+        written_loss(
             "torchtune",
             f"{F_ONLY}; from torchtune.modules.loss import CEWithChunkedOutputLoss",
             _tune,
@@ -193,7 +196,7 @@ KNOWN: dict[str, Adapter] = {
             note=f"8 chunks, not compiled; a mean is what it has; {IN_FLOAT32}",
             package="torchtune",
         ),
-        written("seqpar", "import torch, seqpar", _formula, note="`linear_cross_entropy`", package="seqpar"),
+        written_loss("seqpar", "import torch, seqpar", _formula, note="`linear_cross_entropy`", package="seqpar"),
         Adapter("seqpar-engine", engine_loss, note="`LossCompute` with a generator of one's own", package="seqpar"),
     )
 }

@@ -27,9 +27,8 @@ from seqpar.testing.conformance.inputs import (
     truth,
 )
 from seqpar.testing.conformance.memory import Growth, growth, growth_finding
+from seqpar.testing.conformance.verdicts import ROUNDING, error_finding, second_backward_finding
 
-ROUNDING = 1e-6
-"""The relative difference allowed between two float32 gradients that should be equal."""
 PRODUCTS = {f"aten::{name}{suffix}" for name in ("mm", "addmm", "bmm", "baddbmm") for suffix in ("", "_")}
 HALF = 0.6
 """The fraction of the matrix products that may be left when half of the rows are ignored; ideally one half."""
@@ -70,14 +69,7 @@ def _shown_deviation(x: Inputs, worst: Deviation, times: float = 1) -> str:
 def _compared(x: Inputs, found: list[Deviation] | None = None) -> Finding:
     """Return the verdict on the worst number or gradient of the answer."""
     worst = (found or deviations(x))[0]
-    if math.isinf(worst.error):
-        return Finding("fail", f"{worst.label}: none, or not a number", _shown_deviation(x, worst))
-    size = f"{worst.error:.1e}"
-    if worst.plain and x.options.dtype != torch.float64:
-        size += f", {worst.error / worst.plain:.1f} x plain's"
-    if worst.of_allowed <= 1:
-        return Finding("pass", f"{worst.name} {size}")
-    return Finding("fail", f"{worst.label} off by {size}", _shown_deviation(x, worst))
+    return error_finding(worst, x.options.dtype, lambda: _shown_deviation(x, worst))
 
 
 def in_dtype(dtype: torch.dtype) -> Callable[[Adapter], Finding]:
@@ -148,19 +140,13 @@ def second_backward(adapter: Adapter) -> Finding:
     loss = x.loss(tensors)
     # With a factor, which an implementation that stores its gradients may apply to them once more
     x.backward(loss * FACTOR, retain_graph=True)
-    first = {name: t.grad.clone() for name, t in leaves(tensors).items() if t.grad is not None}
-    try:
-        (loss * FACTOR).backward()
-    except RuntimeError as raised:
-        return Finding("pass", f"raises {type(raised).__name__}")
-    # 2 g: `.grad` has the first gradient already and should have the same once more
-    off = {name: error(tensors[name].grad, 2 * g) for name, g in first.items()}
-    name = max(off, key=lambda n: off[n])
-    if off[name] <= ROUNDING:
-        return Finding("pass", "right")
-    twice = f"(loss * {FACTOR}).backward(retain_graph=True); first = {name}.grad.clone(); (loss * {FACTOR}).backward()"
-    shown = x.shown(twice, f"print(float({name}.grad.norm() / first.norm()))  # 2 is right; no error is raised")
-    return Finding("fail", f"{name} gradient off by {off[name]:.2g}, in silence", shown)
+
+    def shown(name: str) -> str:
+        backward = f"(loss * {FACTOR}).backward"
+        twice = f"{backward}(retain_graph=True); first = {name}.grad.clone(); {backward}()"
+        return x.shown(twice, f"print(float({name}.grad.norm() / first.norm()))  # 2 is right; no error is raised")
+
+    return second_backward_finding(leaves(tensors), lambda: (loss * FACTOR).backward(), shown)
 
 
 def accumulation(adapter: Adapter) -> Finding:

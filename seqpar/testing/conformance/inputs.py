@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.testing.conformance.adapter import Adapter, Options
-from seqpar.testing.conformance.finding import RaisedError
+from seqpar.testing.conformance.finding import Checked, RaisedError
 from seqpar.testing.plain_reference import plain_value_and_gradients
 
 TWICE = 2.0
@@ -47,25 +47,8 @@ class Inputs:
     @property
     def code(self) -> str:
         """Return the line of code that makes the tensors."""
-        n = self.rows
-        d = self.width
-        v = self.vocab_size
-        to = ""
-        if self.options.dtype != torch.float32:
-            to = f".to({self.options.dtype})"
-        bias = "None"
-        if "bias" in self.adapter.offers:
-            bias = f"torch.nn.Parameter(torch.randn({v}){to})"
-        lines = [
-            f"torch.manual_seed({self.seed})",
-            f"hidden = torch.randn({n}, {d}){to}.requires_grad_()",
-            # Divided by sqrt(d), the logits have a variance of 1 whatever the width
-            f"weight = torch.nn.Parameter((torch.randn({v}, {d}) / {d**0.5:g}){to})",
-            f"bias = {bias}",
-            f"target = torch.randint({v}, ({n},))",
-            self.change,
-            *(f"{name}.requires_grad_(False)" for name in self.frozen),
-        ]
+        lines = tensor_lines(self.adapter, self.rows, self.width, self.vocab_size, self.options.dtype, self.seed)
+        lines += [self.change, *(f"{name}.requires_grad_(False)" for name in self.frozen)]
         return "; ".join(filter(None, lines))
 
     @property
@@ -119,6 +102,24 @@ class Inputs:
     def plainly(self) -> Inputs:
         """Return the same problem with the plain loss of torch as the implementation."""
         return replace(self, adapter=replace(self.adapter, loss=plain_loss))
+
+
+def tensor_lines(adapter: Checked, rows: int, width: int, vocab_size: int, dtype: torch.dtype, seed: int) -> list[str]:
+    """Return the statements that make hidden, weight, bias (None if the adapter takes none) and target."""
+    to = ""
+    if dtype != torch.float32:
+        to = f".to({dtype})"
+    bias = "None"
+    if "bias" in adapter.offers:
+        bias = f"torch.nn.Parameter(torch.randn({vocab_size}){to})"
+    return [
+        f"torch.manual_seed({seed})",
+        f"hidden = torch.randn({rows}, {width}){to}.requires_grad_()",
+        # Divided by sqrt(width), the logits have a variance of 1 whatever the width
+        f"weight = torch.nn.Parameter((torch.randn({vocab_size}, {width}) / {width**0.5:g}){to})",
+        f"bias = {bias}",
+        f"target = torch.randint({vocab_size}, ({rows},))",
+    ]
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:

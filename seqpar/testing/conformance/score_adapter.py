@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from seqpar.linear.token_scores import TokenScores
-from seqpar.testing.conformance.adapter import evaluator, why_missing
 
 ScoreFeature = Literal[
     "float64",
@@ -31,27 +30,7 @@ ScoreFeature = Literal[
     "softcap",
     "CPU memory",
 ]
-ALL_SCORES: frozenset[ScoreFeature] = frozenset(
-    {
-        "float64",
-        "float32",
-        "bfloat16",
-        "float16",
-        "bias",
-        "chunks",
-        "gradients",
-        "ignored",
-        "entropy",
-        "entropy gradient",
-        "given classes",
-        "top-k",
-        "ties",
-        "temperature",
-        "token temperature",
-        "softcap",
-        "CPU memory",
-    }
-)
+ALL_SCORES: frozenset[ScoreFeature] = frozenset(get_args(ScoreFeature))
 
 
 @dataclass(frozen=True)
@@ -73,6 +52,11 @@ class ScoreOptions:
     """The size of a chunk, in rows or in classes, as the implementation cuts; None leaves it to the implementation."""
     dtype: torch.dtype = torch.float32
     """The dtype of hidden, weight and bias, for calls that take it as an argument."""
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of a call's text beside hidden, weight, target and bias."""
+        return {"temperature": self.temperature, "ids": self.ids}
 
 
 Scores = Callable[[Tensor, Tensor, Tensor, "Tensor | None", ScoreOptions], TokenScores]
@@ -123,24 +107,3 @@ class ScoreAdapter:
     def spec(self) -> str:
         """Return the name that `score_adapter_of` finds it by."""
         return self.where or self.name
-
-
-def written_scores(
-    name: str, imports: str, call: Callable[[ScoreOptions], str], needs: str = "", switch: str = "", **about: Any
-) -> ScoreAdapter:
-    """Return an adapter made from the text of its call, so that a reproduction shows exactly what was run.
-
-    `needs` is the module that it requires; `switch` is a statement to run before the imports and before every call.
-    """
-    evaluate = evaluator(imports, switch)
-
-    def scores(
-        hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: ScoreOptions
-    ) -> TokenScores:
-        variables = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
-        further = {"temperature": options.temperature, "ids": options.ids}
-        found: TokenScores = evaluate(call(options), {**variables, **further})
-        return found
-
-    about.setdefault("why_not", lambda: why_missing(needs))
-    return ScoreAdapter(name, scores, imports="; ".join(filter(None, [switch, imports])), call=call, **about)

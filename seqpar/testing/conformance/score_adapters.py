@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
-from seqpar.testing.conformance.adapter import LOW
+from seqpar.testing.conformance.adapter import LOW, written
 from seqpar.testing.conformance.adapters import CPU, CUT_BY, CUT_NOTE, F_ONLY, IN_FLOAT32, SWITCH, why_no_liger
 from seqpar.testing.conformance.score_adapter import ALL_SCORES, ScoreAdapter, ScoreFeature, ScoreOptions
-from seqpar.testing.conformance.score_adapter import written_scores as written
 
 # Each of these returns a piece of the text of a call. Text is what the reproduction of a failure shows, and the checks
 # evaluate that same text, so that a reproduction cannot differ from the run.
@@ -172,17 +173,19 @@ if CPU:
     ON_CPU = ", here in torch operations, which is its way without a supported GPU"
     IN_INTERPRETER = ", in Triton's interpreter"
 
+written_scores = partial(written, ScoreAdapter)
+
 KNOWN_SCORES: dict[str, ScoreAdapter] = {
     adapter.name: adapter
     for adapter in (
-        written(
+        written_scores(
             "torch",
             TORCH,
             plain,
             offers=ALL_SCORES - {"chunks", "ties"},
             note="log_softmax of all logits, gather, and -sum(p log p)",
         ),
-        written(
+        written_scores(
             "trl",
             f"{TORCH}; from trl.trainer.utils import selective_log_softmax, selective_log_softmax_and_entropy",
             _trl,
@@ -191,7 +194,7 @@ KNOWN_SCORES: dict[str, ScoreAdapter] = {
             note="`selective_log_softmax` and, with it, `entropy_from_logits`, of all logits",
             package="trl",
         ),
-        written(
+        written_scores(
             "trl-chunked",
             f"import torch; {OURS}; from trl.kernels import ChunkedLogProbFunction",
             _trl_chunked,
@@ -200,7 +203,7 @@ KNOWN_SCORES: dict[str, ScoreAdapter] = {
             note=f"`ChunkedLogProbFunction`, masked as in its trainers; a chunk is of classes{ON_CPU}; {IN_FLOAT32}",
             package="trl",
         ),
-        written(
+        written_scores(
             "liger",
             f"import torch; {OURS}; from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction",
             _liger,
@@ -210,7 +213,7 @@ KNOWN_SCORES: dict[str, ScoreAdapter] = {
             package="liger-kernel",
             why_not=why_no_liger,
         ),
-        written(
+        written_scores(
             "liger-selective",
             f"{TORCH}; from liger_kernel.ops.grpo_loss import fused_selective_log_softmax",
             _liger_selective,
@@ -220,7 +223,7 @@ KNOWN_SCORES: dict[str, ScoreAdapter] = {
             package="liger-kernel",
             why_not=why_no_liger,
         ),
-        written(
+        written_scores(
             "cce",
             f"import torch; {OURS}; from cut_cross_entropy import linear_cross_entropy",
             _cut,
@@ -229,7 +232,7 @@ KNOWN_SCORES: dict[str, ScoreAdapter] = {
             note=f"reduction='none', {CUT_NOTE}; {IN_FLOAT32}",
             package="cut-cross-entropy",
         ),
-        written(
+        written_scores(
             "verl",
             f"{TORCH}; from {VERL} import entropy_from_logits, logprobs_from_logits",
             _verl,
@@ -238,7 +241,7 @@ KNOWN_SCORES: dict[str, ScoreAdapter] = {
             note="`logprobs_from_logits` and `entropy_from_logits` of all logits",
             package="verl",
         ),
-        written(
+        written_scores(
             "verl-fused",
             f"import torch; {OURS}; from {VERL_FUSED} import FusedLinearForPPO",
             _verl_fused,
@@ -247,8 +250,8 @@ KNOWN_SCORES: dict[str, ScoreAdapter] = {
             note=f"`FusedLinearForPPO`; it always computes the entropy; {IN_FLOAT32}",
             package="verl",
         ),
-        written("seqpar", "import torch, seqpar", _seqpar, note="`token_scores`", package="seqpar"),
-        written(
+        written_scores("seqpar", "import torch, seqpar", _seqpar, note="`token_scores`", package="seqpar"),
+        written_scores(
             "seqpar-invariant",
             "import torch, seqpar",
             _invariant,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,14 +10,13 @@ from torch import Tensor
 
 from seqpar.testing.causes import FACTOR
 from seqpar.testing.conformance.finding import Check, Finding
-from seqpar.testing.conformance.inputs import GRADIENTS, Answer, Deviation, error, leaves
+from seqpar.testing.conformance.inputs import GRADIENTS, Answer, Deviation, leaves
 from seqpar.testing.conformance.memory import Growth, growth, growth_finding
 from seqpar.testing.conformance.score_adapter import ScoreAdapter, ScoreOptions
 from seqpar.testing.conformance.score_adapters import plain
 from seqpar.testing.conformance.score_inputs import ScoreInputs, asked, score_deviations, scored, true_scores
+from seqpar.testing.conformance.verdicts import error_finding, second_backward_finding
 
-ROUNDING = 1e-6
-"""The relative difference allowed between two float32 gradients that should be equal."""
 QUIET = 8
 """The number of tokens whose scores are looked at while the rest of the batch changes."""
 
@@ -26,14 +24,7 @@ QUIET = 8
 def _verdict(x: ScoreInputs, found: list[Deviation] | None = None, rows: str = "") -> Finding:
     """Return the verdict on the worst score or gradient; `rows` is the index of the rows that were looked at."""
     worst = (found or score_deviations(x))[0]
-    if math.isinf(worst.error):
-        return Finding("fail", f"{worst.label}: none, or not a number", _shown_deviation(x, worst, rows))
-    size = f"{worst.error:.1e}"
-    if worst.plain and x.options.dtype != torch.float64:
-        size += f", {worst.error / worst.plain:.1f} x plain's"
-    if worst.of_allowed <= 1:
-        return Finding("pass", f"{worst.name} {size}")
-    return Finding("fail", f"{worst.label} off by {size}", _shown_deviation(x, worst, rows))
+    return error_finding(worst, x.options.dtype, lambda: _shown_deviation(x, worst, rows))
 
 
 def _shown_deviation(x: ScoreInputs, worst: Deviation, rows: str = "") -> str:
@@ -249,21 +240,14 @@ def second_backward(adapter: ScoreAdapter) -> Finding:
     tensors = x.made()
     scores = x.scores(tensors)
     x.backward(scores, tensors, factor=FACTOR, retain_graph=True)
-    first = {name: t.grad.clone() for name, t in leaves(tensors).items() if t.grad is not None}
-    if not first:
+    if all(t.grad is None for t in leaves(tensors).values()):
         return Finding("fail", "no gradients at all", x.shown(f"{x.backward_code}; print(hidden.grad)"))
-    try:
-        x.loss(scores, tensors, FACTOR).backward()
-    except RuntimeError as raised:
-        return Finding("pass", f"raises {type(raised).__name__}")
-    # 2 g: `.grad` has the first gradient already and should have the same once more
-    off = {name: error(tensors[name].grad, 2 * g) for name, g in first.items()}
-    name = max(off, key=lambda n: off[n])
-    if off[name] <= ROUNDING:
-        return Finding("pass", "right")
-    loss = f"loss = {FACTOR} * ({x.loss_code}); loss.backward(retain_graph=True); first = {name}.grad.clone()"
-    shown = x.shown(loss, f"loss.backward(); print(float({name}.grad.norm() / first.norm()))  # 2 is right")
-    return Finding("fail", f"{name} gradient off by {off[name]:.2g}, in silence", shown)
+
+    def shown(name: str) -> str:
+        loss = f"loss = {FACTOR} * ({x.loss_code}); loss.backward(retain_graph=True); first = {name}.grad.clone()"
+        return x.shown(loss, f"loss.backward(); print(float({name}.grad.norm() / first.norm()))  # 2 is right")
+
+    return second_backward_finding(leaves(tensors), lambda: x.loss(scores, tensors, FACTOR).backward(), shown)
 
 
 def in_any_batch(adapter: ScoreAdapter) -> Finding:

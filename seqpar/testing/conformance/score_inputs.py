@@ -15,7 +15,16 @@ from torch import Tensor
 from seqpar.linear.token_scores import TokenScores
 from seqpar.testing.conformance.adapter import evaluator
 from seqpar.testing.conformance.finding import RaisedError
-from seqpar.testing.conformance.inputs import DRAWS, GRADIENTS, Answer, Deviation, as_float64, compared, leaves
+from seqpar.testing.conformance.inputs import (
+    DRAWS,
+    GRADIENTS,
+    Answer,
+    Deviation,
+    as_float64,
+    compared,
+    leaves,
+    tensor_lines,
+)
 from seqpar.testing.conformance.score_adapter import ScoreAdapter, ScoreOptions
 from seqpar.testing.conformance.score_adapters import TORCH, plain
 
@@ -49,22 +58,8 @@ class ScoreInputs:
     def code(self) -> str:
         """Return the line of code that makes the tensors."""
         n = self.rows
-        d = self.width
         v = self.vocab_size
-        to = ""
-        if self.options.dtype != torch.float32:
-            to = f".to({self.options.dtype})"
-        bias = "None"
-        if "bias" in self.adapter.offers:
-            bias = f"torch.nn.Parameter(torch.randn({v}){to})"
-        lines = [
-            f"torch.manual_seed({self.seed})",
-            f"hidden = torch.randn({n}, {d}){to}.requires_grad_()",
-            # Divided by sqrt(d), the logits have a variance of 1 whatever the width
-            f"weight = torch.nn.Parameter((torch.randn({v}, {d}) / {d**0.5:g}){to})",
-            f"bias = {bias}",
-            f"target = torch.randint({v}, ({n},))",
-        ]
+        lines = tensor_lines(self.adapter, n, self.width, v, self.options.dtype, self.seed)
         if self.temperature:
             lines.append(f"temperature = {self.temperature}")
         if self.given:
@@ -190,9 +185,8 @@ def plain_scores(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: ScoreOptions
 ) -> TokenScores:
     """Return the scores as they are usually written, in the dtype of the tensors, with 0 log 0 = 0."""
-    variables = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
-    further = {"temperature": options.temperature, "ids": options.ids}
-    found: TokenScores = plainly_evaluated(plain(options, reference=True), {**variables, **further})
+    variables = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, **options.variables}
+    found: TokenScores = plainly_evaluated(plain(options, reference=True), variables)
     return found
 
 

@@ -87,7 +87,7 @@ def test_training_validation_and_translation_see_single_subwords(tmp_path: Path)
     train(config)
     translator = load_translator(tmp_path / "run" / "last")
     sentences = ["At HTTPS://X.org now", "at https://y.org/1 now"]
-    assert all(number in ids for ids in source_ids(translator.source, translator.config, sentences, 99))
+    assert all(number in ids for ids in source_ids(translator.source, translator.config, sentences, config.decoding))
     assert finished(["<url1>!", "oh\n<url1> <url1>"], sentences, config)[1] == "oh https://y.org/1 https://y.org/1"
 
 

@@ -21,7 +21,8 @@ VOCAB = 50_257
 SETTINGS = {
     "ignored": -100, "gold_q": 0.9, "each": 0.1 / VOCAB, "excluded": 7, "classes": float(VOCAB), "kl_gold": 0.0,
     "kl_each": 0.0, "z_loss": 1e-4, "softcap": None, "temperature": 1.0, "GRADIENT": True, "V": VOCAB,
-    "WIDTH": aligned(VOCAB), "BLOCK": LARGEST_BLOCK, "weight_ptr": None, "weight_sum_ptr": None,
+    "WIDTH": aligned(VOCAB), "BLOCK": LARGEST_BLOCK, "weight_ptr": None, "weight_sum_ptr": None, "PICKS": 3,
+    "ENTROPY": True, "ARGBEST": True,
 }  # fmt: skip
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 
@@ -38,7 +39,7 @@ def compiled(kernel: Any, target: str, dtype: str) -> Any:
         if name in SETTINGS:
             signature[name], constants[(i,)] = "constexpr", SETTINGS[name]
             continue
-        pointers = {"x_ptr": narrow, "bias_ptr": narrow, "target_ptr": "*i64"}
+        pointers = {"x_ptr": narrow, "grad_ptr": narrow, "bias_ptr": narrow, "target_ptr": "*i64", "index_ptr": "*i64"}
         signature[name] = pointers.get(name, wide if name.endswith("_ptr") else "i32")
         if signature[name].startswith("*") or name == "x_stride":
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -68,6 +69,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
         ("_whole_rows", "gfx942", "bfloat16"),
         ("_part_sums", "sm_90", "bfloat16"),
         ("_part_gradient", "sm_90", "bfloat16"),
+        ("_score_sums", "sm_90", "bfloat16"),
+        ("_score_gradient", "sm_90", "bfloat16"),
     ],
 )
 def test_a_kernel_compiles_and_in_bfloat16_spills_nothing(kernel: str, target: str, dtype: str) -> None:
@@ -82,7 +85,7 @@ def test_a_kernel_compiles_and_in_bfloat16_spills_nothing(kernel: str, target: s
 
 
 if __name__ == "__main__":
-    from seqpar.kernels import triton_rows
+    from seqpar.kernels import triton_rows, triton_scores
 
-    made = compiled(getattr(triton_rows, sys.argv[1]), *sys.argv[2:])
+    made = compiled({**vars(triton_rows), **vars(triton_scores)}[sys.argv[1]], *sys.argv[2:])
     print(*(resources(made.asm["cubin"]) if "cubin" in made.asm else (len(made.asm["hsaco"]), 0)))

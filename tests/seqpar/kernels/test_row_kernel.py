@@ -1,7 +1,5 @@
 """The Triton kernels have the value and every gradient of the plain loss: on a GPU, else in Triton's interpreter."""
 
-import os
-from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -13,42 +11,21 @@ from torch import nn
 
 import seqpar
 from seqpar.kernels import row_kernel
-from seqpar.kernels.row_kernel import RowKernel, why_no_kernel
+from seqpar.kernels.row_kernel import why_no_kernel
 from seqpar.testing import assert_same_gradients, assert_same_results
 from seqpar.testing.ranks import ranks
 from seqpar.testing.strategies import vocabulary_splits
 from tests.seqpar.distributed.test_vocab_parallel import assert_answers, losses
 from tests.seqpar.distributed.vocab_cases import PLAIN
+from tests.seqpar.kernels.interpreted import BLOCKS, DEVICE, IN_RANKS, NUMPY_SAYS, kernels, moved
 from tests.seqpar.linear.linear_loss import linear_cases, plain_logits, plain_loss
 from tests.seqpar.linear.test_linear_cross_entropy import LEAVES
 from tests.seqpar.linear.test_low_precision import LOW, both_errors
 from tests.seqpar.recording import recorded
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXAMPLES = 60 if DEVICE == "cpu" else 15  # every other vocabulary is another kernel, which a GPU must compile
-BLOCKS = st.sampled_from([1, 4, row_kernel.LARGEST_BLOCK])
-"""Classes at once: every row in many steps, in some, in one."""
 
-# numpy says what a GPU does not: that -inf minus -inf is nan, or that an exponential is 0
-pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow|underflow) :RuntimeWarning")
-
-
-@contextmanager
-def kernels():
-    """On the CPU they run in Triton's interpreter; yields how often one was launched."""
-    launched, launch = [], RowKernel._launch
-
-    def counting(self, kernel, *arguments, **keywords):
-        launched.append(kernel.__name__)
-        launch(self, kernel, *arguments, **keywords)
-
-    interpreted = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}
-    with patch.dict(os.environ, interpreted), patch.object(RowKernel, "_launch", counting):
-        yield launched
-
-
-def moved(tensors):
-    return {n: t.detach().to(DEVICE).requires_grad_(t.requires_grad) for n, t in tensors.items()}
+pytestmark = pytest.mark.filterwarnings(NUMPY_SAYS)
 
 
 @settings(max_examples=EXAMPLES)
@@ -126,7 +103,7 @@ def test_a_vocabulary_shard_has_its_part_of_the_gradient(data):
     for rows, (_, launched) in zip(split, per_rank, strict=True):
         assert set(launched) <= {"_part_sums", "_part_gradient"}
         kept = (case.tensors()["target"] != case.padding).any()
-        assert bool(launched) == bool(rows and kept)
+        assert bool(launched) == bool(rows and kept and IN_RANKS)
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -161,20 +138,6 @@ def test_a_hidden_state_that_is_no_number_is_seen_in_the_loss():
     with kernels():
         loss = seqpar.linear_cross_entropy(hidden, weight, torch.zeros(3, dtype=torch.int64, device=DEVICE))
     assert loss.total.isnan()
-
-
-def test_token_scores_need_no_kernel_and_their_backward_has_one():
-    torch.manual_seed(0)
-    hidden = torch.randn(5, 4, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    weight = torch.randn(7, 4, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    target = torch.randint(7, (5,), device=DEVICE)
-    with kernels() as launched:
-        assert_same_gradients(
-            lambda: seqpar.token_scores(hidden, weight, target, chunk_tokens=2).log_prob.square().sum(),
-            lambda: (hidden @ weight.t()).log_softmax(-1).gather(1, target[:, None]).square().sum(),
-            {"hidden": hidden, "weight": weight},
-        )
-    assert launched == ["_whole_rows"] * 3
 
 
 def test_the_engine_takes_the_kernel_and_says_so():

@@ -89,7 +89,7 @@ def weighted(scores: seqpar.TokenScores, seed: int, used: str = "all") -> Tensor
     random = torch.Generator().manual_seed(seed)
 
     def factors(t):
-        return torch.randn(t.shape, dtype=torch.float64, generator=random)
+        return torch.randn(t.shape, dtype=torch.float64, generator=random).to(t.device)
 
     if getattr(scores, used, 0) is None:
         used = "all"
@@ -100,3 +100,29 @@ def weighted(scores: seqpar.TokenScores, seed: int, used: str = "all") -> Tensor
             weighted_score = (score * factors(score)).sum()
             total = total + weighted_score if used in ("all", name) else total
     return total
+
+
+def assert_scores(found: seqpar.TokenScores, plain: seqpar.TokenScores, ignored: Tensor) -> None:
+    """Each score is the plain one, and 0, or class -1, where the target is ignored."""
+    for name, score in found._asdict().items():
+        expected = getattr(plain, name)
+        assert (score is None) == (expected is None), name
+        if score is None:
+            continue
+        assert score.shape == expected.shape
+        if name == "top_ids":
+            _assert_same_classes(score, expected, plain.top_log_probs)
+            assert (score[ignored] == -1).all()
+        else:
+            torch.testing.assert_close(score, expected, rtol=1e-12, atol=1e-12)
+            assert (score[ignored] == 0).all()
+
+
+def _assert_same_classes(ids, expected, log_probs):
+    """Classes whose log-probabilities differ by rounding alone may change places."""
+    near = torch.zeros_like(ids, dtype=torch.bool)
+    close = (log_probs.diff(dim=-1).abs() < 1e-12) & (log_probs.diff(dim=-1) != 0)
+    near[..., 1:] |= close
+    near[..., :-1] |= close
+    if not near.any():
+        assert torch.equal(ids, expected)

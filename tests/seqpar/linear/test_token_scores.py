@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import seqpar
 from seqpar.testing import assert_same_gradients
-from tests.seqpar.linear.score_cases import plain_scores, score_cases, weighted
+from tests.seqpar.linear.score_cases import assert_scores, plain_scores, score_cases, weighted
 
 USED = st.sampled_from(["all", "all", "log_prob", "entropy", "log_probs_at"])
 CHUNKS = st.sampled_from([None, 1, 2, 3, 7, 100])
@@ -59,29 +59,7 @@ def test_each_score_is_the_plain_one_and_0_where_ignored(case, invariant):
     options = case.options
     found = seqpar.token_scores(**tensors, **options, batch_invariant=invariant)
     plain = plain_scores(**tensors, **options)
-    ignored = tensors["target"] == case.linear.padding
-    for name, score in found._asdict().items():
-        expected = getattr(plain, name)
-        assert (score is None) == (expected is None), name
-        if score is None:
-            continue
-        assert score.shape == expected.shape
-        if name == "top_ids":
-            _assert_same_classes(score, expected, plain.top_log_probs)
-            assert (score[ignored] == -1).all()
-        else:
-            torch.testing.assert_close(score, expected, rtol=1e-12, atol=1e-12)
-            assert (score[ignored] == 0).all()
-
-
-def _assert_same_classes(ids, expected, log_probs):
-    """Classes whose log-probabilities differ by rounding alone may change places."""
-    near = torch.zeros_like(ids, dtype=torch.bool)
-    close = (log_probs.diff(dim=-1).abs() < 1e-12) & (log_probs.diff(dim=-1) != 0)
-    near[..., 1:] |= close
-    near[..., :-1] |= close
-    if not near.any():
-        assert torch.equal(ids, expected)
+    assert_scores(found, plain, tensors["target"] == case.linear.padding)
 
 
 def test_equal_log_probabilities_go_to_the_lower_class():

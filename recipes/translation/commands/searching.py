@@ -1,0 +1,175 @@
+"""The options of `translate` that say how to search: what they may be, and which of them do not go together."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.commands.arguments import count, load, path
+from recipes.translation.data.lines import read_lines
+from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.search_options import Sampling, SearchOptions
+
+if TYPE_CHECKING:
+    from recipes.translation.processes.ranks import Ranks
+    from recipes.translation.run_folder.checkpoint import Translator
+
+
+def add_search_options(parser: argparse.ArgumentParser) -> None:
+    search = parser.add_argument_group("the search")
+    search.add_argument("--n-best", metavar="N", type=count, help="print the N best translations of each sentence")
+    search.add_argument("--scores", action="store_true", help="print each translation's score and log-probability")
+    search.add_argument("--min-length", metavar="N", type=count, help="fewest subwords of a translation (default: 0)")
+    search.add_argument(
+        "--no-repeat-ngram",
+        metavar="N",
+        type=count,
+        help="no N subwords occur twice in a row of a translation (default: all may repeat)",
+    )
+    search.add_argument(
+        "--prefixes", metavar="FILE", type=path, help="how each translation begins: a line for each sentence, or empty"
+    )
+    search.add_argument(
+        "--constraints",
+        metavar="FILE",
+        type=path,
+        help="words or phrases that each translation must contain: a line for each sentence, separated by tabs, or "
+        "empty; --beam 10 or more is advised",
+    )
+    search.add_argument(
+        "--ensemble",
+        metavar="FOLDER",
+        type=path,
+        action="append",
+        help="another run that translates together with --run; can be given several times",
+    )
+    draw = parser.add_argument_group("sampling")
+    draw.add_argument(
+        "--sample",
+        metavar="N",
+        type=count,
+        help="draw N translations of each sentence instead of searching for the best",
+    )
+    draw.add_argument(
+        "--temperature", metavar="X", type=positive, help="divides the logits before the draw (default: 1)"
+    )
+    draw.add_argument("--top-k", metavar="N", type=count, help="draw from the N most probable subwords (default: all)")
+    draw.add_argument(
+        "--top-p",
+        metavar="X",
+        type=share,
+        help="draw from the most probable subwords that have this much of the probability (default: 1)",
+    )
+    draw.add_argument("--seed", metavar="N", type=whole, help="another seed draws other translations (default: 0)")
+
+
+def positive(word: str) -> float:
+    number = as_number(word)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number above 0")
+    return number
+
+
+def share(word: str) -> float:
+    number = as_number(word)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number above 0 and at most 1")
+    return number
+
+
+def whole(word: str) -> int:
+    if not (word.isascii() and word.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 0 up")
+    return int(word)
+
+
+def as_number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        return math.nan
+
+
+def clashing(options: argparse.Namespace) -> str | None:
+    """Return why options do not go together; None if they do."""
+    drawing = ("temperature", "top_k", "top_p", "seed")
+    searching = ("n_best", "beam", "length_penalty", "length_norm", "constraints")
+    for name in drawing:
+        if getattr(options, name) is not None and not options.sample:
+            return f"{option(name)} has no effect on a search: add --sample N, or leave it out"
+    for name in searching:
+        if getattr(options, name) is not None and options.sample:
+            return f"{option(name)} has no effect on --sample, which does not search: leave one of them out"
+    return None
+
+
+def option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def search_options(options: argparse.Namespace) -> SearchOptions:
+    """Read the options and the files that they name."""
+    prefixes = None
+    if options.prefixes:
+        prefixes = read_lines(Path(options.prefixes))
+    constraints = None
+    if options.constraints:
+        constraints = phrases_in(read_lines(Path(options.constraints)), options.constraints)
+    sampling = None
+    if options.sample:
+        sampling = Sampling(
+            options.sample,
+            temperature=options.temperature or 1.0,
+            top_k=options.top_k,
+            top_p=options.top_p or 1.0,
+            seed=options.seed or 0,
+        )
+    return SearchOptions(
+        n_best=options.n_best or 1,
+        min_length=options.min_length or 0,
+        no_repeat_ngram=options.no_repeat_ngram or 0,
+        prefixes=prefixes,
+        constraints=constraints,
+        sampling=sampling,
+    )
+
+
+def phrases_in(lines: list[str], where: str) -> list[list[str]]:
+    """Split lines at tabs into phrases; an empty line has none. Raises DataError for an empty phrase."""
+    found = []
+    for number, line in enumerate(lines, start=1):
+        phrases = []
+        if line.strip():
+            phrases = [phrase.strip() for phrase in line.split("\t")]
+        if "" in phrases:
+            raise DataError(f"{where}: line {number:,} has nothing before, between or after its tabs: remove a tab")
+        found.append(phrases)
+    return found
+
+
+def load_ensemble(options: argparse.Namespace, ranks: Ranks) -> Translator:
+    """Read the model of --run and those of --ensemble, which must have the same subwords."""
+    first = load(options, ranks)
+    others = [load(argparse.Namespace(**{**vars(options), "run": run}), ranks) for run in options.ensemble or []]
+    for run, other in zip(options.ensemble or [], others, strict=True):
+        check_same_subwords(options.run, first, run, other)
+    return replace(first, others=tuple(other.model for other in others))
+
+
+def check_same_subwords(run: str, first: Translator, other_run: str, other: Translator) -> None:
+    """Raise CheckpointError unless two models translate from and to the same subwords."""
+    facts = {
+        "source subwords": (first.source.serialized(), other.source.serialized()),
+        "target subwords": (first.target.serialized(), other.target.serialized()),
+        "subwords.lowercase": (first.config.subwords.lowercase, other.config.subwords.lowercase),
+    }
+    for name, (here, there) in facts.items():
+        if here != there:
+            raise CheckpointError(
+                f"--ensemble {other_run} has other {name} than {run}: the models of an ensemble share their subwords, "
+                "as runs with the same data and settings of subwords do"
+            )

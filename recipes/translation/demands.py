@@ -1,0 +1,61 @@
+"""Beginnings and phrases of translations, from text to subwords."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+
+from models import Phrase
+from recipes.translation.run_folder.checkpoint import Translator
+
+BLANK = "▁"
+"""What sentencepiece writes for a blank; a piece that begins with it begins a word."""
+
+
+def prefix_ids(translator: Translator, prefixes: Sequence[str]) -> list[list[int]]:
+    """Return the subwords of each beginning."""
+    return translator.target.encode([cased(translator, prefix) for prefix in prefixes])
+
+
+def phrases_of(translator: Translator, constraints: Sequence[Sequence[str]]) -> list[list[Phrase]]:
+    """Return each sentence's phrases as subwords.
+
+    Where the last character has an upper and a lower case, or is a digit, the phrase must end where a word ends.
+    Other scripts need not separate words, so there the subwords alone decide, without a blank before the first.
+    """
+    pieces = translator.target.pieces()
+    blank = [number for number, piece in enumerate(pieces) if piece == BLANK]
+    found = []
+    for texts in constraints:
+        phrases = []
+        for text, ids in zip(texts, translator.target.encode([cased(translator, text) for text in texts]), strict=True):
+            if ids[0] in blank and len(ids) > 1 and not in_words(text[0]):
+                ids = ids[1:]
+            phrases.append(Phrase(ids, whole=in_words(text[-1])))
+        found.append(phrases)
+    return found
+
+
+def word_boundaries(translator: Translator) -> list[int]:
+    """Return the subwords that do not continue the word before them."""
+    return [number for number, piece in enumerate(translator.target.pieces()) if begins_anew(piece)]
+
+
+def begins_anew(piece: str) -> bool:
+    """Return whether a piece begins a word, or with a punctuation mark or symbol."""
+    # <s>, and <0xC3>, the byte of any character: control pieces and bytes may continue a word
+    if len(piece) > 1 and piece.startswith("<") and piece.endswith(">"):
+        return False
+    return piece.startswith(BLANK) or unicodedata.category(piece[0])[0] in "PSZ"
+
+
+def in_words(character: str) -> bool:
+    """Return whether a character is of a script that separates its words."""
+    return character.isdecimal() or character.lower() != character.upper()
+
+
+def cased(translator: Translator, text: str) -> str:
+    """Return the text as the model's own translations are written."""
+    if translator.config.subwords.lowercase:
+        return text.lower()
+    return text

@@ -1,0 +1,97 @@
+"""An ensemble translates with the mean of its models' probabilities; one model is an ensemble of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models import EncoderDecoder, beam_search, evaluating, greedy, sample
+from models.ensemble import logits_of
+from tests.models.examples import BOS, EOS, batch, pad_to, random_batch, small_transformer
+from tests.models.plain_search import next_log_probabilities, plain_beam_search, same
+
+# Models of different sizes: they share the vocabulary and nothing else
+MODELS = [
+    small_transformer(10, vocab=7, spread=1.2),
+    small_transformer(11, vocab=7, spread=1.2, norm="post", d_model=8, d_ff=12, heads=2),
+    small_transformer(12, vocab=7, spread=1.2, decoder_layers=1),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_pieces() -> Iterator[None]:
+    """What is done piece by piece for speed has several pieces here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("models.cache.FIRST_ROOM", 1)
+        patch.setattr("models.candidates.LOGITS_BYTES", 500)
+        yield
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    src=batch(vocab=7),
+    size=st.integers(2, 3),
+    beam=st.integers(1, 3),
+    limit=st.integers(1, 7),
+)
+def test_an_ensemble_searches_with_the_mean_of_its_models_probabilities(
+    src: list[list[int]], size: int, beam: int, limit: int
+) -> None:
+    models, ids = MODELS[:size], pad_to(src, max(map(len, src)))
+    found = beam_search(models, ids, bos=BOS, eos=EOS, beam=beam, n_best=beam, max_length=limit)
+    same(found, [plain_beam_search(models, one, beam, beam, 0.6, limit) for one in src])
+    if beam == 1:
+        assert [row[0].tokens for row in found] == greedy(models, ids, bos=BOS, eos=EOS, max_length=limit)
+
+
+def test_its_logits_are_the_logarithm_of_the_mean_probability() -> None:
+    hidden = [torch.randn(4, model.generator.in_features, dtype=torch.float64) for model in MODELS]
+    with torch.no_grad():
+        mean = sum(model.generator(one).softmax(-1) for model, one in zip(MODELS, hidden, strict=True)) / 3
+        torch.testing.assert_close(logits_of(MODELS, hidden), mean.log(), rtol=1e-13, atol=1e-13)
+        # Far apart, where the sum of the probabilities would be 0 in floating point
+        far = [one * 300 for one in hidden]
+        assert logits_of(MODELS, far).isfinite().all()
+
+
+def test_samples_of_an_ensemble_are_scored_by_the_ensemble() -> None:
+    (found,) = sample(MODELS, torch.tensor([[3, 4]]), bos=BOS, eos=EOS, seeds=[5], samples=6, max_length=4)
+    for hypothesis in found:
+        ids = [*hypothesis.tokens, EOS][:4]
+        steps = [next_log_probabilities(MODELS, [3, 4], ids[:step])[token] for step, token in enumerate(ids)]
+        assert hypothesis.score == pytest.approx(sum(steps), rel=1e-12)
+
+
+def test_one_model_in_a_list_and_a_model_beside_itself_search_as_it_does_alone() -> None:
+    model, src = MODELS[0], random_batch(1, vocab=7)
+    alone = beam_search(model, src, bos=BOS, eos=EOS, n_best=2)
+    assert beam_search([model], src, bos=BOS, eos=EOS, n_best=2) == alone
+    same(beam_search([model, model], src, bos=BOS, eos=EOS, n_best=2), alone)
+
+
+def test_every_model_of_an_ensemble_is_evaluated_and_left_as_it_was() -> None:
+    models = [small_transformer(seed, vocab=7, dropout=0.5).train() for seed in range(2)]
+    with evaluating(models):
+        assert not any(module.training for model in models for module in model.modules())
+    assert all(module.training for model in models for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ([], "the ensemble has no models"),
+        ([MODELS[0], small_transformer(vocab=8)], "model 1 of the ensemble has source vocabulary 8, model 0 has 7"),
+        (
+            [MODELS[0], MODELS[1], small_transformer(vocab=7).to("meta")],
+            "model 2 of the ensemble has device meta, model 0 has cpu",
+        ),
+    ],
+)
+def test_models_that_do_not_belong_together_are_refused(models: list[EncoderDecoder], message: str) -> None:
+    for search in (greedy, beam_search):
+        with pytest.raises(ValueError, match=message):
+            search(models, random_batch(1, vocab=7), bos=BOS, eos=EOS)

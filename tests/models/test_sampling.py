@@ -1,0 +1,190 @@
+"""Samples have the distribution that was asked for, and a sentence's samples are its own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models import MinimumLength, greedy, sample
+from models.sampling import draw
+from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, small_transformer
+from tests.models.plain_search import next_log_probabilities
+
+MODEL = small_transformer(2, vocab=7, spread=1.2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_pieces() -> Iterator[None]:
+    """The logits of a step come in several blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("models.candidates.LOGITS_BYTES", 200)
+        yield
+
+
+def truncated(logp: list[float], temperature: float, top_k: int | None, top_p: float) -> list[float]:
+    """The distribution to sample from, as the papers describe it: one token after the other."""
+    weights = {token: math.exp(value / temperature) for token, value in enumerate(logp)}
+    order = sorted(weights, key=lambda token: -weights[token])[:top_k]
+    total = sum(weights[token] for token in order)
+    kept: dict[int, float] = {}
+    for token in order:
+        if sum(kept.values()) >= top_p:
+            break
+        kept[token] = weights[token] / total
+    return [kept.get(token, 0.0) / sum(kept.values()) for token in range(len(logp))]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    logits=st.lists(
+        st.integers(-32, 32).map(lambda eighths: eighths / 8) | st.just(-math.inf), min_size=1, max_size=9, unique=True
+    ).filter(lambda row: max(row) > -math.inf),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    top_k=st.none() | st.integers(1, 10),
+    top_p=st.sampled_from([0.05, 0.4, 0.77, 0.95, 1.0]),
+)
+def test_evenly_spaced_uniform_numbers_draw_each_token_as_often_as_it_is_probable(
+    logits: list[float], temperature: float, top_k: int | None, top_p: float
+) -> None:
+    count = 2_000
+    uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    rows = torch.tensor(logits, dtype=torch.float64).expand(count, -1)
+    drawn = Counter(draw(rows, uniform, temperature, top_k, top_p).tolist())
+    for token, probability in enumerate(truncated(logits, temperature, top_k, top_p)):
+        # A token's part of [0, 1) contains its length times `count` of the points, give or take one
+        assert abs(drawn[token] - probability * count) <= 1 + 1e-6
+        assert probability > 0 or not drawn[token]
+
+
+def test_no_uniform_number_draws_a_token_without_probability() -> None:
+    logits = torch.tensor([[-math.inf, 0.3, 1.7, -math.inf]], dtype=torch.float64)
+    assert draw(logits, torch.tensor([0.0], dtype=torch.float64), 1.0, None, 1.0).item() == 1
+    assert draw(logits, torch.tensor([1 - 2**-53], dtype=torch.float64), 1.0, None, 1.0).item() == 2
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, None, 1.0), (2.0, 3, 0.9)])
+def test_whole_translations_have_their_probability(temperature: float, top_k: int | None, top_p: float) -> None:
+    model, src, count, limit = small_transformer(4, vocab=6), [3, 5], 2_000, 3
+    expected: dict[tuple[int, ...], float] = {}
+    real = [token for token in range(6) if token not in (PAD, BOS, EOS)]
+    distribution = {}
+    for length in range(limit):
+        for prefix in itertools.product(real, repeat=length):
+            logp = next_log_probabilities([model], src, list(prefix))
+            logp[PAD] = logp[BOS] = -math.inf
+            distribution[prefix] = truncated(logp, temperature, top_k, top_p)
+    for length in range(limit + 1):
+        for tokens in itertools.product(real, repeat=length):
+            ids = [*tokens, EOS][:limit]
+            steps = [distribution[tokens[:step]][token] for step, token in enumerate(ids)]
+            expected[tokens] = math.prod(steps)
+    assert sum(expected.values()) == pytest.approx(1)
+    (found,) = sample(
+        model,
+        torch.tensor([src]),
+        bos=BOS,
+        eos=EOS,
+        seeds=[1],
+        samples=count,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        max_length=limit,
+    )
+    drawn = Counter(tuple(hypothesis.tokens) for hypothesis in found)
+    possible = [tokens for tokens, probability in expected.items() if probability > 0]
+    assert set(drawn) <= set(possible)
+    statistic = sum((drawn[one] - count * expected[one]) ** 2 / (count * expected[one]) for one in possible)
+    freedom = len(possible) - 1
+    # Chi-square, mean `freedom` and variance twice that: four standard deviations, always with the same seed
+    assert statistic < freedom + 4 * math.sqrt(2 * freedom)
+
+
+@settings(deadline=None, max_examples=15)
+@given(src=batch(vocab=7), extra=st.integers(0, 2), samples=st.integers(1, 3), data=st.data())
+def test_a_sentences_samples_depend_on_its_seed_alone(
+    src: list[list[int]], extra: int, samples: int, data: st.DataObject
+) -> None:
+    seeds = data.draw(st.lists(st.integers(), min_size=len(src), max_size=len(src)))
+    together = sample(MODEL, pad_to(src, 6 + extra), bos=BOS, eos=EOS, seeds=seeds, samples=3, temperature=1.5)
+    for one, seed, drawn in zip(src, seeds, together, strict=True):
+        (alone,) = sample(MODEL, torch.tensor([one]), bos=BOS, eos=EOS, seeds=[seed], samples=samples, temperature=1.5)
+        assert [h.tokens for h in alone] == [h.tokens for h in drawn[:samples]]
+
+
+def test_the_samples_of_a_sentence_differ_and_so_do_those_of_two_seeds() -> None:
+    src = torch.tensor([[3, 4, 5]] * 2)
+    found = sample(MODEL, src, bos=BOS, eos=EOS, seeds=[1, 2], samples=8, temperature=2.0)
+    tokens = [[tuple(h.tokens) for h in row] for row in found]
+    assert len(set(tokens[0])) > 4
+    assert tokens[0] != tokens[1]
+
+
+@pytest.mark.parametrize("truncation", [{}, {"temperature": 0.4}, {"top_k": 2}, {"top_p": 0.6}])
+def test_scores_are_log_probabilities_under_the_model_whatever_was_truncated(truncation: dict[str, float]) -> None:
+    src, limit = [[3, 4, 5], [6]], 5
+    rules = [MinimumLength(2, EOS)]
+    found = sample(
+        MODEL,
+        pad_to(src, 4),
+        bos=BOS,
+        eos=EOS,
+        seeds=[3, 4],
+        samples=4,
+        rules=rules,
+        max_length=limit,
+        **truncation,  # type: ignore[arg-type]
+    )
+    for one, row in zip(src, found, strict=True):
+        for hypothesis in row:
+            ids = [*hypothesis.tokens, EOS][:limit]
+            steps = [next_log_probabilities([MODEL], one, ids[:step])[token] for step, token in enumerate(ids)]
+            assert hypothesis.log_probability == pytest.approx(sum(steps), rel=1e-12)
+            assert hypothesis.score == hypothesis.log_probability
+            assert len(hypothesis.tokens) >= 2
+
+
+def test_from_the_most_probable_token_alone_sampling_is_greedy() -> None:
+    src = random_batch(1, vocab=7)
+    expected = greedy(MODEL, src, bos=BOS, eos=EOS)
+    for truncation in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-4}):
+        found = sample(MODEL, src, bos=BOS, eos=EOS, seeds=range(5), **truncation)  # type: ignore[arg-type]
+        assert [row[0].tokens for row in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0.0}, "temperature is 0.0, not above 0"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"top_k": 0}, "top_k is 0, below 1"),
+        ({"top_p": 0.0}, r"top_p is 0.0, outside \(0, 1\]"),
+        ({"top_p": 1.5}, r"top_p is 1.5, outside"),
+        ({"samples": 0}, "samples is 0, below 1"),
+        ({"seeds": [1, 2]}, "2 seeds were given for 5 sentences"),
+        ({"max_length": 0}, "max_length is 0"),
+    ],
+)
+def test_sampling_that_cannot_work_is_an_error(settings: dict[str, object], message: str) -> None:
+    arguments = {"seeds": [0] * 5, **settings}
+    with pytest.raises(ValueError, match=message):
+        sample(MODEL, random_batch(1, vocab=7), bos=BOS, eos=EOS, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_models_are_sampled(dtype: torch.dtype) -> None:
+    model, src = small_transformer(5, vocab=7).to(dtype), random_batch(1, vocab=7)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        found = sample(model, src, bos=BOS, eos=EOS, seeds=range(5), top_p=0.9)
+    assert all(math.isfinite(row[0].score) for row in found)
+
+
+def test_an_empty_batch_has_no_samples() -> None:
+    assert sample(MODEL, torch.zeros(0, 3, dtype=torch.long), bos=BOS, eos=EOS, seeds=[]) == []
