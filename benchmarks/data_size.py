@@ -76,6 +76,7 @@ def measured(folder: str, pairs: int) -> dict[str, float]:
     from_start = steps.after(0, 0)
     next(from_start)
     ready = time.monotonic()
+    used = time.process_time()
     for _ in range(BATCHES):
         next(from_start)
     read = time.monotonic()
@@ -89,6 +90,7 @@ def measured(folder: str, pairs: int) -> dict[str, float]:
         "corpus": loaded - imported,
         "first batch": ready - loaded,
         "ready": ready - began,
+        "ready, CPU": used,
         "one batch": (read - ready) / BATCHES,
         "resume": resumed - read,
         "batches": len(corpus.train),

@@ -140,9 +140,7 @@ class TokenBatches:
         target lengths still has similar source lengths as well.
         """
         base = int(self._source_lengths.max(initial=0)) + 1
-        both, inverse = numpy.unique(
-            self._target_lengths.astype(numpy.int64) * base + self._source_lengths, return_inverse=True
-        )
+        both, inverse = _distinct(self._target_lengths.astype(numpy.int64) * base + self._source_lengths)
         target_lengths, source_lengths = numpy.divmod(both, base)
         direction = numpy.where(target_lengths % 2 == 0, -1, 1)
         order = numpy.lexsort((direction * source_lengths, -target_lengths))
@@ -182,6 +180,20 @@ class TokenBatches:
                     continue
                 position += min(max(more, 1), end - position)
         return cuts
+
+
+def _distinct(numbers: Array) -> tuple[Array, Array]:
+    """Return what `numpy.unique(numbers, return_inverse=True)` does, for numbers from 0 up, without sorting them."""
+    if int(numbers.max(initial=0)) > TABLE:
+        return numpy.unique(numbers, return_inverse=True)
+    found = numpy.flatnonzero(numpy.bincount(numbers))
+    places = numpy.zeros(TABLE + 1, dtype=numpy.int32)
+    places[found] = numpy.arange(len(found))
+    return found, places[numbers]
+
+
+TABLE = 1 << 20
+"""The largest number for which a table is faster than a sort: some thousand subwords on either side."""
 
 
 def _lengths(side: Sequence[Ids]) -> Array:
