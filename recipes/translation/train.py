@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
 from pathlib import Path
 
 import numpy
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 import seqpar
+from models import EncoderDecoder
 from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
@@ -24,6 +26,7 @@ from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals, TrainingError
 from recipes.translation.run_folder.checkpoint import (
     WEIGHTS,
+    SavedTraining,
     TrainingState,
     Translator,
     build_model,
@@ -36,8 +39,13 @@ from recipes.translation.run_folder.checkpoint import (
 from recipes.translation.run_folder.kept_models import keep_model
 from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.run_folder.resume import begin, check_same_data, flat
-from recipes.translation.settings.config import RunConfig, TrainingConfig
+from recipes.translation.run_folder.start import run_subwords, starting_weights
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.training.best import note_validation, out_of_patience
+from recipes.translation.training.ema import WeightAverage
+from recipes.translation.training.frozen import freeze
 from recipes.translation.training.layout import Axes, Layout, axes_of, devices_of
+from recipes.translation.training.outliers import Outliers
 from recipes.translation.training.progress import Metrics, Progress
 from recipes.translation.training.schedule import learning_rate
 from recipes.translation.training.summary import Summary, summarize
@@ -77,27 +85,25 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
     if settings.threads:
         torch.set_num_threads(settings.threads)
 
-    corpus = load_corpus(config, ranks)
+    corpus = load_corpus(config, ranks, run_subwords)
     ranks.agree({"the training and validation data": corpus.fingerprint})
     state = saved.state if saved else TrainingState(data=corpus.fingerprint)
     check_same_data(corpus, saved, run)
-    # Every rank draws the same weights, so that none need be sent
-    torch.manual_seed(settings.seed)
-    model = build_model(sizes, corpus.source, corpus.target).to(WEIGHTS[settings.precision])
-    if saved:
-        fill_model(model, saved.weights, run / "last")
-        check_moments(model, saved, run / "last")
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    model = first_model(config, corpus, saved, ranks)
+    size = size_of(model)
     layout = Layout(model, config, axes, devices, ranks)
     # After the layout, which replaces the parameters that it splits or shards
     optimizer = torch.optim.Adam(model.parameters(), betas=settings.betas, eps=1e-9, fused=True)
+    average = WeightAverage(layout, settings.ema)
     if saved:
         layout.fill_moments(optimizer, saved.moments)
-    announce(config, parameters, corpus, layout, state)
+        average.fill(saved.averages, run / "last")
+    announce(config, size, corpus, layout, state)
 
     steps = Steps(corpus.train, settings.accumulate, layout.data_rank, layout.data_ranks, layout.device)
     batches = steps.after(state.epoch, state.batch)
     metrics = Metrics(run / "metrics.jsonl" if ranks.is_main else None, after_step=state.step)
+    outliers = Outliers(metrics.records())
     stopped_by = None
     with StopSignals(ranks.world > 1) as stop, metrics, Progress(state, settings.steps) as progress:
         while state.step < settings.steps and not out_of_patience(state, settings):
@@ -122,28 +128,57 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
+            average.update(state.step + 1)
 
             tokens = int(loss.tokens)
             state.step += 1
             state.tokens += tokens
             progress.step_done(state, loss=loss_mean, tokens=tokens)
-            metrics.write(step=state.step, loss=loss_mean, learning_rate=rate, gradient_norm=norm, tokens=tokens)
+            outliers.judge(loss=loss_mean, gradient_norm=norm)
+            progress.say(*outliers.lines(state.step))
+            record = {"loss": loss_mean, "learning_rate": rate, "gradient_norm": norm, "tokens": tokens}
+            metrics.write(step=state.step, **record, **outliers.record())
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
-                translator, moments = good_state(config, corpus, layout, optimizer, state, ranks)
+                translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
                 loss_of = layout.whole_forward(translator.model)
                 found = validate(translator, corpus, loss_of, state.step, ranks.for_steps())
                 if not math.isfinite(found.loss):
                     raise spoiled(state.step, f"the validation loss is {found.loss}", run)
-                better = note_validation(state, found)
+                better = note_validation(state, found, settings.best_by)
                 if ranks.is_main:
                     save_models(run, translator, found, better)
                 metrics.write(**found.as_dict())
                 save(translator, found.as_dict(), moments, state, ranks)
                 progress.validated(state, found)
         if stopped_by:
-            translator, moments = good_state(config, corpus, layout, optimizer, state, ranks)
+            translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
             save(translator, {"step": state.step}, moments, state, ranks)
     return ranks.run_on_main(lambda: summarize(run, state, settings.steps, stopped_by, corpus))
+
+
+def first_model(config: RunConfig, corpus: Corpus, saved: SavedTraining | None, ranks: Ranks) -> EncoderDecoder:
+    """Return the whole model with which this process begins: resumed, another run's, or random."""
+    settings = config.training
+    # Every rank draws the same weights, so that none need be sent
+    torch.manual_seed(settings.seed)
+    model = build_model(model_sizes(config.model), corpus.source, corpus.target).to(WEIGHTS[settings.precision])
+    freeze(model, settings.freeze)
+    if saved:
+        last = Path(config.run) / "last"
+        fill_model(model, saved.weights, last)
+        check_moments(model, saved, last)
+    elif start := ranks.run_on_main(lambda: starting_weights(config)):
+        fill_model(model, start, settings.start_from)
+    return model
+
+
+def size_of(model: EncoderDecoder) -> str:
+    """Return the number of parameters, and how many of them are frozen, as text."""
+    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    size = f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M parameters"
+    if frozen:
+        size += f" ({frozen / 1e6:.1f} M frozen)"
+    return size
 
 
 def must_agree(config: RunConfig) -> dict[str, object]:
@@ -170,7 +205,7 @@ def save(
 
 
 def save_models(run: Path, translator: Translator, found: Validation, better: bool) -> None:
-    """Write a validated model to `best` if no loss was better so far, and add it to the models kept for averaging."""
+    """Write a validated model to `best` if none was better so far, and add it to the models kept for averaging."""
     if better:
         save_model(run / "best", translator, found.as_dict())
     if most := translator.config.training.keep_checkpoints:
@@ -178,36 +213,38 @@ def save_models(run: Path, translator: Translator, found: Validation, better: bo
 
 
 @torch.no_grad()
-def whole_translator(config: RunConfig, corpus: Corpus, layout: Layout) -> Translator:
-    """Return the model in training as a plain torch model with all its weights, on every rank."""
-    if layout.has_whole_model:
+def whole_translator(config: RunConfig, corpus: Corpus, average: WeightAverage) -> Translator:
+    """Return the model in training, or its average, as a plain torch model with all its weights, on every rank."""
+    layout = average.layout
+    if layout.has_whole_model and not average.averages:
         return Translator(config, layout.model, corpus.source, corpus.target)
     model = build_model(model_sizes(config.model), corpus.source, corpus.target)
     model = model.to(layout.device, layout.model.generator.weight.dtype)
-    weights = {name: layout.whole(name, parameter) for name, parameter in layout.model.named_parameters()}
-    fill_model(model, weights, "the layout")
+    fill_model(model, dict(average.whole_averages()), "the layout")
     return Translator(config, model, corpus.source, corpus.target)
 
 
 def good_state(
     config: RunConfig,
     corpus: Corpus,
-    layout: Layout,
+    average: WeightAverage,
     optimizer: torch.optim.Optimizer,
     state: TrainingState,
     ranks: Ranks,
 ) -> tuple[Translator, dict[str, Tensor]]:
     """Return the whole weights, on every rank, and the whole moments, on rank 0 alone (elsewhere none).
 
+    With `training.ema` the average takes the place of the weights, which join the moments.
+
     Raise TrainingError, on every rank, where any of these numbers is not finite.
     """
     run = Path(config.run)
-    translator = whole_translator(config, corpus, layout)
+    translator = whole_translator(config, corpus, average)
     if not all(bool(tensor.isfinite().all()) for tensor in translator.model.state_dict().values()):
         raise spoiled(state.step, "the weights are no longer finite", run)
     moments = {}
     # Every rank sees the same whole tensors, so that all of them raise at the same moment, or none
-    for name, moment in layout.moments(optimizer):
+    for name, moment in chain(average.layout.moments(optimizer), average.whole_weights()):
         if not moment.isfinite().all():
             raise spoiled(state.step, "the optimizer's moments are no longer finite", run)
         if ranks.is_main:
@@ -234,34 +271,14 @@ def spoiled(step: int, what: str, run: Path) -> TrainingError:
     return TrainingError(message)
 
 
-def note_validation(state: TrainingState, found: Validation) -> bool:
-    """Record a validation in the state; return whether its loss is the best so far."""
-    best = state.best_loss
-    if best is None or math.isnan(best):
-        best = math.inf
-    better = found.loss < best
-    if better:
-        state.stale = 0
-        state.best_loss = found.loss
-        state.best_step = found.step
-    else:
-        state.stale += 1
-    return better
-
-
-def out_of_patience(state: TrainingState, settings: TrainingConfig) -> bool:
-    """Return whether the last `patience` validations brought no improvement; never with patience 0."""
-    return 0 < settings.patience <= state.stale
-
-
-def announce(config: RunConfig, parameters: int, corpus: Corpus, layout: Layout, state: TrainingState) -> None:
+def announce(config: RunConfig, size: str, corpus: Corpus, layout: Layout, state: TrainingState) -> None:
     """Print the size of the model and of the data, the layout, and the step from which training resumes."""
     dropped = ""
     if corpus.train.dropped:
         dropped = f" ({corpus.train.dropped:,} pairs that are too long left out)"
     print(
-        f"[train] {parameters / 1e6:.1f} M parameters, {len(corpus.target):,} target subwords, "
-        f"{len(corpus.train):,} batches an epoch{dropped}, {layout}",
+        f"[train] {size}, {len(corpus.target):,} target subwords, "
+        f"{len(corpus.train.epoch(state.epoch)):,} batches an epoch{dropped}, {layout}",
         flush=True,
     )
     if state.step:

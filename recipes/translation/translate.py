@@ -67,8 +67,7 @@ def source_ids(
 ) -> list[list[int]]:
     """Return the subwords of each sentence, as in training, cut to the longest length of the settings."""
     longest = max(config.training.max_length, decoding.max_length)
-    for number, sentence in enumerate(sentences, start=1):
-        _check_unicode(number, sentence)
+    check_unicode(sentences)
     texts = [masked(sentence, config.subwords.placeholders)[0] for sentence in sentences]
     if config.subwords.lowercase:
         texts = [text.lower() for text in texts]
@@ -116,12 +115,14 @@ def as_batch(translator: Translator, sources: list[list[int]]) -> Tensor:
     return torch.tensor(rows, device=translator.model.generator.weight.device)
 
 
-def _check_unicode(number: int, sentence: str) -> None:
-    try:
-        sentence.encode()
-    except UnicodeEncodeError as error:
-        near = sentence[max(0, error.start - 20) : error.end + 20]
-        raise DataError(f"sentence {number:,} is not UTF-8 text: {near!a}; convert it to UTF-8") from None
+def check_unicode(sentences: Sequence[str]) -> None:
+    """Raise DataError for text that is not Unicode, which is what Python makes of an argument in another encoding."""
+    for number, sentence in enumerate(sentences, start=1):
+        try:
+            sentence.encode()
+        except UnicodeEncodeError as error:
+            near = sentence[max(0, error.start - 20) : error.end + 20]
+            raise DataError(f"sentence {number:,} is not UTF-8 text: {near!a}; convert it to UTF-8") from None
 
 
 def finished(texts: Sequence[str], sentences: Sequence[str], config: RunConfig) -> list[str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import seqpar
 from models import RecurrentConfig, beam_search, greedy, make_recurrent, padding_mask
+from models.alignment import attention_weights
 from models.recurrent import RecurrentEncoderDecoder
 from seqpar.testing import assert_same_loss
 
@@ -159,6 +160,11 @@ def test_masks_that_an_lstm_cannot_obey_are_refused() -> None:
         model(src, tgt, torch.ones(2, 1, 1, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="tgt_mask was given"):
         model(src, tgt, None, torch.ones(1, 1, 1, 1, dtype=torch.bool))
+
+
+def test_alignments_are_not_read_from_it() -> None:
+    with pytest.raises(ValueError, match="a Transformer's decoder, and the model has a RecurrentDecoder"):
+        attention_weights(model_of(), torch.tensor([[4, 5]]), torch.tensor([[BOS]]))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from recipes.translation.run_folder.checkpoint import Translator, load_translato
 from recipes.translation.settings.config import ConfigError
 from recipes.translation.train import train
 from recipes.translation.translate import translate
+from tests.recipes.scores.examples import damaged
+from tests.recipes.scores.examples import references as sentences
 from tests.recipes.tiny import LEARNS, tiny
 
 HYPOTHESES = ["The cat sat on the mat.", "A Dog barks at the red moon, loudly!", "It costs 3.50 euros now."]
@@ -34,12 +37,28 @@ def test_scores_are_sacrebleus() -> None:
     found = score(HYPOTHESES, REFERENCES)
     assert found.bleu == sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES]).score
     assert found.chrf == sacrebleu.corpus_chrf(HYPOTHESES, [REFERENCES]).score
+    assert found.ter == sacrebleu.corpus_ter(HYPOTHESES, [REFERENCES]).score
     assert found.bleu_lowercase == sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES], lowercase=True).score
     assert len({found.bleu, found.bleu_lowercase}) == 2
     assert found.exact_match == pytest.approx(100 / 3)
     assert found.bleu_signature.startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
     assert found.bleu_lowercase_signature.startswith("nrefs:1|case:lc|eff:no|tok:13a|smooth:exp|version:")
     assert found.chrf_signature.startswith("nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|version:")
+    assert found.ter_signature.startswith("nrefs:1|case:lc|tok:tercom|norm:no|punct:yes|asian:no|version:")
+
+
+def test_each_score_has_its_own_interval_and_says_where_it_comes_from() -> None:
+    references = sentences(30)
+    found = score(damaged(references, 0.3, seed=1), references, tokenize="none")
+    names = ("bleu", "bleu_lowercase", "multi_bleu_lowercase", "chrf", "ter", "exact_match")
+    assert sorted(found.intervals) == sorted(names)
+    lines = str(found).splitlines()
+    for line, name in zip(lines, names, strict=False):
+        low, high = found.intervals[name]
+        assert low < getattr(found, name) < high
+        assert f" {getattr(found, name):.2f}  [{low:.2f}, {high:.2f}]  " in line
+    assert len({line.split("[")[1] for line in lines}) == 7
+    assert lines[-1] == "  [ ] is the 95 % confidence interval: bootstrap, 1,000 resamples, seed 12345"
 
 
 @pytest.mark.parametrize("tokenize", ["none", "intl", "char"])
@@ -90,8 +109,10 @@ def test_multi_bleu_is_not_smoothed_and_signed_as_it_is_computed() -> None:
         100 * math.exp(1 - 10 / 9) * (9 * 5 * 4 * 3 / (9 * 7 * 5 * 3)) ** 0.25
     )
     assert str(found.multi_bleu_lowercase_signature).startswith("nrefs:1|case:lc|eff:no|tok:none|smooth:none|version:")
-    assert f"multi-bleu -lc     {found.multi_bleu_lowercase:6.2f}   {found.multi_bleu_lowercase_signature}" in str(
-        found
+    low, high = found.intervals["multi_bleu_lowercase"]
+    shown = f"{found.multi_bleu_lowercase:6.2f}  [{low:.2f}, {high:.2f}]"
+    assert re.search(
+        rf"multi-bleu -lc     {re.escape(shown)} +{re.escape(str(found.multi_bleu_lowercase_signature))}", str(found)
     )
     nothing = score(["a b c x"], ["a b c d"], tokenize="none")  # not one 4-gram
     assert nothing.bleu_lowercase > 0
@@ -104,9 +125,10 @@ def test_multi_bleu_is_shown_for_tokenised_text_alone(tokenize: str) -> None:
     assert "multi-bleu" not in str(found)
     assert found.as_dict()["multi_bleu_lowercase"] is found.as_dict()["multi_bleu_lowercase_signature"] is None
     assert list(found.as_dict()) == [
-        *("sentences", "bleu", "bleu_signature", "chrf", "chrf_signature"),
+        *("sentences", "bleu", "bleu_signature", "chrf", "chrf_signature", "ter", "ter_signature"),
         *("bleu_lowercase", "bleu_lowercase_signature", "exact_match"),
-        *("multi_bleu_lowercase", "multi_bleu_lowercase_signature"),
+        *("multi_bleu_lowercase", "multi_bleu_lowercase_signature", "comet", "comet_signature"),
+        *("intervals", "resamples", "seed"),
     ]
 
 
@@ -192,7 +214,10 @@ def test_a_lower_case_model_sees_lower_case_text(translator: Translator) -> None
     assert one == other
 
 
-def test_an_evaluation_scores_its_split_and_writes_what_it_translated(translator: Translator, tmp_path: Path) -> None:
+def test_an_evaluation_scores_its_split_and_writes_what_it_translated(
+    translator: Translator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 60)
     found = evaluate(translator, "valid", translator.config.decoding)
     pairs = load_pairs(translator.config.data, "valid")
     references = [pair.target for pair in pairs]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands.arguments import PROGRAM
-from recipes.translation.commands.evaluation import evaluate
+from recipes.translation.commands.evaluation import compare, evaluate, score
 from recipes.translation.commands.export import export
 from recipes.translation.commands.training import DEMO_CONFIG, average, demo, prepare, train
 from recipes.translation.commands.translation import translate
@@ -30,6 +30,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "average": average,
     "evaluate": evaluate,
+    "compare": compare,
+    "score": score,
     "translate": translate,
     "export": export,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         choices=("best", "last", "averaged"),
         default="best",
-        help="the model with the best validation loss, the newest, or what the command average made (default: best)",
+        help="the model of the best validation, the newest, or what the command average made (default: best)",
     )
 
 
@@ -62,6 +63,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_checkpoint(parser)
     parser.add_argument("--beam", metavar="N", help="beam width; 1 is greedy and fastest (default: as trained for)")
+    add_length_options(parser)
+
+
+def add_length_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length-penalty", metavar="X", help="exponent of the length penalty; 0 has none (default: as trained for)"
     )
@@ -90,13 +95,23 @@ def with_folder(config: RunConfig) -> RunConfig:
     return config
 
 
-def load(options: argparse.Namespace, ranks: Ranks) -> Translator:
-    """Read the model of --run on rank 0, with the decoding options given; move it to this process's GPU, if any."""
+def decoding_overrides(options: argparse.Namespace) -> dict[str, object]:
+    """Return the settings of decoding that are given on the command line."""
     given = {}
     for name in ("beam", "length_penalty", "length_norm"):
         if getattr(options, name, None) is not None:  # not every command has them
             given[f"decoding.{name}"] = getattr(options, name)
+    return given
 
+
+def require(package: str) -> None:
+    """Raise ConfigError unless a package is installed."""
+    if find_spec(package) is None:
+        raise ConfigError(f"{package} is not installed: pip install {package}")
+
+
+def load(options: argparse.Namespace, ranks: Ranks) -> Translator:
+    """Read the model of --run on rank 0, with the decoding options given; move it to this process's GPU, if any."""
     import torch
 
     from recipes.translation.run_folder.checkpoint import load_translator
@@ -110,7 +125,7 @@ def load(options: argparse.Namespace, ranks: Ranks) -> Translator:
             if options.checkpoint == "averaged":
                 way = f"make it with {PROGRAM} average"
             raise CheckpointError(f"there is no trained model in {folder}; {way}, or name another folder with --run")
-        return load_translator(folder, "cpu", given)
+        return load_translator(folder, "cpu", decoding_overrides(options))
 
     # On the CPU, where one process can send it to the others; each then uses a GPU of its own
     translator = ranks.run_on_main(read)

@@ -2,61 +2,224 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from recipes.translation.atomic_folder import writing_to
-from recipes.translation.commands.arguments import PROGRAM, add_model_options, load, parser_of, path
-from recipes.translation.data.lines import read_lines
+from recipes.translation.commands.arguments import (
+    PROGRAM,
+    add_checkpoint,
+    add_length_options,
+    add_model_options,
+    add_run,
+    load,
+    parser_of,
+    path,
+)
 from recipes.translation.settings.config import LayoutConfig
+from recipes.translation.settings.options import OneLineParser
+
+if TYPE_CHECKING:
+    from recipes.translation.evaluate import Evaluation
+    from recipes.translation.processes.ranks import Ranks
+    from recipes.translation.scores.groups import Parts
+    from recipes.translation.settings.data import DataConfig
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Score a model on its test set, or a file of translations against a file of references.
+    """Score a model on its test set or on other files, or a file of translations against a file of references.
 
-    Prints sacreBLEU's BLEU and chrF with their signatures, BLEU of the lower-cased text, and the percentage of exact
-    matches; for text that is already tokenised also BLEU as multi-bleu.perl -lc computes it. Writes translations and
-    scores to the run's folder.
+    Prints sacreBLEU's BLEU, chrF and TER with their signatures, BLEU of the lower-cased text, and the percentage of
+    exact matches, each with its 95 % confidence interval; for text that is already tokenised also BLEU as
+    multi-bleu.perl -lc computes it. Writes translations and scores to the run's folder. See docs/evaluation.md.
     """
     parser = parser_of(
         evaluate,
         f"{PROGRAM} evaluate --run runs/demo\n"
+        f"{PROGRAM} evaluate --run runs/demo --sources news.en --references news.de --by length\n"
         f"{PROGRAM} evaluate --hypotheses translations.txt --references references.txt",
     )
     add_model_options(parser)
+    parser.add_argument("--split", choices=("valid", "test"), help="which data of the run (default: test)")
+    add_tokenize(parser)
+    parser.add_argument(
+        "--hypotheses", metavar="FILE", type=path, help="translations, one a line, to score without a model"
+    )
+    parser.add_argument(
+        "--sources", metavar="FILE", type=path, help="sentences to translate, one a line, in place of the run's data"
+    )
+    parser.add_argument("--references", metavar="FILE", type=path, help="reference translations, one a line")
+    parser.add_argument(
+        "--by",
+        metavar="length|FILE|COLUMN",
+        type=path,
+        help="also print a table of scores by the length of the source, or by labels: a file with one a line, or a "
+        "column of the run's data",
+    )
+    parser.add_argument(
+        "--comet",
+        metavar="MODEL",
+        type=path,
+        help="also score with the COMET model in this folder, which needs the package unbabel-comet; nothing is "
+        "downloaded",
+    )
+    options = parser.parse(argv)
+    _check_files(parser, options)
+
+    from recipes.translation.data.bleu_tokenizers import check_tokenizer
+    from recipes.translation.processes.ranks import joined
+    from recipes.translation.scores.comet import check_comet
+
+    if options.tokenize:
+        check_tokenizer(options.tokenize)
+    if options.comet:  # before the work of translating
+        check_comet(Path(options.comet))
+    with joined(LayoutConfig().timeout) as ranks:
+        evaluation, data = _evaluated(options, ranks)
+        print(evaluation.scores)
+        if ranks.is_main and not options.hypotheses:
+            with writing_to(Path(options.run)):
+                written = evaluation.write(Path(options.run))
+            print("[evaluate] written:", *written)
+        if options.by:
+            print(f"\n{_parts(options, evaluation, data, ranks)}")
+    return 0
+
+
+def _evaluated(options: argparse.Namespace, ranks: Ranks) -> tuple[Evaluation, DataConfig | None]:
+    """Translate and score what the options name; return the run's data too, if the test set is part of it."""
+    from recipes.translation.evaluate import evaluate as evaluate_split
+    from recipes.translation.evaluate import evaluate_files, evaluate_pairs, read_pairs
+
+    data = None
+    references = Path(options.references or "")
+    sources = Path(options.sources or "")
+    if options.hypotheses:
+        files = Path(options.hypotheses), references, sources if options.sources else None
+        evaluation = evaluate_files(*files, options.tokenize or "auto")
+    else:
+        translator = load(options, ranks)
+        decoding = translator.config.decoding
+        if options.sources:
+            lowercase = translator.config.subwords.lowercase
+            pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
+            evaluation = evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks)
+        else:
+            data = translator.config.data
+            evaluation = evaluate_split(translator, options.split or "test", decoding, options.tokenize, ranks)
+    if options.comet:
+        evaluation = _with_comet(Path(options.comet), evaluation, ranks)
+    return evaluation, data
+
+
+def _with_comet(model: Path, evaluation: Evaluation, ranks: Ranks) -> Evaluation:
+    """Add the scores of a COMET model, which rank 0 alone computes."""
+    from recipes.translation.scores.comet import comet_scores, measured_comet
+
+    sources = [pair.source for pair in evaluation.pairs]
+    references = [pair.target for pair in evaluation.pairs]
+    scores = ranks.run_on_main(lambda: comet_scores(model, sources, evaluation.translations, references))
+    return replace(evaluation, measured=[*evaluation.measured, measured_comet(model, scores)])
+
+
+def _parts(options: argparse.Namespace, evaluation: Evaluation, data: DataConfig | None, ranks: Ranks) -> Parts:
+    """Score the parts that --by names."""
+    from recipes.translation.evaluate import labels_of, parts_of
+
+    labels: list[str] = []
+    if options.by != "length":
+        labels = ranks.run_on_main(lambda: labels_of(options.by, data, options.split or "test"))
+    return parts_of(evaluation, options.by, labels)
+
+
+def compare(argv: Sequence[str]) -> int:
+    """Compare runs or files of translations with the first of them, on one test set, by paired significance tests.
+
+    Prints BLEU, chrF and TER of each with 95 % confidence intervals, the difference from the first, and the p-values of
+    paired bootstrap resampling and of paired approximate randomisation. A run must have been evaluated before.
+    """
+    parser = parser_of(
+        compare,
+        f"{PROGRAM} compare runs/baseline runs/larger\n{PROGRAM} compare --references news.de baseline.txt larger.txt",
+    )
+    parser.add_argument(
+        "systems", nargs="*", metavar="SYSTEM", type=path, help="a run or a file of translations; the baseline first"
+    )
+    parser.add_argument(
+        "--references",
+        metavar="FILE",
+        type=path,
+        help="reference translations, one a line (default: those of the runs' data)",
+    )
     parser.add_argument("--split", choices=("valid", "test"), default="test", help="which data (default: test)")
+    add_tokenize(parser)
+    options = parser.parse(argv)
+    if len(options.systems) < 2:
+        parser.error(f"name at least two systems, the baseline first; got {len(options.systems)}")
+
+    from recipes.translation.compare import compare as compare_systems
+
+    references = None
+    if options.references:
+        references = Path(options.references)
+    print(compare_systems(options.systems, references, options.split, options.tokenize))
+    return 0
+
+
+def score(argv: Sequence[str]) -> int:
+    """Print the log-probability that a model gives to each sentence pair of two files (forced decoding).
+
+    One line for each pair, with four numbers separated by tabs: the sum over the target's subwords and the end symbol
+    in nats, the mean of a subword, the score that the search would report (the sum over its length normaliser), and the
+    number of subwords, the end symbol included.
+    """
+    parser = parser_of(score, f"{PROGRAM} score --run runs/demo --sources news.en --targets news.de")
+    add_run(parser)
+    add_checkpoint(parser)
+    add_length_options(parser)
+    parser.add_argument("--sources", metavar="FILE", type=path, help="source sentences, one a line (required)")
+    parser.add_argument("--targets", metavar="FILE", type=path, help="their translations, one a line (required)")
+    options = parser.parse(argv)
+    if not (options.sources and options.targets):
+        parser.error("--sources and --targets go together, and both are needed")
+
+    from recipes.translation.evaluate import read_pairs
+    from recipes.translation.forced_decoding import score_pairs
+    from recipes.translation.processes.ranks import joined
+
+    with joined(LayoutConfig().timeout) as ranks:
+        pairs = ranks.run_on_main(lambda: read_pairs(Path(options.sources), Path(options.targets)))
+        translator = load(options, ranks)
+        decoding = translator.config.decoding
+        sources = [pair.source for pair in pairs]
+        targets = [pair.target for pair in pairs]
+        for found in score_pairs(translator, sources, targets, decoding, ranks):
+            print(f"{found.log_prob:.6f}\t{found.per_token:.6f}\t{found.score:.6f}\t{found.tokens}")
+    return 0
+
+
+def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
+    """Refuse files that do not go together."""
+    if options.hypotheses and not options.references:
+        parser.error("--hypotheses and --references go together")
+    if options.sources and not options.references:
+        parser.error("--sources and --references go together")
+    without_sources = options.hypotheses and not options.sources
+    if without_sources and (options.by == "length" or options.comet):
+        parser.error("--by length and --comet need the sentences that were translated: name them with --sources")
+    if options.references and not (options.hypotheses or options.sources):
+        parser.error("--references go together with --hypotheses, or with --sources for a model to translate")
+    if options.split and options.references:
+        parser.error("--split is data of the run, and --references are a file; give one of them")
+
+
+def add_tokenize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenize",
         metavar="NAME",
         help="sacreBLEU's tokeniser: 13a, intl, char, zh, ...; none for text that is already tokenised (default: the "
         "setting data.tokenize, which follows the target language; for files, by their script)",
     )
-    parser.add_argument(
-        "--hypotheses", metavar="FILE", type=path, help="translations, one a line, to score without a model"
-    )
-    parser.add_argument("--references", metavar="FILE", type=path, help="reference translations, one a line")
-    options = parser.parse(argv)
-    if bool(options.hypotheses) != bool(options.references):
-        parser.error("--hypotheses and --references go together")
-
-    from recipes.translation.data.bleu_tokenizers import check_tokenizer
-    from recipes.translation.evaluate import evaluate as evaluate_model
-    from recipes.translation.evaluate import score
-    from recipes.translation.processes.ranks import joined
-
-    if options.tokenize:
-        check_tokenizer(options.tokenize)
-    with joined(LayoutConfig().timeout) as ranks:
-        if options.hypotheses:
-            hypotheses = read_lines(Path(options.hypotheses))
-            references = read_lines(Path(options.references))
-            print(score(hypotheses, references, tokenize=options.tokenize or "auto"))
-            return 0
-        translator = load(options, ranks)
-        evaluation = evaluate_model(translator, options.split, translator.config.decoding, options.tokenize, ranks)
-        print(evaluation.scores)
-        if ranks.is_main:
-            with writing_to(Path(options.run)):
-                written = evaluation.write(Path(options.run))
-            print("[evaluate] written:", *written)
-    return 0

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from recipes.translation.commands.arguments import PROGRAM, add_checkpoint, add_run, load, parser_of, path
-from recipes.translation.settings.config import ConfigError, LayoutConfig
+from recipes.translation.commands.arguments import PROGRAM, add_checkpoint, add_run, load, parser_of, path, require
+from recipes.translation.settings.config import LayoutConfig
 
 PACKAGES = {"ctranslate2": "ctranslate2", "hf": "transformers"}
 """What each format needs."""
@@ -57,9 +56,3 @@ def export(argv: Sequence[str]) -> int:
             size = sum(file.stat().st_size for file in folder.iterdir())
             print(f"[export] {folder}: {size / 1e6:.1f} MB")
     return 0
-
-
-def require(package: str) -> None:
-    """Raise ConfigError unless a package is installed."""
-    if find_spec(package) is None:
-        raise ConfigError(f"{package} is not installed: pip install {package}")

@@ -47,6 +47,20 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="another run that translates together with --run; can be given several times",
     )
+    search.add_argument(
+        "--mbr",
+        metavar="NAME",
+        choices=("chrf", "bleu"),
+        help="of the translations of --n-best or --sample, print the one most like the others by chrf or sentence-bleu "
+        "(minimum Bayes risk)",
+    )
+    search.add_argument(
+        "--alignments",
+        metavar="FILE",
+        type=path,
+        help="also write which words belong together, from the attention of the last decoder layer but one: for each "
+        "sentence a line of pairs source-target, counted from 0 (Pharaoh's format)",
+    )
     draw = parser.add_argument_group("sampling")
     draw.add_argument(
         "--sample",
@@ -94,17 +108,41 @@ def as_number(word: str) -> float:
         return math.nan
 
 
+OF_SAMPLING = ("temperature", "top_k", "top_p", "seed")
+OF_SEARCH = ("n_best", "beam", "length_penalty", "length_norm", "constraints")
+OF_TORCH = (
+    *("n_best", "scores", "min_length", "no_repeat_ngram", "prefixes", "constraints", "ensemble", "mbr", "alignments"),
+    "sample",
+)
+
+
 def clashing(options: argparse.Namespace) -> str | None:
     """Return why options do not go together; None if they do."""
-    drawing = ("temperature", "top_k", "top_p", "seed")
-    searching = ("n_best", "beam", "length_penalty", "length_norm", "constraints")
-    for name in drawing:
-        if getattr(options, name) is not None and not options.sample:
-            return f"{option(name)} has no effect on a search: add --sample N, or leave it out"
-    for name in searching:
-        if getattr(options, name) is not None and options.sample:
-            return f"{option(name)} has no effect on --sample, which does not search: leave one of them out"
+    if options.engine != "torch" and (names := given(options, OF_TORCH)):
+        return f"{option(names[0])} is not for --engine {options.engine}: leave one of them out"
+    if not options.sample and (names := given(options, OF_SAMPLING)):
+        return f"{option(names[0])} has no effect on a search: add --sample N, or leave it out"
+    if options.sample and (names := given(options, OF_SEARCH)):
+        return f"{option(names[0])} has no effect on --sample, which does not search: leave one of them out"
+    return clashing_outputs(options)
+
+
+def clashing_outputs(options: argparse.Namespace) -> str | None:
+    """Return why options on what is printed do not go together; None if they do."""
+    many = options.n_best or options.sample
+    if options.mbr and not many:
+        return "--mbr chooses among several translations: add --n-best N or --sample N"
+    if options.mbr and options.scores:
+        return "--mbr prints one translation of each sentence, without the scores of --scores: leave one of them out"
+    if options.alignments and (options.scores or (many and not options.mbr)):
+        return "--alignments are those of one translation of each sentence: leave out --n-best, --sample and --scores"
     return None
+
+
+def given(options: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
+    """Return which of the options are given."""
+    # An option that is not given is None, and a switch is False
+    return [name for name in names if getattr(options, name) not in (None, False)]
 
 
 def option(name: str) -> str:

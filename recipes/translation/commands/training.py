@@ -46,19 +46,18 @@ def prepare(argv: Sequence[str]) -> int:
     add_config_options(parser)
     config = run_config(parser.parse(argv))
 
-    from recipes.translation.data.prepare import prepare as make_subwords
     from recipes.translation.processes.ranks import joined
     from recipes.translation.run_folder.lock import sole_writer
+    from recipes.translation.run_folder.start import run_subwords
 
     def make() -> tuple[Subwords, Subwords]:
         with sole_writer(Path(config.run)):
-            return make_subwords(config)
+            return run_subwords(config)
 
     with joined(config.layout.timeout) as ranks:
         source, target = ranks.run_on_main(make)
-        print(
-            f"[prepare] {len(source):,} source and {len(target):,} target subwords in {Path(config.run) / 'subwords'}"
-        )
+        where = config.training.start_from or Path(config.run) / "subwords"
+        print(f"[prepare] {len(source):,} source and {len(target):,} target subwords in {where}")
     return 0
 
 
@@ -105,7 +104,7 @@ def average(argv: Sequence[str]) -> int:
     add_run(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--last", metavar="K", type=count, help="average the last K of the kept models (default: all)")
-    which.add_argument("--best", metavar="K", type=count, help="average the K with the best validation loss")
+    which.add_argument("--best", metavar="K", type=count, help="average the K of the best validations")
     options = parser.parse(argv)
 
     from recipes.translation.processes.ranks import joined

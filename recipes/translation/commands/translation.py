@@ -9,14 +9,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.translation.commands.arguments import PROGRAM, add_model_options, parser_of, path
+from recipes.translation.commands.arguments import (
+    PROGRAM,
+    add_model_options,
+    decoding_overrides,
+    parser_of,
+    path,
+    require,
+)
 from recipes.translation.commands.searching import add_search_options, clashing, load_ensemble, search_options
 from recipes.translation.data.lines import lines_of, read_lines
 from recipes.translation.search_options import SearchOptions
 from recipes.translation.settings.config import ConfigError, LayoutConfig
 
 if TYPE_CHECKING:
+    from recipes.translation.alternatives import Translation
     from recipes.translation.processes.ranks import Ranks
+    from recipes.translation.rerank import Utility
     from recipes.translation.run_folder.checkpoint import Translator
 
 
@@ -24,17 +33,26 @@ def translate(argv: Sequence[str]) -> int:
     """Translate sentences given on the command line, in a file, through a pipe, or typed one by one.
 
     With --n-best, --sample or --scores a line has the sentence's number, with --scores also the translation's score and
-    log-probability, and then the translation, separated by tabs. docs/decoding.md explains the options.
+    log-probability, and then the translation, separated by tabs; with --mbr only the translation chosen among these.
+    docs/decoding.md explains the options.
     """
     parser = parser_of(
         translate,
         f'{PROGRAM} translate --run runs/demo "The train to Vienna leaves at half past seven."\n'
         f"{PROGRAM} translate --run runs/demo --file sentences.txt > translations.txt\n"
         f"{PROGRAM} translate --run runs/demo --file sentences.txt --n-best 4 --scores > translations.tsv\n"
+        f"{PROGRAM} translate --run runs/demo --file sentences.txt --sample 32 --mbr chrf > translations.txt\n"
         f"{PROGRAM} translate --run runs/demo",
     )
     parser.add_argument("sentences", nargs="*", metavar="SENTENCE", help="a sentence, in quotes; any number of them")
     parser.add_argument("--file", metavar="FILE", type=path, help="a text file, one sentence a line")
+    parser.add_argument(
+        "--engine",
+        choices=("torch", "ctranslate2"),
+        default="torch",
+        help="ctranslate2 is for a model written by export --to ctranslate2: --run is its folder, or the run that has "
+        "one (default: torch)",
+    )
     add_model_options(parser)
     add_search_options(parser)
     options = parser.parse(argv)
@@ -52,22 +70,54 @@ def translate(argv: Sequence[str]) -> int:
         sentences: list[str] = []
         if not typing:
             sentences = ranks.run_on_main(lambda: options.sentences or _sentences(options.file))
+        if options.engine == "ctranslate2":
+            translate_by_ctranslate2(sentences, typing, options, ranks)
+            return 0
         search = ranks.run_on_main(lambda: search_options(options))
         translator = load_ensemble(options, ranks)
         if typing:
             for sentence in typed(f"{translator.config.data.source}> "):
                 print(*printed(translator, [sentence], search, options, ranks), sep="\n", flush=True)
-        for line in printed(translator, sentences, search, options, ranks):
+        lines = printed(translator, sentences, search, options, ranks)
+        for line in lines:
             print(line)
+        if options.alignments:
+            write_alignments(Path(options.alignments), translator, sentences, lines, ranks)
     return 0
+
+
+def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: argparse.Namespace, ranks: Ranks) -> None:
+    """Translate with an exported model, in one process: CTranslate2 has threads of its own."""
+    if ranks.world > 1:
+        raise ConfigError("--engine ctranslate2 uses threads, not several processes: start it without torchrun")
+    require("ctranslate2")
+
+    import torch
+
+    from recipes.translation.export import ctranslate2_engine
+
+    folder = Path(options.run)
+    if not (folder / "model.bin").is_file():
+        folder /= "ctranslate2"
+    if not folder.exists():
+        raise ConfigError(f"there is no {folder}; write it with {PROGRAM} export --run {options.run} --to ctranslate2")
+    translator = ctranslate2_engine.load(folder, threads=torch.get_num_threads(), overrides=decoding_overrides(options))
+    decoding = translator.config.decoding
+    if typing:
+        for sentence in typed(f"{translator.config.data.source}> "):
+            print(*ctranslate2_engine.translate(translator, [sentence], decoding), flush=True)
+    for translation in ctranslate2_engine.translate(translator, sentences, decoding):
+        print(translation)
 
 
 def check_typing(options: argparse.Namespace, ranks: Ranks) -> None:
     """Raise ConfigError where a person cannot type the sentences."""
     if ranks.world > 1:
         raise ConfigError("sentences can be typed to one process only; give several processes words, --file or a pipe")
-    if options.prefixes or options.constraints:
-        raise ConfigError("--prefixes and --constraints have a line for each sentence: give sentences or --file")
+    if options.prefixes or options.constraints or options.alignments:
+        raise ConfigError(
+            "--prefixes, --constraints and --alignments have a line for each sentence: give sentences or --file"
+        )
 
 
 def printed(
@@ -81,9 +131,34 @@ def printed(
     if search == SearchOptions() and not options.n_best and not options.scores:
         return translate_all(translator, sentences, decoding, ranks)
     found = alternatives(translator, sentences, decoding, search, ranks)
+    if options.mbr:
+        return chosen_by_mbr(translator, found, options.mbr)
     if options.n_best or options.sample or options.scores:
         return table(found, options.scores)
     return [row[0].text for row in found]
+
+
+def chosen_by_mbr(translator: Translator, found: list[list[Translation]], utility: Utility) -> list[str]:
+    """Return of each sentence's translations the one with the largest mean utility."""
+    from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
+    from recipes.translation.rerank import best_by_mbr
+
+    data = translator.config.data
+    tokenize = tokenizer_for(data.tokenize, data.target, [])
+    check_tokenizer(tokenize)
+    texts = [[one.text for one in row] for row in found]
+    return [row[best_by_mbr(row, utility, tokenize)] for row in texts]
+
+
+def write_alignments(
+    file: Path, translator: Translator, sentences: Sequence[str], translations: Sequence[str], ranks: Ranks
+) -> None:
+    """Write a line of links for each sentence; rank 0 alone writes."""
+    from recipes.translation.alignments import align, pharaoh
+
+    found = align(translator, sentences, translations, translator.config.decoding, ranks)
+    if ranks.is_main:
+        file.write_text("".join(f"{pharaoh(links)}\n" for links in found), encoding="utf-8")
 
 
 def _sentences(file: str | None) -> list[str]:

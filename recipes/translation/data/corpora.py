@@ -17,7 +17,7 @@ from typing import Any
 from recipes.translation.data.mixing import Mixture
 from recipes.translation.data.placeholders import masked_pair
 from recipes.translation.data.sentence_pairs import DataError, Pair, check_named, each_training_pair, fingerprint
-from recipes.translation.data.subwords import BLANK
+from recipes.translation.data.subwords import BLANK, Subwords, symbols_of
 from recipes.translation.settings.config import ConfigError, DataConfig, RunConfig, format_of_files
 
 
@@ -143,6 +143,19 @@ def check_symbols(symbols: Sequence[str]) -> None:
             reason = "is given twice"
         if reason:
             raise ConfigError(f"{symbol!r} {reason}: choose other words for subwords.symbols and the tags of corpora")
+
+
+def check_known(config: RunConfig, source: Subwords, target: Subwords) -> None:
+    """Raise ConfigError if a tag or symbol is not one subword, as in those of a model to start from."""
+    symbols = symbols_of(config.subwords)
+    needed = ((source, [*(BLANK + tag for tag in tags_of(config)), *symbols]), (target, symbols))
+    for side, words in needed:
+        if missing := set(words) - set(side.pieces()):
+            names = ", ".join(sorted(word.removeprefix(BLANK) for word in missing))
+            raise ConfigError(
+                f"the subwords do not have {names}, a tag or symbol of these settings: leave it out, or make new "
+                "subwords without training.start_from"
+            )
 
 
 def _tag(language: str) -> str:

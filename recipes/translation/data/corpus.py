@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.data.corpora import (
+    check_known,
     check_training_data,
     corpora_of,
     each_corpus,
@@ -21,9 +22,11 @@ from recipes.translation.data.corpora import (
     tags_of,
     with_language_tag,
 )
+from recipes.translation.data.mixing import Mixture
 from recipes.translation.data.noisy_batches import NoisyBatches
 from recipes.translation.data.placeholders import masked_pair
 from recipes.translation.data.prepare import prepare
+from recipes.translation.data.sampled_batches import SampledBatches, sampled_batches
 from recipes.translation.data.sentence_pairs import DataError, Pair, check_held_out, expanded, load_pairs
 from recipes.translation.data.subwords import Subwords, symbols_of
 from recipes.translation.data.token_store import TokenStore, check_store, key_of, write_store
@@ -38,21 +41,25 @@ class Corpus:
 
     source: Subwords
     target: Subwords
-    train: TokenBatches | NoisyBatches
+    train: TokenBatches | NoisyBatches | SampledBatches
     valid: TokenBatches
     valid_pairs: Sequence[Pair]
     tokenize: str
     """sacreBLEU's tokeniser for validation."""
     fingerprint: str
-    """SHA-256 of all ids, without noise, which a resumed run compares."""
+    """SHA-256 of all ids, without noise, and of draws where subwords are sampled, which a resumed run compares."""
 
 
-def load_corpus(config: RunConfig, ranks: Ranks = ALONE) -> Corpus:
-    """Read the pairs, make or read the subwords on rank 0 for all ranks, and make the batches.
+def load_corpus(
+    config: RunConfig,
+    ranks: Ranks = ALONE,
+    subwords_of: Callable[[RunConfig], tuple[Subwords, Subwords]] = prepare,
+) -> Corpus:
+    """Read the pairs, make or read the subwords on rank 0 for all ranks (`subwords_of`), and make the batches.
 
     With `data.cache` one process of each machine tokenises the training pairs, and all of them map the result.
     """
-    source, target = ranks.run_on_main(lambda: _prepared(config))
+    source, target = ranks.run_on_main(lambda: _prepared(config, subwords_of))
     store = None
     if config.data.cache:
         store = _stored(config, source, target, ranks)
@@ -71,7 +78,9 @@ def _stored(config: RunConfig, source: Subwords, target: Subwords, ranks: Ranks)
     return folder
 
 
-def _prepared(config: RunConfig) -> tuple[Subwords, Subwords]:
+def _prepared(
+    config: RunConfig, subwords_of: Callable[[RunConfig], tuple[Subwords, Subwords]]
+) -> tuple[Subwords, Subwords]:
     """Return the subwords, after a check that validation data and its tokeniser are available."""
     check_training_data(config)
     tokenize = _tokenizer(config, check_held_out(config.data))
@@ -79,7 +88,9 @@ def _prepared(config: RunConfig) -> tuple[Subwords, Subwords]:
         check_tokenizer(tokenize)
     if tokenize != "13a":
         print(f"[data] BLEU by sacreBLEU's tokeniser {tokenize} (data.tokenize {config.data.tokenize})", flush=True)
-    return prepare(config)
+    source, target = subwords_of(config)
+    check_known(config, source, target)
+    return source, target
 
 
 def _tokenizer(config: RunConfig, valid: Sequence[Pair]) -> str:
@@ -95,16 +106,20 @@ def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | N
         ids = TokenStore.open(store)
         digest = hashlib.sha256(ids.sha256.encode())
     settings = config.training
+    mixture = mixture_of(config, ids.corpora)
     train = TokenBatches(
         ids.sources,
         ids.targets,
         batch_tokens=settings.batch_tokens,
         seed=settings.seed,
         max_length=settings.max_length,
-        mixture=mixture_of(config, ids.corpora),
+        mixture=mixture,
     )
     if not len(train):
         raise DataError(f"no train pair is within training.max_length {settings.max_length}")
+    batches = _drawn_anew(config, train, source, target, mixture)
+    if isinstance(batches, SampledBatches):
+        digest.update(repr(batches.probe()).encode())
     pairs = load_pairs(config.data, "valid", config.subwords.lowercase)
     encoded = [masked_pair(pair, config.subwords.placeholders) for pair in pairs]
     sides = (
@@ -116,7 +131,6 @@ def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | N
     valid = TokenBatches(*sides, batch_tokens=settings.batch_tokens, seed=settings.seed)
     if not len(valid):
         raise DataError("there is no pair to validate on; see data.valid")
-    batches = _with_noise(config, train, source)
     return Corpus(source, target, batches, valid, pairs, _tokenizer(config, pairs), digest.hexdigest())
 
 
@@ -138,7 +152,12 @@ def _tokenised(config: RunConfig, source: Subwords, target: Subwords) -> _Tokeni
     return found
 
 
-def _with_noise(config: RunConfig, batches: TokenBatches, source: Subwords) -> TokenBatches | NoisyBatches:
+def _drawn_anew(
+    config: RunConfig, batches: TokenBatches, source: Subwords, target: Subwords, mixture: Mixture | None
+) -> TokenBatches | NoisyBatches | SampledBatches:
+    """Return the batches with what is drawn anew in every epoch: subwords or noise, of which there is one at most."""
+    if config.subwords.sampling:
+        return sampled_batches(config, batches, source, target, mixture)
     if config.noise == NoiseConfig():
         return batches
     kept = [*tags_of(config), *symbols_of(config.subwords)]

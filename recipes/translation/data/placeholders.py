@@ -41,6 +41,11 @@ def masked_pair(pair: Pair, kinds: Sequence[str]) -> Pair:
     return Pair(_replaced(pair.source, originals, kinds), _replaced(pair.target, originals, kinds))
 
 
+def masked_translation(translation: str, sentence: str, kinds: Sequence[str]) -> str:
+    """Replace in a translation what the sentence's placeholders stand for, which is what a model sees of it."""
+    return _replaced(translation, _originals(sentence, kinds), kinds)
+
+
 def restored(translation: str, originals: dict[str, str]) -> str:
     """Put back what the placeholders stand for; one that the sentence did not have stays as it is."""
     if not originals:

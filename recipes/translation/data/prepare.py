@@ -17,6 +17,8 @@ from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import RunConfig
 
 SETTINGS = "settings.json"
+SHAPING = ("vocab_size", "joint", "kind", "lowercase")
+"""The settings of `subwords` on which the models depend; those of sampling only use them."""
 
 
 def prepare(config: RunConfig) -> tuple[Subwords, Subwords]:
@@ -46,7 +48,7 @@ def _settings(config: RunConfig) -> dict[str, object]:
 
     Files are identified by their contents: a file that was written again may have the same name, size and time.
     """
-    subwords = {name: getattr(config.subwords, name) for name in ("vocab_size", "joint", "kind", "lowercase")}
+    subwords = {name: getattr(config.subwords, name) for name in SHAPING}
     settings: dict[str, object] = {"data": identity(config), "subwords": subwords}
     # What is not set is left out: models of earlier versions, which did not have it, are still good
     if symbols := symbols_of(config.subwords):

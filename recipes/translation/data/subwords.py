@@ -7,6 +7,7 @@ import io
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,18 @@ def _plain_error(message: str, config: SubwordConfig) -> ValueError:
     return DataError(f"sentencepiece cannot train on this text: {' '.join(message.split())}")
 
 
+_seeding = threading.Lock()
+
+
+def _unlock() -> None:
+    """Replace the lock in a forked process, where the thread that held it does not exist."""
+    global _seeding
+    _seeding = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)
+
+
 class Subwords:
     """A trained model: sentences to subword ids and back."""
 
@@ -132,6 +145,24 @@ class Subwords:
         """Encode each sentence as ids, without start and end symbol."""
         ids: list[list[int]] = self._processor.encode(sentences, num_threads=threads)
         return ids
+
+    def sample(self, sentences: Sequence[str], seeds: Iterable[int], amount: float) -> list[list[int]]:
+        """Draw a segmentation of each sentence, a function of the sentence, its seed and `amount` alone.
+
+        A bpe model leaves out each merge with probability `amount` (BPE-dropout, Provilkov et al. 2020, algorithm 1). A
+        unigram model draws from all segmentations, in proportion to their probability to the power `amount` (Kudo 2018,
+        section 3.3): the smaller it is, the more do rare segmentations occur.
+
+        Seeds are from 0 to 2^32 - 2.
+        """
+        drawn = []
+        for sentence, seed in zip(sentences, seeds, strict=True):
+            # The seed belongs to the whole process, and the draw must follow it before another thread's seed does
+            with _seeding:
+                sentencepiece.set_random_generator_seed(int(seed))
+                ids = self._processor.encode(sentence, enable_sampling=True, nbest_size=-1, alpha=amount)
+            drawn.append(ids)
+        return drawn
 
     def decode(self, ids: list[list[int]]) -> list[str]:
         """Decode each list of ids; padding, start and end symbol are ignored."""

@@ -35,7 +35,7 @@ class Averaged(NamedTuple):
 
 
 def average(run: Path, last: int | None = None, best: int | None = None) -> Averaged:
-    """Write `<run>/averaged`, the mean of the `last` kept models, of the `best` by validation loss, or of all.
+    """Write `<run>/averaged`, the mean of the `last` kept models, of the `best` by their validation, or of all.
 
     Raises CheckpointError if fewer models are kept than asked for, or they do not belong together.
     """
@@ -63,14 +63,19 @@ def check_enough(kept: Sequence[Path], last: int | None, best: int | None, run: 
 
 
 def best_first(folders: Sequence[Path]) -> list[Path]:
-    """Sort folders by validation loss; of equal ones the earlier step comes first."""
-    losses = {}
+    """Sort folders by their validation, the best first by `training.best_by`; of equal ones the earlier comes first."""
+    config = saved_config(folders[0])
+    assert config is not None  # `kept_models` returns complete folders only
+    best_by = config.training.best_by
+    values = {}
     for folder in folders:
-        loss = load_facts(folder).get("valid_loss")
-        if not isinstance(loss, float):
-            raise CheckpointError(f"{folder / 'model.json'} has no valid_loss: use --last instead of --best")
-        losses[folder] = loss
-    return sorted(folders, key=losses.__getitem__)
+        value = load_facts(folder).get(f"valid_{best_by}")
+        if not isinstance(value, float):
+            raise CheckpointError(f"{folder / 'model.json'} has no valid_{best_by}: use --last instead of --best")
+        values[folder] = value
+        if best_by != "loss":
+            values[folder] = -value  # the higher, the better
+    return sorted(folders, key=values.__getitem__)
 
 
 def write_average(target: Path, folders: Sequence[Path]) -> Averaged:

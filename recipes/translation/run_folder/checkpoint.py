@@ -6,7 +6,8 @@
     joint.model              the subwords, or source.model and target.model
     model.safetensors        the weights; a tied one is stored once
     model.json               the step, its validation, and the SHA-256 of settings, subwords and weights
-    training.safetensors     last only: the optimizer's moments
+    training.safetensors     last only: the optimizer's moments; with training.ema also the weights, of which
+                             model.safetensors has the average
     training.json            last only: the training state, and the SHA-256 of weights and moments
 
 Weights and moments are whole, whatever the layout that trained them. The hashes in the two JSON files are taken from
@@ -21,7 +22,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -70,6 +71,8 @@ class TrainingState:
     """The same, including validations and saving."""
     best_loss: float | None = None
     """Best validation loss so far."""
+    best_score: float | None = None
+    """The BLEU or chrF of the best validation, where `training.best_by` names one of them."""
     best_step: int = 0
     stale: int = 0
     """Validations since the best one."""
@@ -133,6 +136,8 @@ class SavedTraining:
     weights: Mapping[str, Tensor]
     moments: Mapping[str, Tensor]
     state: TrainingState
+    averages: Mapping[str, Tensor] = field(default_factory=dict)
+    """The moving averages of the weights, with `training.ema`."""
 
 
 def load_training(folder: Path) -> SavedTraining:
@@ -145,11 +150,22 @@ def load_training(folder: Path) -> SavedTraining:
         raise CheckpointError(
             f"{whole / 'training.json'} belongs to other weights or moments than those beside it; {MIXED}"
         )
-    return SavedTraining(weights, moments, _as_state(record, whole / "training.json"))
+    state = _as_state(record, whole / "training.json")
+    trained = {name.removeprefix(TRAINED): moments.pop(name) for name in list(moments) if name.startswith(TRAINED)}
+    if not trained:
+        return SavedTraining(weights, moments, state)
+    if {name: each.shape for name, each in trained.items()} != {name: each.shape for name, each in weights.items()}:
+        raise CheckpointError(f"{whole} has weights that do not fit their averages; {MIXED}")
+    return SavedTraining(trained, moments, state, averages=weights)
+
+
+TRAINED = "weights/"
+"""What the names of weights begin with in `training.safetensors`."""
 
 
 def _as_state(record: Mapping[str, Any], path: Path) -> TrainingState:
     kinds = get_type_hints(TrainingState)
+    record = {"best_score": None, **record}  # earlier versions did not have it
     if record.keys() != kinds.keys() or not all(isinstance(value, kinds[name]) for name, value in record.items()):
         raise CheckpointError(f"{path} is not what this version writes; {MIXED}")
     return TrainingState(**record)
@@ -220,9 +236,11 @@ def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str
 
 
 def check_moments(model: nn.Module, saved: SavedTraining, folder: Path) -> None:
-    """Raise CheckpointError unless there are Adam's moments for every parameter of the whole model."""
+    """Raise CheckpointError unless there are Adam's moments for every parameter of the whole model that is trained."""
     shapes: dict[str, torch.Size] = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         own = {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size([])}
         shapes |= {f"optimizer/{name}/{what}": shape for what, shape in own.items()}
     if saved.state.step == 0:  # stopped before the first step

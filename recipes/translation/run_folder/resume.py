@@ -35,6 +35,8 @@ MAY_CHANGE = frozenset(
     }
 )
 """Settings that may change when a run is resumed; changing any other one would make it a different run."""
+SCORING = frozenset({"training.validate_bleu", "data.tokenize", "decoding.max_length"})
+"""Those of them that change BLEU and chrF, so that two validations could not be compared by these."""
 
 
 def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
@@ -90,8 +92,11 @@ def check_same_settings(config: RunConfig, folder: Path) -> None:
     assert saved is not None  # the callers check that there is a checkpoint
     before = flat(saved)
     now = flat(config)
+    may_change = MAY_CHANGE
+    if config.training.best_by != "loss":
+        may_change = MAY_CHANGE - SCORING
     for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key) and key not in MAY_CHANGE:
+        if before.get(key) != now.get(key) and key not in may_change:
             raise ConfigError(
                 f"{key} is {now.get(key)!r} but {folder.parent} was trained with {before.get(key)!r}: keep it, choose "
                 "another --run, or start over with --fresh"
@@ -111,6 +116,7 @@ def check_best(saved: SavedTraining, config: RunConfig) -> None:
     elif state.best_loss is not None:
         print(f"[train] {best}, found at step {state.best_step:,}, is gone: the next validation replaces it")
         state.best_loss = None
+        state.best_score = None
         state.best_step = 0
         state.stale = 0
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import yaml
 
+from recipes.translation.settings.checks import check_together
 from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.corpora import CorpusConfig
 from recipes.translation.settings.data import DataConfig, SubwordConfig
@@ -95,7 +96,9 @@ def load_config(path: str | Path | None, overrides: Mapping[str, object] | None 
         sections.setdefault("data", {})["format"] = format_of(DataConfig(**sections.get("data", {})))
     config = RunConfig(**sections.pop("", {}))
     changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    return dataclasses.replace(config, **changed)
+    config = dataclasses.replace(config, **changed)
+    check_together(config)
+    return config
 
 
 FORMATS = {".tsv": "tsv", ".jsonl": "jsonl", ".parquet": "parquet"}

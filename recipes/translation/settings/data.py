@@ -131,3 +131,15 @@ class SubwordConfig:
     lowercase: Annotated[
         bool, Help("Lower-case the text before anything else (BLEU is then computed on lower-case text too).")
     ] = False
+    sampling: Annotated[
+        float,
+        Help(
+            "Draw the subwords of training sentences anew in every epoch. For bpe: the probability of leaving out a "
+            "merge (BPE-dropout; 0.1 is usual). For unigram: the exponent of a segmentation's probability (Kudo 2018; "
+            "0.1 to 0.5 are usual, and less is more random). 0 does not sample; validation and translation never do."
+        ),
+        Range(at_least=0),
+    ] = 0.0
+    sampled: Annotated[
+        Literal["both", "source", "target"], Help("both | source | target: the sides whose subwords are drawn.")
+    ] = "both"

@@ -7,6 +7,15 @@ from typing import Annotated, Literal
 
 from recipes.translation.settings.schema import Help, Range
 
+PARTS = {
+    "encoder": "encoder",
+    "decoder": "decoder",
+    "source_embedding": "src_embed",
+    "target_embedding": "tgt_embed",
+    "generator": "generator",
+}
+"""The parts of a model that `training.freeze` can name, and what the model calls them."""
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -59,6 +68,14 @@ class TrainingConfig:
         Literal["torch", "fairseq", "harvard"],
         Help("torch (eps/V) | fairseq (eps/(V-1)) | harvard (eps/(V-2), the entropy constant subtracted)."),
     ] = "torch"
+    r_drop: Annotated[
+        float,
+        Help(
+            "R-Drop's alpha: every batch is computed twice with different dropout, and the divergence of the two "
+            "predictions joins the loss; 5 is usual, and 0 computes it once."
+        ),
+        Range(at_least=0),
+    ] = 0.0
     precision: Annotated[
         Literal["float32", "bf16", "float64"],
         Help("float32 | bf16 (autocast) | float64 (to compare layouts: several times slower)."),
@@ -83,8 +100,39 @@ class TrainingConfig:
         Range(at_least=0),
     ] = 0
     patience: Annotated[
-        int, Help("Stop after this many validations without a better loss; 0 never stops early."), Range(at_least=0)
+        int,
+        Help("Stop after this many validations without a better one, by best_by; 0 never stops early."),
+        Range(at_least=0),
     ] = 0
+    best_by: Annotated[
+        Literal["loss", "bleu", "chrf"],
+        Help(
+            "loss | bleu | chrf: which number of a validation decides which model is the best, and when the patience "
+            "ends; BLEU and chrF are those of validate_bleu sentences."
+        ),
+    ] = "loss"
+    ema: Annotated[
+        float,
+        Help(
+            "Decay of an exponential moving average of the weights, such as 0.999, which validation and translation "
+            "then use instead of the weights; 0 has none."
+        ),
+        Range(at_least=0, below=1),
+    ] = 0.0
+    start_from: Annotated[
+        str,
+        Help(
+            "Begin with the weights and subwords of another run (its best model), or of a checkpoint folder; the data "
+            "may be other data. Empty begins with random weights."
+        ),
+    ] = ""
+    freeze: Annotated[
+        tuple[str, ...],
+        Help(
+            "Parts that are not trained: any of encoder, decoder, source_embedding, target_embedding, generator. Parts "
+            "that share a weight (model.tie) are frozen together."
+        ),
+    ] = ()
     seed: Annotated[
         int, Help("Of the first weights, dropout, and the order of the data."), Range(at_least=0, below=2**63)
     ] = 1

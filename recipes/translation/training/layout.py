@@ -31,6 +31,7 @@ from recipes.translation.data.batches import Batch
 from recipes.translation.data.subwords import PAD
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.settings.config import ConfigError, LayoutConfig, RunConfig, TrainingConfig
+from recipes.translation.training.r_drop import BothLogits, RDrop, TwoPasses
 from seqpar.distributed.collectives import group_sum, rank_in, world_size
 from seqpar.multi_device.devices import check_devices
 
@@ -169,7 +170,7 @@ class Layout:
         self.model = model.to(self.device)
         self.reducer: nn.Module | None = None
         if ranks.world == 1:
-            self.forward = self.whole_forward(model)
+            self.forward = self.whole_forward(model, self.settings.r_drop)
         else:
             self.forward = self._distribute()
 
@@ -185,7 +186,10 @@ class Layout:
         vocab = None
         if self.axes.vocab > 1:
             vocab = shard
-        both = seqpar.ModelWithLoss(self.model, self._engine(self.model, vocab))
+        passes: nn.Module = self.model
+        if self.settings.r_drop:
+            passes = TwoPasses(self.model)
+        both = seqpar.ModelWithLoss(passes, self._engine(self.model, vocab, self.settings.r_drop))
         if self.groups.shards is not None:
             # Each layer is gathered for its own forward and backward; the last call shards what is in none of them
             for layer in (*self.model.encoder.layers, *self.model.decoder.layers):
@@ -207,16 +211,22 @@ class Layout:
             batch.src, batch.tgt_in, target=seqpar.split_time(batch.tgt_out, self.groups.sequence)
         )
 
-    def _engine(self, model: EncoderDecoder, vocab: seqpar.VocabShard | None = None) -> seqpar.LossCompute:
-        criterion = seqpar.LabelSmoothing(
+    def _engine(
+        self, model: EncoderDecoder, vocab: seqpar.VocabShard | None = None, r_drop: float = 0.0
+    ) -> seqpar.LossCompute:
+        generator: nn.Module = model.generator
+        criterion: nn.Module = seqpar.LabelSmoothing(
             self.settings.label_smoothing,
             self.settings.smoothing_convention,
             ignore_index=PAD,
         )
+        if r_drop:
+            generator = BothLogits(generator)
+            criterion = RDrop(criterion, r_drop, PAD)
         devices = None
         if vocab is None:  # a shard of the vocabulary stays on the device it is on
             devices = self.devices
-        return seqpar.LossCompute(model.generator, criterion, devices, self.settings.chunk_tokens, vocab=vocab)
+        return seqpar.LossCompute(generator, criterion, devices, self.settings.chunk_tokens, vocab=vocab)
 
     def __str__(self) -> str:
         if self.groups == Groups(None, None, None, None):
@@ -225,11 +235,23 @@ class Layout:
         axes = " x ".join(f"{name} {size}" for name, size in self.axes._asdict().items() if size > 1)
         return f"{prod(self.axes)} processes ({axes}), here {self.device}"
 
-    def whole_forward(self, model: EncoderDecoder) -> Callable[[Batch], seqpar.TokenLoss]:
-        """Return the forward of a batch by a whole model over the devices of this process; hidden states stay there."""
-        encoder_decoder = seqpar.DataParallel(model, self.devices, gather_outputs=False)
-        engine = self._engine(model)
-        return lambda batch: engine(encoder_decoder(batch.src, batch.tgt_in), batch.tgt_out)
+    def whole_forward(self, model: EncoderDecoder, r_drop: float = 0.0) -> Callable[[Batch], seqpar.TokenLoss]:
+        """Return the forward of a batch by a whole model over the devices of this process; hidden states stay there.
+
+        With `r_drop`, its alpha, the loss is that of two passes.
+        """
+        engine = self._engine(model, r_drop=r_drop)
+        if not r_drop:
+            encoder_decoder = seqpar.DataParallel(model, self.devices, gather_outputs=False)
+            return lambda batch: engine(encoder_decoder(batch.src, batch.tgt_in), batch.tgt_out)
+        passes = seqpar.DataParallel(TwoPasses(model), self.devices, gather_outputs=False)
+
+        def forward(batch: Batch) -> seqpar.TokenLoss:
+            hidden, more = zip(*passes(batch.src, batch.tgt_in), strict=True)
+            loss: seqpar.TokenLoss = engine(list(hidden), batch.tgt_out, other=[each["other"] for each in more])
+            return loss
+
+        return forward
 
     def loss_of(self, batch: Batch) -> seqpar.TokenLoss:
         """Return the summed loss of this rank's tokens of a batch.
@@ -286,12 +308,16 @@ class Layout:
         for key, value in saved.items():
             name, _, what = key.removeprefix("optimizer/").rpartition("/")
             parameter = parameters[name]
-            value = value.to(parameter.device)
-            if value.dim():  # Adam's number of steps has no dimensions, and is whole on every rank
-                value = cut(name, value, rank_in(self.groups.vocab), world_size(self.groups.vocab))
-                if isinstance(parameter, DTensor):
-                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            optimizer.state[parameter][what] = value
+            optimizer.state[parameter][what] = self.part(name, value, parameter)
+
+    def part(self, name: str, whole: Tensor, parameter: Tensor) -> Tensor:
+        """Return this rank's part of a parameter, or of one of its moments, given the whole one; undoes `whole`."""
+        value = whole.to(parameter.device)
+        if value.dim():  # Adam's number of steps has no dimensions, and is whole on every rank
+            value = cut(name, value, rank_in(self.groups.vocab), world_size(self.groups.vocab))
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return value
 
 
 def _whole(tensor: Tensor) -> Tensor:

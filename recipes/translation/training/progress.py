@@ -80,12 +80,13 @@ class Progress:
             f"{tokens / seconds:,.0f} tokens/s   {duration(left)} left"
         )
 
-    def say(self, text: str) -> None:
-        """Print a line above the progress line."""
-        if self.live:
-            self.live.console.print(Text(text))
-        else:
-            print(text, flush=True)
+    def say(self, *lines: str) -> None:
+        """Print lines above the progress line."""
+        for text in lines:
+            if self.live:
+                self.live.console.print(Text(text))
+            else:
+                print(text, flush=True)
 
     def _tick(self, state: TrainingState) -> float:
         """Return the seconds since the last tick."""
@@ -119,6 +120,12 @@ class Metrics:
         if self.file is not None:
             with suppress(OSError):  # a full disk was reported by `write`, and the buffer still cannot be written
                 self.file.close()
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the records so far; none on a process that writes nothing."""
+        if self.path is None:
+            return []
+        return read_metrics(self.path)
 
     def write(self, **values: object) -> None:
         """Append one record."""

@@ -1,4 +1,4 @@
-"""Validation during training: loss, perplexity, accuracy and BLEU."""
+"""Validation during training: loss, perplexity, accuracy, BLEU and chrF."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import seqpar
 from models import EncoderDecoder
 from recipes.translation.data.batches import Batch
 from recipes.translation.data.corpus import Corpus
-from recipes.translation.evaluate import score
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.scores.scores import bleu as bleu_of
+from recipes.translation.scores.scores import chrf as chrf_of
 from recipes.translation.translate import translate
 
-NAMES = ("loss", "perplexity", "accuracy", "bleu")
+NAMES = ("loss", "perplexity", "accuracy", "bleu", "chrf")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Validation:
     """Percentage of target tokens that are the most likely ones, given the reference's tokens before them."""
     bleu: float | None
     """BLEU of greedy translations of the first `validate_bleu` sentences; None if that is 0."""
+    chrf: float | None = None
+    """chrF of the same translations."""
 
     def as_dict(self) -> dict[str, object]:
         """Return a record of `metrics.jsonl`."""
@@ -42,13 +45,17 @@ class Validation:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Read a record that `as_dict` returned."""
+        record = {"valid_chrf": None, **record}  # earlier versions did not have it
         return cls(record["step"], *(record[f"valid_{name}"] for name in NAMES))
 
     def __str__(self) -> str:
         line = f"loss {self.loss:.3f}   perplexity {self.perplexity:.2f}   accuracy {self.accuracy:.1f} %"
         if self.bleu is None:
             return line
-        return f"{line}   BLEU {self.bleu:.1f}"
+        line += f"   BLEU {self.bleu:.1f}"
+        if self.chrf is None:  # of a version that did not compute it
+            return line
+        return f"{line}   chrF {self.chrf:.1f}"
 
 
 @torch.no_grad()
@@ -59,7 +66,7 @@ def validate(
     step: int,
     ranks: Ranks = ALONE,
 ) -> Validation:
-    """Compute the loss of all validation pairs and BLEU of the first ones, each rank a subset of them.
+    """Compute the loss of all validation pairs, BLEU and chrF of the first ones, each rank a subset of them.
 
     `loss_of` computes the loss of a batch by the translator's model, which is whole on every rank.
     """
@@ -76,22 +83,22 @@ def validate(
     assert loss.correct is not None
     pairs = corpus.valid_pairs[: config.training.validate_bleu]
     bleu = None
+    chrf = None
     if pairs:
         # A beam would take several times as long, and the score only compares validations with each other
         greedy = replace(config.decoding, beam=1)
         translations = translate(translator, [pair.source for pair in pairs], greedy, ranks)
-        bleu = score(
-            translations,
-            [pair.target for pair in pairs],
-            lowercase=config.subwords.lowercase,
-            tokenize=corpus.tokenize,
-        ).bleu
+        references = [pair.target for pair in pairs]
+        lowercase = config.subwords.lowercase
+        bleu = bleu_of(translations, references, lowercase=lowercase, tokenize=corpus.tokenize)
+        chrf = chrf_of(translations, references, lowercase=lowercase)
     return Validation(
         step=step,
         loss=float(loss.total) / tokens,
         perplexity=math.exp(min(float(loss.nll) / tokens, 700.0)),  # exp(710) overflows
         accuracy=100 * int(loss.correct) / tokens,
         bleu=bleu,
+        chrf=chrf,
     )
 
 

@@ -62,9 +62,18 @@ def test_an_epoch_has_the_pairs_that_the_mixture_draws_and_no_pair_above_max_len
     # 3 x 22 to 1 x 43 of the 65 short pairs
     assert Counter(pair < 30 for pair in of_epoch) == {True: 39, False: 26}
     assert batches.dropped == 25
-    assert all(sum(1 for _ in batch) * max(len(batches.sources[pair]) + 1 for pair in batch) <= 20 for batch in drawn)
     cells = torch.cat([batches.batch(batch).src.flatten() for batch in drawn])
     assert batches.padding_fraction(2) == pytest.approx((cells == 0).double().mean().item())
+
+
+def test_the_batches_of_every_epoch_are_within_the_budget_and_full() -> None:
+    sizes = [40, 40]
+    ids = [[4] * (2 if n < 40 else 1 + n % 9) for n in range(80)]
+    batches = TokenBatches(ids, ids, batch_tokens=20, seed=1, mixture=Mixture(sizes, [3.0, 1.0], 1.0, 1))
+    for epoch in range(12):
+        cells = [len(batch) * max(len(ids[pair]) + 1 for pair in batch) for batch in batches.epoch(epoch)]
+        assert max(cells) <= 20
+        assert sum(cells) > 0.7 * 20 * len(cells)
 
 
 def test_epochs_differ_and_depend_on_seed_and_epoch_alone() -> None:

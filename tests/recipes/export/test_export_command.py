@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from recipes.translation.commands import main
-from recipes.translation.commands.export import require
+from recipes.translation.commands.arguments import require
 from recipes.translation.settings.config import ConfigError
 from recipes.translation.train import train
 from tests.recipes.tiny import tiny
+from tests.recipes.training.test_lstm import tiny_lstm
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +55,44 @@ def test_a_folder_of_someone_else_is_left_alone(run: Path, tmp_path: Path, capsy
     assert main(["export", "--run", str(run), "--to", "ctranslate2", "--out", str(tmp_path)]) == 2
     assert "was not made here" in capsys.readouterr().err
     assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_translate_uses_the_exported_model_by_its_run_or_by_its_own_folder(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "--run", str(run), "--to", "ctranslate2"]) == 0
+    (tmp_path / "in.txt").write_text("The number is six.\n\nTwo trains.\n")
+    words = ["--file", str(tmp_path / "in.txt"), "--beam", "1"]
+    capsys.readouterr()
+    assert main(["translate", "--run", str(run), *words]) == 0
+    expected = capsys.readouterr().out
+    assert len(expected.splitlines()) == 3
+    for folder in (run, run / "ctranslate2"):
+        assert main(["translate", "--run", str(folder), "--engine", "ctranslate2", *words]) == 0
+        assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--n-best", "2"], "--n-best is not for --engine ctranslate2"),
+        (["--alignments", "a"], "--alignments is not for --engine ctranslate2"),
+        (["--run", "nowhere"], "there is no nowhere/ctranslate2; write it with"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_one_line(
+    words: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["translate", "six", "--engine", "ctranslate2", *words])
+    except SystemExit as end:
+        status = int(str(end.code))
+    assert status == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_an_lstm_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tiny_lstm(tmp_path / "run", {"training.steps": 1}))
+    for format in ("ctranslate2", "hf"):
+        assert main(["export", "--run", str(tmp_path / "run"), "--to", format]) == 2
+        assert "model.preset lstm is not a Transformer; only these are exported" in capsys.readouterr().err

@@ -5,49 +5,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recipes.translation import train as training
-from recipes.translation.atomic_folder import MANIFEST, CheckpointError, sha256
+from recipes.translation.atomic_folder import MANIFEST, sha256
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.run_folder.kept_models import keep_model, kept_models
-from recipes.translation.settings.config import ConfigError
 from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics
+from tests.recipes.run_folder.made import MADE, contents, refused
 from tests.recipes.tiny import tiny
 
-KEEPS: dict[str, Any] = {
-    "data.builtin_pairs": 120,
-    "training.batch_tokens": 400,
-    "training.steps": 4,
-    "training.validate_every": 1,
-    "training.keep_checkpoints": 3,
-}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short_validations() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-        yield
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four validations that keeps three models."""
-    folder = tmp_path_factory.mktemp("kept") / "run"
-    train(tiny(folder, KEEPS))
-    return folder
-
-
-@pytest.fixture
-def run(made: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return shutil.copytree(made, tmp_path / "run")
+pytestmark = pytest.mark.usefixtures("short_validations")
+LONGER = {**MADE, "training.steps": 5}
 
 
 def steps(run: Path) -> list[int]:
@@ -58,11 +32,6 @@ def steps(run: Path) -> list[int]:
 def weights(run: Path) -> dict[str, bytes]:
     """The weights of every kept model."""
     return {folder.name: (folder / "model.safetensors").read_bytes() for folder in kept_models(run)}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_the_models_of_the_last_validations_are_kept_with_their_facts(made: Path) -> None:
@@ -77,14 +46,14 @@ def test_the_models_of_the_last_validations_are_kept_with_their_facts(made: Path
 
 def test_a_kept_model_is_that_of_its_step(made: Path, tmp_path: Path) -> None:
     assert len(set(weights(made).values())) == 3
-    train(tiny(tmp_path / "three", {**KEEPS, "training.steps": 3, "training.keep_checkpoints": 0}))
+    train(tiny(tmp_path / "three", {**MADE, "training.steps": 3, "training.keep_checkpoints": 0}))
     assert not (tmp_path / "three" / "checkpoints").exists()
     assert (tmp_path / "three" / "last" / "model.safetensors").read_bytes() == weights(made)["step-00000003"]
     assert (made / "last" / "model.safetensors").read_bytes() == weights(made)["step-00000004"]
 
 
 def test_fewer_are_kept_when_fewer_are_asked_for_on_resuming(run: Path) -> None:
-    train(tiny(run, {**KEEPS, "training.steps": 5, "training.keep_checkpoints": 2}))
+    train(tiny(run, {**MADE, "training.steps": 5, "training.keep_checkpoints": 2}))
     assert steps(run) == [4, 5]
 
 
@@ -165,9 +134,9 @@ def test_a_run_killed_before_it_saved_its_state_keeps_the_same_models_after_all(
     with monkeypatch.context() as patch:
         patch.setattr(training, "save", killed)
         with pytest.raises(KeyboardInterrupt):
-            train(tiny(run, KEEPS))
+            train(tiny(run, MADE))
     assert (steps(run), load_facts(run / "last")["step"]) == ([2, 3, 4], 3)
-    train(tiny(run, KEEPS))
+    train(tiny(run, MADE))
     assert weights(run) == weights(made)
 
 
@@ -180,9 +149,9 @@ def test_a_run_killed_before_its_first_state_begins_again(
     with monkeypatch.context() as patch:
         patch.setattr(training, "save", killed)
         with pytest.raises(KeyboardInterrupt):
-            train(tiny(tmp_path / "run", KEEPS))
+            train(tiny(tmp_path / "run", MADE))
     assert steps(tmp_path / "run") == [1]
-    train(tiny(tmp_path / "run", KEEPS))
+    train(tiny(tmp_path / "run", MADE))
     assert weights(tmp_path / "run") == weights(made)
 
 
@@ -191,33 +160,23 @@ def test_a_model_of_a_later_step_than_the_newest_validation_is_stale_and_goes(ru
     assert steps(run) == [3]
 
 
-def refused(run: Path, *, fresh: bool = False, changes: dict[str, Any] | None = None) -> str:
-    """The one line that training is refused with, in a folder that stays as it was."""
-    before = contents(run)
-    with pytest.raises((CheckpointError, ConfigError)) as caught:
-        train(tiny(run, {**KEEPS, "training.steps": 5, **(changes or {})}), fresh=fresh)
-    assert contents(run) == before
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_what_else_is_in_the_folder_is_left_alone(run: Path) -> None:
     others = {"notes.txt": b"mine", "step-best/a": b"mine", "step-12/a": b"mine", ".hidden": b"mine"}
     for name, data in others.items():
         (run / "checkpoints" / name).parent.mkdir(exist_ok=True)
         (run / "checkpoints" / name).write_bytes(data)
-    train(tiny(run, {**KEEPS, "training.steps": 5}))
+    train(tiny(run, {**MADE, "training.steps": 5}))
     assert steps(run) == [3, 4, 5]
     assert others.items() <= contents(run / "checkpoints").items()
-    train(tiny(run, {**KEEPS, "training.keep_checkpoints": 0}), fresh=True)
+    train(tiny(run, {**MADE, "training.keep_checkpoints": 0}), fresh=True)
     assert contents(run / "checkpoints") == others
 
 
 def test_a_kept_model_with_a_file_of_others_is_never_removed(run: Path) -> None:
     (run / "checkpoints" / "step-00000002" / "valid.scores.json").write_text("{}")
-    train(tiny(run, {**KEEPS, "training.steps": 6}))
+    train(tiny(run, {**MADE, "training.steps": 6}))
     assert steps(run) == [2, 4, 5, 6]
-    said = refused(run, fresh=True)
+    said = refused(run, LONGER, fresh=True)
     assert "step-00000002/valid.scores.json was not written here, and would be removed: move it away first" in said
 
 
@@ -225,45 +184,49 @@ def test_a_step_folder_that_is_not_ours_is_refused_before_anything_is_trained(ru
     (run / "checkpoints" / "step-00000005").mkdir()
     (run / "checkpoints" / "step-00000005" / "thesis.tex").write_text("mine")
     for fresh in (False, True):
-        assert f"{run / 'checkpoints' / 'step-00000005'} has no {MANIFEST}" in refused(run, fresh=fresh)
-    train(tiny(run, {**KEEPS, "training.steps": 5, "training.keep_checkpoints": 0}))
+        assert f"{run / 'checkpoints' / 'step-00000005'} has no {MANIFEST}" in refused(run, LONGER, fresh=fresh)
+    train(tiny(run, {**MADE, "training.steps": 5, "training.keep_checkpoints": 0}))
     assert (run / "checkpoints" / "step-00000005" / "thesis.tex").read_text() == "mine"
 
 
 def test_a_file_in_the_folders_place_is_refused_before_anything_is_trained(run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints").write_text("mine")
-    assert f"{run / 'checkpoints'} is not a folder" in refused(run)
+    assert f"{run / 'checkpoints'} is not a folder" in refused(run, LONGER)
 
 
 def test_kept_models_without_a_state_are_not_overwritten(run: Path) -> None:
     shutil.rmtree(run / "last")
     shutil.rmtree(run / "best")
-    assert "step-00000002 is the model of step 2, but there is no" in refused(run)
+    assert "step-00000002 is the model of step 2, but there is no" in refused(run, LONGER)
 
 
 def test_kept_models_of_another_run_are_named_before_anything_is_trained(run: Path, tmp_path: Path) -> None:
-    train(tiny(tmp_path / "other", {**KEEPS, "training.seed": 2}))
+    train(tiny(tmp_path / "other", {**MADE, "training.seed": 2}))
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(tmp_path / "other" / "checkpoints", run / "checkpoints")
-    assert "training.seed is 1 but" in refused(run)
+    assert "training.seed is 1 but" in refused(run, LONGER)
 
 
 def test_fresh_removes_the_kept_models_and_their_average(run: Path) -> None:
     shutil.copytree(run / "best", run / "averaged")
     (run / "checkpoints" / "step-00000003").rename(run / "checkpoints" / ".step-00000003.previous")
-    train(tiny(run, {**KEEPS, "training.keep_checkpoints": 0}), fresh=True)
+    train(tiny(run, {**MADE, "training.keep_checkpoints": 0}), fresh=True)
     assert not (run / "averaged").exists()
     assert not (run / "checkpoints").exists()
 
 
 def test_a_run_whose_saved_settings_lack_the_new_ones_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(tiny(run, {**KEEPS, "training.keep_checkpoints": 0}))
+    train(tiny(run, {**MADE, "training.keep_checkpoints": 0}))
     for folder in (run / "last", run / "best"):
-        without(folder, "keep_checkpoints", "length_norm")
-    train(tiny(run, {**KEEPS, "training.steps": 6}))
+        without(folder, "keep_checkpoints", "length_norm", *SINCE)
+    train(tiny(run, {**MADE, "training.steps": 6}))
     assert steps(run) == [5, 6]
+
+
+SINCE = ("sampling", "sampled", "best_by", "ema", "start_from", "freeze", "r_drop")
+"""Settings of training that came later still."""
 
 
 def without(folder: Path, *names: str) -> None:

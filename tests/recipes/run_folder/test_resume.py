@@ -10,61 +10,35 @@ from typing import Any
 import pytest
 
 from recipes.translation import train as training
-from recipes.translation.atomic_folder import MANIFEST, CheckpointError
+from recipes.translation.atomic_folder import MANIFEST
 from recipes.translation.commands import main
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.settings.config import SCHEMA, ConfigError
 from recipes.translation.train import begin, train
+from tests.recipes.run_folder.made import MADE, contents, refused
 from tests.recipes.tiny import options, tiny
 
-SHORT: dict[str, Any] = {"training.steps": 4, "training.validate_every": 2}
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with two validations."""
-    folder = tmp_path_factory.mktemp("resume") / "run"
-    train(tiny(folder, SHORT))
-    return folder
-
-
-@pytest.fixture
-def run(made: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return shutil.copytree(made, tmp_path / "run")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def refused(run: Path, *, fresh: bool = False, changes: dict[str, Any] | None = None) -> str:
-    """The one line that training is refused with, in a folder that stays as it was."""
-    before = contents(run)
-    with pytest.raises((CheckpointError, ConfigError)) as caught:
-        train(tiny(run, {**SHORT, "training.steps": 6, **(changes or {})}), fresh=fresh)
-    assert contents(run) == before
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+pytestmark = pytest.mark.usefixtures("short_validations")
+SHORT: dict[str, Any] = {**MADE, "training.validate_every": 2, "training.keep_checkpoints": 0}
+LONGER: dict[str, Any] = {**SHORT, "training.steps": 6}
 
 
 def test_last_without_its_manifest_is_an_error_and_best_stays(run: Path) -> None:
     (run / "last" / MANIFEST).unlink()
-    assert f"{run / 'last'} has no manifest.json: it is damaged" in refused(run)
-    assert "has no manifest.json" in refused(run, fresh=True)
+    assert f"{run / 'last'} has no manifest.json: it is damaged" in refused(run, LONGER)
+    assert "has no manifest.json" in refused(run, LONGER, fresh=True)
 
 
 def test_an_empty_last_is_an_error_and_best_stays(run: Path) -> None:
     shutil.rmtree(run / "last")
     (run / "last").mkdir()
-    assert "is empty: restore it from a copy, or start over with --fresh" in refused(run)
+    assert "is empty: restore it from a copy, or start over with --fresh" in refused(run, LONGER)
     assert train(tiny(run, SHORT), fresh=True).state.step == 4
 
 
 def test_best_without_last_is_never_overwritten(run: Path) -> None:
     shutil.rmtree(run / "last")
-    assert "is the model of step 4, but there is no" in refused(run)
+    assert "is the model of step 4, but there is no" in refused(run, LONGER)
     assert train(tiny(run, SHORT), fresh=True).state.step == 4
 
 
@@ -90,7 +64,7 @@ def test_a_run_killed_between_its_first_best_and_its_first_last_begins_again(
 def test_a_folder_that_is_not_ours_is_never_deleted(name: str, fresh: bool, tmp_path: Path) -> None:
     (tmp_path / "run" / name).mkdir(parents=True)
     (tmp_path / "run" / name / "thesis.tex").write_text("mine")
-    assert f"{tmp_path / 'run' / name} has no manifest.json" in refused(tmp_path / "run", fresh=fresh)
+    assert f"{tmp_path / 'run' / name} has no manifest.json" in refused(tmp_path / "run", LONGER, fresh=fresh)
 
 
 @pytest.mark.parametrize("name", ["last", "best", "subwords"])
@@ -114,7 +88,7 @@ def test_a_file_of_others_in_a_checkpoint_moves_with_it_and_is_never_removed(run
     assert load_facts(run / "last")["step"] == load_facts(run / "best")["step"] == 8
     for name in ("last", "best"):
         assert (run / name / "notes.txt").read_text() == (run / name / "plots" / "a.svg").read_text() == name
-    said = refused(run, fresh=True, changes={"training.steps": 10})
+    said = refused(run, {**SHORT, "training.steps": 10}, fresh=True)
     assert f"{run / 'last' / 'notes.txt'} was not written here, and would be removed: move it away first" in said
 
 
@@ -122,7 +96,7 @@ def test_last_as_a_link_is_one_line(run: Path, tmp_path: Path) -> None:
     (run / "last").rename(tmp_path / "elsewhere")
     (run / "last").symlink_to(tmp_path / "elsewhere")
     for fresh in (False, True):
-        assert f"{run / 'last'} is a symbolic link, which cannot be replaced" in refused(run, fresh=fresh)
+        assert f"{run / 'last'} is a symbolic link, which cannot be replaced" in refused(run, LONGER, fresh=fresh)
     assert load_translator(run / "last").model is not None  # reading through it is no harm
     (tmp_path / "link").symlink_to(run)
     (run / "last").unlink()
@@ -133,19 +107,19 @@ def test_last_as_a_link_is_one_line(run: Path, tmp_path: Path) -> None:
 def test_last_as_a_file_is_one_line(run: Path) -> None:
     shutil.rmtree(run / "last")
     (run / "last").write_text("")
-    assert f"{run / 'last'} is not a folder" in refused(run)
+    assert f"{run / 'last'} is not a folder" in refused(run, LONGER)
 
 
 def test_a_damaged_best_is_named_before_anything_is_trained(run: Path) -> None:
     (run / "best" / "model.json").write_text("{}")
-    assert "model.json is damaged" in refused(run)
+    assert "model.json is damaged" in refused(run, LONGER)
 
 
 def test_the_best_of_another_run_is_named_before_anything_is_trained(run: Path, tmp_path: Path) -> None:
     train(tiny(tmp_path / "other", {**SHORT, "training.seed": 2}))
     shutil.rmtree(run / "best")
     shutil.copytree(tmp_path / "other" / "best", run / "best")
-    assert "training.seed is 1 but" in refused(run)
+    assert "training.seed is 1 but" in refused(run, LONGER)
 
 
 def test_a_best_that_is_gone_is_said_and_replaced_by_the_next_validation(

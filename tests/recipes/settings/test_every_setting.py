@@ -26,7 +26,7 @@ from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.data.subwords import EOS
 from recipes.translation.evaluate import evaluate
-from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.settings.config import ConfigError, RunConfig
 from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics
@@ -97,6 +97,14 @@ CHANGES: dict[str, Sequence[Change]] = {
     "subwords.joint": [Change(False, ("weights", "subwords"), beside={"model.tie": "target"})],
     "subwords.kind": [Change("bpe", ("weights", "subwords"))],
     "subwords.lowercase": [Change(True, ("weights", "subwords", "scores"))],
+    "subwords.sampling": [
+        Change(0.3, ("weights", "metrics"), ("subwords",)),
+        Change(0.1, ("weights", "metrics"), ("subwords",), beside={"subwords.kind": "bpe"}),
+    ],
+    "subwords.sampled": [
+        Change(value, ("weights", "metrics"), ("subwords",), beside={"subwords.sampling": 0.3})
+        for value in ("source", "target")
+    ],
     "model.preset": [Change("base")],
     "model.d_model": [Change(18)],
     "model.d_ff": [Change(20)],
@@ -118,6 +126,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     "training.clip": [Change(0.01), Change(0.0, beside={"training.clip": 0.01})],
     "training.label_smoothing": [Change(0.0), Change(0.3)],
     "training.smoothing_convention": [Change("fairseq"), Change("harvard", ("weights", "metrics"))],
+    "training.r_drop": [Change(5.0, ("weights", "metrics"), ("batches",))],
     "training.precision": [Change("bf16"), Change("float64")],
     "training.max_length": [Change(20, ("weights", "said"))],
     "training.validate_every": [Change(2, ("metrics",), ("last weights",))],
@@ -127,6 +136,20 @@ CHANGES: dict[str, Sequence[Change]] = {
         Change(1, ("kept",), (*NUMBERS, "subwords")),
     ],
     "training.patience": [Change(1, ("metrics",), beside={"training.learning_rate": 0, "training.validate_every": 1})],
+    "training.best_by": [
+        Change(
+            "chrf",
+            ("best",),
+            ("last weights", "metrics"),
+            beside={"training.validate_every": 1, "training.validate_bleu": 8, "training.seed": 3},
+        )
+    ],
+    "training.ema": [Change(0.5, ("weights", "metrics"), ("batches",))],
+    "training.start_from": [Change("start", ("weights", "metrics"), ("batches",))],
+    "training.freeze": [
+        Change(("encoder",)),
+        Change(("target_embedding", "source_embedding", "generator")),
+    ],
     "training.seed": [Change(2, ("weights", "batches"))],
     "training.threads": [Change(3, ("threads",), ("batches",))],
     "layout.data": [Change(2, refused="layout data 2 x shard 1 x sequence 1 x vocab 1 is 2 processes, but 1")],
@@ -192,6 +215,8 @@ class Runs:
         if "corpora" in given:
             second = given["corpora"]["b"]
             given["corpora"] = {**given["corpora"], "b": {**second, "path": str(self.root / second["path"])}}
+        if "training.start_from" in given:
+            given["training.start_from"] = str(self.root / given["training.start_from"])
         return tiny(folder, given)
 
     def run(self, changes: Mapping[str, Any]) -> Outcome:
@@ -210,6 +235,7 @@ class Runs:
         return seen | {
             "weights": [digest(run / name / "model.safetensors") for name in ("last", "best")],
             "last weights": digest(run / "last" / "model.safetensors"),
+            "best": load_facts(run / "best")["step"],
             "kept": {path.parent.name: digest(path) for path in run.glob("checkpoints/*/model.safetensors")},
             "metrics": records,
             "batches": [record["tokens"] for record in records if "tokens" in record],
@@ -298,6 +324,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ]
     clean = [f"{en}\t{de}" for en, de in builtin_pairs(100, 7)]
     (root / "one" / "dirty.tsv").write_text("\n".join(["en\tde", *clean, *defects]) + "\n", encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+        train(tiny(root / "start", {**BASE, "training.seed": 9}))
     return Runs(root)
 
 

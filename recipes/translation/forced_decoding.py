@@ -1,0 +1,110 @@
+"""Forced decoding: the probability that a model gives to translations that someone else made.
+
+Shapes: B pairs, S source time, T target time.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+import seqpar
+from models import EncoderDecoder, evaluating, length_normaliser
+from recipes.translation.data.placeholders import masked_translation
+from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.processes.ranks import ALONE, Ranks
+from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.settings.config import DecodingConfig
+from recipes.translation.translate import check_unicode, source_ids
+from seqpar.distributed.collectives import gather_objects
+
+
+class PairScore(NamedTuple):
+    """The log-probability of a translation given its source, in nats."""
+
+    log_prob: float
+    """The sum over the translation's subwords and the end symbol."""
+    tokens: int
+    """Subwords of the translation, and the end symbol."""
+    score: float
+    """`log_prob` over the length normaliser of the search: what the search would report for these subwords."""
+
+    @property
+    def per_token(self) -> float:
+        """Return the mean log-probability of a token; exp of minus this is the perplexity."""
+        return self.log_prob / self.tokens
+
+
+def score_pairs(
+    translator: Translator,
+    sources: Sequence[str],
+    targets: Sequence[str],
+    decoding: DecodingConfig,
+    ranks: Ranks = ALONE,
+) -> list[PairScore]:
+    """Compute log p(target | source) of each pair, each rank some of the pairs.
+
+    Sources are read as `translate` reads them, and cut where it cuts them; targets are never cut. Raises DataError for
+    text that is not Unicode.
+    """
+    config = translator.config
+    source_rows = source_ids(translator.source, config, sources, decoding)
+    kinds = config.subwords.placeholders
+    seen = [masked_translation(target, source, kinds) for source, target in zip(sources, targets, strict=True)]
+    target_rows = target_ids(translator, seen)
+    longest_first = sorted(range(len(sources)), key=lambda row: -len(source_rows[row]) - len(target_rows[row]))
+    mine = longest_first[ranks.rank :: ranks.world]
+    found: dict[int, float] = {}
+    with evaluating(translator.model):
+        for start in range(0, len(mine), decoding.batch_sentences):
+            rows = mine[start : start + decoding.batch_sentences]
+            batch = [source_rows[row] for row in rows], [target_rows[row] for row in rows]
+            found.update(zip(rows, log_probabilities(translator.model, *batch), strict=True))
+    everyone = ChainMap(*gather_objects(found, ranks.group))
+    scores = []
+    for row, ids in enumerate(target_rows):
+        norm = length_normaliser(len(ids), decoding.length_penalty, decoding.length_norm)
+        scores.append(PairScore(everyone[row], len(ids), everyone[row] / norm))
+    return scores
+
+
+def target_ids(translator: Translator, targets: Sequence[str]) -> list[list[int]]:
+    """Return the subwords of each target and the end symbol."""
+    check_unicode(targets)
+    texts = list(targets)
+    if translator.config.subwords.lowercase:
+        texts = [text.lower() for text in texts]
+    return [[*ids, EOS] for ids in translator.target.encode(texts)]
+
+
+@torch.no_grad()
+def log_probabilities(
+    model: EncoderDecoder, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
+) -> list[float]:
+    """Compute sum_t log p(y_t | y_<t, x) of each pair of subword ids; the end symbol of x is added here, that of y not.
+
+    Plain equivalent for one pair, with [x, EOS] and [BOS, y_1 ... y_{T-1}] as the model's inputs:
+
+        model.generator(model(src, tgt)).log_softmax(-1).gather(-1, y[:, None]).sum()
+
+    The logits exist one chunk of tokens at a time.
+    """
+    device = model.generator.weight.device
+    src_BS = padded([[*ids, EOS] for ids in sources]).to(device)
+    tgt_BT = padded([[BOS, *ids[:-1]] for ids in targets]).to(device)
+    target_BT = padded(targets).to(device)
+    hidden_BTD = model(src_BS, tgt_BT)
+    scores = seqpar.token_scores(
+        hidden_BTD, model.generator.weight, target_BT, bias=model.generator.bias, ignore_index=PAD
+    )
+    found: list[float] = scores.log_prob.double().sum(1).tolist()
+    return found
+
+
+def padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return the ids of each row, padded at the end to the longest."""
+    width = max(map(len, rows))
+    return torch.tensor([[*ids, *[PAD] * (width - len(ids))] for ids in rows])

@@ -1,0 +1,104 @@
+"""Minimum Bayes risk: of several candidates, choose the translation that is most like the others.
+
+Shapes: N candidates, G n-grams that occur in any of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.helpers import extract_all_char_ngrams, extract_all_word_ngrams
+
+from recipes.translation.scores.statistics import Array, chrf_of_sums, sentence_bleu_of_sums
+
+Utility = Literal["chrf", "bleu"]
+"""What likeness is measured by: chrF2, or sentence-BLEU as sacreBLEU computes it."""
+CHARACTER_ORDERS = 6
+
+
+def best_by_mbr(candidates: Sequence[str], utility: Utility, tokenize: str = "13a") -> int:
+    """Return the number of the candidate with the largest mean utility, the others taken as its references.
+
+    argmax_h 1 / (N - 1) sum_{r != h} u(h, r): Eikema and Aziz 2020, section 5; Freitag et al. 2022. Candidates that are
+    alike count as often as they occur, as samples must. Of equally good ones the first is chosen, so that an n-best
+    list keeps its best. `tokenize` is sacreBLEU's tokeniser, for BLEU. Raises ValueError for no candidates, and for an
+    unknown utility.
+    """
+    if not candidates:
+        raise ValueError("there are no candidates to choose from")
+    means_N = mean_utilities(candidates, utility, tokenize)
+    # The first within rounding of the best: sums of the same terms in another order may differ in the last place
+    return int(np.argmax(means_N >= means_N.max() - 1e-9))
+
+
+def mean_utilities(candidates: Sequence[str], utility: Utility, tokenize: str = "13a") -> Array:
+    """Return the mean utility of each candidate against the others, in percent, (N,); 0 for a single one."""
+    if utility not in get_args(Utility):
+        raise ValueError(f"utility is {utility!r}: it must be chrf or bleu")
+    times = Counter(candidates)
+    different = list(times)
+    if utility == "chrf":
+        utilities_NN = pairwise_chrf(different)
+    else:
+        tokenizer = BLEU(tokenize=tokenize, force=True).tokenizer
+        utilities_NN = pairwise_bleu([tokenizer(text.rstrip()) for text in different])
+    # A candidate is no reference for itself, but its repetitions are
+    others_NN = np.array(list(times.values()), dtype=np.float64) - np.eye(len(different))
+    means = dict(zip(different, (utilities_NN * others_NN).sum(1) / max(1, len(candidates) - 1), strict=True))
+    return np.array([means[text] for text in candidates])
+
+
+def pairwise_chrf(texts: Sequence[str]) -> Array:
+    """Compute sacreBLEU's sentence-level chrF2 of each text, given each other one as the reference: (N, N)."""
+    ngrams = [extract_all_char_ngrams(text, CHARACTER_ORDERS, False) for text in texts]
+    columns = []
+    for order in range(CHARACTER_ORDERS):
+        counts_NG = _counts([found[order] for found in ngrams])
+        matches_NN = _matches(counts_NG)
+        columns += [*_totals(counts_NG), matches_NN]
+    return _of_pairs(columns, chrf_of_sums)
+
+
+def pairwise_bleu(texts: Sequence[str]) -> Array:
+    """Compute sacreBLEU's sentence-BLEU of each tokenised text, given each other one as the reference: (N, N)."""
+    ngrams = [extract_all_word_ngrams(text, 1, 4)[0] for text in texts]
+    by_order = [
+        [Counter({g: n for g, n in found.items() if len(g) == order}) for found in ngrams] for order in (1, 2, 3, 4)
+    ]
+    counts = [_counts(found) for found in by_order]
+    length_NN, reference_NN = _totals(counts[0])
+    matches = [_matches(counts_NG) for counts_NG in counts]
+    totals = [_totals(counts_NG)[0] for counts_NG in counts]
+    return _of_pairs([length_NN, reference_NN, *matches, *totals], sentence_bleu_of_sums)
+
+
+def _counts(ngrams: Sequence[Counter[object]]) -> Array:
+    """Return how often each text has each n-gram that occurs in any: (N, G)."""
+    column = {ngram: number for number, ngram in enumerate(dict.fromkeys(ngram for found in ngrams for ngram in found))}
+    counts_NG = np.zeros((len(ngrams), len(column)))
+    for row, found in enumerate(ngrams):
+        counts_NG[row, [column[ngram] for ngram in found]] = list(found.values())
+    return counts_NG
+
+
+def _matches(counts_NG: Array) -> Array:
+    """Return the n-grams that two texts share, each as often as the one that has it less often: (N, N)."""
+    return np.stack([np.minimum(row_G, counts_NG).sum(1) for row_G in counts_NG])
+
+
+def _totals(counts_NG: Array) -> tuple[Array, Array]:
+    """Return the n-grams of the hypothesis (row) and of the reference (column) of each pair: two (N, N)."""
+    total_N = counts_NG.sum(1)
+    square = (len(total_N), len(total_N))
+    return np.broadcast_to(total_N[:, None], square), np.broadcast_to(total_N, square)
+
+
+def _of_pairs(columns: Sequence[Array], of_sums: Callable[[Array], Array]) -> Array:
+    """Apply a metric to the statistics of all pairs: columns of (N, N) -> (N, N)."""
+    statistics_NNK = np.stack(columns, axis=-1)
+    scores: Array = of_sums(statistics_NNK.reshape(-1, len(columns))).reshape(statistics_NNK.shape[:2])
+    return scores

@@ -1,0 +1,66 @@
+"""Fine-tuning: a run that begins with the weights and subwords of another one, by `training.start_from`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import Tensor
+
+from recipes.translation.atomic_folder import CheckpointError, verified_folder, whole_folder
+from recipes.translation.data.prepare import SHAPING, prepare
+from recipes.translation.data.subwords import Subwords
+from recipes.translation.run_folder.checkpoint import load_belongings, load_weights, model_sizes, saved_config
+from recipes.translation.settings.config import ConfigError, RunConfig
+
+
+def starting_weights(config: RunConfig) -> dict[str, Tensor] | None:
+    """Return the weights of the model that a new run starts from; None if it starts from random ones."""
+    if not config.training.start_from:
+        return None
+    return load_weights(fitting_start(config))
+
+
+def run_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
+    """Return the subwords of a run: its own, or those of the model that it started from."""
+    if not config.training.start_from:
+        return prepare(config)
+    # A run that has begun needs the other one no longer, which may have changed since
+    folder = whole_folder(Path(config.run) / "last") or fitting_start(config)
+    _, source, target = load_belongings(verified_folder(folder))
+    return source, target
+
+
+def fitting_start(config: RunConfig) -> Path:
+    """Return the folder of the model to start from, a run's `best` or a checkpoint itself, if the settings fit it.
+
+    Raises CheckpointError if there is none, and ConfigError, naming the setting, if its subwords or sizes are others.
+    """
+    folder = Path(config.training.start_from)
+    if whole_folder(folder) is None:
+        folder = folder / "best"
+    theirs = saved_config(folder)
+    if theirs is None:
+        raise CheckpointError(
+            f"training.start_from is {config.training.start_from}, but there is no trained model in {folder}: name "
+            "the folder of a run, or of one of its checkpoints"
+        )
+    given = _identity(config)
+    needed = _identity(theirs)
+    for name in [*needed, *given]:  # an LSTM has other sizes than a Transformer
+        own = given.get(name)
+        other = needed.get(name)
+        if own != other:
+            raise ConfigError(
+                f"{name} is {own!r}, but {folder}, to start from, has {other!r}: set it to the same, or begin with all "
+                f"its settings by --config {folder / 'config.yaml'}"
+            )
+    return folder
+
+
+def _identity(config: RunConfig) -> dict[str, object]:
+    """Return the settings without which weights mean nothing: those of the subwords, and all sizes of the model."""
+    sizes = asdict(model_sizes(config.model))
+    del sizes["dropout"]
+    subwords = {f"subwords.{name}": getattr(config.subwords, name) for name in SHAPING}
+    return {**subwords, **{f"model.{name}": value for name, value in sizes.items()}}

@@ -1,0 +1,116 @@
+"""Are two systems different, or only their test set's luck? Paired tests over the sentences of one test set.
+
+Every score is computed from the same sentence statistics as the interval of a single system (`statistics`), so that a
+resample or a shuffle reads no text.
+
+Shapes: N sentences, K statistics of a sentence, R resamples or trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, interval, resampled_scores
+from recipes.translation.scores.statistics import Array, Measured
+
+TRIALS = 10_000
+"""Shuffles of a randomisation test, as many as sacreBLEU's."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A metric of a system, and how it differs from the baseline's."""
+
+    score: float
+    interval: Interval
+    difference: float
+    """The system's score minus the baseline's."""
+    difference_interval: Interval
+    """Of the difference, over resamples that both systems share: it is narrower than either system's own."""
+    p_bootstrap: float
+    """The two-sided p-value of paired bootstrap resampling (Koehn 2004)."""
+    p_randomisation: float
+    """The two-sided p-value of paired approximate randomisation (Riezler and Maxwell 2005)."""
+
+
+def compared(baseline: Sequence[Measured], system: Sequence[Measured]) -> list[Comparison]:
+    """Compare each metric of a system with the same metric of the baseline, which has the same sentences."""
+    # One call for both systems: they must see the same resamples
+    drawn = resampled_scores([*baseline, *system], RESAMPLES, SEED)
+    shuffled = shuffled_differences(baseline, system, TRIALS, SEED)
+    found = []
+    for index, (one, other) in enumerate(zip(baseline, system, strict=True)):
+        difference = other.score - one.score
+        of_baseline_R = drawn[index]
+        of_system_R = drawn[len(baseline) + index]
+        found.append(
+            Comparison(
+                score=other.score,
+                interval=interval(of_system_R),
+                difference=difference,
+                difference_interval=interval(of_system_R - of_baseline_R),
+                p_bootstrap=p_value(centred(of_system_R - of_baseline_R), difference),
+                p_randomisation=p_value(shuffled[index], difference),
+            )
+        )
+    return found
+
+
+def centred(differences_R: Array) -> Array:
+    """Return how far the absolute differences of the resamples are above their mean.
+
+    Under the hypothesis of no difference they would be around 0 and not around their mean, so the mean is subtracted
+    (Riezler and Maxwell 2005, figure 2; the absolute values are those of sacreBLEU and Moses).
+    """
+    absolute_R = np.abs(differences_R)
+    above_R: Array = absolute_R - absolute_R.mean()
+    return above_R
+
+
+def p_value(statistics_R: Array, difference: float) -> float:
+    """Return (c + 1) / (R + 1), where c statistics are at least as large as the absolute difference observed.
+
+    A statistic that is equal counts, as in Riezler and Maxwell 2005, figure 1. sacreBLEU counts the larger ones only,
+    by which a system would differ significantly from itself; where none is equal, its p-value is the same.
+    """
+    # The same sum computed in another order may be off by a few units in the last place
+    least = abs(difference) - 1e-9
+    return float((np.sum(statistics_R >= least) + 1) / (len(statistics_R) + 1))
+
+
+def shuffled_differences(
+    baseline: Sequence[Measured], system: Sequence[Measured], trials: int = TRIALS, seed: int = SEED
+) -> list[Array]:
+    """Return the absolute differences after exchanging the translations of random sentences, (R,) for each metric.
+
+    Each sentence is exchanged with probability 1/2: if the systems did not differ, neither would the scores of the two
+    mixtures. The mixtures' sums are the systems' own plus or minus the exchanged differences of their statistics.
+    """
+    one_NK = np.concatenate([measured.statistics for measured in baseline], axis=1)
+    other_NK = np.concatenate([measured.statistics for measured in system], axis=1)
+    moved_RK = np.concatenate([picked @ (one_NK - other_NK) for picked in _picked(len(one_NK), trials, seed)])
+    mixed_RK = other_NK.sum(0) + moved_RK
+    rest_RK = one_NK.sum(0) - moved_RK
+    ends = np.cumsum([measured.statistics.shape[1] for measured in baseline])[:-1]
+    return [
+        np.abs(measured.of_sums(mixed) - measured.of_sums(rest))
+        for measured, mixed, rest in zip(
+            baseline, np.split(mixed_RK, ends, axis=1), np.split(rest_RK, ends, axis=1), strict=True
+        )
+    ]
+
+
+CELLS = 2**22
+"""Choices that exist at a time as numbers."""
+
+
+def _picked(sentences: int, trials: int, seed: int) -> Iterator[Array]:
+    """Yield which sentences each trial exchanges, some trials at a time: (some of R, N) of 0 and 1."""
+    chosen: NDArray[np.bool_] = np.random.default_rng(seed).integers(2, size=(trials, sentences), dtype=bool)
+    block = max(1, CELLS // sentences)
+    for start in range(0, trials, block):
+        yield chosen[start : start + block].astype(np.float64)

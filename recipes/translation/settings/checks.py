@@ -1,0 +1,51 @@
+"""Settings that exclude each other, or need each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from recipes.translation.settings.noise import NoiseConfig
+from recipes.translation.settings.schema import ConfigError
+from recipes.translation.settings.training import PARTS
+
+if TYPE_CHECKING:
+    from recipes.translation.settings.config import RunConfig
+
+
+def check_together(config: RunConfig) -> None:
+    """Raise ConfigError for settings of which each is valid alone, and which cannot be had together."""
+    subwords = config.subwords
+    if subwords.kind == "bpe" and subwords.sampling >= 1:
+        raise ConfigError(
+            f"subwords.sampling is {subwords.sampling:g}: for subwords.kind bpe it is the probability of leaving out a "
+            "merge, and must be below 1 (0.1 is usual)"
+        )
+    if subwords.sampling and config.noise != NoiseConfig():
+        raise ConfigError(
+            f"subwords.sampling is {subwords.sampling:g}, and noise is set too: only one of them can be drawn anew in "
+            "every epoch; leave the other out"
+        )
+    if subwords.sampling and config.data.cache:
+        raise ConfigError(
+            f"subwords.sampling is {subwords.sampling:g}, and data.cache {config.data.cache}: sampling draws whole "
+            "epochs in memory; leave one of them out"
+        )
+    training = config.training
+    if training.best_by != "loss" and not training.validate_bleu:
+        raise ConfigError(
+            f"training.best_by is {training.best_by}, but training.validate_bleu is 0: no validation translates "
+            "anything; set it to the number of sentences to translate, or training.best_by loss"
+        )
+    if training.r_drop and config.model.dropout == 0:
+        raise ConfigError(
+            f"training.r_drop is {training.r_drop:g}, but model.dropout is 0: both passes would be the same; set "
+            "model.dropout, or training.r_drop 0"
+        )
+    if training.r_drop and config.layout.vocab > 1:
+        raise ConfigError(
+            f"training.r_drop is {training.r_drop:g} and layout.vocab {config.layout.vocab}: the two passes are "
+            "compared over a whole vocabulary; choose another layout, or training.r_drop 0"
+        )
+    for name in training.freeze:
+        if name not in PARTS:
+            raise ConfigError(f"training.freeze names {name!r}; it can name {', '.join(PARTS)}")

@@ -1,0 +1,84 @@
+"""Sampled subwords, a moving average, frozen parts and another run's model give the same training in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.train import train
+from seqpar.testing.ranks import ranks
+from tests.recipes.processes.test_recipe import LAYOUTS, assert_same_weights, records
+from tests.recipes.tiny import tiny
+
+OPTIONS: dict[str, Any] = {
+    "data.builtin_pairs": 120,
+    "subwords.kind": "bpe",
+    "subwords.sampling": 0.2,
+    "model.dropout": 0,
+    "model.tie": "none",
+    "training.precision": "float64",
+    "training.devices": "auto",
+    "training.batch_tokens": 300,
+    "training.accumulate": 5,
+    "training.steps": 6,
+    "training.validate_every": 3,
+    "training.validate_bleu": 4,
+    "training.best_by": "chrf",
+    "training.ema": 0.7,
+    "training.freeze": ("decoder", "source_embedding"),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_validations() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+        yield
+
+
+def trained(rank: int, world: int, config: RunConfig) -> int:
+    with pytest.MonkeyPatch.context() as patch:  # undone, for ranks live on
+        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+        return train(config).state.step
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("options") / "start"
+    train(
+        tiny(
+            run,
+            {**OPTIONS, "training.devices": "[cpu]", "training.steps": 1, "training.freeze": (), "training.seed": 8},
+        )
+    )
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_process(start: Path) -> Path:
+    run = start.parent / "one"
+    train(tiny(run, {**OPTIONS, "training.devices": "[cpu]", "training.start_from": str(start)}))
+    return run
+
+
+@pytest.mark.parametrize(
+    "layouts", [["data 3"], ["vocab 2"], ["shard 2", "sequence 2"], ["data 2 x shard 2", "vocab 2"]]
+)
+def test_every_layout_gives_the_weights_and_averages_of_one_device(
+    layouts: list[str], start: Path, one_process: Path, tmp_path: Path
+) -> None:
+    """With two layouts, the run goes on in the second one."""
+    for layout, steps in zip(layouts, [4, 6][-len(layouts) :], strict=True):
+        world, changes = LAYOUTS[layout]
+        changes = {**OPTIONS, **changes, "training.start_from": str(start), "training.steps": steps}
+        assert ranks(world, trained, tiny(tmp_path / "run", changes)) == [steps] * world
+    assert_same_weights(tmp_path / "run", one_process, 1e-10)
+    for kind in ("loss", "gradient_norm", "tokens"):
+        assert records(tmp_path / "run", kind) == pytest.approx(records(one_process, kind), rel=1e-10), kind
+    if len(layouts) == 1:
+        for kind in ("valid_loss", "valid_bleu", "valid_chrf"):
+            assert records(tmp_path / "run", kind) == pytest.approx(records(one_process, kind), rel=1e-10), kind

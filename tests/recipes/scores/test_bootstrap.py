@@ -1,0 +1,146 @@
+"""Scores from sums are sacreBLEU's, and so are the intervals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+from sacrebleu.metrics.ter import TER
+from sacrebleu.significance import _bootstrap_resample
+
+from recipes.translation.scores import bootstrap
+from recipes.translation.scores.bootstrap import interval, intervals, resampled_scores
+from recipes.translation.scores.scores import measure
+from recipes.translation.scores.statistics import (
+    Array,
+    bleu_of_sums,
+    chrf_of_sums,
+    mean_of,
+    measure_bleu,
+    measure_chrf,
+    measure_multi_bleu_lowercase,
+    measure_ter,
+    ter_of_sums,
+)
+from tests.recipes.scores.examples import damaged, references
+
+COUNT = st.integers(0, 4)
+REFERENCES = references(40)
+HYPOTHESES = damaged(REFERENCES, 0.3, seed=1)
+METRICS: dict[str, tuple[Any, Any]] = {
+    "bleu": (BLEU(force=True), measure_bleu(HYPOTHESES, REFERENCES, tokenize="13a")),
+    "chrf": (CHRF(), measure_chrf(HYPOTHESES, REFERENCES)),
+    "ter": (TER(), measure_ter(HYPOTHESES, REFERENCES)),
+}
+
+
+@given(st.lists(st.tuples(COUNT, COUNT), min_size=4, max_size=4), COUNT, st.booleans())
+def test_bleu_of_sums_is_sacrebleus(orders: list[tuple[int, int]], reference: int, smooth: bool) -> None:
+    matches = [min(pair) for pair in orders]
+    total = [max(pair) for pair in orders]
+    length = total[0]  # a word is an n-gram of order 1
+    method = "exp" if smooth else "none"
+    expected = BLEU.compute_bleu(matches[:], total[:], length, reference, smooth_method=method).score
+    found = bleu_of_sums(np.array([[length, reference, *matches, *total]], dtype=float), smooth)
+    assert found[0] == pytest.approx(expected, rel=1e-12, abs=1e-300)
+
+
+@given(st.lists(st.tuples(COUNT, COUNT, COUNT), min_size=6, max_size=6))
+def test_chrf_of_sums_is_sacrebleus(orders: list[tuple[int, int, int]]) -> None:
+    sums = [n for hypothesis, reference, match in orders for n in (hypothesis, reference, min(match, hypothesis))]
+    expected = CHRF()._compute_score_from_stats(sums).score
+    assert chrf_of_sums(np.array([sums], dtype=float))[0] == pytest.approx(expected, rel=1e-12)
+
+
+@given(st.integers(0, 3), st.integers(0, 3))
+def test_ter_of_sums_is_sacrebleus(edits: int, words: int) -> None:
+    expected = TER()._compute_score_from_stats([edits, words]).score
+    assert ter_of_sums(np.array([[edits, words]], dtype=float))[0] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_resamples_are_those_of_sacrebleu(name: str) -> None:
+    theirs, ours = METRICS[name]
+    statistics = theirs._extract_corpus_statistics(HYPOTHESES, [REFERENCES])
+    _, expected = _bootstrap_resample(statistics, theirs, 300)
+    (found,) = resampled_scores([ours], 300)
+    assert found == pytest.approx([one.score for one in expected], rel=1e-6)  # sacreBLEU adds up in float32
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_an_interval_is_as_wide_as_sacrebleus(name: str) -> None:
+    theirs, ours = METRICS[name]
+    found = intervals([ours])[0]
+    expected = theirs.corpus_score(HYPOTHESES, [REFERENCES], n_bootstrap=1000)
+    assert (found.high - found.low) / 2 == pytest.approx(expected._ci, rel=1e-6)
+    assert found.low < ours.score < found.high
+
+
+def test_metrics_share_their_resamples() -> None:
+    together = resampled_scores([ours for _, ours in METRICS.values()], 50)
+    for scores, (_, ours) in zip(together, METRICS.values(), strict=True):
+        assert np.array_equal(scores, resampled_scores([ours], 50)[0])
+
+
+def test_the_resamples_do_not_depend_on_the_memory_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = METRICS["bleu"]
+    whole = resampled_scores([ours], 50)[0]
+    monkeypatch.setattr(bootstrap, "COUNTS", 3 * len(REFERENCES))
+    assert np.array_equal(whole, resampled_scores([ours], 50)[0])
+
+
+def test_the_seed_decides_and_another_one_draws_others() -> None:
+    _, ours = METRICS["chrf"]
+    assert np.array_equal(resampled_scores([ours], 20)[0], resampled_scores([ours], 20)[0])
+    assert not np.array_equal(resampled_scores([ours], 20)[0], resampled_scores([ours], 20, seed=1)[0])
+
+
+@given(st.permutations(range(1, 81)))
+def test_an_interval_leaves_out_a_fortieth_on_either_side(scores: list[int]) -> None:
+    assert interval(np.array(scores, dtype=float)) == (3, 78)
+
+
+def test_the_interval_of_a_mean_is_the_normal_distributions() -> None:
+    draw = np.random.default_rng(1)
+    values = draw.normal(50, 10, 900)
+    (found,) = intervals([mean_of("mean", "mean", "", values.tolist())])
+    error = values.std() / 900**0.5
+    assert found == pytest.approx((values.mean() - 1.96 * error, values.mean() + 1.96 * error), abs=0.15 * error)
+
+
+def test_the_interval_covers_the_truth_in_19_of_20_test_sets() -> None:
+    draw = np.random.default_rng(2)
+    covered = 0
+    for _ in range(200):
+        (found,) = intervals([mean_of("mean", "mean", "", draw.normal(50, 10, 100).tolist())], resamples=200)
+        covered += found.low <= 50 <= found.high
+    assert 178 <= covered <= 199
+
+
+@given(st.lists(st.integers(0, len(REFERENCES) - 1), min_size=1, max_size=8))
+def test_a_subset_scores_as_its_sentences_alone(rows: list[int]) -> None:
+    some = ([HYPOTHESES[row] for row in rows], [REFERENCES[row] for row in rows])
+    for whole, alone in zip(
+        measure(HYPOTHESES, REFERENCES, tokenize="none"), measure(*some, tokenize="none"), strict=True
+    ):
+        found = whole.subset(rows)
+        assert found.score == pytest.approx(alone.score, rel=1e-12)
+        assert np.array_equal(found.statistics, alone.statistics)
+
+
+def test_multi_bleu_of_sums_has_no_smoothing() -> None:
+    found = measure_multi_bleu_lowercase(["a b c x"], ["a b c d"])
+    assert found.of_sums(found.statistics)[0] == found.score == 0
+
+
+def test_every_score_is_that_of_its_own_sums() -> None:
+    def of_all(statistics: Array) -> Array:
+        return statistics.sum(0, keepdims=True)
+
+    for one in measure(HYPOTHESES, REFERENCES, tokenize="none"):
+        assert one.of_sums(of_all(one.statistics))[0] == pytest.approx(one.score, rel=1e-12)

@@ -1,0 +1,125 @@
+"""`compare` puts systems of one test set side by side, and refuses any others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from recipes.translation.commands import main
+from recipes.translation.compare import compare
+from recipes.translation.data.sentence_pairs import load_pairs
+from recipes.translation.scores.paired_tests import compared
+from recipes.translation.scores.scores import measure
+from recipes.translation.train import train
+from tests.recipes.scores.examples import damaged, references
+from tests.recipes.test_cli import refusal
+from tests.recipes.tiny import tiny
+
+REFERENCES = references(30)
+
+
+def lines(path: Path, texts: list[str]) -> str:
+    path.write_text("".join(f"{text}\n" for text in texts))
+    return str(path)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """References, a baseline and two other systems."""
+    texts = [REFERENCES, *(damaged(REFERENCES, share, seed) for seed, share in enumerate((0.3, 0.25, 0.1)))]
+    return [lines(tmp_path / name, some) for name, some in zip(("r", "base", "b", "c"), texts, strict=True)]
+
+
+def test_each_system_is_compared_with_the_first(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    reference, *systems = files
+    assert main(["compare", "--references", reference, *systems]) == 0
+    printed = capsys.readouterr().out
+    texts = [Path(name).read_text().splitlines() for name in systems]
+    kept = ("bleu", "chrf", "ter")
+    of = [[one for one in measure(some, REFERENCES) if one.name in kept] for some in texts]
+    for system, name in enumerate(systems[1:], start=1):
+        rows = [line for line in printed.splitlines() if line.startswith(f"  {name} ")]
+        for row, found in zip(rows, compared(of[0], of[system]), strict=True):
+            words = row.replace("[", " ").replace("]", " ").replace(",", " ").split()
+            expected = [found.score, *found.interval, found.difference, *found.difference_interval]
+            assert words[1:7] == [f"{value:.2f}" if i != 3 else f"{value:+.2f}" for i, value in enumerate(expected)]
+            assert words[7:] == [f"{found.p_bootstrap:.4f}", f"{found.p_randomisation:.4f}"]
+    for part in ("30 sentences", f"baseline is {systems[0]}", of[0][0].signature, "seed 12345", "TER (less is better)"):
+        assert part in printed
+
+
+def test_tokenised_text_is_compared_by_multi_bleu_too(files: list[str]) -> None:
+    reference, *systems = files
+    found = compare(systems, Path(reference), tokenize="none")
+    assert [metric.measured.name for metric in found.metrics] == ["bleu", "multi_bleu_lowercase", "chrf", "ter"]
+    assert "|tok:none|" in found.metrics[0].measured.signature
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["base"], "name at least two systems, the baseline first; got 1"),
+        (["base", "b"], "files of translations do not tell their test set: name its references with --references"),
+        (["--references", "r", "base", "nowhere"], "there is no file or run nowhere"),
+        (["--references", "r", "base", "short"], "short has 29 translations, and the test set 30 sentences"),
+        (["--references", "r", "base", "."], ". is no run: it has none of best, last, averaged"),
+        (["--references", "r", "base", "b", "--tokenize", "13b"], "no tokeniser '13b'"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(
+    words: list[str], line: str, files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(files[0]).parent
+    lines(folder / "short", REFERENCES[1:])
+    monkeypatch.chdir(folder)
+    assert line in refusal(capsys, "compare", *words)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has been evaluated on a test set of eight pairs."""
+    folder = tmp_path_factory.mktemp("compare")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+        train(tiny(folder / "run"))
+        assert main(["evaluate", "--run", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+def test_runs_are_compared_by_what_evaluate_wrote(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+    expected = [pair.target for pair in load_pairs(tiny(run).data, "test")]
+    file = lines(tmp_path / "oracle", expected)
+    found = compare([str(run), file])
+    texts = (run / "test.translations.txt").read_text().split("\n")[:-1]
+    assert found.metrics[0].measured.score == measure(texts, expected)[0].score
+    assert found.metrics[0].comparisons[0].score == pytest.approx(100)
+    other = lines(tmp_path / "others", ["something else", *expected[1:]])
+    line = refusal(capsys, "compare", str(run), file, "--references", other)
+    assert "the test sets differ: reference 1 of" in line
+    assert "is 'something else'" in line
+    fewer = lines(tmp_path / "fewer", expected[1:])
+    assert "has 7 references, that of" in refusal(capsys, "compare", str(run), file, "--references", fewer)
+
+
+def test_translations_of_an_older_model_are_refused(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+    file = run / "test.translations.txt"
+    now = file.stat().st_mtime
+    os.utime(file, (1, 1))
+    try:
+        line = refusal(capsys, "compare", str(run), str(run))
+    finally:
+        os.utime(file, (now, now))
+    assert f"{file} is older than the model in {run / 'best'}: evaluate --run {run} --split test" in line
+
+
+def test_a_run_that_was_not_evaluated_is_told_how(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, "compare", str(run), str(run), "--split", "valid")
+    assert f"make it with evaluate --run {run} --split valid" in line

@@ -1,0 +1,109 @@
+"""The moving average of the weights: the recursion by hand, what is validated and saved, and that it is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from recipes.translation.data.corpus import load_corpus
+from recipes.translation.run_folder.checkpoint import (
+    build_model,
+    load_translator,
+    load_weights,
+    model_sizes,
+    tensors_of,
+)
+from recipes.translation.run_folder.kept_models import kept_models
+from recipes.translation.train import train
+from recipes.translation.training.progress import read_metrics
+from tests.recipes.tiny import tiny
+
+STEPS = 6
+CHANGES: dict[str, Any] = {
+    "data.builtin_pairs": 120,
+    "training.batch_tokens": 400,
+    "training.steps": STEPS,
+    "training.validate_every": 1,
+    "training.keep_checkpoints": STEPS,
+    "training.precision": "float64",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_validations() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that keeps the weights after each of its steps."""
+    run = tmp_path_factory.mktemp("ema") / "plain"
+    train(tiny(run, CHANGES))
+    return run
+
+
+def averages_by_hand(plain: Path, decay: float) -> list[dict[str, torch.Tensor]]:
+    """The average after each step, from the first weights and those that the plain run kept."""
+    config = tiny(plain, CHANGES)
+    corpus = load_corpus(config)
+    torch.manual_seed(config.training.seed)
+    model = build_model(model_sizes(config.model), corpus.source, corpus.target).double()
+    average = {name: tensor.clone() for name, tensor in tensors_of(model).items()}
+    found = []
+    for step, folder in enumerate(kept_models(plain), start=1):
+        d = min(decay, (1 + step) / (10 + step))
+        weights = load_weights(folder)
+        average = {name: d * tensor + (1 - d) * weights[name] for name, tensor in average.items()}
+        found.append(average)
+    return found
+
+
+def test_the_average_is_the_recursion_and_training_is_as_without_it(plain: Path, tmp_path: Path) -> None:
+    decay = 0.3  # above that of the first two steps, 2/11 and 3/12, and below that of the third
+    run = tmp_path / "run"
+    config = tiny(run, {**CHANGES, "training.ema": decay})
+    train(config)
+    expected = averages_by_hand(plain, decay)
+    for folder, average in zip(kept_models(run), expected, strict=True):
+        found = load_weights(folder)
+        assert found.keys() == average.keys()
+        for name, tensor in average.items():
+            assert float((found[name] - tensor).abs().max()) <= 1e-12 * max(1.0, float(tensor.abs().max())), name
+    trained = load_file(run / "last" / "training.safetensors")
+    for name, tensor in load_weights(plain / "last").items():
+        assert torch.equal(trained[f"weights/{name}"], tensor)
+        assert f"optimizer/{name}/exp_avg" in trained
+    for kind in ("loss", "gradient_norm"):
+        assert [r[kind] for r in read_metrics(run / "metrics.jsonl") if kind in r] == [
+            r[kind] for r in read_metrics(plain / "metrics.jsonl") if kind in r
+        ]
+
+
+def test_the_average_is_what_is_validated(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = tiny(run, {**CHANGES, "training.ema": 0.5, "training.label_smoothing": 0.0})
+    train(config)
+    corpus = load_corpus(config)
+    for name, step in (("last", STEPS), ("best", None)):
+        translator = load_translator(run / name)
+        model = translator.model.double()
+        total, tokens = 0.0, 0
+        with torch.no_grad():
+            for indices in corpus.valid.epoch(0):
+                batch = corpus.valid.batch(indices)
+                logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
+                total += F.cross_entropy(logits, batch.tgt_out.flatten(), ignore_index=0, reduction="sum").item()
+                tokens += batch.tokens
+        records = [record for record in read_metrics(run / "metrics.jsonl") if "valid_loss" in record]
+        if step is None:
+            step = min(records, key=lambda record: record["valid_loss"])["step"]
+        (record,) = [record for record in records if record["step"] == step]
+        assert total / tokens == pytest.approx(record["valid_loss"], rel=1e-6)

@@ -1,0 +1,154 @@
+"""A run that begins with another one's model, and parts of it that are not trained."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.commands import main
+from recipes.translation.data.corpus import load_corpus
+from recipes.translation.run_folder.checkpoint import load_translator, load_weights
+from recipes.translation.run_folder.start import run_subwords
+from recipes.translation.settings.config import ConfigError
+from recipes.translation.settings.training import PARTS
+from recipes.translation.train import train
+from recipes.translation.training.progress import read_metrics
+from tests.recipes.tiny import options, tiny
+from tests.recipes.training.test_lstm import tiny_lstm
+
+BASE: dict[str, Any] = {"data.builtin_pairs": 120, "training.batch_tokens": 400, "training.steps": 2}
+OTHER: dict[str, Any] = {**BASE, "data.builtin_pairs": 150, "model.dropout": 0.0}
+"""Other data, for which other subwords would have been made."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_validations() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("base") / "run"
+    train(tiny(run, BASE))
+    return run
+
+
+def test_it_begins_with_the_weights_and_subwords_of_the_other_run(base: Path, tmp_path: Path) -> None:
+    """At a learning rate of 0, the model stays what it was at the beginning."""
+    for name, start in (("of a run", base), ("of a checkpoint", base / "last")):
+        run = tmp_path / name
+        train(tiny(run, {**OTHER, "training.start_from": str(start), "training.learning_rate": 0, "training.seed": 4}))
+        found, expected = load_weights(run / "last"), load_weights(base / ("best" if start == base else "last"))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert (run / "last" / "joint.model").read_bytes() == (base / "best" / "joint.model").read_bytes()
+        assert not (run / "subwords").exists()
+    train(tiny(tmp_path / "own", OTHER))
+    assert (tmp_path / "own" / "last" / "joint.model").read_bytes() != (base / "best" / "joint.model").read_bytes()
+
+
+def test_a_resumed_fine_tuning_goes_on_without_the_other_run(base: Path, tmp_path: Path) -> None:
+    start = shutil.copytree(base, tmp_path / "start")
+    tuned = {**OTHER, "training.start_from": str(start), "training.freeze": ("encoder",), "training.ema": 0.5}
+    train(tiny(tmp_path / "through", {**tuned, "training.steps": 4}))
+    train(tiny(tmp_path / "resumed", {**tuned, "training.steps": 2}))
+    shutil.rmtree(start)
+    train(tiny(tmp_path / "resumed", {**tuned, "training.steps": 4}))
+    for name in ("model.safetensors", "training.safetensors", "joint.model"):
+        one, other = ((tmp_path / run / "last" / name).read_bytes() for run in ("through", "resumed"))
+        assert one == other, name
+    with pytest.raises(
+        CheckpointError, match=r"^training\.start_from is .*, but there is no trained model in .*best: "
+    ):
+        train(tiny(tmp_path / "new", tuned))
+
+
+@pytest.mark.parametrize("frozen", [("encoder",), ("decoder", "source_embedding"), ("generator", "target_embedding")])
+def test_a_frozen_part_keeps_its_bits_and_has_no_moments_and_the_rest_is_trained(
+    frozen: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The gradient norm is that of the other parts, by plain PyTorch."""
+    run = tmp_path / "run"
+    changes = {"model.tie": "target", "training.freeze": frozen, "training.clip": 0, "model.dropout": 0.0}
+    config = tiny(run, {**BASE, **changes, "training.steps": 1, "training.precision": "float64"})
+    train(tiny(tmp_path / "first", {**BASE, **changes, "training.learning_rate": 0, "training.precision": "float64"}))
+    train(config)
+    first, trained = load_weights(tmp_path / "first" / "last"), load_weights(run / "last")
+    kept = tuple(f"{PARTS[name]}." for name in frozen)
+    names = {name for name, _ in load_translator(run / "last").model.named_parameters()}
+    for name in names:
+        assert torch.equal(first[name], trained[name]) == name.startswith(kept), name
+    moments = load_file(run / "last" / "training.safetensors")
+    assert {key.split("/")[1] for key in moments} == {name for name in names if not name.startswith(kept)}
+
+    translator = load_translator(tmp_path / "first" / "last")
+    model = translator.model.double()
+    corpus = load_corpus(config)
+    batch = corpus.train.batch(corpus.train.epoch(0)[0])
+    logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
+    F.cross_entropy(logits, batch.tgt_out.flatten(), ignore_index=0, label_smoothing=0.1).backward()
+    gradients = [p.grad for name, p in model.named_parameters() if not name.startswith(kept) and p.grad is not None]
+    (record,) = [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    assert record["gradient_norm"] == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"subwords.vocab_size": 361}, r"subwords\.vocab_size is 361, but .* has 360"),
+        ({"subwords.kind": "bpe"}, r"subwords\.kind is 'bpe', but .* has 'unigram'"),
+        ({"subwords.lowercase": True}, r"subwords\.lowercase is True, but .* has False"),
+        ({"subwords.joint": False, "model.tie": "none"}, r"subwords\.joint is False, but .* has True"),
+        ({"model.d_model": 18}, r"model\.d_model is 18, but .* has 16"),
+        ({"model.heads": 4}, r"model\.heads is 4, but .* has 2"),  # the same shapes, and another function
+        ({"model.norm": "post"}, r"model\.norm is 'post', but .* has 'pre'"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_by_the_setting(
+    changes: dict[str, Any], message: str, base: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"^{message}: set it to the same, or begin with all its settings by --config"
+    ):
+        train(tiny(tmp_path / "run", {**BASE, "training.start_from": str(base), **changes}))
+    assert not (tmp_path / "run" / "last").exists()
+
+
+def test_a_model_of_another_architecture_is_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.d_ff is None, but .* has 16: set it to the same, or begin with"):
+        train(tiny_lstm(tmp_path / "run", {**BASE, "training.start_from": str(base)}))
+
+
+@pytest.mark.parametrize(
+    ("freeze", "message"),
+    [
+        (["encoders"], r"^training\.freeze names 'encoders'; it can name encoder, decoder, source_embedding, "),
+        (
+            ["target_embedding"],
+            r"^training\.freeze names target_embedding, which shares its weight with \w+: name both",
+        ),
+        (list(PARTS), r"^training\.freeze names every part of the model, and leaves nothing to train"),
+    ],
+)
+def test_parts_that_cannot_be_frozen_are_one_line(freeze: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        train(tiny(tmp_path / "run", {**BASE, "training.freeze": freeze}))
+    assert "\n" not in str(caught.value)
+
+
+def test_prepare_names_where_the_subwords_are(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {**BASE, "training.start_from": str(base)}
+    assert main(["prepare", *options(tmp_path / "run", changes)]) == 0
+    assert capsys.readouterr().out == f"[prepare] 360 source and 360 target subwords in {base}\n"
+    source, _ = run_subwords(tiny(tmp_path / "run", changes))
+    assert len(source) == 360

@@ -1,0 +1,92 @@
+"""What training can do beside the usual: a run that was stopped goes on as if it had not been, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.translation import train as training
+from recipes.translation.run_folder.checkpoint import load_training
+from recipes.translation.run_folder.resume import begin
+from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.train import train
+from recipes.translation.training import outliers
+from recipes.translation.training.progress import read_metrics
+from tests.recipes.run_folder.test_checkpoint_files import resealed
+from tests.recipes.tiny import tiny
+from tests.recipes.training.test_lstm import tiny_lstm
+
+OPTIONS: dict[str, Any] = {
+    "data.builtin_pairs": 120,
+    "subwords.sampling": 0.3,
+    "model.tie": "none",
+    "model.dropout": 0.2,
+    "training.accumulate": 5,
+    "training.batch_tokens": 400,
+    "training.ema": 0.9,
+    "training.r_drop": 2.0,
+    "training.freeze": ("encoder", "source_embedding"),
+    "training.best_by": "chrf",
+    "training.validate_bleu": 4,
+    "training.validate_every": 2,
+    "training.steps": 8,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_validations() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+        yield
+
+
+@pytest.mark.parametrize(("kind", "made"), [("unigram", tiny), ("bpe", tiny_lstm)], ids=["Transformer", "LSTM"])
+def test_a_resumed_run_with_every_option_is_the_uninterrupted_one_bit_for_bit(
+    kind: str, made: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rate = training.learning_rate
+    # A step far too long, after which losses stand out, two of them after the second resumption
+    monkeypatch.setattr(outliers, "LEAST", 2)
+    monkeypatch.setattr(
+        training, "learning_rate", lambda settings, step, width: 3.0 if step == 4 else rate(settings, step, width)
+    )
+    for run, ends in (("through", [8]), ("resumed", [1, 5, 8])):
+        for steps in ends:
+            train(made(tmp_path / run, {**OPTIONS, "subwords.kind": kind, "training.steps": steps}))
+            state = json.loads((tmp_path / run / "last" / "training.json").read_text())
+            assert run == "through" or state["batch"] > 0  # in the middle of an epoch
+    assert state["epoch"] > 1
+    through, resumed = tmp_path / "through", tmp_path / "resumed"
+    for name in ("last/model.safetensors", "last/training.safetensors"):
+        assert (through / name).read_bytes() == (resumed / name).read_bytes(), name
+    steps_through, steps_resumed = (
+        [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record] for run in (through, resumed)
+    )
+    assert steps_through == steps_resumed
+    assert [record["step"] for record in steps_through if "loss" in record.get("stands_out", ())] != []
+    assert all(math.isfinite(record["loss"]) for record in steps_through)
+
+
+@pytest.mark.parametrize("name", ["training.validate_bleu", "data.tokenize", "decoding.max_length"])
+def test_a_run_judged_by_its_translations_keeps_what_they_are_scored_by(name: str, tmp_path: Path) -> None:
+    changes = {**OPTIONS, "training.steps": 1}
+    train(tiny(tmp_path / "run", changes))
+    other = {"training.validate_bleu": 3, "data.tokenize": "char", "decoding.max_length": 9}[name]
+    with pytest.raises(ConfigError, match=rf"^{name} is .* was trained with .* --fresh$"):
+        begin(tiny(tmp_path / "run", {**changes, name: other}), False)
+
+
+def test_a_state_of_a_version_without_scores_is_resumed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    changes = {"data.builtin_pairs": 120, "training.steps": 1}
+    train(tiny(run, changes))
+    path = run / "last" / "training.json"
+    state = json.loads(path.read_text())
+    del state["best_score"]
+    path.write_text(json.dumps(state))
+    assert load_training(resealed(run / "last")).state.best_score is None
