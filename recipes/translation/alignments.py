@@ -37,6 +37,11 @@ def align(
     """
     if not isinstance(translator.model.decoder, Decoder):
         raise ConfigError(f"--alignments: model.preset {translator.config.model.preset} is not a Transformer")
+    if translator.config.data.language_tags or translator.config.subwords.placeholders:
+        raise ConfigError(
+            "--alignments: the model reads more or less than the words of a sentence (data.language_tags, "
+            "subwords.placeholders), and such models cannot be aligned"
+        )
     source_words, source_rows = _subwords_of(translator, translator.source, sources)
     target_words, target_rows = _subwords_of(translator, translator.target, targets)
     # Without a subword on either side there is nothing to link

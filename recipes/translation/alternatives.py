@@ -30,7 +30,7 @@ from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.search_options import Sampling, SearchOptions
 from recipes.translation.settings.config import DecodingConfig
-from recipes.translation.translate import as_batch, in_batches, one_line, source_ids
+from recipes.translation.translate import as_batch, finished, in_batches, source_ids
 
 
 class Translation(NamedTuple):
@@ -111,8 +111,10 @@ def alternatives(
     note_unmet(found, options.constraints or [])
     empty = [ConstrainedHypothesis([], 0.0, 0.0, [])]
     rows = [found.get(row, empty) for row in range(len(sentences))]
-    texts = iter(translator.target.decode([one.tokens for row in rows for one in row]))
-    return [[Translation(one_line(next(texts)), one.score, one.log_probability) for one in row] for row in rows]
+    sources = [sentence for sentence, row in zip(sentences, rows, strict=True) for _ in row]
+    texts = translator.target.decode([one.tokens for row in rows for one in row])
+    each = iter(finished(texts, sources, translator.config))
+    return [[Translation(next(each), one.score, one.log_probability) for one in row] for row in rows]
 
 
 def tasks_of(

@@ -13,6 +13,7 @@ import torch
 
 import seqpar
 from models import EncoderDecoder, evaluating, length_normaliser
+from recipes.translation.data.placeholders import masked_translation
 from recipes.translation.data.subwords import BOS, EOS, PAD
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
@@ -51,7 +52,9 @@ def score_pairs(
     """
     config = translator.config
     source_rows = source_ids(translator.source, config, sources, decoding)
-    target_rows = target_ids(translator, targets)
+    kinds = config.subwords.placeholders
+    seen = [masked_translation(target, source, kinds) for source, target in zip(sources, targets, strict=True)]
+    target_rows = target_ids(translator, seen)
     longest_first = sorted(range(len(sources)), key=lambda row: -len(source_rows[row]) - len(target_rows[row]))
     mine = longest_first[ranks.rank :: ranks.world]
     found: dict[int, float] = {}

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from recipes.translation.data.mixing import Mixture
 from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.data.token_store import StoredIds
 
 T = TypeVar("T")
 Ids = Sequence[int]
@@ -52,6 +54,9 @@ class TokenBatches:
     every pair once. The pairs of each batch and the order of the batches depend on (seed, epoch) alone, so that a run
     resumes in the middle of an epoch with `epoch(n)[done:]`. A pair longer than `max_length` subwords on either side is
     left out and counted in `dropped`; a pair that exceeds the budget is a batch of its own.
+
+    With a `mixture` of corpora an epoch contains the pairs that it draws, some of them repeatedly or not at all, and
+    the number of batches varies a little; `len(self)` is then that of the first epoch.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class TokenBatches:
         batch_tokens: int,
         seed: int = 0,
         max_length: int | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         if len(sources) != len(targets):
             raise ValueError(f"sources and targets are pairs: got {len(sources):,} and {len(targets):,}")
@@ -70,16 +76,19 @@ class TokenBatches:
         self.sources = sources
         self.targets = targets
         self.seed = seed
-        source_lengths = numpy.array([len(ids) for ids in sources], dtype=numpy.int64)
-        target_lengths = numpy.array([len(ids) for ids in targets], dtype=numpy.int64)
+        source_lengths = _lengths(sources)
+        target_lengths = _lengths(targets)
         limit = numpy.inf
         if max_length is not None:
             limit = max_length
         self._short_enough = numpy.flatnonzero((source_lengths <= limit) & (target_lengths <= limit))
         self.dropped = len(sources) - len(self._short_enough)
-        self._source_lengths = source_lengths[self._short_enough] + 1  # the end symbol
-        self._target_lengths = target_lengths[self._short_enough] + 1
-        self._cuts = self._cut(batch_tokens)
+        self._source_lengths = source_lengths + 1  # the end symbol
+        self._target_lengths = target_lengths + 1
+        self._sort_lengths()
+        self._batch_tokens = batch_tokens
+        self._mixture = mixture
+        self._cuts = self._cut(self._pairs(0))
 
     def __len__(self) -> int:
         if not len(self._short_enough):
@@ -91,9 +100,13 @@ class TokenBatches:
         if not len(self._short_enough):
             return []
         rng = numpy.random.default_rng([self.seed, number])
+        pairs = self._pairs(number)
         # The random numbers decide between pairs of equal lengths, so that a batch has other pairs in every epoch
-        order = self._short_enough[self._order(rng.random(len(self._short_enough)))]
-        batches = numpy.split(order, self._cuts)
+        order = pairs[self._order(pairs, rng.random(len(pairs)))]
+        cuts = self._cuts
+        if self._mixture is not None:
+            cuts = self._cut(pairs)
+        batches = numpy.split(order, cuts)
         # The batches are shuffled too: sorted by length, a whole epoch would go from long sentences to short ones
         return [batches[index].tolist() for index in rng.permutation(len(batches))]
 
@@ -110,36 +123,83 @@ class TokenBatches:
             longest_source = max(len(self.sources[index]) for index in batch)
             longest_target = max(len(self.targets[index]) for index in batch)
             cells += len(batch) * (longest_source + longest_target + 2)  # an end symbol on either side
-        filled = int(self._source_lengths.sum() + self._target_lengths.sum())
+        pairs = self._pairs(epoch)
+        filled = int(self._source_lengths[pairs].sum() + self._target_lengths[pairs].sum())
         return 1 - filled / cells
 
-    def _order(self, ties: Array) -> Array:
-        """Sort the pairs by target length, then by source length, then by `ties`.
+    def _pairs(self, epoch: int) -> Array:
+        """Return the indices of the pairs of an epoch."""
+        if self._mixture is None:
+            return self._short_enough
+        return self._mixture.drawn(epoch, self._short_enough)
 
-        Source lengths fall for one target length and rise for the next, so that a batch with two target lengths still
-        has similar source lengths as well.
+    def _sort_lengths(self) -> None:
+        """Sort the lengths that occur, a few thousand at most, so that no sort of all pairs has to compare them.
+
+        Target lengths fall. Source lengths fall for one target length and rise for the next, so that a batch with two
+        target lengths still has similar source lengths as well.
         """
-        direction = numpy.where(self._target_lengths % 2 == 0, -1, 1)
-        return numpy.lexsort((ties, direction * self._source_lengths, -self._target_lengths))
+        base = int(self._source_lengths.max(initial=0)) + 1
+        both, inverse = _distinct(self._target_lengths.astype(numpy.int64) * base + self._source_lengths)
+        target_lengths, source_lengths = numpy.divmod(both, base)
+        direction = numpy.where(target_lengths % 2 == 0, -1, 1)
+        order = numpy.lexsort((direction * source_lengths, -target_lengths))
+        # numpy sorts 16 bits by radix
+        places = numpy.empty(len(order), dtype=numpy.uint16 if len(order) <= 1 << 16 else numpy.int64)
+        places[order] = numpy.arange(len(order))
+        self._places = places[inverse]
+        self._longer = numpy.maximum(target_lengths, source_lengths)[order]
 
-    def _cut(self, budget: int) -> list[int]:
+    def _order(self, pairs: Array, ties: Array) -> Array:
+        """Sort the pairs by the place of their lengths, then by `ties`."""
+        by_ties = numpy.argsort(ties, kind="stable")
+        return by_ties[numpy.argsort(self._places[pairs[by_ties]], kind="stable")]
+
+    def _cut(self, pairs: Array) -> list[int]:
         """Return where batches begin in the sorted pairs, without the first one's 0.
 
-        The random ties only exchange pairs of equal lengths on both sides, so the cuts are the same in every epoch.
+        The random ties only exchange pairs of equal lengths on both sides, so the cuts are the same in every epoch that
+        has the same pairs.
         """
-        order = self._order(numpy.zeros(len(self._short_enough)))
-        longer = numpy.maximum(self._source_lengths, self._target_lengths)[order].tolist()
         cuts = []
         start = 0
         longest = 0
-        for position, length in enumerate(longer):
-            longest = max(longest, length)
-            # A batch takes rows x longest cells; this pair would be one row more
-            if position > start and (position - start + 1) * longest > budget:
-                cuts.append(position)
-                start = position
-                longest = length
+        position = 0
+        counts = numpy.bincount(self._places[pairs], minlength=len(self._longer))
+        for length, count in zip(self._longer.tolist(), counts.tolist(), strict=True):
+            end = position + count
+            if count:
+                longest = max(longest, length)
+            while position < end:
+                # A batch takes rows x longest cells
+                more = self._batch_tokens // longest - (position - start)
+                if more < 1 and position > start:
+                    cuts.append(position)
+                    start = position
+                    longest = length
+                    continue
+                position += min(max(more, 1), end - position)
         return cuts
+
+
+def _distinct(numbers: Array) -> tuple[Array, Array]:
+    """Return what `numpy.unique(numbers, return_inverse=True)` does, for numbers from 0 up, without sorting them."""
+    if int(numbers.max(initial=0)) > TABLE:
+        return numpy.unique(numbers, return_inverse=True)
+    found = numpy.flatnonzero(numpy.bincount(numbers))
+    places = numpy.zeros(TABLE + 1, dtype=numpy.int32)
+    places[found] = numpy.arange(len(found))
+    return found, places[numbers]
+
+
+TABLE = 1 << 20
+"""The largest number for which a table is faster than a sort: some thousand subwords on either side."""
+
+
+def _lengths(side: Sequence[Ids]) -> Array:
+    if isinstance(side, StoredIds):
+        return side.lengths
+    return numpy.array([len(ids) for ids in side], dtype=numpy.int64)
 
 
 def batches_of_rank(batches: Sequence[list[int]], data_rank: int, data_ranks: int) -> list[list[int]]:

@@ -18,7 +18,8 @@ import numpy.typing
 import sentencepiece
 
 from recipes.translation.data.batches import Batch, Ids, TokenBatches, padded_batch
-from recipes.translation.data.sentence_pairs import DataError, Pair
+from recipes.translation.data.mixing import Mixture
+from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.settings.config import RunConfig
 
@@ -49,11 +50,21 @@ class SampledBatches:
     next one.
     """
 
-    def __init__(self, source: Side, target: Side, *, batch_tokens: int, seed: int, max_length: int) -> None:
+    def __init__(
+        self,
+        source: Side,
+        target: Side,
+        *,
+        batch_tokens: int,
+        seed: int,
+        max_length: int,
+        mixture: Mixture | None = None,
+    ) -> None:
         self.sides = (source, target)
         self.batch_tokens = batch_tokens
         self.seed = seed
         self.max_length = max_length
+        self.mixture = mixture
         self.pairs = len(source.ids)
         self.plain = self._batches([source.ids, target.ids])
         self._drawn: dict[int, TokenBatches] = {}
@@ -142,7 +153,12 @@ class SampledBatches:
     def _batches(self, sides: Sequence[Sequence[Ids]]) -> TokenBatches:
         sources, targets = sides
         return TokenBatches(
-            sources, targets, batch_tokens=self.batch_tokens, seed=self.seed, max_length=self.max_length
+            sources,
+            targets,
+            batch_tokens=self.batch_tokens,
+            seed=self.seed,
+            max_length=self.max_length,
+            mixture=self.mixture,
         )
 
     def _check_repeatable(self) -> None:
@@ -158,7 +174,7 @@ class SampledBatches:
 
 
 def sampled_batches(
-    config: RunConfig, pairs: Sequence[Pair], plain: TokenBatches, source: Subwords, target: Subwords
+    config: RunConfig, plain: TokenBatches, source: Subwords, target: Subwords, mixture: Mixture | None = None
 ) -> SampledBatches:
     """Return the batches of training pairs whose subwords are drawn, given the batches in which they are not."""
     settings = config.subwords
@@ -166,11 +182,12 @@ def sampled_batches(
     if settings.sampled != "both":
         amounts = {"source": 0.0, "target": 0.0, settings.sampled: settings.sampling}
     return SampledBatches(
-        Side([pair.source for pair in pairs], plain.sources, source, amounts["source"]),
-        Side([pair.target for pair in pairs], plain.targets, target, amounts["target"]),
+        Side(source.decode(list(map(list, plain.sources))), plain.sources, source, amounts["source"]),
+        Side(target.decode(list(map(list, plain.targets))), plain.targets, target, amounts["target"]),
         batch_tokens=config.training.batch_tokens,
         seed=config.training.seed,
         max_length=config.training.max_length,
+        mixture=mixture,
     )
 
 

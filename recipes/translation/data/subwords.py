@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import sentencepiece
 
+from recipes.translation.data.placeholders import placeholder_symbols
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.settings.config import ConfigError, SubwordConfig
 
@@ -20,16 +22,21 @@ PAD, UNK, BOS, EOS = 0, 1, 2, 3
 """Ids of padding, the unknown subword, start and end symbol, the same in every model that `train_subwords` makes."""
 
 
+BLANK = "\u2581"
+"""The character that sentencepiece puts in place of a blank."""
 MAX_BYTES = 1 << 16
 """The longest sentence from which subwords are made: sentencepiece takes quadratic time, and silently leaves out longer
 ones."""
 
 
-def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordConfig) -> None:
+def train_subwords(
+    sentences: Iterable[str], path_prefix: Path, config: SubwordConfig, tags: Sequence[str] = ()
+) -> None:
     """Train a model on `sentences` and write it to `<path_prefix>.model`, whole or not at all.
 
     The same sentences and settings give the same bytes. Characters outside the vocabulary are spelled in UTF-8 bytes
-    (256 of the subwords), so that no text is ever unknown. Sentences above MAX_BYTES are left out, with a note on
+    (256 of the subwords), so that no text is ever unknown. Each symbol and placeholder of the settings is one subword,
+    and each of the `tags` together with the blank before it. Sentences above MAX_BYTES are left out, with a note on
     stderr. For a vocabulary that does not fit the text, ConfigError gives the size that would.
     """
     model = io.BytesIO()
@@ -48,6 +55,7 @@ def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordC
             unk_id=UNK,
             bos_id=BOS,
             eos_id=EOS,
+            user_defined_symbols=[*(BLANK + tag for tag in tags), *symbols_of(config)],
             byte_fallback=True,
             character_coverage=0.9999,  # leaves out rare characters of a large corpus, and none of a small one
             max_sentence_length=MAX_BYTES,
@@ -61,6 +69,11 @@ def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordC
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_bytes(model.getvalue())
     os.replace(unfinished, path)  # in one step: a process that is killed leaves no half of a model
+
+
+def symbols_of(config: SubwordConfig) -> list[str]:
+    """Return the symbols that both sides have: those of the settings, and the placeholders."""
+    return [*config.symbols, *placeholder_symbols(config.placeholders)]
 
 
 def model_path(path_prefix: Path) -> Path:
@@ -123,9 +136,14 @@ class Subwords:
         """Write the model file that `load` reads."""
         path.write_bytes(self.serialized())
 
-    def encode(self, sentences: list[str]) -> list[list[int]]:
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of the model."""
+        return hashlib.sha256(self._processor.serialized_model_proto()).hexdigest()
+
+    def encode(self, sentences: list[str], threads: int = 1) -> list[list[int]]:
         """Encode each sentence as ids, without start and end symbol."""
-        ids: list[list[int]] = self._processor.encode(sentences, num_threads=1)
+        ids: list[list[int]] = self._processor.encode(sentences, num_threads=threads)
         return ids
 
     def sample(self, sentences: Sequence[str], seeds: Iterable[int], amount: float) -> list[list[int]]:

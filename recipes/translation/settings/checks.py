@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from recipes.translation.settings.noise import NoiseConfig
 from recipes.translation.settings.schema import ConfigError
 from recipes.translation.settings.training import PARTS
 
@@ -18,6 +19,16 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError(
             f"subwords.sampling is {subwords.sampling:g}: for subwords.kind bpe it is the probability of leaving out a "
             "merge, and must be below 1 (0.1 is usual)"
+        )
+    if subwords.sampling and config.noise != NoiseConfig():
+        raise ConfigError(
+            f"subwords.sampling is {subwords.sampling:g}, and noise is set too: only one of them can be drawn anew in "
+            "every epoch; leave the other out"
+        )
+    if subwords.sampling and config.data.cache:
+        raise ConfigError(
+            f"subwords.sampling is {subwords.sampling:g}, and data.cache {config.data.cache}: sampling draws whole "
+            "epochs in memory; leave one of them out"
         )
     training = config.training
     if training.best_by != "loss" and not training.validate_bleu:
