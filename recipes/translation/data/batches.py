@@ -47,8 +47,8 @@ class Epochs(Protocol):
         """Make the tensors of the pairs with these indices, in this order."""
 
 
-class TokenBatches:
-    """Sentence pairs cut into batches of at most `batch_tokens` cells on either side, padding included.
+class BatchOrder:
+    """Pairs of sentences of known lengths, cut into batches of at most `batch_tokens` cells on either side.
 
     The pairs of a batch have similar lengths. Every epoch has the same number of batches, `len(self)`, and contains
     every pair once. The pairs of each batch and the order of the batches depend on (seed, epoch) alone, so that a run
@@ -57,38 +57,37 @@ class TokenBatches:
 
     With a `mixture` of corpora an epoch contains the pairs that it draws, some of them repeatedly or not at all, and
     the number of batches varies a little; `len(self)` is then that of the first epoch.
+
+    `source_lengths` and `target_lengths` are in subwords, without start and end symbol.
     """
 
     def __init__(
         self,
-        sources: Sequence[Ids],
-        targets: Sequence[Ids],
+        source_lengths: Array,
+        target_lengths: Array,
         *,
         batch_tokens: int,
         seed: int = 0,
         max_length: int | None = None,
         mixture: Mixture | None = None,
     ) -> None:
-        if len(sources) != len(targets):
-            raise ValueError(f"sources and targets are pairs: got {len(sources):,} and {len(targets):,}")
+        if len(source_lengths) != len(target_lengths):
+            raise ValueError(f"sources and targets are pairs: got {len(source_lengths):,} and {len(target_lengths):,}")
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
-        self.sources = sources
-        self.targets = targets
         self.seed = seed
-        source_lengths = _lengths(sources)
-        target_lengths = _lengths(targets)
+        self.batch_tokens = batch_tokens
+        self.max_length = max_length
+        self.mixture = mixture
+        self.source_lengths = source_lengths
+        self.target_lengths = target_lengths
         limit = numpy.inf
         if max_length is not None:
             limit = max_length
         self._short_enough = numpy.flatnonzero((source_lengths <= limit) & (target_lengths <= limit))
-        self.dropped = len(sources) - len(self._short_enough)
-        self._source_lengths = source_lengths + 1  # the end symbol
-        self._target_lengths = target_lengths + 1
+        self.dropped = len(source_lengths) - len(self._short_enough)
         self._sort_lengths()
-        self._batch_tokens = batch_tokens
-        self._mixture = mixture
-        self._cuts = self._cut(self._pairs(0))
+        self._cuts = self._cut(self.pairs(0))
 
     def __len__(self) -> int:
         if not len(self._short_enough):
@@ -100,38 +99,32 @@ class TokenBatches:
         if not len(self._short_enough):
             return []
         rng = numpy.random.default_rng([self.seed, number])
-        pairs = self._pairs(number)
+        pairs = self.pairs(number)
         # The random numbers decide between pairs of equal lengths, so that a batch has other pairs in every epoch
         order = pairs[self._order(pairs, rng.random(len(pairs)))]
         cuts = self._cuts
-        if self._mixture is not None:
+        if self.mixture is not None:
             cuts = self._cut(pairs)
         batches = numpy.split(order, cuts)
         # The batches are shuffled too: sorted by length, a whole epoch would go from long sentences to short ones
         return [batches[index].tolist() for index in rng.permutation(len(batches))]
 
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """Make the tensors of the pairs with these indices, in this order."""
-        return padded_batch([self.sources[index] for index in indices], [self.targets[index] for index in indices])
-
-    def padding_fraction(self, epoch: int) -> float:
-        """Return the fraction of all source and target cells of an epoch that is padding."""
-        if not len(self._short_enough):
-            return 0.0
-        cells = 0
-        for batch in self.epoch(epoch):
-            longest_source = max(len(self.sources[index]) for index in batch)
-            longest_target = max(len(self.targets[index]) for index in batch)
-            cells += len(batch) * (longest_source + longest_target + 2)  # an end symbol on either side
-        pairs = self._pairs(epoch)
-        filled = int(self._source_lengths[pairs].sum() + self._target_lengths[pairs].sum())
-        return 1 - filled / cells
-
-    def _pairs(self, epoch: int) -> Array:
+    def pairs(self, epoch: int) -> Array:
         """Return the indices of the pairs of an epoch."""
-        if self._mixture is None:
+        if self.mixture is None:
             return self._short_enough
-        return self._mixture.drawn(epoch, self._short_enough)
+        return self.mixture.drawn(epoch, self._short_enough)
+
+    def with_lengths(self, source_lengths: Array, target_lengths: Array) -> BatchOrder:
+        """Return the order of the same pairs when they have other lengths."""
+        return BatchOrder(
+            source_lengths,
+            target_lengths,
+            batch_tokens=self.batch_tokens,
+            seed=self.seed,
+            max_length=self.max_length,
+            mixture=self.mixture,
+        )
 
     def _sort_lengths(self) -> None:
         """Sort the lengths that occur, a few thousand at most, so that no sort of all pairs has to compare them.
@@ -139,8 +132,9 @@ class TokenBatches:
         Target lengths fall. Source lengths fall for one target length and rise for the next, so that a batch with two
         target lengths still has similar source lengths as well.
         """
-        base = int(self._source_lengths.max(initial=0)) + 1
-        both, inverse = _distinct(self._target_lengths.astype(numpy.int64) * base + self._source_lengths)
+        with_end = self.source_lengths + 1
+        base = int(with_end.max(initial=0)) + 1
+        both, inverse = _distinct((self.target_lengths.astype(numpy.int64) + 1) * base + with_end)
         target_lengths, source_lengths = numpy.divmod(both, base)
         direction = numpy.where(target_lengths % 2 == 0, -1, 1)
         order = numpy.lexsort((direction * source_lengths, -target_lengths))
@@ -172,7 +166,7 @@ class TokenBatches:
                 longest = max(longest, length)
             while position < end:
                 # A batch takes rows x longest cells
-                more = self._batch_tokens // longest - (position - start)
+                more = self.batch_tokens // longest - (position - start)
                 if more < 1 and position > start:
                     cuts.append(position)
                     start = position
@@ -180,6 +174,47 @@ class TokenBatches:
                     continue
                 position += min(max(more, 1), end - position)
         return cuts
+
+
+class TokenBatches(BatchOrder):
+    """Batches of sentence pairs in subwords, in the order that `BatchOrder` describes."""
+
+    def __init__(
+        self,
+        sources: Sequence[Ids],
+        targets: Sequence[Ids],
+        *,
+        batch_tokens: int,
+        seed: int = 0,
+        max_length: int | None = None,
+        mixture: Mixture | None = None,
+    ) -> None:
+        super().__init__(
+            _lengths(sources),
+            _lengths(targets),
+            batch_tokens=batch_tokens,
+            seed=seed,
+            max_length=max_length,
+            mixture=mixture,
+        )
+        self.sources = sources
+        self.targets = targets
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Make the tensors of the pairs with these indices, in this order."""
+        return padded_batch([self.sources[index] for index in indices], [self.targets[index] for index in indices])
+
+    def padding_fraction(self, epoch: int) -> float:
+        """Return the fraction of all source and target cells of an epoch that is padding."""
+        cells = 0
+        filled = 0
+        for batch in self.epoch(epoch):
+            for lengths in (self.source_lengths[batch], self.target_lengths[batch]):
+                filled += int((lengths + 1).sum())  # an end symbol on either side
+                cells += len(batch) * (int(lengths.max()) + 1)
+        if not cells:
+            return 0.0
+        return 1 - filled / cells
 
 
 def _distinct(numbers: Array) -> tuple[Array, Array]:

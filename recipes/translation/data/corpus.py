@@ -19,20 +19,16 @@ from recipes.translation.data.corpora import (
     each_corpus,
     identity,
     mixture_of,
-    tags_of,
     with_language_tag,
 )
-from recipes.translation.data.mixing import Mixture
-from recipes.translation.data.noisy_batches import NoisyBatches
+from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
 from recipes.translation.data.placeholders import masked_pair
 from recipes.translation.data.prepare import prepare
-from recipes.translation.data.sampled_batches import SampledBatches, sampled_batches
 from recipes.translation.data.sentence_pairs import DataError, Pair, check_held_out, expanded, load_pairs
-from recipes.translation.data.subwords import Subwords, symbols_of
+from recipes.translation.data.subwords import Subwords
 from recipes.translation.data.token_store import TokenStore, check_store, key_of, write_store
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.settings.noise import NoiseConfig
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class Corpus:
 
     source: Subwords
     target: Subwords
-    train: TokenBatches | NoisyBatches | SampledBatches
+    train: TokenBatches | DrawnBatches
     valid: TokenBatches
     valid_pairs: Sequence[Pair]
     tokenize: str
@@ -106,19 +102,18 @@ def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | N
         ids = TokenStore.open(store)
         digest = hashlib.sha256(ids.sha256.encode())
     settings = config.training
-    mixture = mixture_of(config, ids.corpora)
     train = TokenBatches(
         ids.sources,
         ids.targets,
         batch_tokens=settings.batch_tokens,
         seed=settings.seed,
         max_length=settings.max_length,
-        mixture=mixture,
+        mixture=mixture_of(config, ids.corpora),
     )
     if not len(train):
         raise DataError(f"no train pair is within training.max_length {settings.max_length}")
-    batches = _drawn_anew(config, train, source, target, mixture)
-    if isinstance(batches, SampledBatches):
+    batches = drawn_batches(config, train, source, target)
+    if isinstance(batches, DrawnBatches) and batches.sampled:
         digest.update(repr(batches.probe()).encode())
     pairs = load_pairs(config.data, "valid", config.subwords.lowercase)
     encoded = [masked_pair(pair, config.subwords.placeholders) for pair in pairs]
@@ -150,18 +145,6 @@ def _tokenised(config: RunConfig, source: Subwords, target: Subwords) -> _Tokeni
         found.targets.extend(target.encode([pair.target for pair in pairs]))
         found.corpora.append(len(pairs))
     return found
-
-
-def _drawn_anew(
-    config: RunConfig, batches: TokenBatches, source: Subwords, target: Subwords, mixture: Mixture | None
-) -> TokenBatches | NoisyBatches | SampledBatches:
-    """Return the batches with what is drawn anew in every epoch: subwords or noise, of which there is one at most."""
-    if config.subwords.sampling:
-        return sampled_batches(config, batches, source, target, mixture)
-    if config.noise == NoiseConfig():
-        return batches
-    kept = [*tags_of(config), *symbols_of(config.subwords)]
-    return NoisyBatches(batches, source, config.noise, max_length=config.training.max_length, kept=kept)
 
 
 def store_key(config: RunConfig, source: Subwords, target: Subwords) -> str:

@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -146,23 +147,57 @@ class Subwords:
         ids: list[list[int]] = self._processor.encode(sentences, num_threads=threads)
         return ids
 
-    def sample(self, sentences: Sequence[str], seeds: Iterable[int], amount: float) -> list[list[int]]:
+    def sample(
+        self, sentences: Sequence[str], seeds: Iterable[int], amount: float, symbols: Sequence[str] = ()
+    ) -> list[list[int]]:
         """Draw a segmentation of each sentence, a function of the sentence, its seed and `amount` alone.
 
         A bpe model leaves out each merge with probability `amount` (BPE-dropout, Provilkov et al. 2020, algorithm 1). A
         unigram model draws from all segmentations, in proportion to their probability to the power `amount` (Kudo 2018,
-        section 3.3): the smaller it is, the more do rare segmentations occur.
+        section 3.3): the smaller it is, the more do rare segmentations occur. Those of the `symbols`, tags among them,
+        that are subwords of the model are never split.
 
         Seeds are from 0 to 2^32 - 2.
         """
+        pattern = self._pattern(symbols)
         drawn = []
         for sentence, seed in zip(sentences, seeds, strict=True):
             # The seed belongs to the whole process, and the draw must follow it before another thread's seed does
             with _seeding:
                 sentencepiece.set_random_generator_seed(int(seed))
-                ids = self._processor.encode(sentence, enable_sampling=True, nbest_size=-1, alpha=amount)
+                if pattern is None:
+                    ids = self._processor.encode(sentence, enable_sampling=True, nbest_size=-1, alpha=amount)
+                else:
+                    ids = self._sample_between(pattern, sentence, amount)
             drawn.append(ids)
         return drawn
+
+    def _pattern(self, symbols: Sequence[str]) -> re.Pattern[str] | None:
+        """Return what finds those of the symbols that are subwords, in a normalised sentence; None without any."""
+        pieces = [piece for symbol in symbols for piece in (BLANK + symbol, symbol) if self._has(piece)]
+        if not pieces:
+            return None
+        return re.compile("(" + "|".join(map(re.escape, sorted(pieces, key=len, reverse=True))) + ")")
+
+    def _has(self, piece: str) -> bool:
+        return int(self._processor.piece_to_id(piece)) != UNK
+
+    def _sample_between(self, pattern: re.Pattern[str], sentence: str, amount: float) -> list[int]:
+        """Draw the subwords between symbols: sentencepiece's draw from a unigram model may split a symbol."""
+        ids: list[int] = []
+        for number, part in enumerate(pattern.split(self._processor.normalize(sentence))):
+            if number % 2:
+                ids.append(self._processor.piece_to_id(part))
+            elif part:
+                ids += self._as_it_stands.encode(part, enable_sampling=True, nbest_size=-1, alpha=amount)
+        return ids
+
+    @cached_property
+    def _as_it_stands(self) -> Any:
+        """Return the model without what it does at the ends of a sentence: it adds a blank, and removes others."""
+        # In Protocol Buffers a later value of a field replaces an earlier one. Of field 3 of a model, NormalizerSpec,
+        # this makes field 3, add_dummy_prefix, and field 4, remove_extra_whitespaces, false
+        return sentencepiece.SentencePieceProcessor(model_proto=self.serialized() + b"\x1a\x04\x18\x00\x20\x00")
 
     def decode(self, ids: list[list[int]]) -> list[str]:
         """Decode each list of ids; padding, start and end symbol are ignored."""

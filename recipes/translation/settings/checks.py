@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recipes.translation.settings.noise import NoiseConfig
 from recipes.translation.settings.schema import ConfigError
 from recipes.translation.settings.training import PARTS
 
@@ -20,15 +19,11 @@ def check_together(config: RunConfig) -> None:
             f"subwords.sampling is {subwords.sampling:g}: for subwords.kind bpe it is the probability of leaving out a "
             "merge, and must be below 1 (0.1 is usual)"
         )
-    if subwords.sampling and config.noise != NoiseConfig():
+    noise = config.noise
+    if (total := noise.swap + noise.drop + noise.double) > 1:
         raise ConfigError(
-            f"subwords.sampling is {subwords.sampling:g}, and noise is set too: only one of them can be drawn anew in "
-            "every epoch; leave the other out"
-        )
-    if subwords.sampling and config.data.cache:
-        raise ConfigError(
-            f"subwords.sampling is {subwords.sampling:g}, and data.cache {config.data.cache}: sampling draws whole "
-            "epochs in memory; leave one of them out"
+            f"noise.swap {noise.swap:g}, noise.drop {noise.drop:g} and noise.double {noise.double:g} add "
+            f"up to {total:g}: a letter has one of these errors at most, so make it 1 or less"
         )
     training = config.training
     if training.best_by != "loss" and not training.validate_bleu:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import load_corpus
+from recipes.translation.data.drawn_batches import DrawnBatches
 from recipes.translation.data.noise import noisy
-from recipes.translation.data.noisy_batches import NoisyBatches
 from recipes.translation.settings.noise import NoiseConfig
 from tests.recipes.tiny import tiny
 
@@ -104,7 +104,7 @@ def test_every_epoch_has_other_noise_and_the_same_pairs(tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", NOISE)
     corpus = load_corpus(config)
     batches = corpus.train
-    assert isinstance(batches, NoisyBatches)
+    assert isinstance(batches, DrawnBatches)
     plain = batches.plain
     texts: dict[int, list[str]] = {}
     for epoch in (0, 1):

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.translation.data import subwords as subwords_module
-from recipes.translation.data.batches import Batch
+from recipes.translation.data.batches import Batch, TokenBatches
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.sampled_batches import SampledBatches, Side
+from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.data.subwords import Subwords, model_path, train_subwords
 from recipes.translation.settings.config import ConfigError, SubwordConfig
@@ -38,13 +38,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subwords]:
     return {kind: Subwords.load(model_path(folder / kind)) for kind in ("bpe", "unigram")}
 
 
-def batches(subwords: Subwords, amount: float = 0.2, target: float | None = None, **changes: Any) -> SampledBatches:
+def batches(subwords: Subwords, amount: float = 0.2, target: float | None = None, **changes: Any) -> DrawnBatches:
     """The pairs in batches of 300 cells, sampled on both sides unless `target` is another amount."""
     settings = {"batch_tokens": 300, "seed": 5, "max_length": 100, **changes}
-    return SampledBatches(
-        Side(SOURCES, subwords.encode(SOURCES), subwords, amount),
-        Side(TARGETS, subwords.encode(TARGETS), subwords, amount if target is None else target),
-        **settings,
+    return DrawnBatches(
+        TokenBatches(subwords.encode(SOURCES), subwords.encode(TARGETS), **settings),
+        Drawing(subwords, amount),
+        Drawing(subwords, amount if target is None else target),
     )
 
 
@@ -138,14 +138,14 @@ def test_a_draw_is_the_same_text_and_other_subwords(models: dict[str, Subwords],
     sampled = batches(models[kind])
     for which, (texts, drawn) in enumerate(zip((SOURCES, TARGETS), sampled.draw(3, range(300)), strict=True)):
         assert models[kind].decode([list(ids) for ids in drawn]) == texts
-        plain = sampled.sides[which].ids
+        plain = (sampled.plain.sources, sampled.plain.targets)[which]
         assert sum(ids != other for ids, other in zip(drawn, plain, strict=True)) > 200
         later = sampled.draw(4, range(300))[which]
         assert sum(ids != other for ids, other in zip(drawn, later, strict=True)) > 200
 
 
 @lru_cache
-def sampled_once(subwords: Subwords) -> SampledBatches:
+def sampled_once(subwords: Subwords) -> DrawnBatches:
     return batches(subwords)
 
 
@@ -161,8 +161,8 @@ def test_a_draw_depends_on_epoch_and_sentence_alone(
 def test_the_sides_have_draws_of_their_own(models: dict[str, Subwords]) -> None:
     """The same sentences on both sides are not cut alike, or a model could copy the cuts."""
     subwords = models["bpe"]
-    side = Side(SOURCES, subwords.encode(SOURCES), subwords, 0.3)
-    source, target = SampledBatches(side, side, batch_tokens=300, seed=5, max_length=100).draw(0, range(300))
+    ids, side = subwords.encode(SOURCES), Drawing(subwords, 0.3)
+    source, target = DrawnBatches(TokenBatches(ids, ids, batch_tokens=300, seed=5), side, side).draw(0, range(300))
     assert sum(ids != other for ids, other in zip(source, target, strict=True)) > 200
 
 
@@ -231,7 +231,7 @@ def test_a_draw_above_max_length_is_replaced_and_the_pairs_stay_the_same(models:
         long, _ = batches(subwords, max_length=10_000).draw(number, range(300))
         for pair in kept:
             fits = len(long[pair]) <= longest
-            assert drawn[pair] == (long[pair] if fits else sampled.sides[0].ids[pair])
+            assert drawn[pair] == (long[pair] if fits else sampled.plain.sources[pair])
             replaced += not fits
     assert replaced > 10
 
@@ -258,7 +258,7 @@ def test_validation_is_never_sampled_and_the_fingerprint_tells_every_difference(
         "seed": {"subwords.sampling": 0.3, "training.seed": 2},
     }.items():
         corpus = load_corpus(tiny(tmp_path / "run", {"data.builtin_pairs": 120, **changes}))
-        assert isinstance(corpus.train, SampledBatches) == (name != "plain")
+        assert isinstance(corpus.train, DrawnBatches) == (name != "plain")
         assert corpus.valid.sources == corpus.source.encode([pair.source for pair in corpus.valid_pairs])
         assert corpus.valid.targets == corpus.target.encode([pair.target for pair in corpus.valid_pairs])
         prints.add(corpus.fingerprint)
