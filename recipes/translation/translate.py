@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from models import beam_search, default_limit, evaluating, greedy
-from recipes.translation.data.corpora import with_language_tag
-from recipes.translation.data.placeholders import masked, restored
+from recipes.translation.data.model_text import finished, source_text
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.data.subwords import BOS, EOS, PAD, Subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
@@ -68,11 +67,7 @@ def source_ids(
     """Return the subwords of each sentence, as in training, cut to the longest length of the settings."""
     longest = max(config.training.max_length, decoding.max_length)
     check_unicode(sentences)
-    texts = [masked(sentence, config.subwords.placeholders)[0] for sentence in sentences]
-    if config.subwords.lowercase:
-        texts = [text.lower() for text in texts]
-    texts = [with_language_tag(config, text) for text in texts]
-    ids = subwords.encode(texts)
+    ids = subwords.encode([source_text(config, sentence) for sentence in sentences])
     cut = [number for number, row in enumerate(ids, start=1) if len(row) > longest]
     if cut:
         first = cut[0]
@@ -123,17 +118,3 @@ def check_unicode(sentences: Sequence[str]) -> None:
         except UnicodeEncodeError as error:
             near = sentence[max(0, error.start - 20) : error.end + 20]
             raise DataError(f"sentence {number:,} is not UTF-8 text: {near!a}; convert it to UTF-8") from None
-
-
-def finished(texts: Sequence[str], sentences: Sequence[str], config: RunConfig) -> list[str]:
-    """Return the translations of the sentences, each as one line, with what its placeholders stand for."""
-    found = []
-    for text, sentence in zip(texts, sentences, strict=True):
-        _, originals = masked(sentence, config.subwords.placeholders)
-        found.append(restored(_one_line(text), originals))
-    return found
-
-
-def _one_line(text: str) -> str:
-    """Replace line breaks by blanks: a model that spells its output in bytes can produce any of Unicode's."""
-    return " ".join(text.splitlines())

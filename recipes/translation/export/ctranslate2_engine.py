@@ -10,10 +10,11 @@ import ctranslate2
 
 from models import default_limit, length_normaliser
 from recipes.translation.atomic_folder import CheckpointError, verified_folder
+from recipes.translation.data.model_text import finished
 from recipes.translation.data.subwords import BOS, PAD, Subwords
 from recipes.translation.run_folder.checkpoint import load_belongings
 from recipes.translation.settings.config import DecodingConfig, RunConfig
-from recipes.translation.translate import finished, source_ids
+from recipes.translation.translate import source_ids
 
 
 class ExportedTranslator(NamedTuple):

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.translation.data.corpus import load_corpus
+from recipes.translation.data.model_text import finished
 from recipes.translation.data.placeholders import masked, masked_pair, placeholder_symbols, restored
 from recipes.translation.data.sentence_pairs import Pair
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import ConfigError, load_config
 from recipes.translation.train import train
-from recipes.translation.translate import finished, source_ids
+from recipes.translation.translate import source_ids
 from tests.recipes.tiny import tiny
 
 ALL = ("url", "email", "number")
