@@ -11,15 +11,17 @@ from recipes.translation.settings.config import RunConfig
 
 def source_text(config: RunConfig, sentence: str) -> str:
     """Return a sentence as the model reads it."""
-    text, _ = masked(sentence, config.subwords.placeholders)
+    tags, rest = _tags_and_rest(config, sentence)
+    text, _ = masked(rest, config.subwords.placeholders)
     if config.subwords.lowercase:
-        text = _lower(config, text)
-    return with_language_tag(config, text)
+        text = text.lower()
+    return with_language_tag(config, tags + text)
 
 
 def target_text(config: RunConfig, translation: str, sentence: str) -> str:
     """Return a translation of the sentence, or a part of one, as the model would have written it."""
-    text = masked_translation(translation, sentence, config.subwords.placeholders)
+    _, rest = _tags_and_rest(config, sentence)
+    text = masked_translation(translation, rest, config.subwords.placeholders)
     if config.subwords.lowercase:
         text = text.lower()
     return text
@@ -29,17 +31,20 @@ def finished(texts: Sequence[str], sentences: Sequence[str], config: RunConfig) 
     """Return the translations of the sentences, each as one line, with what its placeholders stand for."""
     found = []
     for text, sentence in zip(texts, sentences, strict=True):
-        _, originals = masked(sentence, config.subwords.placeholders)
+        _, rest = _tags_and_rest(config, sentence)
+        _, originals = masked(rest, config.subwords.placeholders)
         found.append(restored(_one_line(text), originals))
     return found
 
 
-def _lower(config: RunConfig, text: str) -> str:
-    """Return the text in lower case, but for a tag in front, which may have capitals (<2zh-Hant>)."""
-    tag, blank, rest = text.partition(" ")
-    if tag in tags_of(config):
-        return tag + blank + rest.lower()
-    return text.lower()
+def _tags_and_rest(config: RunConfig, sentence: str) -> tuple[str, str]:
+    """Split a sentence after the tags at its beginning, which have no placeholders (<2de>) and may have capitals."""
+    known = tags_of(config)
+    rest = sentence
+    while rest.split(maxsplit=1)[:1] and rest.split(maxsplit=1)[0] in known:
+        tag = rest.split(maxsplit=1)[0]
+        rest = rest[rest.index(tag) + len(tag) :]
+    return sentence[: len(sentence) - len(rest)], rest
 
 
 def _one_line(text: str) -> str:
