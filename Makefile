@@ -26,8 +26,8 @@ help:  ## list the targets
 	@$(PIP) -e '.[recipes,test,dev]'
 	@touch $@
 
-demo: .venv/recipes  ## train, evaluate and try a translation model on the built-in corpus (3 to 5 minutes on 2 cores)
-	@$(BIN)/python -m recipes.translation demo
+demo: .venv/recipes  ## train, evaluate and try a translation model on the built-in corpus (2 to 4 minutes on 2 cores)
+	@$(BIN)/python -m recipes.translation demo --processes auto
 
 test: check  ## run the checks and every test (about 15 minutes on 2 cores)
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"

@@ -21,8 +21,8 @@ def attention_weights(model: EncoderDecoder, src: Tensor, tgt: Tensor, layer: in
     Row t belongs to the step that has read tgt[:, :t + 1] and predicts the next token. Each row sums to 1, and padding
     of src has no share. Rows of padding in tgt mean nothing.
 
-    mean over heads of softmax(Q K^T / sqrt(d_k)): Garg et al. 2019 ("Jointly Learning to Align and Translate with
-    Transformer Models"), section 3, who find the penultimate layer to agree best with alignments made by hand.
+    Mean over heads of softmax(Q K^T / sqrt(d_k)), as Garg et al. 2019 ("Jointly Learning to Align and Translate with
+    Transformer Models") read alignments from a trained Transformer; the penultimate layer is theirs.
 
     Args:
         model: in eval mode within the call, without gradients; its modes are restored afterwards.

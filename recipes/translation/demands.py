@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Sequence
 
 from models import Phrase
+from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.run_folder.checkpoint import Translator
 
 BLANK = "▁"
@@ -18,22 +19,26 @@ def prefix_ids(translator: Translator, prefixes: Sequence[str]) -> list[list[int
 
 
 def phrases_of(translator: Translator, constraints: Sequence[Sequence[str]]) -> list[list[Phrase]]:
-    """Return each sentence's phrases as subwords.
+    """Return each sentence's phrases as subwords; raise DataError for a phrase that has none.
 
     Where the last character has an upper and a lower case, or is a digit, the phrase must end where a word ends.
     Other scripts need not separate words, so there the subwords alone decide, without a blank before the first.
     """
     pieces = translator.target.pieces()
-    blank = [number for number, piece in enumerate(pieces) if piece == BLANK]
-    found = []
-    for texts in constraints:
-        phrases = []
-        for text, ids in zip(texts, translator.target.encode([cased(translator, text) for text in texts]), strict=True):
-            if ids[0] in blank and len(ids) > 1 and not in_words(text[0]):
-                ids = ids[1:]
-            phrases.append(Phrase(ids, whole=in_words(text[-1])))
-        found.append(phrases)
-    return found
+    return [
+        [phrase_of(translator, text, pieces, f"sentence {number:,}") for text in texts]
+        for number, texts in enumerate(constraints, start=1)
+    ]
+
+
+def phrase_of(translator: Translator, text: str, pieces: Sequence[str], where: str) -> Phrase:
+    """Return one phrase as subwords."""
+    ids = translator.target.encode([cased(translator, text)])[0]
+    if ids and pieces[ids[0]] == BLANK and not in_words(text[0]):
+        ids = ids[1:]
+    if not ids:
+        raise DataError(f"--constraints: {text!r} of {where} has no subwords, only what sentencepiece leaves out")
+    return Phrase(ids, whole=in_words(text[-1]))
 
 
 def word_boundaries(translator: Translator) -> list[int]:

@@ -23,9 +23,9 @@ CHARACTER_ORDERS = 6
 def best_by_mbr(candidates: Sequence[str], utility: Utility, tokenize: str = "13a") -> int:
     """Return the number of the candidate with the largest mean utility, the others taken as its references.
 
-    argmax_h 1 / (N - 1) sum_{r != h} u(h, r): Eikema and Aziz 2020, section 5; Freitag et al. 2022. Candidates that are
-    alike count as often as they occur, as samples must. Of equally good ones the first is chosen, so that an n-best
-    list keeps its best. `tokenize` is sacreBLEU's tokeniser, for BLEU. Raises ValueError for no candidates, and for an
+    argmax_h 1 / (N - 1) sum_{r != h} u(h, r): Eikema and Aziz 2020; Freitag et al. 2022. Candidates that are alike
+    count as often as they occur, as samples must. Of equally good ones the first is chosen, so that an n-best list
+    keeps its best. `tokenize` is sacreBLEU's tokeniser, for BLEU. Raises ValueError for no candidates, and for an
     unknown utility.
     """
     if not candidates:

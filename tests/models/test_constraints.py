@@ -20,6 +20,7 @@ from models import (
     beam_search,
     constrained_beam_search,
 )
+from models.constrained_search import Candidate, Live, chosen
 from models.constraints import Constraints, allot
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, small_transformer
 from tests.models.plain_search import every_hypothesis, plain_beam_search, same
@@ -180,6 +181,18 @@ def test_phrases_that_do_not_fit_come_back_as_missing() -> None:
     assert len(set(met)) > 1
     assert met == sorted(met, reverse=True)
     assert found[1][0].unmet == []
+
+
+def test_an_ending_competes_with_the_hypotheses_that_have_met_as_much() -> None:
+    constraints = Constraints([Phrase([3])])
+    met = constraints.after(constraints.start, 3)
+    live = [Live(-0.1, [5], constraints.start, 0), Live(-2.0, [3], met, 0)]
+    candidates = [Candidate(-0.3, 0, 4), Candidate(-0.4, 0, 5), Candidate(-2.5, 1, EOS), Candidate(-2.6, 1, 4)]
+    ended, alive = chosen(constraints, live, candidates, EOS, beam=2)
+    # One slot for each number of tokens met: the end is the best that has met one
+    assert [one.tokens for one in ended] == [[3]]
+    assert [one.tokens for one in alive] == [[5, 4], [3, 4]]
+    assert [one.parent for one in alive] == [0, 1]
 
 
 def test_rules_hold_beside_phrases() -> None:

@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import EncoderDecoder, beam_search, evaluating, greedy, sample
+from models import (
+    EncoderDecoder,
+    Phrase,
+    RecurrentConfig,
+    beam_search,
+    constrained_beam_search,
+    evaluating,
+    greedy,
+    make_recurrent,
+    sample,
+)
 from models.ensemble import logits_of
 from tests.models.examples import BOS, EOS, batch, pad_to, random_batch, small_transformer
 from tests.models.plain_search import next_log_probabilities, plain_beam_search, same
 
-# Models of different sizes: they share the vocabulary and nothing else
+
+def small_lstm(seed: int) -> EncoderDecoder:
+    torch.manual_seed(seed)
+    model = make_recurrent(RecurrentConfig(d_model=8, dropout=0.0), 7, 7).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0).add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+# Models of different sizes and kinds: they share the vocabulary and nothing else
 MODELS = [
     small_transformer(10, vocab=7, spread=1.2),
     small_transformer(11, vocab=7, spread=1.2, norm="post", d_model=8, d_ff=12, heads=2),
-    small_transformer(12, vocab=7, spread=1.2, decoder_layers=1),
+    small_lstm(12),
 ]
 
 
@@ -64,6 +85,19 @@ def test_samples_of_an_ensemble_are_scored_by_the_ensemble() -> None:
         ids = [*hypothesis.tokens, EOS][:4]
         steps = [next_log_probabilities(MODELS, [3, 4], ids[:step])[token] for step, token in enumerate(ids)]
         assert hypothesis.score == pytest.approx(sum(steps), rel=1e-12)
+
+
+def test_sentences_with_phrases_and_without_share_a_batch_of_an_ensemble_of_two_kinds() -> None:
+    src, phrases = [[3, 4], [5, 6, 3], [6]], [[Phrase([4, 3]), Phrase([5])], [], [Phrase([6])]]
+    search = partial(constrained_beam_search, MODELS[1:], bos=BOS, eos=EOS, beam=6, n_best=2)
+    together = search(pad_to(src, 4), phrases, max_length=8)
+    for one, some, found in zip(src, phrases, together, strict=True):
+        (alone,) = search(torch.tensor([one]), [some], max_length=8)
+        assert [(h.tokens, h.unmet) for h in found] == [(h.tokens, h.unmet) for h in alone]
+        for hypothesis in found:
+            ids = [*hypothesis.tokens, EOS][:8]
+            steps = [next_log_probabilities(MODELS[1:], one, ids[:step])[token] for step, token in enumerate(ids)]
+            assert hypothesis.log_probability == pytest.approx(sum(steps), rel=1e-12)
 
 
 def test_one_model_in_a_list_and_a_model_beside_itself_search_as_it_does_alone() -> None:

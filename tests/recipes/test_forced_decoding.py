@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 
 from models import EncoderDecoder, beam_search, length_normaliser
 from models.decoding import LengthNorm
+from recipes.translation.alignments import align
 from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.data.subwords import BOS, EOS, Subwords, train_subwords
 from recipes.translation.forced_decoding import PairScore, log_probabilities, score_pairs
-from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes, save_model
+from recipes.translation.processes.ranks import joined
+from recipes.translation.run_folder.checkpoint import Translator, build_model, load_translator, model_sizes, save_model
+from seqpar.testing.ranks import ranks
 from tests.models.examples import small_transformer
 from tests.recipes.test_cli import refusal
 from tests.recipes.tiny import tiny
@@ -56,13 +59,16 @@ def test_the_n_best_of_a_search_score_as_the_search_says(
     )
     compared = 0
     for source, hypotheses in zip(sources, found, strict=True):
-        for tokens, expected in hypotheses:
-            ids = [*tokens, EOS]
-            if len(tokens) == 12:  # unfinished: the search's score has no end symbol
-                ids = tokens
-            score = log_probabilities(model.eval(), [source], [ids])[0] / length_normaliser(len(ids), alpha, norm)
-            assert score == pytest.approx(expected, rel=tolerance)
-            compared += len(tokens) < 12
+        for hypothesis in hypotheses:
+            finished = len(hypothesis.tokens) < 12
+            ids = hypothesis.tokens
+            if finished:  # the log-probability of an unfinished one has no end symbol
+                ids = [*ids, EOS]
+            (found_here,) = log_probabilities(model.eval(), [source], [ids])
+            assert found_here == pytest.approx(hypothesis.log_probability, rel=tolerance)
+            score = found_here / length_normaliser(len(ids), alpha, norm)
+            assert score == pytest.approx(hypothesis.score, rel=tolerance)
+            compared += finished
     assert compared >= 4
 
 
@@ -140,3 +146,22 @@ def test_files_that_are_missing_or_not_aligned_are_one_line(tmp_path: Path, caps
     assert "a has 2 lines, " in refusal(
         capsys, "score", "--sources", str(tmp_path / "a"), "--targets", str(tmp_path / "b")
     )
+
+
+def divided(rank: int, world: int, folder: Path) -> tuple[list[PairScore], list[list[tuple[int, int]]]]:
+    """The scores and alignments that each rank returns."""
+    with joined(60) as group:
+        assert group.world == world
+        translator = load_translator(folder)
+        sides = [source for source, _ in TEXTS], [target for _, target in TEXTS]
+        decoding = translator.config.decoding
+        return score_pairs(translator, *sides, decoding, group), align(translator, *sides, decoding, group)
+
+
+def test_every_rank_returns_the_scores_and_alignments_of_all(translator: Translator, tmp_path: Path) -> None:
+    save_model(tmp_path / "best", translator, {"step": 1})
+    expected_scores, expected_links = divided(0, 1, tmp_path / "best")
+    for scores, links in ranks(2, divided, tmp_path / "best"):
+        assert links == expected_links
+        for found, expected in zip(scores, expected_scores, strict=True):
+            assert found == pytest.approx(expected, rel=1e-5)

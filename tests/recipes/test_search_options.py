@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from dataclasses import replace
@@ -130,6 +131,12 @@ def test_each_translation_begins_as_its_line_demands(
         assert start or one == free
 
 
+def test_a_phrase_of_characters_that_subwords_leave_out_is_refused(translator: Translator) -> None:
+    assert translator.target.encode(["\u200b"]) == [[]]
+    with pytest.raises(DataError, match=r"'.u200b' of sentence 2 has no subwords"):
+        phrases_of(translator, [["six"], ["\u200b"]])
+
+
 def test_each_translation_contains_its_words_as_whole_ones(
     runs: list[Path], file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +146,35 @@ def test_each_translation_contains_its_words_as_whole_ones(
     for some, one in zip(words, found, strict=True):
         for word in some:
             assert re.search(rf"(?<!\w){word}(?!\w)", one) or (word in one and word == "!"), (word, one)
+
+
+def test_a_word_stays_whole_where_the_model_would_add_letters(translator: Translator) -> None:
+    model = copy.deepcopy(translator.model)
+    letters = [number for number, piece in enumerate(translator.target.pieces()) if piece.isalpha()]
+    with torch.no_grad():
+        model.generator.bias[letters] += 20
+    demands = SearchOptions(constraints=[["six"], ["Vienna"]])
+    found = alternatives(replace(translator, model=model), SENTENCES[:2], replace(DECODING, beam=8), demands)
+    for word, row in zip(("six", "Vienna"), found, strict=True):
+        assert re.search(rf"(?<!\w){word}(?!\w)", row[0].text)
+
+
+@pytest.mark.parametrize(
+    "demands",
+    [
+        SearchOptions(min_length=50),
+        SearchOptions(prefixes=["six " * 25]),
+        SearchOptions(constraints=[["six " * 25]]),
+        SearchOptions(min_length=50, sampling=Sampling()),
+    ],
+)
+def test_a_short_sentence_has_as_many_steps_as_is_demanded_of_it(
+    translator: Translator, demands: SearchOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 2 * len(translator.source.encode(["six"])[0]) + 12 < 25
+    ((found,),) = alternatives(translator, ["six"], DecodingConfig(beam=2, max_length=120), demands)
+    assert len(translator.target.encode([found.text])[0]) >= 25
+    assert capsys.readouterr().err == ""
 
 
 def test_a_phrase_that_does_not_fit_is_named(translator: Translator, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,9 +244,10 @@ def test_sampling_is_printed_like_n_best_lists(
     assert lines == printed(capsys, *words, "--temperature", 0.8, "--seed", 3)
     assert lines != printed(capsys, *words, "--temperature", 0.8, "--seed", 4)
     assert lines != printed(capsys, *words, "--temperature", 3, "--seed", 3)
-    greedy = printed(capsys, "--run", runs[0], "--file", file, "--sample", 1, "--top-k", 1)
     plain = printed(capsys, "--run", runs[0], "--file", file, "--beam", 1)
-    assert [line.split("\t")[1] for line in greedy] == [line.replace("\t", " ") for line in plain]
+    for alone in (["--top-k", 1], ["--top-p", 1e-9]):
+        greedy = printed(capsys, "--run", runs[0], "--file", file, "--sample", 1, *alone)
+        assert [line.split("\t")[1] for line in greedy] == [line.replace("\t", " ") for line in plain]
 
 
 def test_an_ensemble_of_runs_translates_with_all_of_them(

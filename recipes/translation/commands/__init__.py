@@ -7,6 +7,7 @@ messages appear at once.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from recipes.translation.commands.export import export
 from recipes.translation.commands.training import DEMO_CONFIG, average, demo, prepare, train
 from recipes.translation.commands.translation import translate
 from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.processes.launch import automatic, launch
 from recipes.translation.processes.stop import OtherRankError, TrainingError
 from recipes.translation.settings.config import ConfigError
 from recipes.translation.settings.options import fail, unknown
@@ -46,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if name not in COMMANDS:
         return fail(f"{unknown('command', name, list(COMMANDS))}; the commands are {', '.join(COMMANDS)}")
     try:
-        return COMMANDS[name](rest)
+        return started(name, rest)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
@@ -62,6 +64,41 @@ def main(argv: Sequence[str]) -> int:
         return fail(str(error))
     except (ConfigError, DataError, CheckpointError, TrainingError) as error:
         return fail(str(error))
+
+
+def started(name: str, words: Sequence[str]) -> int:
+    """Run a command, in as many processes as --processes says."""
+    processes, rest = processes_of(words)
+    if processes is not None:
+        return launch(processes, [name, *rest])
+    return COMMANDS[name](rest)
+
+
+def processes_of(words: Sequence[str]) -> tuple[int | None, list[str]]:
+    """Return the number that --processes gives, and the other words; None without it, and for one process.
+
+    Raises ConfigError for a value that is not a number, and in a process that was launched already.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--processes")
+    try:
+        options, rest = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}: give a number, or auto") from None
+    word = options.processes
+    if word is None:
+        return None, rest
+    if "RANK" in os.environ:
+        raise ConfigError("--processes was given to a process that torchrun started: leave one of them out")
+    if word == "auto":
+        count = automatic()
+    elif word.isdecimal() and int(word) > 0:
+        count = int(word)
+    else:
+        raise ConfigError(f"--processes is {word!r}: give a number from 1 up, or auto")
+    if count == 1:
+        return None, rest
+    return count, rest
 
 
 def overview() -> str:

@@ -44,6 +44,16 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """Add --processes for its help; `main` has taken it from the command line before."""
+    parser.add_argument(
+        "--processes",
+        metavar="N",
+        help="start so many processes on this machine, as torchrun does; auto starts one for each GPU or, without one, "
+        "for each core, at most 4 (default: 1)",
+    )
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run", ALSO["run"], metavar="FOLDER", type=path, default="runs/demo", help="the run (default: runs/demo)"

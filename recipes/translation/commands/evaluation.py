@@ -14,6 +14,7 @@ from recipes.translation.commands.arguments import (
     add_checkpoint,
     add_length_options,
     add_model_options,
+    add_processes,
     add_run,
     load,
     parser_of,
@@ -42,6 +43,7 @@ def evaluate(argv: Sequence[str]) -> int:
         f"{PROGRAM} evaluate --run runs/demo --sources news.en --references news.de --by length\n"
         f"{PROGRAM} evaluate --hypotheses translations.txt --references references.txt",
     )
+    add_processes(parser)
     add_model_options(parser)
     parser.add_argument("--split", choices=("valid", "test"), help="which data of the run (default: test)")
     add_tokenize(parser)
@@ -161,11 +163,16 @@ def compare(argv: Sequence[str]) -> int:
         parser.error(f"name at least two systems, the baseline first; got {len(options.systems)}")
 
     from recipes.translation.compare import compare as compare_systems
+    from recipes.translation.processes.ranks import joined
 
     references = None
     if options.references:
         references = Path(options.references)
-    print(compare_systems(options.systems, references, options.split, options.tokenize))
+    with joined(LayoutConfig().timeout) as ranks:
+        table = ranks.run_on_main(
+            lambda: str(compare_systems(options.systems, references, options.split, options.tokenize))
+        )
+        print(table)
     return 0
 
 

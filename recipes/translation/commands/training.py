@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from recipes.translation.commands.arguments import (
     PROGRAM,
     add_config_file,
+    add_processes,
     add_run,
     count,
     parser_of,
@@ -31,6 +32,7 @@ def demo(argv: Sequence[str]) -> int:
     Needs no download and no GPU; if there are GPUs, it trains on all of them.
     """
     parser = parser_of(demo, f"{PROGRAM} demo\n{PROGRAM} demo --run runs/short --training.steps 100")
+    add_processes(parser)
     add_config_options(parser)
     config = with_folder(load_config(DEMO_CONFIG, overrides(parser.parse(argv))))
 
@@ -74,6 +76,7 @@ def train(argv: Sequence[str]) -> int:
     )
     add_config_file(parser)
     parser.add_argument("--fresh", action="store_true", help="start over: remove what an earlier run left in --run")
+    add_processes(parser)
     add_config_options(parser)
     options = parser.parse(argv)
     config = run_config(options)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from recipes.translation.commands.arguments import (
     PROGRAM,
     add_model_options,
+    add_processes,
     decoding_overrides,
     parser_of,
     path,
@@ -53,6 +54,7 @@ def translate(argv: Sequence[str]) -> int:
         help="ctranslate2 is for a model written by export --to ctranslate2: --run is its folder, or the run that has "
         "one (default: torch)",
     )
+    add_processes(parser)
     add_model_options(parser)
     add_search_options(parser)
     options = parser.parse(argv)

@@ -71,10 +71,6 @@ class SampledBatches:
         self._ahead: dict[int, Future[TokenBatches]] = {}
         self._check_repeatable()
 
-    def __len__(self) -> int:
-        """Return the number of batches of an epoch in which nothing is sampled."""
-        return len(self.plain)
-
     @property
     def dropped(self) -> int:
         """Return the number of pairs that are left out of every epoch, as longer than `max_length`."""
@@ -82,14 +78,14 @@ class SampledBatches:
 
     def epoch(self, number: int) -> list[list[int]]:
         """Return the batches of an epoch (0, 1, ...), each a list of indices."""
-        if number not in self._drawn:
-            if number in self._ahead:
-                self._drawn = {number: self._ahead[number].result()}
-            else:
-                self._drawn = {number: self._draw(number)}
+        batches = self._of(number).epoch(number)
         if number + 1 not in self._ahead:
             self._ahead = {number + 1: self._draw_in_thread(number + 1)}
-        return [[number * self.pairs + pair for pair in batch] for batch in self._drawn[number].epoch(number)]
+        return [[number * self.pairs + pair for pair in batch] for batch in batches]
+
+    def count(self, number: int) -> int:
+        """Return the number of batches of an epoch."""
+        return len(self._of(number))
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Make the tensors of the pairs with these indices, all of one epoch, in this order."""
@@ -114,6 +110,14 @@ class SampledBatches:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a worker process needs, which is everything but the thread's work."""
         return {**self.__dict__, "_ahead": {}}
+
+    def _of(self, number: int) -> TokenBatches:
+        if number not in self._drawn:
+            if number in self._ahead:
+                self._drawn = {number: self._ahead[number].result()}
+            else:
+                self._drawn = {number: self._draw(number)}
+        return self._drawn[number]
 
     def _draw_side(self, which: int, epoch: int, pairs: Sequence[int]) -> list[Ids]:
         side = self.sides[which]

@@ -34,7 +34,7 @@ def intervals(measured: Sequence[Measured], resamples: int = RESAMPLES, seed: in
 
 
 def interval(scores_R: Array) -> Interval:
-    """Return the bounds that leave out a fortieth of the resamples on either side (Koehn 2004, section 3)."""
+    """Return the bounds that leave out a fortieth of the resamples on either side (Koehn 2004)."""
     ordered_R = np.sort(scores_R)
     left_out = len(ordered_R) // 40
     return Interval(float(ordered_R[left_out]), float(ordered_R[len(ordered_R) - left_out - 1]))

@@ -14,7 +14,7 @@ from recipes.translation.scores.statistics import Measured
 SHOWN = ("bleu", "multi_bleu_lowercase", "chrf", "ter", "comet")
 """Metrics of which a table has a column."""
 BOUNDS = (10, 20, 30, 40, 50, 60)
-"""The largest length in each part but the last (Koehn and Knowles 2017, section 3.5, go by tens too)."""
+"""The largest length in each part but the last (Koehn and Knowles 2017 go by tens too)."""
 FEW = 100
 """Sentences below which a table warns that a score says little."""
 

@@ -65,20 +65,18 @@ def one_process(start: Path) -> Path:
     return run
 
 
-@pytest.mark.parametrize(
-    "layouts", [["data 3"], ["vocab 2"], ["shard 2", "sequence 2"], ["data 2 x shard 2", "vocab 2"]]
-)
-def test_every_layout_gives_the_weights_and_averages_of_one_device(
-    layouts: list[str], start: Path, one_process: Path, tmp_path: Path
+@pytest.mark.parametrize("layouts", [("shard 2", "vocab 2"), ("data 3", "sequence 2")], ids=" then ".join)
+def test_layouts_one_after_the_other_give_the_weights_and_averages_of_one_device(
+    layouts: tuple[str, str], start: Path, one_process: Path, tmp_path: Path
 ) -> None:
-    """With two layouts, the run goes on in the second one."""
-    for layout, steps in zip(layouts, [4, 6][-len(layouts) :], strict=True):
+    for layout, steps in zip(layouts, (4, 6), strict=True):
         world, changes = LAYOUTS[layout]
         changes = {**OPTIONS, **changes, "training.start_from": str(start), "training.steps": steps}
         assert ranks(world, trained, tiny(tmp_path / "run", changes)) == [steps] * world
     assert_same_weights(tmp_path / "run", one_process, 1e-10)
     for kind in ("loss", "gradient_norm", "tokens"):
         assert records(tmp_path / "run", kind) == pytest.approx(records(one_process, kind), rel=1e-10), kind
-    if len(layouts) == 1:
-        for kind in ("valid_loss", "valid_bleu", "valid_chrf"):
-            assert records(tmp_path / "run", kind) == pytest.approx(records(one_process, kind), rel=1e-10), kind
+    for kind in ("valid_loss", "valid_bleu", "valid_chrf"):
+        found, expected = records(tmp_path / "run", kind), records(one_process, kind)
+        # The first layout ended with a validation of its own
+        assert [found[0], found[-1]] == pytest.approx(expected, rel=1e-10), kind

@@ -63,6 +63,10 @@ def test_value_and_every_gradient_are_those_of_plain_pytorch(
     target = torch.randint(0, vocab, (sentences, time))  # 0 is padding
     criterion = RDrop(seqpar.LabelSmoothing(smoothing, "torch", ignore_index=PAD), alpha, PAD)
     engine = seqpar.LossCompute(BothLogits(generator), criterion, ["cpu"] * devices, chunk)
+    # On its own too, where padding reaches it
+    logits = BothLogits(generator)(hidden, other).flatten(0, 1)
+    alone = plain(*logits.chunk(2, -1), target.flatten(), alpha, smoothing)
+    torch.testing.assert_close(criterion(logits, target.flatten()), alone, rtol=1e-12, atol=1e-13)
     leaves = [hidden, other, *generator.parameters()]
     found = engine(hidden, target, other=other)
     assert int(found.tokens) == int((target != PAD).sum())
@@ -116,7 +120,7 @@ def trained(rank: int, world: int, config: RunConfig) -> int:
 
 
 def test_every_layout_gives_the_weights_of_one_device(tmp_path: Path) -> None:
-    changes = {**CHANGES, "training.accumulate": 2, "model.dropout": 1e-300, "training.steps": 5}
+    changes = {**CHANGES, "training.accumulate": 2, "model.dropout": 1e-300, "training.steps": 3}
     trained(0, 1, tiny(tmp_path / "one", {**changes, "training.devices": "[cpu]"}))
     trained(0, 1, tiny(tmp_path / "three", {**changes, "training.devices": "[cpu, cpu, cpu]"}))
     assert_same_weights(tmp_path / "three", tmp_path / "one", 1e-10)

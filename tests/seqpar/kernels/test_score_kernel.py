@@ -89,6 +89,26 @@ def test_one_kernel_reads_the_logits_and_one_writes_each_gradient(frozen, entrop
     assert launched[:2] == ["_score_sums", "_score_gradient" if frozen else "_score_sums"]
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_every_option_at_once_and_classes_that_are_given_twice(frozen):
+    torch.manual_seed(0)
+    sizes = {"hidden": (4, 3), "weight": (9, 3), "bias": (9,)}
+    tensors = moved({name: torch.randn(size).double().requires_grad_() for name, size in sizes.items()})
+    if frozen:
+        freeze_projection(tensors)
+    options = {
+        "target": torch.tensor([3, 0, 8, 2]), "ids": torch.tensor([[3, 1, 1], [5, 0, 7], [2, 2, 2], [0, 1, 4]]),
+        "temperature": torch.tensor([0.5, 2.0, 1.0, 0.7]).double(),
+    }  # fmt: skip
+    options = {name: t.to(DEVICE) for name, t in options.items()} | {"softcap": 1.5, "ignore_index": 2}
+    with kernels(), patch.object(row_kernel, "LARGEST_BLOCK", 4):
+        assert_same_gradients(
+            lambda: weighted(seqpar.token_scores(**tensors, **options, entropy=True), 0),
+            lambda: weighted(plain_scores(**tensors, **options), 0),
+            tensors,
+        )
+
+
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_of_the_largest_classes_the_kernel_finds_the_first_and_torch_several(top_k):
     hidden = torch.ones(3, 1, device=DEVICE, requires_grad=True)
@@ -335,8 +355,9 @@ def test_in_low_precision_the_error_is_at_most_twice_that_of_plain_torch(dtype, 
         assert_at_most_twice_plain_torchs_error(dtype, shape, seed, scale, options, chunk_tokens=7)
 
 
-def test_a_softcap_far_above_the_logits_costs_no_digits():
-    assert_at_most_twice_plain_torchs_error(torch.float32, (16, 4, 40), 0, 1.0, {"softcap": 1000.0})
+@pytest.mark.parametrize("softcap", [4.0, 1000.0])
+def test_a_softcap_above_the_logits_costs_no_digits(softcap):
+    assert_at_most_twice_plain_torchs_error(torch.float32, (16, 4, 40), 0, 1.0, {"softcap": softcap})
 
 
 @pytest.mark.gpu

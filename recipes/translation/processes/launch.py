@@ -1,0 +1,53 @@
+"""Start a command in several processes of this machine, by torch's own launcher."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+MOST_ON_CPU = 4
+"""Processes that `auto` starts at most on the CPU; the cores are divided among them."""
+
+
+def automatic() -> int:
+    """Return one process for each GPU or, without one, for each core, at most `MOST_ON_CPU`."""
+    import torch
+
+    return torch.cuda.device_count() or min(cores(), MOST_ON_CPU)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def launch(processes: int, argv: Sequence[str]) -> int:
+    """Run `python -m recipes.translation ARGV` in so many processes; return the exit status of the first that failed.
+
+    It is `torchrun --standalone --nproc-per-node PROCESSES -m recipes.translation ARGV`. Each process has its share of
+    the cores, unless OMP_NUM_THREADS is set.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))
+    # A process that ends for a mistake of the user has printed one line, which the launcher would bury
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    launcher = ["--standalone", "--nproc-per-node", str(processes), "-m", "recipes.translation"]
+    try:
+        run(parse_args([*launcher, *map(unambiguous, argv)]))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def unambiguous(word: str) -> str:
+    """Return --folder for --run, which the launcher would take for an abbreviation of its own options."""
+    if word == "--run" or word.startswith("--run="):
+        return word.replace("--run", "--folder", 1)
+    return word

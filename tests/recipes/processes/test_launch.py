@@ -1,0 +1,96 @@
+"""`--processes` starts a command in several processes, and ends as the command ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.translation.commands import main
+from recipes.translation.processes import launch
+from tests.recipes.tiny import options
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+
+
+def recipe(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "recipes.translation", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    with process:
+        output, errors = process.communicate(timeout=120)
+    return process.returncode, output, errors
+
+
+def test_two_processes_train_and_evaluate(tmp_path: Path) -> None:
+    words = options(tmp_path / "run", {"training.devices": "auto"})
+    status, output, errors = ended(recipe("train", *words, "--processes", "2"))
+    assert status == 0, errors
+    assert "2 processes (data 2), here cpu" in output
+    status, output, errors = ended(recipe("evaluate", f"--run={tmp_path / 'run'}", "--split=valid", "--processes=2"))
+    assert status == 0, errors
+    assert output.count("chrF") == 1
+
+
+def test_a_mistake_is_a_line_of_each_process_and_nothing_of_the_launcher(tmp_path: Path) -> None:
+    status, _, errors = ended(recipe("train", "--run", str(tmp_path / "run"), "--model.heads", "7", "--processes", "2"))
+    assert status == 2
+    mistake = "model: d_model 128 is not divisible by heads 7: choose d_model 126, or other heads"
+    # The process that sees it first may end the other one before it has printed its line
+    assert {f"error: {mistake}", f"error: rank 1: {mistake}"} >= set(errors.splitlines())
+    assert mistake in errors
+
+
+def test_a_signal_saves_and_ends_with_its_status(tmp_path: Path) -> None:
+    changes = {"training.devices": "auto", "training.steps": 100_000, "training.validate_every": 5}
+    process = recipe("train", *options(tmp_path / "run", changes), "--processes", "2")
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "run" / "last").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    status, output, _ = ended(process)
+    assert status == 128 + signal.SIGTERM
+    assert output.count("stopping after this step and saving") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--processes", "none"], "--processes is 'none': give a number from 1 up, or auto"),
+        (["--processes", "0"], "--processes is '0': give a number from 1 up, or auto"),
+        (["--processes"], "expected one argument: give a number, or auto"),
+    ],
+)
+def test_what_is_no_number_is_refused(words: list[str], answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *words]) == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_a_launched_process_launches_no_others(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train", "--processes", "2"]) == 2
+    assert "a process that torchrun started" in capsys.readouterr().err
+
+
+def test_auto_is_one_process_a_core_and_at_most_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, expected in ((1, 1), (2, 2), (3, 3), (64, 4)):
+        monkeypatch.setattr(launch, "cores", lambda cores=cores: cores)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+        assert launch.automatic() == expected
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert launch.automatic() == 8
