@@ -33,8 +33,8 @@ def align(
     """Return the links between the words of each source and its translation, each rank some of the pairs.
 
     Each subword of the target is linked to the subword of the source that the model attends to most when it predicts
-    it, without the end symbol; two words are linked if any of their subwords are (Garg et al. 2019). Of an
-    ensemble the first model is asked. Raises ConfigError for a model that is not a Transformer.
+    it, without the end symbol; two words are linked if any of their subwords are (Garg et al. 2019). Of an ensemble the
+    first model is asked. Raises ConfigError for a model that is not a Transformer.
     """
     if not isinstance(translator.model.decoder, Decoder):
         raise ConfigError(f"--alignments: model.preset {translator.config.model.preset} is not a Transformer")

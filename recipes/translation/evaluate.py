@@ -86,7 +86,8 @@ def evaluate_pairs(
     tokenize = tokenizer_for(tokenize or config.data.tokenize, config.data.target, references)
     check_tokenizer(tokenize)  # before the work of translating
     translations = translate(translator, [pair.source for pair in pairs], decoding, ranks)
-    measured = measure(translations, references, lowercase=config.subwords.lowercase, tokenize=tokenize)
+    lowercase = config.subwords.lowercase
+    measured = ranks.run_on_main(lambda: measure(translations, references, lowercase=lowercase, tokenize=tokenize))
     return Evaluation(name, pairs, translations, measured)
 
 

@@ -278,7 +278,7 @@ def announce(config: RunConfig, size: str, corpus: Corpus, layout: Layout, state
         dropped = f" ({corpus.train.dropped:,} pairs that are too long left out)"
     print(
         f"[train] {size}, {len(corpus.target):,} target subwords, "
-        f"{len(corpus.train.epoch(state.epoch)):,} batches an epoch{dropped}, {layout}",
+        f"{corpus.train.count(state.epoch):,} batches an epoch{dropped}, {layout}",
         flush=True,
     )
     if state.step:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import shlex
 import subprocess
@@ -15,7 +14,6 @@ import pytest
 
 from recipes.translation.alignments import align, pharaoh
 from recipes.translation.commands import COMMANDS, main
-from recipes.translation.evaluate import score
 from recipes.translation.rerank import best_by_mbr
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import SCHEMA, load_config
@@ -290,47 +288,6 @@ def test_a_model_folder_is_a_run_too(run: Path, capsys: pytest.CaptureFixture[st
     assert outputs[0] == outputs[1]
 
 
-def test_evaluate_prints_signed_scores_and_writes_them(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 60)
-    assert main(["evaluate", "--run", str(run), "--split", "valid", "--tokenize", "intl"]) == 0
-    text = capsys.readouterr().out
-    for part in ("BLEU ", "BLEU, lower-cased", "chrF", "TER", "exact match", "|tok:intl|", "case:lc"):
-        assert part in text
-    assert (run / "valid.scores.json").exists()
-
-
-def test_files_of_unequal_length_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "long").write_text("a\nb\nc\n")
-    (tmp_path / "short").write_text("a\nb\n")
-    words = ["--hypotheses", str(tmp_path / "long"), "--references", str(tmp_path / "short")]
-    assert "3 hypotheses but 2 references" in refusal(capsys, "evaluate", *words)
-
-
-def test_files_of_equal_length_are_scored_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a").write_text("one two three four\n\n")
-    words = ["--hypotheses", str(tmp_path / "a"), "--references", str(tmp_path / "a")]
-    assert main(["evaluate", *words]) == 0
-    assert "100.00  [100.00, 100.00]  of 2 sentences" in capsys.readouterr().out
-
-
-def test_a_model_is_evaluated_on_any_pair_of_files(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "news.en").write_text(f"{SENTENCE}\n\nThe number is six.\n")
-    (tmp_path / "news.de").write_text("Der Zug.\n\nDie Zahl ist sechs.\n")
-    files = ["--sources", str(tmp_path / "news.en"), "--references", str(tmp_path / "news.de")]
-    assert main(["evaluate", "--run", str(run), *files]) == 0
-    printed = capsys.readouterr().out
-    translator = load_translator(run / "best")
-    texts = translate(translator, [SENTENCE, "", "The number is six."], translator.config.decoding)
-    assert (run / "news.en.translations.txt").read_text() == "".join(f"{text}\n" for text in texts)
-    expected = score(texts, ["Der Zug.", "", "Die Zahl ist sechs."])
-    assert json.loads((run / "news.en.scores.json").read_text()) == expected.as_dict()
-    assert str(expected) in printed
-
-
 @pytest.mark.parametrize("utility", ["chrf", "bleu"])
 @pytest.mark.parametrize("many", [["--n-best", "5", "--beam", "5"], ["--sample", "7", "--temperature", "2"]])
 def test_minimum_bayes_risk_chooses_among_what_is_printed_without_it(
@@ -355,50 +312,6 @@ def test_alignments_are_written_line_by_line(run: Path, tmp_path: Path, capsys: 
     found = align(translator, [SENTENCE, "", "The number is six."], texts, translator.config.decoding)
     assert [bool(links) for links in found] == [True, False, True]
     assert (tmp_path / "a").read_text() == "".join(f"{pharaoh(links)}\n" for links in found)
-
-
-def test_scores_by_length_and_by_label_are_those_of_the_sentences_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = {
-        "h": ["ein Hund und eine Katze", "das Haus ist rot und alt", "ein alter Hund schläft hier"],
-        "r": ["ein Hund und zwei Katzen", "das Haus ist rot und alt", "ein junger Hund schläft hier"],
-        "s": ["a dog", "the house is red and it is old and it is big", "an old dog"],
-        "labels": ["animals", "houses", "animals"],
-    }
-    for name, some in texts.items():
-        (tmp_path / name).write_text("".join(f"{text}\n" for text in some))
-    files = [f"--hypotheses={tmp_path / 'h'}", f"--references={tmp_path / 'r'}", f"--sources={tmp_path / 's'}"]
-    one, other = (score([texts[side][row] for row in (0, 2)], [texts["r"][row] for row in (0, 2)]) for side in "hr")
-    assert other.bleu == pytest.approx(100)
-    for by, labels in (("length", ["0-10", "11-20"]), (str(tmp_path / "labels"), ["animals", "houses"])):
-        assert main(["evaluate", *files, "--by", by]) == 0
-        *_, heading, first, second, note = capsys.readouterr().out.splitlines()
-        assert heading.split()[-4:] == ["sentences", "BLEU", "chrF", "TER"]
-        low, high = one.intervals["bleu"]
-        assert first.split()[:5] == [labels[0], "2", f"{one.bleu:.2f}", f"[{low:.2f},", f"{high:.2f}]"]
-        assert f" {one.chrf:.2f} " in first
-        assert f" {one.ter:.2f} " in first
-        assert second.split()[:3] == [labels[1], "1", "100.00"]
-        assert note.endswith("seed 12345; a part of fewer than 100 sentences says little")
-    (tmp_path / "labels").write_text("animals\nhouses\n")
-    assert run_main("evaluate", *files, "--by", str(tmp_path / "labels")) == 2
-    assert "labels has 2 labels, and the test set 3 sentences" in capsys.readouterr().err
-    assert run_main("evaluate", *files, "--by", "nowhere") == 2
-    assert "--by nowhere: there is no such file" in capsys.readouterr().err
-
-
-def test_sources_and_references_of_unequal_length_are_refused(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a").write_text("one\ntwo\n")
-    (tmp_path / "b").write_text("eins\n")
-    files = ["--sources", str(tmp_path / "a"), "--references", str(tmp_path / "b")]
-    assert "a has 2 lines, " in (line := refusal(capsys, "evaluate", "--run", str(run), *files))
-    assert "b has 1: the two must be aligned" in line
-    (tmp_path / "none").write_text("")
-    files = ["--sources", str(tmp_path / "none"), "--references", str(tmp_path / "none")]
-    assert "none is empty: there is nothing to evaluate" in refusal(capsys, "evaluate", "--run", str(run), *files)
 
 
 def test_the_demo_ends_with_a_command_that_works_and_starts_afresh(

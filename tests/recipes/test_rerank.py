@@ -11,9 +11,6 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
 from recipes.translation.rerank import Utility, best_by_mbr, mean_utilities
-from tests.recipes.test_translate import translator
-
-__all__ = ["translator"]  # a fixture
 
 WORDS = st.lists(st.sampled_from(["a", "ab", "Ba", "c,", "d.", "ü"]), max_size=7).map(" ".join)
 UTILITIES: list[Utility] = ["chrf", "bleu"]

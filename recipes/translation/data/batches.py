@@ -43,6 +43,9 @@ class Epochs(Protocol):
     def epoch(self, number: int) -> list[list[int]]:
         """Return the batches of an epoch (0, 1, ...), each a list of indices."""
 
+    def count(self, number: int) -> int:
+        """Return the number of batches of an epoch."""
+
     def batch(self, indices: Sequence[int]) -> Batch:
         """Make the tensors of the pairs with these indices, in this order."""
 
@@ -108,6 +111,12 @@ class BatchOrder:
         batches = numpy.split(order, cuts)
         # The batches are shuffled too: sorted by length, a whole epoch would go from long sentences to short ones
         return [batches[index].tolist() for index in rng.permutation(len(batches))]
+
+    def count(self, number: int) -> int:
+        """Return the number of batches of an epoch."""
+        if self.mixture is None:
+            return len(self)
+        return len(self._cut(self.pairs(number))) + 1
 
     def pairs(self, epoch: int) -> Array:
         """Return the indices of the pairs of an epoch."""

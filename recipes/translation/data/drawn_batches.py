@@ -85,10 +85,6 @@ class DrawnBatches:
         if self.sampled:
             self._check_repeatable()
 
-    def __len__(self) -> int:
-        """Return the number of batches of an epoch in which nothing is drawn."""
-        return len(self.plain)
-
     @property
     def dropped(self) -> int:
         """Return the number of pairs that are left out of every epoch, as longer than `max_length`."""
@@ -96,10 +92,14 @@ class DrawnBatches:
 
     def epoch(self, number: int) -> list[list[int]]:
         """Return the batches of an epoch (0, 1, ...), each a list of indices."""
-        order: BatchOrder = self.plain
-        if self.sampled:
-            order = self._order(number)
-        return [[number * self._pairs + pair for pair in batch] for batch in order.epoch(number)]
+        batches = self._order(number).epoch(number)
+        if self.sampled and number + 1 not in self._ahead:
+            self._ahead = {number + 1: self._draw_in_thread(number + 1)}
+        return [[number * self._pairs + pair for pair in batch] for batch in batches]
+
+    def count(self, number: int) -> int:
+        """Return the number of batches of an epoch."""
+        return self._order(number).count(number)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Make the tensors of the pairs with these indices, all of one epoch, in this order."""
@@ -146,14 +146,14 @@ class DrawnBatches:
         return self.plain.max_length
 
     def _order(self, epoch: int) -> BatchOrder:
-        """Return the order of an epoch's pairs by their drawn lengths, and begin with the next epoch's."""
+        """Return the order of an epoch's pairs: where subwords are sampled, by their drawn lengths."""
+        if not self.sampled:
+            return self.plain
         if epoch not in self._orders:
             if epoch in self._ahead:
                 self._orders = {epoch: self._ahead[epoch].result()}
             else:
                 self._orders = {epoch: self._draw_order(epoch)}
-        if epoch + 1 not in self._ahead:
-            self._ahead = {epoch + 1: self._draw_in_thread(epoch + 1)}
         return self._orders[epoch]
 
     def _draw_order(self, epoch: int) -> BatchOrder:

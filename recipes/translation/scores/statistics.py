@@ -61,9 +61,8 @@ def measure_bleu_lowercase(hypotheses: Sequence[str], references: Sequence[str],
 def measure_multi_bleu_lowercase(hypotheses: Sequence[str], references: Sequence[str]) -> Measured:
     """Compute BLEU-4 of lower-cased text that is already tokenised, without smoothing: Moses' multi-bleu.perl -lc."""
     metric = BLEU(lowercase=True, tokenize="none", smooth_method="none", force=True)
-    return _measured(
-        "multi_bleu_lowercase", "multi-bleu -lc", metric, hypotheses, references, lambda sums: bleu_of_sums(sums, False)
-    )
+    of_sums = unsmoothed_bleu_of_sums
+    return _measured("multi_bleu_lowercase", "multi-bleu -lc", metric, hypotheses, references, of_sums)
 
 
 def measure_chrf(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool = False) -> Measured:
@@ -130,6 +129,11 @@ def bleu_of_sums(sums_RK: Array, smooth: bool = True, effective_order: bool = Fa
         brevity_R = np.minimum(0.0, 1.0 - reference_R / length_R)
         score_R = 100.0 * np.exp(brevity_R + np.log(precision_R4).sum(1) / orders_R)
     return np.where(defined_R, score_R, 0.0)
+
+
+def unsmoothed_bleu_of_sums(sums_RK: Array) -> Array:
+    """Compute BLEU that is 0 without a match of any order: (R, 10) -> (R,)."""
+    return bleu_of_sums(sums_RK, smooth=False)
 
 
 def sentence_bleu_of_sums(sums_RK: Array) -> Array:

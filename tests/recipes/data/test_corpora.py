@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from recipes.translation.alignments import align
 from recipes.translation.data.corpora import check_symbols, corpora_of, tags_of
 from recipes.translation.data.corpus import load_corpus
+from recipes.translation.data.drawn_batches import DrawnBatches
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.data.subwords import Subwords
@@ -63,6 +65,8 @@ def test_a_sentence_is_translated_into_data_target_unless_it_names_another_langu
         ["\u2581<2de>"], ["\u2581<2en>"], ["\u2581<2de>"], []
     ]  # fmt: skip
     assert found[0] == found[2]
+    (linked,) = align(translator, ["One dog."], ["Ein Hund."], config.decoding)
+    assert {source for source, _ in linked} <= {0, 1}
 
 
 def test_a_corpus_takes_from_data_what_it_does_not_set(tmp_path: Path) -> None:
@@ -95,6 +99,26 @@ def test_a_small_corpus_is_drawn_as_often_as_weight_and_temperature_say(tmp_path
     drawn = [pair for batch in corpus.train.epoch(0) for pair in batch]
     assert len(drawn) == 200
     assert sum(pair < 100 for pair in drawn) == 150
+
+
+def test_subwords_are_sampled_from_the_pairs_that_a_mixture_draws(tmp_path: Path) -> None:
+    given = {**BOTH, "corpora": {"a": {"weight": 3}, "b": {"source": "de", "target": "en"}}, "subwords.sampling": 0.1}
+    corpus = load_corpus(tiny(tmp_path / "run", given))
+    assert isinstance(corpus.train, DrawnBatches)
+    for epoch in (0, 1):
+        batches = corpus.train.epoch(epoch)
+        drawn = [index - 200 * epoch for batch in batches for index in batch]
+        assert len(drawn) == 200
+        assert sum(pair < 100 for pair in drawn) == 150
+        texts = corpus.source.decode(corpus.train.batch(batches[0]).src.tolist())
+        assert all(text.startswith(("<2de> ", "<2en> ")) for text in texts)
+
+
+def test_subwords_without_a_tag_or_symbol_of_the_settings_are_refused(tmp_path: Path) -> None:
+    source, target = prepare(tiny(tmp_path / "run", {"data.builtin_pairs": 100}))
+    config = tiny(tmp_path / "run", {**BOTH, "subwords.symbols": ["<url>"]})
+    with pytest.raises(ConfigError, match="do not have <2de>, <2en>, <bt>, <url>, a tag or symbol"):
+        load_corpus(config, subwords_of=lambda _: (source, target))
 
 
 def write(folder: Path, name: str, lines: int) -> None:

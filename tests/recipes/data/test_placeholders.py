@@ -13,6 +13,7 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.model_text import finished
 from recipes.translation.data.placeholders import masked, masked_pair, placeholder_symbols, restored
 from recipes.translation.data.sentence_pairs import Pair
+from recipes.translation.forced_decoding import score_pairs
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import ConfigError, load_config
 from recipes.translation.train import train
@@ -89,6 +90,9 @@ def test_training_validation_and_translation_see_single_subwords(tmp_path: Path)
     translator = load_translator(tmp_path / "run" / "last")
     sentences = ["At HTTPS://X.org now", "at https://y.org/1 now"]
     assert all(number in ids for ids in source_ids(translator.source, translator.config, sentences, config.decoding))
+    pairs = [(f"at {address} now", f"see {address}") for address in ("https://y.org/1", "www.other.com")]
+    first, second = score_pairs(translator, *zip(*pairs, strict=True), config.decoding)
+    assert first == second  # the model sees <url1> on both sides of both
     assert finished(["<url1>!", "oh\n<url1> <url1>"], sentences, config)[1] == "oh https://y.org/1 https://y.org/1"
 
 

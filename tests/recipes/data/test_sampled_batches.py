@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.translation.data import subwords as subwords_module
-from recipes.translation.data.batches import Batch, TokenBatches
+from recipes.translation.data.batches import Batch, Steps, TokenBatches
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
@@ -203,6 +203,20 @@ def test_an_epoch_is_the_same_wherever_it_is_drawn(models: dict[str, Subwords], 
     assert same(through.batch(earlier), expected)
 
 
+def test_worker_processes_make_the_same_batches_across_the_end_of_an_epoch(models: dict[str, Subwords]) -> None:
+    sampled = batches(models["bpe"], batch_tokens=2_000)
+    made = Steps(sampled, 3, 0, 1, torch.device("cpu"))
+    expected = Steps(batches(models["bpe"], batch_tokens=2_000), 3, 0, 1, torch.device("cpu")).after(0, 0)
+    sampled.epoch(0)  # its thread is at work when the workers are forked
+    made.workers = 2
+    found = made.after(0, 0)
+    for _ in range(8):
+        (position, ours), (other, theirs) = next(found), next(expected)
+        assert tuple(position) == tuple(other)
+        assert all(same(one, two) for one, two in zip(ours, theirs, strict=True))
+    assert position[0] > 0
+
+
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_the_budget_is_of_the_subwords_that_are_drawn_and_every_pair_comes_once(
     models: dict[str, Subwords], kind: str
@@ -215,7 +229,7 @@ def test_the_budget_is_of_the_subwords_that_are_drawn_and_every_pair_comes_once(
         for indices in epoch:
             batch = sampled.batch(indices)
             assert len(indices) == 1 or max(batch.src.numel(), batch.tgt_out.numel()) <= 300
-        assert len(epoch) > plain  # there are more subwords now
+        assert len(epoch) == sampled.count(number) > plain  # there are more subwords now
 
 
 def test_a_draw_above_max_length_is_replaced_and_the_pairs_stay_the_same(models: dict[str, Subwords]) -> None:

@@ -103,14 +103,21 @@ def test_what_changes_in_a_file_is_tokenised_again(tmp_path: Path) -> None:
         "data.path": str(tmp_path),
         "data.train": ["a.en", "a.de"],
         "data.valid": ["a.en", "a.de"],
-        "subwords.vocab_size": 285,
+        "subwords.vocab_size": 282,
+        "subwords.train_pairs": 20,
     }
-    for last in ("once", "twice"):
-        text = "".join(f"sentence number {n}\n" for n in range(60)) + f"{last}\n"
-        (tmp_path / "a.en").write_text(text)
-        (tmp_path / "a.de").write_text(text)
+    sampled = {int(pair.source) for pair in drawn((Pair(str(n), "") for n in range(60)), 20)}
+    place = next(n for n in range(60) if n not in sampled)
+    models = set()
+    for other in ("other", "another"):
+        lines = [f"sentence number {n}" for n in range(60)]
+        lines[place] = other
+        for name in ("a.en", "a.de"):
+            (tmp_path / name).write_text("\n".join(lines) + "\n")
         corpus = load_corpus(stored(tmp_path, **files))
-        assert corpus.source.decode([corpus.train.sources[60]]) == [last]
+        assert corpus.source.decode([corpus.train.sources[place]]) == [other]
+        models.add(corpus.source.digest)
+    assert len(models) == 1  # the subwords are made from other lines: only the file itself tells
     assert len(stores(tmp_path)) == 2
 
 
