@@ -17,7 +17,7 @@ from recipes.translation.commands.searching import check_same_subwords
 from recipes.translation.data.model_text import source_text, target_text
 from recipes.translation.data.subwords import BLANK, EOS, Subwords, train_subwords
 from recipes.translation.demands import phrases_of, prefix_ids
-from recipes.translation.forced_decoding import score_pairs, target_ids
+from recipes.translation.forced_decoding import log_probabilities, score_pairs, target_ids
 from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
 from recipes.translation.search_options import SearchOptions
 from recipes.translation.settings.config import ConfigError, DecodingConfig
@@ -66,8 +66,7 @@ def test_a_sentence_has_placeholders_lower_case_and_a_tag_unless_it_has_one(tran
     assert {"<url1>", "<number1>"} <= set(pieces(translator.source, ids))
 
 
-def test_the_score_of_a_translation_is_the_one_that_the_search_reports(translator: Translator) -> None:
-    """Of a translation with what its placeholders stand for, not with the placeholders."""
+def test_translations_and_scores_are_of_text_with_what_its_placeholders_stand_for(translator: Translator) -> None:
     number = translator.target.pieces().index("<number1>")
     bias = translator.model.generator.bias
     assert bias is not None
@@ -76,13 +75,15 @@ def test_the_score_of_a_translation_is_the_one_that_the_search_reports(translato
     try:
         (found,) = alternatives(translator, [SENTENCE], DECODING, SearchOptions(n_best=3))
         assert translate(translator, [SENTENCE], DECODING) == [found[0].text]
-        scores = score_pairs(translator, [SENTENCE] * 3, [one.text for one in found], DECODING)
+        (score,) = score_pairs(translator, [SENTENCE], ["Siehe 12"], DECODING)
+        (source,) = source_ids(translator.source, translator.config, [SENTENCE], DECODING)
+        (target,) = translator.target.encode(["siehe <number1>"])
+        assert [score.log_prob] == log_probabilities(translator.model, [source], [[*target, EOS]])
     finally:
         with torch.no_grad():
             bias[number] -= 10
     assert any("12" in one.text for one in found)
     assert not any("<number1>" in one.text for one in found)
-    assert [one.log_prob for one in scores] == pytest.approx([one.log_probability for one in found], rel=1e-4)
 
 
 def test_beginnings_and_phrases_of_a_sentence_have_its_placeholders(translator: Translator) -> None:

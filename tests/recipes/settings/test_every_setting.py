@@ -86,7 +86,10 @@ CHANGES: dict[str, Sequence[Change]] = {
     "cleaning.copies": [Change(True, beside=DIRTY)],
     "cleaning.duplicates": [Change(True, beside=DIRTY)],
     "noise.case": [Change(0.5, keeps=("subwords",))],
-    "noise.swap": [Change(0.2, keeps=("subwords",))],
+    "noise.swap": [
+        Change(0.2, keeps=("subwords",)),
+        Change(0.2, ("weights", "batches"), ("subwords",), beside={"subwords.sampling": 0.3}),
+    ],
     "noise.drop": [Change(0.2, keeps=("subwords",)), Change(0.6, beside={"noise.swap": 0.5}, refused="add up to 1.1")],
     "noise.double": [Change(0.2, keeps=("subwords",))],
     "noise.drop_words": [Change(0.2, keeps=("subwords",))],
