@@ -10,6 +10,7 @@ from torch import Tensor
 from models.alignment import attention_weights
 from models.ensemble import evaluating
 from models.transformer import Decoder
+from recipes.translation.data.model_text import source_text, target_text
 from recipes.translation.data.subwords import BOS, EOS, Subwords
 from recipes.translation.forced_decoding import padded
 from recipes.translation.processes.ranks import ALONE, Ranks
@@ -32,13 +33,18 @@ def align(
     """Return the links between the words of each source and its translation, each rank some of the pairs.
 
     Each subword of the target is linked to the subword of the source that the model attends to most when it predicts
-    it, without the end symbol; two words are linked if any of their subwords are (Garg et al. 2019). Of an
-    ensemble the first model is asked. Raises ConfigError for a model that is not a Transformer.
+    it, without the end symbol; two words are linked if any of their subwords are (Garg et al. 2019). Of an ensemble the
+    first model is asked. Raises ConfigError for a model that is not a Transformer.
     """
     if not isinstance(translator.model.decoder, Decoder):
         raise ConfigError(f"--alignments: model.preset {translator.config.model.preset} is not a Transformer")
-    source_words, source_rows = _subwords_of(translator, translator.source, sources)
-    target_words, target_rows = _subwords_of(translator, translator.target, targets)
+    check_unicode(sources)
+    check_unicode(targets)
+    config = translator.config
+    read = [source_text(config, source) for source in sources]
+    written = [target_text(config, target, source) for source, target in zip(sources, targets, strict=True)]
+    source_words, source_rows = _subwords_of(translator.source, read, sources)
+    target_words, target_rows = _subwords_of(translator.target, written, targets)
     # Without a subword on either side there is nothing to link
     pairs = [row for row in range(len(sources)) if source_rows[row] and target_rows[row]]
     mine = sorted(pairs, key=lambda row: -len(source_rows[row]))[ranks.rank :: ranks.world]
@@ -58,10 +64,12 @@ def align(
 def links(weights_TS: Tensor, source_words: Sequence[int], target_words: Sequence[int]) -> list[Link]:
     """Link the words of a pair, given the attention of each target subword and the word that each subword is part of.
 
-    What follows the subwords of either side, the end symbol and padding, is never linked.
+    What follows the subwords of either side, the end symbol and padding, is never linked, and neither is a tag, which
+    has the number -1.
     """
-    best_T = weights_TS[: len(target_words), : len(source_words)].argmax(1).tolist()
-    return sorted({(source_words[best], word) for best, word in zip(best_T, target_words, strict=True)})
+    own = [place for place, word in enumerate(source_words) if word >= 0]
+    best_T = weights_TS[: len(target_words), own].argmax(1).tolist()
+    return sorted({(source_words[own[best]], word) for best, word in zip(best_T, target_words, strict=True)})
 
 
 def pharaoh(pairs: Sequence[Link]) -> str:
@@ -70,20 +78,20 @@ def pharaoh(pairs: Sequence[Link]) -> str:
 
 
 def _subwords_of(
-    translator: Translator, subwords: Subwords, sentences: Sequence[str]
+    subwords: Subwords, texts: Sequence[str], sentences: Sequence[str]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the number of the word that each subword is part of, and the subwords, of each sentence.
+    """Return the number of the sentence's word that each subword is part of, and the subwords, of each text.
 
-    Words are encoded one by one, which gives the subwords of the sentence, as none of them extends over a space.
+    A text is its sentence as the model reads it: the same words in other letters, after a tag that may be new. Words
+    are encoded one by one, which gives the subwords of the text, as none of them extends over a space.
     """
-    check_unicode(sentences)
     numbers = []
     ids = []
-    for sentence in sentences:
-        words = sentence.split()
-        if translator.config.subwords.lowercase:
-            words = [word.lower() for word in words]
+    for text, sentence in zip(texts, sentences, strict=True):
+        words = text.split()
         encoded = subwords.encode(words)
-        numbers.append([number for number, word in enumerate(encoded) for _ in word])
+        # A tag that the sentence does not have is word -1
+        first = len(sentence.split()) - len(words)
+        numbers.append([number for number, word in enumerate(encoded, start=first) for _ in word])
         ids.append([subword for word in encoded for subword in word])
     return numbers, ids

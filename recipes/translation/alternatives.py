@@ -23,6 +23,7 @@ from models import (
     sample,
 )
 from models.decoding_rules import Rule
+from recipes.translation.data.model_text import finished
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.data.subwords import BOS, EOS
 from recipes.translation.demands import phrases_of, prefix_ids, word_boundaries
@@ -30,7 +31,7 @@ from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.search_options import Sampling, SearchOptions
 from recipes.translation.settings.config import DecodingConfig
-from recipes.translation.translate import as_batch, in_batches, one_line, source_ids
+from recipes.translation.translate import as_batch, in_batches, source_ids
 
 
 class Translation(NamedTuple):
@@ -111,8 +112,10 @@ def alternatives(
     note_unmet(found, options.constraints or [])
     empty = [ConstrainedHypothesis([], 0.0, 0.0, [])]
     rows = [found.get(row, empty) for row in range(len(sentences))]
-    texts = iter(translator.target.decode([one.tokens for row in rows for one in row]))
-    return [[Translation(one_line(next(texts)), one.score, one.log_probability) for one in row] for row in rows]
+    sources = [sentence for sentence, row in zip(sentences, rows, strict=True) for _ in row]
+    texts = translator.target.decode([one.tokens for row in rows for one in row])
+    each = iter(finished(texts, sources, translator.config))
+    return [[Translation(next(each), one.score, one.log_probability) for one in row] for row in rows]
 
 
 def tasks_of(
@@ -123,9 +126,9 @@ def tasks_of(
     prefixes: list[list[int]] = [[] for _ in sources]
     phrases: list[list[Phrase]] = [[] for _ in sources]
     if options.prefixes is not None:
-        prefixes = prefix_ids(translator, options.prefixes)
+        prefixes = prefix_ids(translator, options.prefixes, sentences)
     if options.constraints is not None:
-        phrases = phrases_of(translator, options.constraints)
+        phrases = phrases_of(translator, options.constraints, sentences)
     for number, prefix in enumerate(prefixes, start=1):
         if len(prefix) >= decoding.max_length:
             raise DataError(

@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Sequence
 
 from models import Phrase
+from recipes.translation.data.model_text import target_text
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.run_folder.checkpoint import Translator
 
@@ -13,12 +14,15 @@ BLANK = "▁"
 """What sentencepiece writes for a blank; a piece that begins with it begins a word."""
 
 
-def prefix_ids(translator: Translator, prefixes: Sequence[str]) -> list[list[int]]:
-    """Return the subwords of each beginning."""
-    return translator.target.encode([cased(translator, prefix) for prefix in prefixes])
+def prefix_ids(translator: Translator, prefixes: Sequence[str], sentences: Sequence[str]) -> list[list[int]]:
+    """Return the subwords of each beginning, that of the translation of its sentence."""
+    config = translator.config
+    return translator.target.encode([target_text(config, *each) for each in zip(prefixes, sentences, strict=True)])
 
 
-def phrases_of(translator: Translator, constraints: Sequence[Sequence[str]]) -> list[list[Phrase]]:
+def phrases_of(
+    translator: Translator, constraints: Sequence[Sequence[str]], sentences: Sequence[str]
+) -> list[list[Phrase]]:
     """Return each sentence's phrases as subwords; raise DataError for a phrase that has none.
 
     Where the last character has an upper and a lower case, or is a digit, the phrase must end where a word ends.
@@ -26,14 +30,14 @@ def phrases_of(translator: Translator, constraints: Sequence[Sequence[str]]) -> 
     """
     pieces = translator.target.pieces()
     return [
-        [phrase_of(translator, text, pieces, f"sentence {number:,}") for text in texts]
-        for number, texts in enumerate(constraints, start=1)
+        [phrase_of(translator, text, sentence, pieces, f"sentence {number:,}") for text in texts]
+        for number, (texts, sentence) in enumerate(zip(constraints, sentences, strict=True), start=1)
     ]
 
 
-def phrase_of(translator: Translator, text: str, pieces: Sequence[str], where: str) -> Phrase:
-    """Return one phrase as subwords."""
-    ids = translator.target.encode([cased(translator, text)])[0]
+def phrase_of(translator: Translator, text: str, sentence: str, pieces: Sequence[str], where: str) -> Phrase:
+    """Return one phrase of the sentence's translation as subwords."""
+    ids = translator.target.encode([target_text(translator.config, text, sentence)])[0]
     if ids and pieces[ids[0]] == BLANK and not in_words(text[0]):
         ids = ids[1:]
     if not ids:
@@ -57,10 +61,3 @@ def begins_anew(piece: str) -> bool:
 def in_words(character: str) -> bool:
     """Return whether a character is of a script that separates its words."""
     return character.isdecimal() or character.lower() != character.upper()
-
-
-def cased(translator: Translator, text: str) -> str:
-    """Return the text as the model's own translations are written."""
-    if translator.config.subwords.lowercase:
-        return text.lower()
-    return text

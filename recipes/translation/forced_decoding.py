@@ -13,6 +13,7 @@ import torch
 
 import seqpar
 from models import EncoderDecoder, evaluating, length_normaliser
+from recipes.translation.data.model_text import target_text
 from recipes.translation.data.subwords import BOS, EOS, PAD
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
@@ -51,7 +52,7 @@ def score_pairs(
     """
     config = translator.config
     source_rows = source_ids(translator.source, config, sources, decoding)
-    target_rows = target_ids(translator, targets)
+    target_rows = target_ids(translator, sources, targets)
     longest_first = sorted(range(len(sources)), key=lambda row: -len(source_rows[row]) - len(target_rows[row]))
     mine = longest_first[ranks.rank :: ranks.world]
     found: dict[int, float] = {}
@@ -68,12 +69,11 @@ def score_pairs(
     return scores
 
 
-def target_ids(translator: Translator, targets: Sequence[str]) -> list[list[int]]:
-    """Return the subwords of each target and the end symbol."""
+def target_ids(translator: Translator, sources: Sequence[str], targets: Sequence[str]) -> list[list[int]]:
+    """Return the subwords of each target, a translation of its source, and the end symbol."""
     check_unicode(targets)
-    texts = list(targets)
-    if translator.config.subwords.lowercase:
-        texts = [text.lower() for text in texts]
+    config = translator.config
+    texts = [target_text(config, target, source) for source, target in zip(sources, targets, strict=True)]
     return [[*ids, EOS] for ids in translator.target.encode(texts)]
 
 

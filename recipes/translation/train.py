@@ -183,7 +183,7 @@ def size_of(model: EncoderDecoder) -> str:
 
 def must_agree(config: RunConfig) -> dict[str, object]:
     """Return the settings that must be equal on all processes."""
-    differ = {"run", "data.path", "training.devices", "training.threads"}
+    differ = {"run", "data.path", "data.cache", "training.devices", "training.threads"}
     return {name: value for name, value in flat(config).items() if name not in differ}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from models import beam_search, default_limit, evaluating, greedy
+from recipes.translation.data.model_text import finished, source_text
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.data.subwords import BOS, EOS, PAD, Subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
@@ -38,7 +39,7 @@ def translate(
 
     found = in_batches(translator, ids, decoding.batch_sentences, search_rows, ranks)
     texts = translator.target.decode([found.get(row, []) for row in range(len(ids))])
-    return [one_line(text) for text in texts]
+    return finished(texts, sentences, translator.config)
 
 
 def in_batches(
@@ -66,10 +67,7 @@ def source_ids(
     """Return the subwords of each sentence, as in training, cut to the longest length of the settings."""
     longest = max(config.training.max_length, decoding.max_length)
     check_unicode(sentences)
-    texts = list(sentences)
-    if config.subwords.lowercase:
-        texts = [text.lower() for text in texts]
-    ids = subwords.encode(texts)
+    ids = subwords.encode([source_text(config, sentence) for sentence in sentences])
     cut = [number for number, row in enumerate(ids, start=1) if len(row) > longest]
     if cut:
         first = cut[0]
@@ -120,8 +118,3 @@ def check_unicode(sentences: Sequence[str]) -> None:
         except UnicodeEncodeError as error:
             near = sentence[max(0, error.start - 20) : error.end + 20]
             raise DataError(f"sentence {number:,} is not UTF-8 text: {near!a}; convert it to UTF-8") from None
-
-
-def one_line(text: str) -> str:
-    """Replace line breaks by blanks: a model that spells its output in bytes can produce any of Unicode's."""
-    return " ".join(text.splitlines())

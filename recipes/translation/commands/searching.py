@@ -200,10 +200,14 @@ def load_ensemble(options: argparse.Namespace, ranks: Ranks) -> Translator:
 
 def check_same_subwords(run: str, first: Translator, other_run: str, other: Translator) -> None:
     """Raise CheckpointError unless two models translate from and to the same subwords."""
+    from recipes.translation.data.corpora import with_language_tag
+
     facts = {
         "source subwords": (first.source.serialized(), other.source.serialized()),
         "target subwords": (first.target.serialized(), other.target.serialized()),
         "subwords.lowercase": (first.config.subwords.lowercase, other.config.subwords.lowercase),
+        "subwords.placeholders": (set(first.config.subwords.placeholders), set(other.config.subwords.placeholders)),
+        "language tags": (with_language_tag(first.config, "a"), with_language_tag(other.config, "a")),
     }
     for name, (here, there) in facts.items():
         if here != there:

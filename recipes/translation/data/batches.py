@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from recipes.translation.data.mixing import Mixture
 from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.data.token_store import StoredIds
 
 T = TypeVar("T")
 Ids = Sequence[int]
@@ -48,41 +50,47 @@ class Epochs(Protocol):
         """Make the tensors of the pairs with these indices, in this order."""
 
 
-class TokenBatches:
-    """Sentence pairs cut into batches of at most `batch_tokens` cells on either side, padding included.
+class BatchOrder:
+    """Pairs of sentences of known lengths, cut into batches of at most `batch_tokens` cells on either side.
 
     The pairs of a batch have similar lengths. Every epoch has the same number of batches, `len(self)`, and contains
     every pair once. The pairs of each batch and the order of the batches depend on (seed, epoch) alone, so that a run
     resumes in the middle of an epoch with `epoch(n)[done:]`. A pair longer than `max_length` subwords on either side is
     left out and counted in `dropped`; a pair that exceeds the budget is a batch of its own.
+
+    With a `mixture` of corpora an epoch contains the pairs that it draws, some of them repeatedly or not at all, and
+    the number of batches varies a little; `len(self)` is then that of the first epoch.
+
+    `source_lengths` and `target_lengths` are in subwords, without start and end symbol.
     """
 
     def __init__(
         self,
-        sources: Sequence[Ids],
-        targets: Sequence[Ids],
+        source_lengths: Array,
+        target_lengths: Array,
         *,
         batch_tokens: int,
         seed: int = 0,
         max_length: int | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
-        if len(sources) != len(targets):
-            raise ValueError(f"sources and targets are pairs: got {len(sources):,} and {len(targets):,}")
+        if len(source_lengths) != len(target_lengths):
+            raise ValueError(f"sources and targets are pairs: got {len(source_lengths):,} and {len(target_lengths):,}")
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
-        self.sources = sources
-        self.targets = targets
         self.seed = seed
-        source_lengths = numpy.array([len(ids) for ids in sources], dtype=numpy.int64)
-        target_lengths = numpy.array([len(ids) for ids in targets], dtype=numpy.int64)
+        self.batch_tokens = batch_tokens
+        self.max_length = max_length
+        self.mixture = mixture
+        self.source_lengths = source_lengths
+        self.target_lengths = target_lengths
         limit = numpy.inf
         if max_length is not None:
             limit = max_length
         self._short_enough = numpy.flatnonzero((source_lengths <= limit) & (target_lengths <= limit))
-        self.dropped = len(sources) - len(self._short_enough)
-        self._source_lengths = source_lengths[self._short_enough] + 1  # the end symbol
-        self._target_lengths = target_lengths[self._short_enough] + 1
-        self._cuts = self._cut(batch_tokens)
+        self.dropped = len(source_lengths) - len(self._short_enough)
+        self._sort_lengths()
+        self._cuts = self._cut(self.pairs(0))
 
     def __len__(self) -> int:
         if not len(self._short_enough):
@@ -94,15 +102,112 @@ class TokenBatches:
         if not len(self._short_enough):
             return []
         rng = numpy.random.default_rng([self.seed, number])
+        pairs = self.pairs(number)
         # The random numbers decide between pairs of equal lengths, so that a batch has other pairs in every epoch
-        order = self._short_enough[self._order(rng.random(len(self._short_enough)))]
-        batches = numpy.split(order, self._cuts)
+        order = pairs[self._order(pairs, rng.random(len(pairs)))]
+        cuts = self._cuts
+        if self.mixture is not None:
+            cuts = self._cut(pairs)
+        batches = numpy.split(order, cuts)
         # The batches are shuffled too: sorted by length, a whole epoch would go from long sentences to short ones
         return [batches[index].tolist() for index in rng.permutation(len(batches))]
 
     def count(self, number: int) -> int:
-        """Return the number of batches of an epoch, which is the same for all."""
-        return len(self)
+        """Return the number of batches of an epoch."""
+        if self.mixture is None:
+            return len(self)
+        return len(self._cut(self.pairs(number))) + 1
+
+    def pairs(self, epoch: int) -> Array:
+        """Return the indices of the pairs of an epoch."""
+        if self.mixture is None:
+            return self._short_enough
+        return self.mixture.drawn(epoch, self._short_enough)
+
+    def with_lengths(self, source_lengths: Array, target_lengths: Array) -> BatchOrder:
+        """Return the order of the same pairs when they have other lengths."""
+        return BatchOrder(
+            source_lengths,
+            target_lengths,
+            batch_tokens=self.batch_tokens,
+            seed=self.seed,
+            max_length=self.max_length,
+            mixture=self.mixture,
+        )
+
+    def _sort_lengths(self) -> None:
+        """Sort the lengths that occur, a few thousand at most, so that no sort of all pairs has to compare them.
+
+        Target lengths fall. Source lengths fall for one target length and rise for the next, so that a batch with two
+        target lengths still has similar source lengths as well.
+        """
+        with_end = self.source_lengths + 1
+        base = int(with_end.max(initial=0)) + 1
+        both, inverse = _distinct((self.target_lengths.astype(numpy.int64) + 1) * base + with_end)
+        target_lengths, source_lengths = numpy.divmod(both, base)
+        direction = numpy.where(target_lengths % 2 == 0, -1, 1)
+        order = numpy.lexsort((direction * source_lengths, -target_lengths))
+        # numpy sorts 16 bits by radix
+        places = numpy.empty(len(order), dtype=numpy.uint16 if len(order) <= 1 << 16 else numpy.int64)
+        places[order] = numpy.arange(len(order))
+        self._places = places[inverse]
+        self._longer = numpy.maximum(target_lengths, source_lengths)[order]
+
+    def _order(self, pairs: Array, ties: Array) -> Array:
+        """Sort the pairs by the place of their lengths, then by `ties`."""
+        by_ties = numpy.argsort(ties, kind="stable")
+        return by_ties[numpy.argsort(self._places[pairs[by_ties]], kind="stable")]
+
+    def _cut(self, pairs: Array) -> list[int]:
+        """Return where batches begin in the sorted pairs, without the first one's 0.
+
+        The random ties only exchange pairs of equal lengths on both sides, so the cuts are the same in every epoch that
+        has the same pairs.
+        """
+        cuts = []
+        start = 0
+        longest = 0
+        position = 0
+        counts = numpy.bincount(self._places[pairs], minlength=len(self._longer))
+        for length, count in zip(self._longer.tolist(), counts.tolist(), strict=True):
+            end = position + count
+            if count:
+                longest = max(longest, length)
+            while position < end:
+                # A batch takes rows x longest cells
+                more = self.batch_tokens // longest - (position - start)
+                if more < 1 and position > start:
+                    cuts.append(position)
+                    start = position
+                    longest = length
+                    continue
+                position += min(max(more, 1), end - position)
+        return cuts
+
+
+class TokenBatches(BatchOrder):
+    """Batches of sentence pairs in subwords, in the order that `BatchOrder` describes."""
+
+    def __init__(
+        self,
+        sources: Sequence[Ids],
+        targets: Sequence[Ids],
+        *,
+        batch_tokens: int,
+        seed: int = 0,
+        max_length: int | None = None,
+        mixture: Mixture | None = None,
+    ) -> None:
+        super().__init__(
+            _lengths(sources),
+            _lengths(targets),
+            batch_tokens=batch_tokens,
+            seed=seed,
+            max_length=max_length,
+            mixture=mixture,
+        )
+        self.sources = sources
+        self.targets = targets
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Make the tensors of the pairs with these indices, in this order."""
@@ -110,43 +215,35 @@ class TokenBatches:
 
     def padding_fraction(self, epoch: int) -> float:
         """Return the fraction of all source and target cells of an epoch that is padding."""
-        if not len(self._short_enough):
-            return 0.0
         cells = 0
+        filled = 0
         for batch in self.epoch(epoch):
-            longest_source = max(len(self.sources[index]) for index in batch)
-            longest_target = max(len(self.targets[index]) for index in batch)
-            cells += len(batch) * (longest_source + longest_target + 2)  # an end symbol on either side
-        filled = int(self._source_lengths.sum() + self._target_lengths.sum())
+            for lengths in (self.source_lengths[batch], self.target_lengths[batch]):
+                filled += int((lengths + 1).sum())  # an end symbol on either side
+                cells += len(batch) * (int(lengths.max()) + 1)
+        if not cells:
+            return 0.0
         return 1 - filled / cells
 
-    def _order(self, ties: Array) -> Array:
-        """Sort the pairs by target length, then by source length, then by `ties`.
 
-        Source lengths fall for one target length and rise for the next, so that a batch with two target lengths still
-        has similar source lengths as well.
-        """
-        direction = numpy.where(self._target_lengths % 2 == 0, -1, 1)
-        return numpy.lexsort((ties, direction * self._source_lengths, -self._target_lengths))
+def _distinct(numbers: Array) -> tuple[Array, Array]:
+    """Return what `numpy.unique(numbers, return_inverse=True)` does, for numbers from 0 up, without sorting them."""
+    if int(numbers.max(initial=0)) > TABLE:
+        return numpy.unique(numbers, return_inverse=True)
+    found = numpy.flatnonzero(numpy.bincount(numbers))
+    places = numpy.zeros(TABLE + 1, dtype=numpy.int32)
+    places[found] = numpy.arange(len(found))
+    return found, places[numbers]
 
-    def _cut(self, budget: int) -> list[int]:
-        """Return where batches begin in the sorted pairs, without the first one's 0.
 
-        The random ties only exchange pairs of equal lengths on both sides, so the cuts are the same in every epoch.
-        """
-        order = self._order(numpy.zeros(len(self._short_enough)))
-        longer = numpy.maximum(self._source_lengths, self._target_lengths)[order].tolist()
-        cuts = []
-        start = 0
-        longest = 0
-        for position, length in enumerate(longer):
-            longest = max(longest, length)
-            # A batch takes rows x longest cells; this pair would be one row more
-            if position > start and (position - start + 1) * longest > budget:
-                cuts.append(position)
-                start = position
-                longest = length
-        return cuts
+TABLE = 1 << 20
+"""The largest number for which a table is faster than a sort: some thousand subwords on either side."""
+
+
+def _lengths(side: Sequence[Ids]) -> Array:
+    if isinstance(side, StoredIds):
+        return side.lengths
+    return numpy.array([len(ids) for ids in side], dtype=numpy.int64)
 
 
 def batches_of_rank(batches: Sequence[list[int]], data_rank: int, data_ranks: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 from recipes.translation.data.builtin_words import (
@@ -314,16 +314,22 @@ def pairs(count: int, seed: int, split: Split = "train") -> list[Pair]:
     A longer list starts with the shorter ones of the same seed. No sentence is in two splits, whatever the seeds. The
     pairs of `valid` and `test` are all different; `train` repeats short sentences, as real text does.
     """
+    return list(each_pair(count, seed, split))
+
+
+def each_pair(count: int, seed: int, split: Split = "train") -> Iterator[Pair]:
+    """Yield the pairs that `pairs` returns, one by one."""
     if split not in ("train", "valid", "test"):
         raise ValueError(f"split is train, valid or test, got {split!r}")
     rng = random.Random(seed)
-    drawn: list[Pair] = []
+    drawn = 0
     seen: set[Pair] = set()
-    while len(drawn) < count:
+    while drawn < count:
         pair = _pick(rng, FRAMES)(rng)
         # All splits are drawn from one stream of sentences, which no number of pairs changes
-        if split_of(pair.source) != split or (split != "train" and pair in seen):
+        if split_of(pair.source) != split or pair in seen:
             continue
-        seen.add(pair)
-        drawn.append(pair)
-    return drawn
+        if split != "train":
+            seen.add(pair)
+        drawn += 1
+        yield pair

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
+from recipes.translation.data.corpora import (
+    check_known,
+    check_training_data,
+    corpora_of,
+    each_corpus,
+    identity,
+    mixture_of,
+    with_language_tag,
+)
+from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
+from recipes.translation.data.placeholders import masked_pair
 from recipes.translation.data.prepare import prepare
-from recipes.translation.data.sampled_batches import SampledBatches, sampled_batches
-from recipes.translation.data.sentence_pairs import DataError, Pair, check_held_out, load_pairs
+from recipes.translation.data.sentence_pairs import DataError, Pair, check_held_out, expanded, load_pairs
 from recipes.translation.data.subwords import Subwords
+from recipes.translation.data.token_store import TokenStore, check_store, key_of, write_store
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.config import RunConfig
 
@@ -22,13 +37,13 @@ class Corpus:
 
     source: Subwords
     target: Subwords
-    train: TokenBatches | SampledBatches
+    train: TokenBatches | DrawnBatches
     valid: TokenBatches
     valid_pairs: Sequence[Pair]
     tokenize: str
     """sacreBLEU's tokeniser for validation."""
     fingerprint: str
-    """SHA-256 of all ids, and of draws where subwords are sampled, which a resumed run compares."""
+    """SHA-256 of all ids, without noise, and of draws where subwords are sampled, which a resumed run compares."""
 
 
 def load_corpus(
@@ -36,48 +51,121 @@ def load_corpus(
     ranks: Ranks = ALONE,
     subwords_of: Callable[[RunConfig], tuple[Subwords, Subwords]] = prepare,
 ) -> Corpus:
-    """Read the pairs, make or read the subwords on rank 0 for all ranks (`subwords_of`), and make the batches."""
+    """Read the pairs, make or read the subwords on rank 0 for all ranks (`subwords_of`), and make the batches.
+
+    With `data.cache` one process of each machine tokenises the training pairs, and all of them map the result.
+    """
     source, target = ranks.run_on_main(lambda: _prepared(config, subwords_of))
-    return ranks.run_on_all(lambda: _read(config, source, target))
+    store = None
+    if config.data.cache:
+        store = _stored(config, source, target, ranks)
+    return ranks.run_on_all(lambda: _read(config, source, target, store))
+
+
+def _stored(config: RunConfig, source: Subwords, target: Subwords, ranks: Ranks) -> Path:
+    key = ranks.run_on_main(lambda: store_key(config, source, target))
+    folder = Path(expanded(config.data.cache, "data.cache"), key)
+
+    def prepare_on_each_machine() -> None:
+        if ranks.local_rank == 0:
+            prepare_store(config, folder, source, target)
+
+    ranks.run_on_all(prepare_on_each_machine)
+    return folder
 
 
 def _prepared(
     config: RunConfig, subwords_of: Callable[[RunConfig], tuple[Subwords, Subwords]]
 ) -> tuple[Subwords, Subwords]:
     """Return the subwords, after a check that validation data and its tokeniser are available."""
+    check_training_data(config)
     tokenize = _tokenizer(config, check_held_out(config.data))
     if config.training.validate_bleu:
         check_tokenizer(tokenize)
     if tokenize != "13a":
         print(f"[data] BLEU by sacreBLEU's tokeniser {tokenize} (data.tokenize {config.data.tokenize})", flush=True)
-    return subwords_of(config)
+    source, target = subwords_of(config)
+    check_known(config, source, target)
+    return source, target
 
 
 def _tokenizer(config: RunConfig, valid: Sequence[Pair]) -> str:
     return tokenizer_for(config.data.tokenize, config.data.target, [pair.target for pair in valid])
 
 
-def _read(config: RunConfig, source: Subwords, target: Subwords) -> Corpus:
+def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | None) -> Corpus:
+    ids: _Tokenised | TokenStore
+    if store is None:
+        ids = _tokenised(config, source, target)
+        digest = hashlib.sha256(repr((ids.sources, ids.targets)).encode())
+    else:
+        ids = TokenStore.open(store)
+        digest = hashlib.sha256(ids.sha256.encode())
     settings = config.training
-    digest = hashlib.sha256()
-    batches: dict[str, TokenBatches] = {}
-    sampled = None
-    for split in ("train", "valid"):
-        pairs = load_pairs(config.data, split, config.subwords.lowercase)
-        sources = source.encode([pair.source for pair in pairs])
-        targets = target.encode([pair.target for pair in pairs])
-        digest.update(repr((sources, targets)).encode())
-        limit = None
-        if split == "train":  # validation has every pair, or its scores would be of easier sentences
-            limit = settings.max_length
-        batches[split] = TokenBatches(
-            sources, targets, batch_tokens=settings.batch_tokens, seed=settings.seed, max_length=limit
-        )
-        if not len(batches[split]):
-            raise DataError(f"no {split} pair is within training.max_length {settings.max_length}")
-        if split == "train" and config.subwords.sampling:
-            sampled = sampled_batches(config, pairs, batches["train"], source, target)
-            digest.update(repr(sampled.probe()).encode())
-    tokenize = _tokenizer(config, pairs)
-    train = sampled or batches["train"]
-    return Corpus(source, target, train, batches["valid"], pairs, tokenize, digest.hexdigest())
+    train = TokenBatches(
+        ids.sources,
+        ids.targets,
+        batch_tokens=settings.batch_tokens,
+        seed=settings.seed,
+        max_length=settings.max_length,
+        mixture=mixture_of(config, ids.corpora),
+    )
+    if not len(train):
+        raise DataError(f"no train pair is within training.max_length {settings.max_length}")
+    batches = drawn_batches(config, train, source, target)
+    if isinstance(batches, DrawnBatches) and batches.sampled:
+        digest.update(repr(batches.probe()).encode())
+    pairs = load_pairs(config.data, "valid", config.subwords.lowercase)
+    encoded = [masked_pair(pair, config.subwords.placeholders) for pair in pairs]
+    sides = (
+        source.encode([with_language_tag(config, pair.source) for pair in encoded]),
+        target.encode([pair.target for pair in encoded]),
+    )
+    digest.update(repr(sides).encode())
+    # Validation has every pair, or its scores would be of easier sentences
+    valid = TokenBatches(*sides, batch_tokens=settings.batch_tokens, seed=settings.seed)
+    if not len(valid):
+        raise DataError("there is no pair to validate on; see data.valid")
+    return Corpus(source, target, batches, valid, pairs, _tokenizer(config, pairs), digest.hexdigest())
+
+
+class _Tokenised(NamedTuple):
+    """The training pairs as ids in memory, and the number of pairs of each corpus."""
+
+    sources: list[list[int]]
+    targets: list[list[int]]
+    corpora: list[int]
+
+
+def _tokenised(config: RunConfig, source: Subwords, target: Subwords) -> _Tokenised:
+    found = _Tokenised([], [], [])
+    for corpus, each_pair in each_corpus(config):
+        pairs = list(each_pair)
+        found.sources.extend(source.encode([corpus.source(pair) for pair in pairs]))
+        found.targets.extend(target.encode([pair.target for pair in pairs]))
+        found.corpora.append(len(pairs))
+    return found
+
+
+def store_key(config: RunConfig, source: Subwords, target: Subwords) -> str:
+    """Return the name of the tokenised training pairs in `data.cache`: a hash of all that they are made from."""
+    made_from = {
+        "data": identity(config),
+        "tags": [corpus.tags for corpus in corpora_of(config)],
+        "cleaning": asdict(config.cleaning),
+        "lowercase": config.subwords.lowercase,
+        "placeholders": sorted(config.subwords.placeholders),
+        "subwords": [source.digest, target.digest],
+    }
+    return key_of(made_from)
+
+
+def prepare_store(config: RunConfig, folder: Path, source: Subwords, target: Subwords) -> None:
+    """Tokenise the training pairs into `folder`, unless it has them already."""
+    start = time.monotonic()
+    if check_store(folder):
+        print(f"[data] tokenised pairs of {folder} reused", flush=True)
+        return
+    corpora = (((corpus.source(pair), pair) for pair in pairs) for corpus, pairs in each_corpus(config))
+    write_store(folder, corpora, source, target, config.training.threads or os.cpu_count() or 1)
+    print(f"[data] tokenised pairs written to {folder} in {time.monotonic() - start:.1f} s", flush=True)

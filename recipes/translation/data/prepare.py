@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import random
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from recipes.translation.atomic_folder import CheckpointError, replaced_folder, verified_folder
-from recipes.translation.data.sentence_pairs import fingerprint, load_pairs
-from recipes.translation.data.subwords import Subwords, train_subwords
+from recipes.translation.data.corpora import check_symbols, each_corpus, identity, tags_of
+from recipes.translation.data.sentence_pairs import Pair
+from recipes.translation.data.subwords import Subwords, symbols_of, train_subwords
+from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import RunConfig
 
 SETTINGS = "settings.json"
@@ -43,10 +48,18 @@ def _settings(config: RunConfig) -> dict[str, object]:
 
     Files are identified by their contents: a file that was written again may have the same name, size and time.
     """
-    data = {name: getattr(config.data, name) for name in ("format", "source", "target", "builtin_pairs")}
-    data["text"] = fingerprint(config.data, "train")
     subwords = {name: getattr(config.subwords, name) for name in SHAPING}
-    return {"data": data, "subwords": subwords}
+    settings: dict[str, object] = {"data": identity(config), "subwords": subwords}
+    # What is not set is left out: models of earlier versions, which did not have it, are still good
+    if symbols := symbols_of(config.subwords):
+        settings["symbols"] = symbols
+    if config.subwords.train_pairs:
+        settings["train_pairs"] = config.subwords.train_pairs
+    if config.cleaning != CleaningConfig():
+        settings["cleaning"] = dataclasses.asdict(config.cleaning)
+    if tags := tags_of(config):
+        settings["tags"] = list(tags)
+    return settings
 
 
 def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
@@ -63,7 +76,9 @@ def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
 
 def _train(config: RunConfig, folder: Path, settings: dict[str, object]) -> None:
     start = time.monotonic()
-    pairs = load_pairs(config.data, "train", lowercase=config.subwords.lowercase)
+    tags = tags_of(config)
+    check_symbols([*tags, *symbols_of(config.subwords)])
+    pairs = drawn((pair for _, pairs in each_corpus(config) for pair in pairs), config.subwords.train_pairs)
     sources = [pair.source for pair in pairs]
     targets = [pair.target for pair in pairs]
     texts = {"source": sources, "target": targets}
@@ -73,6 +88,27 @@ def _train(config: RunConfig, folder: Path, settings: dict[str, object]) -> None
     print(f"[prepare] {' and '.join(texts)}: {size} from {len(pairs):,} pairs", flush=True)
     with replaced_folder(folder) as new:
         for name, sentences in texts.items():
-            train_subwords(sentences, new / name, config.subwords)
+            # Only sources have tags
+            train_subwords(sentences, new / name, config.subwords, () if name == "target" else tags)
         (new / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     print(f"[prepare] written to {folder} in {time.monotonic() - start:.1f} s", flush=True)
+
+
+def drawn(pairs: Iterable[Pair], count: int) -> list[Pair]:
+    """Draw `count` of the pairs, each as likely as any other and the same in every run; all of them if `count` is 0.
+
+    Only those that are drawn are in memory (reservoir sampling, algorithm R in Vitter 1985, "Random sampling with a
+    reservoir").
+    """
+    if not count:
+        return list(pairs)
+    draw = random.Random(0).random
+    found: list[Pair] = []
+    for number, pair in enumerate(pairs):
+        if number < count:
+            found.append(pair)
+            continue
+        place = int(draw() * (number + 1))
+        if place < count:
+            found[place] = pair
+    return found

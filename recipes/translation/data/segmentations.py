@@ -8,11 +8,73 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+BLANK = "\u2581"
+"""What sentencepiece writes for a blank, with which a word begins."""
+
+
+class Sampler:
+    """Draws subwords from a sentencepiece model, word by word.
+
+    Args:
+        processor: sentencepiece's own, of a bpe or a unigram model.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        special = (processor.is_control, processor.is_unknown, processor.is_byte)
+        self._pieces = [processor.id_to_piece(each) for each in range(processor.get_piece_size())]
+        for each in range(len(self._pieces)):
+            if any(is_special(each) for is_special in special):
+                self._pieces[each] = ""
+        self._ids = {piece: each for each, piece in enumerate(self._pieces) if piece}
+        self._scores = {piece: processor.get_score(each) for piece, each in self._ids.items()}
+        # Merges are numbered: the scores of a bpe model are whole numbers, those of a unigram model logarithms
+        self._is_bpe = all(score == int(score) for score in self._scores.values())
+        self._last_pieces: dict[tuple[str, float], list[LastPieces]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs, without what a thread may be adding to just now."""
+        return {**self.__dict__, "_last_pieces": {}}
+
+    def draw(self, ids: Sequence[int], seed: int, amount: float, whole: Collection[int]) -> list[int]:
+        """Draw the subwords of a sentence, given those without sampling; the ids in `whole` are never split."""
+        random = Random(seed)
+        found: list[int] = []
+        for text, piece in self._words(ids, whole):
+            if text:
+                found += [self._ids[each] for each in self._segmentation(text, random, amount)]
+            else:
+                found.append(piece)
+        return found
+
+    def _words(self, ids: Sequence[int], whole: Collection[int]) -> Iterator[tuple[str, int]]:
+        """Yield each word, with the mark of the blank before it, and each byte or symbol: no draw crosses these."""
+        word = ""
+        for each in ids:
+            piece = self._pieces[each]
+            alone = not piece or each in whole
+            if word and (alone or piece.startswith(BLANK)):
+                yield word, 0
+                word = ""
+            if alone:
+                yield "", each
+            else:
+                word += piece
+        if word:
+            yield word, 0
+
+    def _segmentation(self, word: str, random: Random, amount: float) -> list[str]:
+        if self._is_bpe:
+            return with_dropout(word, self._scores, amount, random)
+        key = (word, amount)
+        if key not in self._last_pieces:
+            self._last_pieces[key] = last_pieces(word, self._scores, amount)
+        return drawn(word, self._last_pieces[key], random)
 
 
 def with_dropout(word: str, scores: Mapping[str, float], dropout: float, random: Random) -> list[str]:

@@ -12,17 +12,20 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from recipes.translation.data.builtin_corpus import Pair, Split
-from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
-from recipes.translation.data.lines import DataError, read_lines
+from recipes.translation.data.builtin_corpus import each_pair as builtin_pairs
+from recipes.translation.data.cleaning import EMPTY, Cleaning
+from recipes.translation.data.lines import DataError, each_line
+from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import DataConfig, named_format
 
-__all__ = ["DataError", "Pair", "Pairs", "check_held_out", "fingerprint", "load_pairs"]
+__all__ = ["DataError", "Pair", "Pairs", "check_held_out", "check_named", "fingerprint", "load_pairs"]
 
 BUILTIN_SEED = 1
 BUILTIN_HELD_OUT = 1_000
@@ -30,59 +33,103 @@ BUILTIN_HELD_OUT = 1_000
 
 
 class Pairs(list[Pair]):
-    """Sentence pairs in the order of the data; `dropped` counts those left out for an empty side."""
+    """Sentence pairs in the order of the data; `dropped` counts those that were left out."""
 
     dropped: int = 0
 
 
-def load_pairs(data: DataConfig, split: Split, lowercase: bool = False) -> Pairs:
+NO_RULES = CleaningConfig()
+"""Cleaning that removes only pairs with an empty side."""
+
+
+def load_pairs(
+    data: DataConfig, split: Split, lowercase: bool = False, cleaning: CleaningConfig = NO_RULES, name: str = "train"
+) -> Pairs:
     """Read the pairs of a split, as (source language, target language).
 
-    Pairs with an empty side are dropped from `train`, counted, and reported on stderr; `valid` and `test` contain all
-    pairs, so that a translation has a line for each line of its reference.
+    `cleaning` applies to `train` alone, from which pairs with an empty side are dropped too; the number that each rule
+    drops is reported on stderr, under `name`. `valid` and `test` contain all pairs, so that a translation has a line
+    for each line of its reference.
     """
+    if split == "train":
+        cleaning_of = Cleaning(cleaning, data.source, data.target)
+        found = Pairs(_cleaned(data, lowercase, cleaning, cleaning_of, name))
+        found.dropped = sum(cleaning_of.removed.values())
+        return found
+    return Pairs(_lowercased(_read(data, split), lowercase))
+
+
+def each_training_pair(data: DataConfig, lowercase: bool, cleaning: CleaningConfig, name: str) -> Iterator[Pair]:
+    """Yield the training pairs as `load_pairs` returns them, one by one.
+
+    Of the formats text and tsv, and of the built-in corpus, only one pair is in memory at a time.
+    """
+    return _cleaned(data, lowercase, cleaning, Cleaning(cleaning, data.source, data.target), name)
+
+
+def _read(data: DataConfig, split: Split) -> Iterable[Pair]:
     _check_format(data)
-    read = {"builtin": _builtin, "text": _text, "tsv": _tsv, "jsonl": _jsonl, "parquet": _parquet, "hub": _hub}
-    found = read[data.format](data, split)
-    if lowercase:
-        found = [Pair(source.lower(), target.lower()) for source, target in found]
-    if split != "train":
-        return Pairs(found)
-    complete = Pairs(pair for pair in found if pair.source.strip() and pair.target.strip())
-    complete.dropped = len(found) - len(complete)
-    if complete.dropped:
-        print(f"[data] train: {complete.dropped:,} of {len(found):,} pairs dropped: an empty side", file=sys.stderr)
-    if not complete:
-        raise DataError(f"data.train has no pair with text on both sides ({len(found):,} pairs read)")
-    return complete
+    read: dict[str, Callable[[DataConfig, Split], Iterable[Pair]]] = {
+        **{"builtin": _builtin, "text": _text, "tsv": _tsv},
+        **{"jsonl": _jsonl, "parquet": _parquet, "hub": _hub},
+    }
+    return read[data.format](data, split)
+
+
+def _lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
+    if not lowercase:
+        return pairs
+    return (Pair(source.lower(), target.lower()) for source, target in pairs)
+
+
+def _cleaned(
+    data: DataConfig, lowercase: bool, settings: CleaningConfig, cleaning: Cleaning, name: str
+) -> Iterator[Pair]:
+    yield from _lowercased(cleaning.kept(_read(data, "train")), lowercase)
+    dropped = sum(cleaning.removed.values())
+    if dropped or settings != NO_RULES:
+        print(f"[data] {name}: {cleaning}", file=sys.stderr)
+    if dropped == cleaning.read:
+        if cleaning.removed[EMPTY] == dropped:
+            raise DataError(f"data.train has no pair with text on both sides ({dropped:,} pairs read)")
+        raise DataError(f"the rules of cleaning leave no pair of data.train: {cleaning}")
 
 
 def check_held_out(data: DataConfig) -> Pairs:
     """Read validation and test data, so that mistakes are found before the training; return the validation pairs.
 
-    The built-in corpus needs no check, and no pairs of it are returned. Raises DataError as `load_pairs` does; training
-    and validation data are required, test data is optional.
+    The built-in corpus needs no check, and no pairs of it are returned. Raises DataError as `load_pairs` does;
+    validation data is required, test data is optional.
     """
     _check_format(data)
     if data.format == "builtin":
         return Pairs()
-    _given(data, "train")
     valid = load_pairs(data, "valid")
     if data.test:
         load_pairs(data, "test")
     return valid
 
 
+def check_named(data: DataConfig, split: Split) -> None:
+    """Raise DataError unless as many files of a split are named as its format needs; they are not read."""
+    _check_format(data)
+    if data.format != "builtin":
+        _given(data, split)
+
+
 def fingerprint(data: DataConfig, split: Split) -> str:
     """Compute the SHA-256 of the contents of a split's files, or of the pairs themselves for data on the hub.
 
-    It is empty for the built-in corpus, which is determined by the settings.
+    For data that is streamed from the hub it is that of the data set's commit, without a look at the data. It is empty
+    for the built-in corpus, which is determined by the settings.
     """
     _check_format(data)
     if data.format == "builtin":
         return ""
     digest = hashlib.sha256()
-    if data.format == "hub":
+    if data.format == "hub" and data.streaming:
+        digest.update(json.dumps([*_on_hub(data, split), _hub_revision(data, split)]).encode())
+    elif data.format == "hub":
         digest.update(json.dumps(load_pairs(data, split)).encode())
     else:
         for path in _paths(data, split):
@@ -111,45 +158,50 @@ def _check_format(data: DataConfig) -> None:
                 )
 
 
-def _builtin(data: DataConfig, split: Split) -> list[Pair]:
+def _builtin(data: DataConfig, split: Split) -> Iterator[Pair]:
     if (data.source, data.target) not in (("en", "de"), ("de", "en")):
         raise DataError(f"the built-in corpus is en and de; data.source is {data.source}, data.target {data.target}")
     count = BUILTIN_HELD_OUT
     if split == "train":
         count = data.builtin_pairs
-    drawn = builtin_pairs(count, BUILTIN_SEED, split)
-    if data.source == "en":
-        return drawn
-    return [Pair(target, source) for source, target in drawn]
+    for pair in builtin_pairs(count, BUILTIN_SEED, split):
+        if data.source == "en":
+            yield pair
+        else:
+            yield Pair(pair.target, pair.source)
 
 
-def _text(data: DataConfig, split: Split) -> list[Pair]:
+def _text(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read two files, where the n-th line of one translates the n-th line of the other."""
     paths = _paths(data, split)
-    sides = [_lines(path, split) for path in paths]
-    if len(sides[0]) != len(sides[1]):
+    counts = [0, 0]
+    for lines in zip_longest(*(_lines(path, split) for path in paths)):
+        counts = [count + (line is not None) for count, line in zip(counts, lines, strict=True)]
+        if counts[0] == counts[1]:
+            yield Pair(*lines)
+    if counts[0] != counts[1]:
         raise DataError(
-            f"{paths[0]} has {len(sides[0]):,} lines, {paths[1]} has {len(sides[1]):,}: the two must be aligned "
-            "line by line"
+            f"{paths[0]} has {counts[0]:,} lines, {paths[1]} has {counts[1]:,}: the two must be aligned line by line"
         )
-    return [Pair(*lines) for lines in zip(*sides, strict=True)]
 
 
-def _tsv(data: DataConfig, split: Split) -> list[Pair]:
+def _tsv(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read one file, with columns separated by tabs and named in the first line. Quotes have no meaning."""
     (path,) = _paths(data, split)
-    header, *lines = [line.split("\t") for line in _lines(path, split)]
+    lines = _lines(path, split)
+    header = next(lines).split("\t")
     source, target = (_index(header, language, setting, str(path)) for setting, language in _languages(data))
-    for number, cells in enumerate(lines, start=2):  # line 1 is the header
+    for number, line in enumerate(lines, start=2):  # line 1 is the header
+        cells = line.split("\t")
         if len(cells) != len(header):
             raise DataError(f"{path}:{number} has {len(cells)} columns, the header {len(header)}")
-    return [Pair(cells[source], cells[target]) for cells in lines]
+        yield Pair(cells[source], cells[target])
 
 
 def _jsonl(data: DataConfig, split: Split) -> list[Pair]:
     """Read one file with a JSON object in each line that is not empty."""
     (path,) = _paths(data, split)
-    lines = enumerate(_lines(path, split), start=1)
+    lines = enumerate(list(_lines(path, split)), start=1)
     records = [_record(line, f"{path}:{number}") for number, line in lines if line.strip()]
     return _pairs(_columns(records), data, str(path))
 
@@ -166,30 +218,70 @@ def _record(line: str, where: str) -> dict[str, Any]:
     return record
 
 
-def _parquet(data: DataConfig, split: Split) -> list[Pair]:
+def _parquet(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read one parquet file, and remove the copy that `datasets` makes on disk."""
     import datasets
 
     (path,) = _paths(data, split)
-    with tempfile.TemporaryDirectory() as folder, _quiet(), _explained(str(path)):
-        rows: Any = datasets.Dataset.from_parquet(str(path), cache_dir=folder, keep_in_memory=True)
-        columns = _tables_columns(rows, data)
-    return _pairs(columns, data, str(path))
+    with tempfile.TemporaryDirectory() as folder:
+        with _quiet(), _explained(str(path)):
+            rows = datasets.Dataset.from_parquet(str(path), cache_dir=folder)
+        yield from _sliced(rows, data, str(path))
 
 
-def _hub(data: DataConfig, split: Split) -> list[Pair]:
-    """Read a split of a data set on the hub, which remains in `datasets`' cache."""
+def _hub(data: DataConfig, split: Split) -> Iterator[Pair]:
+    """Read a split of a data set on the hub, which remains in `datasets`' cache unless it is streamed."""
     import datasets
 
+    repository, subset, name = _on_hub(data, split)
+    where = f"{data.path} (split {name}) on the Hugging Face hub"
+    options: dict[str, Any] = {"split": name}
+    if data.streaming:
+        options["streaming"] = True
+    with _quiet(), _explained(where):
+        rows = datasets.load_dataset(repository, subset, **options)
+    yield from _sliced(rows, data, where)
+
+
+def _hub_revision(data: DataConfig, split: Split) -> str:
+    """Return the commit of a data set on the hub, without reading the data."""
+    import datasets
+
+    repository, subset, name = _on_hub(data, split)
+    with _quiet(), _explained(f"{data.path} (split {name}) on the Hugging Face hub"):
+        return str(datasets.load_dataset_builder(repository, subset).hash)
+
+
+def _on_hub(data: DataConfig, split: Split) -> tuple[str, str | None, str]:
+    """Return a data set's name, its subset, and the name of the split."""
     (name,) = _given(data, split)
-    repository, _, subset = _expanded(data.path, "data.path").partition(":")
+    repository, _, subset = expanded(data.path, "data.path").partition(":")
     if not repository:
         raise DataError("data.path is empty; for format hub it is the data set's name, such as wmt/wmt14:de-en")
-    where = f"{data.path} (split {name}) on the Hugging Face hub"
-    with _quiet(), _explained(where):
-        rows = datasets.load_dataset(repository, subset or None, split=name)
-        columns = _tables_columns(rows, data)
-    return _pairs(columns, data, where)
+    return repository, subset or None, name
+
+
+SLICE = 10_000
+"""Rows of a table that are in memory at a time."""
+
+
+def _sliced(rows: Any, data: DataConfig, where: str) -> Iterator[Pair]:
+    """Read a table of `datasets` in slices, and of it only the columns that may contain the languages."""
+    names = list(rows.column_names or [])  # a stream may not know them
+    wanted = [name for name in names if name in ("translation", data.source, data.target)]
+    if names and not wanted:
+        _pairs({name: [] for name in names}, data, where)
+    with _explained(where):
+        slices = (rows.select_columns(wanted) if wanted else rows).iter(batch_size=SLICE)
+    before = 0
+    while True:
+        with _explained(where):
+            columns = next(slices, None)
+        if columns is None:
+            return
+        pairs = _pairs({**{name: [] for name in names}, **columns}, data, where, before)
+        before += len(pairs)
+        yield from pairs
 
 
 def _given(data: DataConfig, split: Split) -> tuple[str, ...]:
@@ -208,22 +300,24 @@ def _given(data: DataConfig, split: Split) -> tuple[str, ...]:
 
 
 def _paths(data: DataConfig, split: Split) -> list[Path]:
-    folder = Path(_expanded(data.path, "data.path"))
-    paths = [folder / _expanded(name, f"data.{split}") for name in _given(data, split)]
+    folder = Path(expanded(data.path, "data.path"))
+    paths = [folder / expanded(name, f"data.{split}") for name in _given(data, split)]
     for path in paths:
         if not path.is_file():
             raise DataError(f"there is no file {path}; set data.{split}, and data.path for the folder it is in")
     return paths
 
 
-def _lines(path: Path, split: Split) -> list[str]:
-    lines = read_lines(path)
-    if not lines:
+def _lines(path: Path, split: Split) -> Iterator[str]:
+    empty = True
+    for line in each_line(path):
+        empty = False
+        yield line
+    if empty:
         raise DataError(f"{path} is empty; data.{split} needs sentences")
-    return lines
 
 
-def _expanded(path: str, setting: str) -> str:
+def expanded(path: str, setting: str) -> str:
     """Replace each ${NAME} in `path` from the environment, and ~ by the home folder."""
 
     def value(match: re.Match[str]) -> str:
@@ -237,28 +331,22 @@ def _expanded(path: str, setting: str) -> str:
     return os.path.expanduser(re.sub(r"\$\{(\w+)\}", value, path))
 
 
-def _tables_columns(rows: Any, data: DataConfig) -> dict[str, list[Any]]:
-    """Read the columns of a table that may contain the languages, and leave the others empty."""
-    wanted = {"translation", data.source, data.target}
-    columns: dict[str, list[Any]] = {name: [] for name in rows.column_names}
-    for name in wanted & columns.keys():
-        columns[name] = list(rows[name])
-    return columns
-
-
 def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Collect the values of each key, in order; None for a record without the key."""
     names = sorted({name for record in records for name in record})
     return {name: [record.get(name) for record in records] for name in names}
 
 
-def _pairs(columns: Mapping[str, list[Any]], data: DataConfig, where: str) -> list[Pair]:
-    """Return the two languages of each row, from their own columns or from keys of the column `translation`."""
+def _pairs(columns: Mapping[str, list[Any]], data: DataConfig, where: str, before: int = 0) -> list[Pair]:
+    """Return the two languages of each row, from their own columns or from keys of the column `translation`.
+
+    `before` is the number of rows before these.
+    """
     if "translation" in columns and data.source not in columns:
         columns = _columns([record if isinstance(record, dict) else {} for record in columns["translation"]])
     for setting, language in _languages(data):
         _index(list(columns), language, setting, where)
-        for number, text in enumerate(columns[language], start=1):
+        for number, text in enumerate(columns[language], start=before + 1):
             if not isinstance(text, str):
                 raise DataError(f"{where}, row {number:,}: {language!r} is not text but {type(text).__name__}")
             if not text.isascii() and SURROGATE.search(text):

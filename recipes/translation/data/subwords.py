@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import sentencepiece
 
-from recipes.translation.data.segmentations import LastPieces, drawn, last_pieces, with_dropout
+from recipes.translation.data.placeholders import placeholder_symbols
+from recipes.translation.data.segmentations import BLANK, Sampler
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.settings.config import ConfigError, SubwordConfig
 
@@ -26,11 +28,14 @@ MAX_BYTES = 1 << 16
 ones."""
 
 
-def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordConfig) -> None:
+def train_subwords(
+    sentences: Iterable[str], path_prefix: Path, config: SubwordConfig, tags: Sequence[str] = ()
+) -> None:
     """Train a model on `sentences` and write it to `<path_prefix>.model`, whole or not at all.
 
     The same sentences and settings give the same bytes. Characters outside the vocabulary are spelled in UTF-8 bytes
-    (256 of the subwords), so that no text is ever unknown. Sentences above MAX_BYTES are left out, with a note on
+    (256 of the subwords), so that no text is ever unknown. Each symbol and placeholder of the settings is one subword,
+    and each of the `tags` together with the blank before it. Sentences above MAX_BYTES are left out, with a note on
     stderr. For a vocabulary that does not fit the text, ConfigError gives the size that would.
     """
     model = io.BytesIO()
@@ -49,6 +54,7 @@ def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordC
             unk_id=UNK,
             bos_id=BOS,
             eos_id=EOS,
+            user_defined_symbols=[*(BLANK + tag for tag in tags), *symbols_of(config)],
             byte_fallback=True,
             character_coverage=0.9999,  # leaves out rare characters of a large corpus, and none of a small one
             max_sentence_length=MAX_BYTES,
@@ -62,6 +68,11 @@ def train_subwords(sentences: Iterable[str], path_prefix: Path, config: SubwordC
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_bytes(model.getvalue())
     os.replace(unfinished, path)  # in one step: a process that is killed leaves no half of a model
+
+
+def symbols_of(config: SubwordConfig) -> list[str]:
+    """Return the symbols that both sides have: those of the settings, and the placeholders."""
+    return [*config.symbols, *placeholder_symbols(config.placeholders)]
 
 
 def model_path(path_prefix: Path) -> Path:
@@ -85,10 +96,6 @@ def _plain_error(message: str, config: SubwordConfig) -> ValueError:
     return DataError(f"sentencepiece cannot train on this text: {' '.join(message.split())}")
 
 
-BLANK = "\u2581"
-"""What sentencepiece writes for a blank, with which a word begins."""
-
-
 class Subwords:
     """A trained model: sentences to subword ids and back."""
 
@@ -96,16 +103,6 @@ class Subwords:
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
-        special = (processor.is_control, processor.is_unknown, processor.is_byte)
-        self._pieces = [processor.id_to_piece(each) for each in range(processor.get_piece_size())]
-        for each in range(len(self._pieces)):
-            if any(is_special(each) for is_special in special):
-                self._pieces[each] = ""
-        self._ids = {piece: each for each, piece in enumerate(self._pieces) if piece}
-        self._scores = {piece: processor.get_score(each) for piece, each in self._ids.items()}
-        # Merges are numbered: the scores of a bpe model are whole numbers, those of a unigram model logarithms
-        self._is_bpe = all(score == int(score) for score in self._scores.values())
-        self._last_pieces: dict[tuple[str, float], list[LastPieces]] = {}
 
     @classmethod
     def load(cls, path: str | Path) -> Subwords:
@@ -126,51 +123,33 @@ class Subwords:
         """Write the model file that `load` reads."""
         path.write_bytes(self.serialized())
 
-    def encode(self, sentences: list[str]) -> list[list[int]]:
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of the model."""
+        return hashlib.sha256(self._processor.serialized_model_proto()).hexdigest()
+
+    def encode(self, sentences: list[str], threads: int = 1) -> list[list[int]]:
         """Encode each sentence as ids, without start and end symbol."""
-        ids: list[list[int]] = self._processor.encode(sentences, num_threads=1)
+        ids: list[list[int]] = self._processor.encode(sentences, num_threads=threads)
         return ids
 
-    def sample(self, sentences: Sequence[str], seeds: Iterable[int], amount: float) -> list[list[int]]:
+    def sample(
+        self, sentences: Sequence[str], seeds: Iterable[int], amount: float, symbols: Sequence[str] = ()
+    ) -> list[list[int]]:
         """Draw a segmentation of each sentence, a function of the sentence, its seed and `amount` alone.
 
         A bpe model leaves out each merge with probability `amount` (BPE-dropout, Provilkov et al. 2020, algorithm 1). A
         unigram model draws from all segmentations, in proportion to their probability to the power `amount` (Kudo 2018,
-        section 3.3): the smaller it is, the more do rare segmentations occur.
+        section 3.3): the smaller it is, the more do rare segmentations occur. Those of the `symbols`, tags among them,
+        that are subwords of the model are never split.
         """
+        whole = {self._processor.piece_to_id(piece) for symbol in symbols for piece in (BLANK + symbol, symbol)}
         plain = self.encode(list(sentences))
-        return [self._drawn(ids, Random(int(seed)), amount) for ids, seed in zip(plain, seeds, strict=True)]
+        return [self._sampler.draw(ids, int(seed), amount, whole) for ids, seed in zip(plain, seeds, strict=True)]
 
-    def _drawn(self, ids: list[int], random: Random, amount: float) -> list[int]:
-        found: list[int] = []
-        for text, piece in self._words(ids):
-            if not text:  # a byte of a character that no subword has
-                found.append(piece)
-                continue
-            found += [self._ids[each] for each in self._segmentation(text, random, amount)]
-        return found
-
-    def _words(self, ids: list[int]) -> Iterator[tuple[str, int]]:
-        """Yield each word, with the mark of the blank before it, and each byte; no subword crosses their borders."""
-        word = ""
-        for each in ids:
-            piece = self._pieces[each]
-            if word and (not piece or piece.startswith(BLANK)):
-                yield word, 0
-                word = ""
-            if not piece:
-                yield "", each
-            word += piece
-        if word:
-            yield word, 0
-
-    def _segmentation(self, word: str, random: Random, amount: float) -> list[str]:
-        if self._is_bpe:
-            return with_dropout(word, self._scores, amount, random)
-        key = (word, amount)
-        if key not in self._last_pieces:
-            self._last_pieces[key] = last_pieces(word, self._scores, amount)
-        return drawn(word, self._last_pieces[key], random)
+    @cached_property
+    def _sampler(self) -> Sampler:
+        return Sampler(self._processor)
 
     def decode(self, ids: list[list[int]]) -> list[str]:
         """Decode each list of ids; padding, start and end symbol are ignored."""

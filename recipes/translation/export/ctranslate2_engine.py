@@ -10,10 +10,11 @@ import ctranslate2
 
 from models import default_limit, length_normaliser
 from recipes.translation.atomic_folder import CheckpointError, verified_folder
+from recipes.translation.data.model_text import finished
 from recipes.translation.data.subwords import BOS, PAD, Subwords
 from recipes.translation.run_folder.checkpoint import load_belongings
 from recipes.translation.settings.config import DecodingConfig, RunConfig
-from recipes.translation.translate import one_line, source_ids
+from recipes.translation.translate import source_ids
 
 
 class ExportedTranslator(NamedTuple):
@@ -53,7 +54,7 @@ def translate(translator: ExportedTranslator, sentences: Sequence[str], decoding
     translations: list[list[int]] = [[] for _ in ids]
     for row, tokens in zip(rows, found, strict=True):
         translations[row] = tokens
-    return [one_line(text) for text in translator.target.decode(translations)]
+    return finished(translator.target.decode(translations), sentences, translator.config)
 
 
 def search(

@@ -24,6 +24,7 @@ FOLDERS = ("last", "best", "subwords")
 MAY_CHANGE = frozenset(
     {
         "run",
+        "data.cache",
         "data.path",  # the data itself is compared by its fingerprint
         "data.test",
         "data.tokenize",

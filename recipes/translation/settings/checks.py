@@ -19,6 +19,18 @@ def check_together(config: RunConfig) -> None:
             f"subwords.sampling is {subwords.sampling:g}: for subwords.kind bpe it is the probability of leaving out a "
             "merge, and must be below 1 (0.1 is usual)"
         )
+    capitals = [symbol for symbol in subwords.symbols if symbol != symbol.lower()]
+    if subwords.lowercase and capitals:
+        raise ConfigError(
+            f"subwords.symbols has {', '.join(capitals)}, but subwords.lowercase is true: such a word never occurs; "
+            "write it in lower case"
+        )
+    noise = config.noise
+    if (total := noise.swap + noise.drop + noise.double) > 1:
+        raise ConfigError(
+            f"noise.swap {noise.swap:g}, noise.drop {noise.drop:g} and noise.double {noise.double:g} add "
+            f"up to {total:g}: a letter has one of these errors at most, so make it 1 or less"
+        )
     training = config.training
     if training.best_by != "loss" and not training.validate_bleu:
         raise ConfigError(

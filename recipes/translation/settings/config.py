@@ -17,14 +17,18 @@ from typing import Annotated, Any
 import yaml
 
 from recipes.translation.settings.checks import check_together
+from recipes.translation.settings.cleaning import CleaningConfig
+from recipes.translation.settings.corpora import CorpusConfig
 from recipes.translation.settings.data import DataConfig, SubwordConfig
 from recipes.translation.settings.decoding import DecodingConfig
 from recipes.translation.settings.model import ModelConfig
+from recipes.translation.settings.noise import NoiseConfig
 from recipes.translation.settings.schema import ConfigError, Help, Schema
 from recipes.translation.settings.training import LayoutConfig, TrainingConfig
 
 __all__ = [
     "ConfigError",
+    "CorpusConfig",
     "DataConfig",
     "DecodingConfig",
     "LayoutConfig",
@@ -45,6 +49,16 @@ class RunConfig:
         "runs/demo"
     )
     data: DataConfig = field(default_factory=DataConfig)
+    corpora: Annotated[
+        Mapping[str, CorpusConfig],
+        Help(
+            "Training corpora instead of data.train, each under a name: {news: {train: [a.en, a.de], weight: 2}}. The "
+            "settings of a corpus are train, format, path, source and target, as in data; weight, of its share of an "
+            "epoch; and tag, a word in front of its sources."
+        ),
+    ] = field(default_factory=dict)
+    cleaning: CleaningConfig = field(default_factory=CleaningConfig)
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
     subwords: SubwordConfig = field(default_factory=SubwordConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -104,7 +118,7 @@ def format_of(data: DataConfig) -> str:
             f"data.path is {data.path}, but no file is named: set data.train and data.valid, or leave data.path out "
             "to train on the built-in corpus"
         )
-    found = {split: _format_of(split, names) for split, names in splits.items()}
+    found: dict[str, str | None] = {split: format_of_files(f"data.{split}", names) for split, names in splits.items()}
     for split, format in found.items():
         first = next(iter(found))
         if format != found[first]:
@@ -112,18 +126,22 @@ def format_of(data: DataConfig) -> str:
                 f"data.{first} looks like {found[first]}, data.{split} like {format}: all data has one format; "
                 "convert one of them, or set data.format"
             )
-    return next(iter(found.values()), "builtin")
+    return next(iter(found.values()), None) or "builtin"
 
 
-def _format_of(split: str, names: tuple[str, ...]) -> str:
+def format_of_files(setting: str, names: tuple[str, ...]) -> str | None:
+    """Return the format of the files that a setting names, None without files; raise ConfigError if it is not clear."""
+    if not names:
+        return None
     formats = {named_format(name) for name in names}
     if formats == {None} and len(names) == 2:
         return "text"
     (format, *others) = formats
     if format is None or others:
+        section = setting.rpartition(".")[0]
         raise ConfigError(
-            f"data.{split} ({', '.join(names)}) does not tell its format: set data.format (text takes two files; tsv, "
-            "jsonl and parquet take one; hub takes a split name), or end the name in .tsv, .jsonl or .parquet"
+            f"{setting} ({', '.join(names)}) does not tell its format: set {section}.format (text takes two files; "
+            "tsv, jsonl and parquet take one; hub takes a split name), or end the name in .tsv, .jsonl or .parquet"
         )
     return format
 

@@ -65,6 +65,35 @@ class DataConfig:
             "| flores200 | spBLEU-1K."
         ),
     ] = "auto"
+    language_tags: Annotated[
+        bool,
+        Help(
+            "Put a tag of the target language, such as <2de>, in front of every source sentence, so that one model can "
+            "learn several languages."
+        ),
+    ] = False
+    temperature: Annotated[
+        float,
+        Help(
+            "Of the sampling of several corpora: a corpus of n pairs has a share of each epoch in proportion to its "
+            "weight times n^(1/temperature). 1 mixes them as they are, 5 gives small ones more."
+        ),
+        Range(at_least=1),
+    ] = 1.0
+    streaming: Annotated[
+        bool,
+        Help(
+            "Read hub data row by row over the network, without a copy of it on disk; with data.cache it is read for "
+            "the subwords and for the tokenised pairs, and then no more."
+        ),
+    ] = False
+    cache: Annotated[
+        str,
+        Help(
+            "Folder for the tokenised training pairs, which are then memory-mapped, and found again by their contents: "
+            "for corpora beyond memory. Runs may share it. If it is not set, the pairs are in memory."
+        ),
+    ] = ""
     builtin_pairs: Annotated[
         int, Help("Training pairs drawn from the built-in corpus (format: builtin only)."), Range(at_least=1)
     ] = 40_000
@@ -82,6 +111,22 @@ class SubwordConfig:
         Range(at_least=261),  # the 4 special subwords, the 256 bytes, and one to spell with
     ] = 1_000
     joint: Annotated[bool, Help("One model for both languages (needed to share embeddings), or one for each.")] = True
+    symbols: Annotated[
+        tuple[str, ...],
+        Help("Words such as <url>, each of which is one subword wherever it occurs, and comes back as it is."),
+    ] = ()
+    placeholders: Annotated[
+        tuple[Literal["url", "email", "number"], ...],
+        Help(
+            "url | email | number, any of them: replace them by symbols such as <url1> before translation, and put "
+            "them back afterwards. Numbers come back as they are, which suits languages that write them alike."
+        ),
+    ] = ()
+    train_pairs: Annotated[
+        int,
+        Help("Training pairs from which the subwords are made, drawn at random; 0 takes all of them."),
+        Range(at_least=0),
+    ] = 0
     kind: Annotated[Literal["unigram", "bpe"], Help("unigram | bpe.")] = "unigram"
     lowercase: Annotated[
         bool, Help("Lower-case the text before anything else (BLEU is then computed on lower-case text too).")

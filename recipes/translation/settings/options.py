@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn, get_origin
 
 from recipes.translation.settings.config import SCHEMA, RunConfig
@@ -87,6 +87,8 @@ def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
 def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType) -> None:
     nargs = None
     metavar = METAVARS.get(setting.kinds[0], "TEXT")
+    if get_origin(setting.kinds[0]) is Mapping:
+        metavar = "YAML"
     if any(get_origin(kind) is tuple for kind in setting.kinds):
         nargs = "+"
         metavar = "VALUE"
@@ -116,7 +118,7 @@ def _as_yaml(words: str | list[str]) -> str | list[str]:
 def _shown(default: object) -> str:
     if default is None:
         return "as the preset has it"
-    if isinstance(default, tuple):
+    if isinstance(default, (tuple, Mapping)):
         return " ".join(map(str, default)) or "none"
     if isinstance(default, bool):
         return str(default).lower()

@@ -65,7 +65,8 @@ class SettingType(NamedTuple):
     """A field of a configuration dataclass, as its annotation and its default describe it."""
 
     kinds: tuple[Any, ...]
-    """The types that a value may have, each of them str, int, float, bool, None's, or a tuple of one of these."""
+    """The types that a value may have: str, int, float, bool, None's, or a tuple of one of these; or, alone, a Mapping
+    from names to dataclasses."""
     default: object
     help: str = ""
     choices: tuple[str, ...] = ()
@@ -88,6 +89,9 @@ class SettingType(NamedTuple):
             if get_origin(alternative) is Literal:
                 choices = get_args(alternative)
                 kinds.append(str)
+            elif _is_list(alternative) and get_origin(get_args(alternative)[0]) is Literal:
+                choices = get_args(get_args(alternative)[0])
+                kinds.append(tuple[str, ...])
             else:
                 kinds.append(alternative)
         text = next((each.text for each in metadata if isinstance(each, Help)), "")
@@ -190,6 +194,8 @@ class Schema:
 
     def _value(self, key: str, node: yaml.Node, location: str) -> Any:
         alternatives = self.settings[key].kinds
+        if get_origin(alternatives[0]) is Mapping:
+            return self._named_sections(key, node, location)
         if len(alternatives) == 1 and _is_list(alternatives[0]) and isinstance(node, yaml.ScalarNode):
             node = yaml.SequenceNode(f"{YAML_TAG}seq", [node])  # one file needs no brackets
         reason = ""
@@ -205,8 +211,35 @@ class Schema:
                 continue
         raise ConfigError(self._refusal(key, location, _shown(node)) + reason)
 
+    def _named_sections(self, key: str, node: yaml.Node, location: str) -> dict[str, Any]:
+        """Read sections whose names the user has chosen."""
+        if node.tag == f"{YAML_TAG}null":
+            return {}
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(self._refusal(key, location, _shown(node)))
+        file = location.rpartition(":")[0] or location
+        kind = get_args(self.settings[key].kinds[0])[1]
+        found: dict[str, Any] = {}
+        for name_node, inner in node.value:
+            name = _shown(name_node)
+            if isinstance(name_node, yaml.ScalarNode):
+                name = _text(name_node.value)
+            if name in found:
+                raise ConfigError(f"{key}.{name} is given twice ({file}:{name_node.start_mark.line + 1}); keep one")
+            section = f"{key}.{name}"
+            schema = Schema(kind)
+            schema.settings = {f"{section}.{setting}": value for setting, value in schema.settings.items()}
+            schema.sections = {"": [key], section: schema.sections[""]}
+            values = {}
+            for setting, value, where in schema._entries(inner, section, Path(file)):
+                values[setting.removeprefix(f"{section}.")] = schema._value(setting, value, where)
+            found[name] = kind(**values)
+        return found
+
     def _allows(self, key: str, value: object) -> bool:
         setting = self.settings[key]
+        if setting.choices and isinstance(value, tuple):
+            return set(value) <= set(setting.choices)
         if setting.choices:
             return value in setting.choices
         # Above 2^31 some libraries fail with an error of their own, or wrap around
@@ -220,6 +253,8 @@ class Schema:
         near: list[str] = []
         if setting.choices:
             expected = "one of " + ", ".join(setting.choices)
+            if _is_list(setting.kinds[0]):
+                expected = f"a list, each {expected}"
             near = difflib.get_close_matches(got.strip("'\""), setting.choices, n=1)
         else:
             limits = ""
@@ -266,7 +301,7 @@ def _as_node(value: object, alternatives: Sequence[Any]) -> yaml.Node:
     if not isinstance(value, str):
         if isinstance(value, tuple):  # which safe_dump refuses
             value = list(value)
-        return _composed(yaml.safe_dump(value)) or yaml.ScalarNode(f"{YAML_TAG}null", "")
+        return _composed(yaml.safe_dump(value, sort_keys=False)) or yaml.ScalarNode(f"{YAML_TAG}null", "")
     # "12" and "true" remain text where text is expected; only null and [...] are read as YAML, where they are allowed
     lists = [kind for kind in alternatives if _is_list(kind)]
     nothing = types.NoneType in alternatives and value in ("null", "~")
@@ -333,6 +368,8 @@ def _shortened(text: str) -> str:
 
 
 def _words(kind: Any, limits: str) -> str:
+    if get_origin(kind) is Mapping:
+        return "sections, each under a name"
     names = {str: "text", bool: "true or false", int: "a whole number", float: "a number", types.NoneType: "null"}
     if _is_list(kind):
         inner = get_args(kind)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipes.translation.data import batches as batches_module
 from recipes.translation.data.batches import Batch, TokenBatches
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.data.subwords import BOS, EOS, PAD, Subwords, train_subwords
@@ -46,6 +47,34 @@ def test_no_batch_of_several_rows_exceeds_the_budget_on_either_side(
     for indices in batches.epoch(epoch):
         batch = batches.batch(indices)
         assert len(indices) == 1 or max(batch.src.numel(), batch.tgt_out.numel()) <= budget
+
+
+@given(lengths, st.integers(1, 200), st.integers(0, 5))
+def test_the_batches_are_those_of_pairs_sorted_and_cut_one_by_one(
+    sizes: list[tuple[int, int]], budget: int, epoch: int
+) -> None:
+    rng = numpy.random.default_rng([3, epoch])
+    ties = rng.random(len(sizes))
+
+    def key(index: int) -> tuple[int, int, float]:
+        source, target = sizes[index]
+        return -target, source if target % 2 == 0 else -source, ties[index]  # the end symbol makes an even length odd
+
+    expected: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(sizes)), key=key):
+        length = max(sizes[index]) + 1
+        longest = max(longest, length)
+        if not expected or (len(expected[-1]) + 1) * longest > budget:
+            expected.append([])
+            longest = length
+        expected[-1].append(index)
+    if expected:
+        expected = [expected[number] for number in rng.permutation(len(expected))]
+    assert TokenBatches(*corpus(sizes), batch_tokens=budget, seed=3).epoch(epoch) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches_module, "TABLE", 7)
+        assert TokenBatches(*corpus(sizes), batch_tokens=budget, seed=3).epoch(epoch) == expected
 
 
 @given(lengths, st.integers(1, 200), st.integers(0, 9))

@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from recipes.translation.data import sentence_pairs
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.sentence_pairs import DataError, Pair, load_pairs
 from recipes.translation.settings.config import DataConfig
@@ -237,6 +238,31 @@ def test_the_hub_is_asked_for_name_subset_and_split_and_nothing_else(monkeypatch
         (("wmt/wmt14", "de-en"), {"split": "train"}),
         (("wmt/wmt14", None), {"split": "validation"}),
     ]
+
+
+def test_a_stream_from_the_hub_is_read_in_slices_and_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"translation": {"en": f"a{n}", "de": f"b{n}"}, "id": n} for n in range(7)]
+    asked: list[Any] = []
+
+    def load_dataset(*args: Any, **options: Any) -> datasets.IterableDataset:
+        asked.append((args, options))
+        return datasets.Dataset.from_list(rows).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(sentence_pairs, "SLICE", 3)
+    data = DataConfig(format="hub", path="a/b:c", train=("train",), streaming=True)
+    assert load_pairs(data, "train") == [(f"a{n}", f"b{n}") for n in range(7)]
+    assert asked == [(("a/b", "c"), {"split": "train", "streaming": True})]
+    rows[5]["translation"] = {"en": "a5"}
+    assert "row 6: 'de' is not text but NoneType" in refusal(data)
+    assert "has no 'fr' (data.target); it has 'de', 'en'" in refusal(replace(data, target="fr"))
+    asked.clear()
+    commits = iter(["one", "one", "two"])
+    builder = type("Builder", (), {"hash": property(lambda _: next(commits))})
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: builder())
+    first, again, other = (sentence_pairs.fingerprint(data, "train") for _ in range(3))
+    assert first == again != other
+    assert asked == []
 
 
 def test_a_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import sys
+import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.translation.commands import translation
-from recipes.translation.data.lines import lines_of, read_lines
+from recipes.translation.data.lines import each_line, lines_of, read_lines
 from recipes.translation.data.sentence_pairs import DataError, load_pairs
 from recipes.translation.settings.config import DataConfig
 
@@ -67,6 +69,25 @@ def test_compressed_files_are_unpacked_whatever_they_are_called(tmp_path: Path) 
     assert read_lines(tmp_path / "a.txt") == ["a", "b"]
 
 
+@given(
+    st.lists(
+        st.sampled_from([b"a", b"\n", b"\r", b"\r\n", "ä\ufeff".encode(), b"\xef\xbb\xbf", b"\xff"]), max_size=9
+    ).map(b"".join)
+)
+def test_lines_that_are_read_one_by_one_are_those_of_the_whole_file(written: bytes) -> None:
+    def outcome(read: Callable[[Path], Iterable[str]], path: Path) -> list[str] | str:
+        try:
+            return list(read(path))
+        except DataError as error:
+            return str(error)
+
+    with tempfile.TemporaryDirectory() as folder:
+        for content in (written, gzip.compress(written)):
+            path = Path(folder, "a.txt")
+            path.write_bytes(content)
+            assert outcome(each_line, path) == outcome(read_lines, path)
+
+
 def test_a_damaged_compressed_file_is_named(tmp_path: Path) -> None:
     whole = gzip.compress(b"a\nb\n" * 100)
     for number, damaged in enumerate((whole[:-9], whole[:12] + b"zz" + whole[14:], whole[:-5] + b"xxxxx")):
@@ -74,6 +95,8 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=rf"{number}\.gz cannot be unpacked: .+"):
             read_lines(path)
+        with pytest.raises(DataError, match=rf"{number}\.gz cannot be unpacked: .+"):
+            list(each_line(path))
 
 
 def test_one_line_in_is_one_line_out_through_file_and_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

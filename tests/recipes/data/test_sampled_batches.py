@@ -17,10 +17,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.translation.data.batches import Batch, Steps
+from recipes.translation.data.batches import Batch, Steps, TokenBatches
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.sampled_batches import SampledBatches, Side
+from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
 from recipes.translation.data.subwords import Subwords, model_path, train_subwords
 from recipes.translation.settings.config import ConfigError, SubwordConfig
 from tests.recipes.tiny import tiny
@@ -39,13 +39,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subwords]:
     return {kind: Subwords.load(model_path(folder / kind)) for kind in ("bpe", "unigram")}
 
 
-def batches(subwords: Subwords, amount: float = 0.2, target: float | None = None, **changes: Any) -> SampledBatches:
+def batches(subwords: Subwords, amount: float = 0.2, target: float | None = None, **changes: Any) -> DrawnBatches:
     """The pairs in batches of 300 cells, sampled on both sides unless `target` is another amount."""
     settings = {"batch_tokens": 300, "seed": 5, "max_length": 100, **changes}
-    return SampledBatches(
-        Side(SOURCES, subwords.encode(SOURCES), subwords, amount),
-        Side(TARGETS, subwords.encode(TARGETS), subwords, amount if target is None else target),
-        **settings,
+    return DrawnBatches(
+        TokenBatches(subwords.encode(SOURCES), subwords.encode(TARGETS), **settings),
+        Drawing(subwords, amount),
+        Drawing(subwords, amount if target is None else target),
     )
 
 
@@ -139,14 +139,14 @@ def test_a_draw_is_the_same_text_and_other_subwords(models: dict[str, Subwords],
     sampled = batches(models[kind])
     for which, (texts, drawn) in enumerate(zip((SOURCES, TARGETS), sampled.draw(3, range(300)), strict=True)):
         assert models[kind].decode([list(ids) for ids in drawn]) == texts
-        plain = sampled.sides[which].ids
+        plain = (sampled.plain.sources, sampled.plain.targets)[which]
         assert sum(ids != other for ids, other in zip(drawn, plain, strict=True)) > 200
         later = sampled.draw(4, range(300))[which]
         assert sum(ids != other for ids, other in zip(drawn, later, strict=True)) > 200
 
 
 @lru_cache
-def sampled_once(subwords: Subwords) -> SampledBatches:
+def sampled_once(subwords: Subwords) -> DrawnBatches:
     return batches(subwords)
 
 
@@ -159,32 +159,12 @@ def test_a_draw_depends_on_epoch_and_sentence_alone(
     assert sampled.draw(epoch, chosen) == tuple([side[pair] for pair in chosen] for side in whole)
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_characters_that_no_subword_has_stay_bytes(models: dict[str, Subwords], kind: str) -> None:
-    texts = ["漢 Haus 😀", "Das漢Haus", "ⅷ", ""]
-    for ids in models[kind].sample(texts * 20, range(80), 0.3), models[kind].encode(texts * 20):
-        assert models[kind].decode(ids) == models[kind].decode(models[kind].encode(texts * 20))
-
-
 def test_the_sides_have_draws_of_their_own(models: dict[str, Subwords]) -> None:
     """The same sentences on both sides are not cut alike, or a model could copy the cuts."""
     subwords = models["bpe"]
-    side = Side(SOURCES, subwords.encode(SOURCES), subwords, 0.3)
-    source, target = SampledBatches(side, side, batch_tokens=300, seed=5, max_length=100).draw(0, range(300))
+    ids, side = subwords.encode(SOURCES), Drawing(subwords, 0.3)
+    source, target = DrawnBatches(TokenBatches(ids, ids, batch_tokens=300, seed=5), side, side).draw(0, range(300))
     assert sum(ids != other for ids, other in zip(source, target, strict=True)) > 200
-
-
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_another_process_draws_the_same(models: dict[str, Subwords], kind: str, tmp_path: Path) -> None:
-    """sentencepiece's own random numbers differ from process to process."""
-    models[kind].save(tmp_path / "own.model")
-    program = (
-        "import sys; from recipes.translation.data.subwords import Subwords; "
-        "print(Subwords.load(sys.argv[1]).sample([sys.argv[2]] * 9, range(9), 0.2))"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "own.model"), SOURCES[0]]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert said == f"{models[kind].sample([SOURCES[0]] * 9, range(9), 0.2)}\n"
 
 
 def test_another_seed_draws_other_subwords(models: dict[str, Subwords]) -> None:
@@ -266,9 +246,29 @@ def test_a_draw_above_max_length_is_replaced_and_the_pairs_stay_the_same(models:
         long, _ = batches(subwords, max_length=10_000).draw(number, range(300))
         for pair in kept:
             fits = len(long[pair]) <= longest
-            assert drawn[pair] == (long[pair] if fits else sampled.sides[0].ids[pair])
+            assert drawn[pair] == (long[pair] if fits else sampled.plain.sources[pair])
             replaced += not fits
     assert replaced > 10
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_characters_that_no_subword_has_stay_bytes(models: dict[str, Subwords], kind: str) -> None:
+    texts = ["漢 Haus 😀", "Das漢Haus", "ⅷ", ""]
+    for ids in models[kind].sample(texts * 20, range(80), 0.3), models[kind].encode(texts * 20):
+        assert models[kind].decode(ids) == models[kind].decode(models[kind].encode(texts * 20))
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_another_process_draws_the_same(models: dict[str, Subwords], kind: str, tmp_path: Path) -> None:
+    """sentencepiece's own random numbers differ from process to process."""
+    models[kind].save(tmp_path / "own.model")
+    program = (
+        "import sys; from recipes.translation.data.subwords import Subwords; "
+        "print(Subwords.load(sys.argv[1]).sample([sys.argv[2]] * 9, range(9), 0.2))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "own.model"), SOURCES[0]]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert said == f"{models[kind].sample([SOURCES[0]] * 9, range(9), 0.2)}\n"
 
 
 def test_validation_is_never_sampled_and_the_fingerprint_tells_every_difference(
@@ -285,7 +285,7 @@ def test_validation_is_never_sampled_and_the_fingerprint_tells_every_difference(
         "seed": {"subwords.sampling": 0.3, "training.seed": 2},
     }.items():
         corpus = load_corpus(tiny(tmp_path / "run", {"data.builtin_pairs": 120, **changes}))
-        assert isinstance(corpus.train, SampledBatches) == (name != "plain")
+        assert isinstance(corpus.train, DrawnBatches) == (name != "plain")
         assert corpus.valid.sources == corpus.source.encode([pair.source for pair in corpus.valid_pairs])
         assert corpus.valid.targets == corpus.target.encode([pair.target for pair in corpus.valid_pairs])
         prints.add(corpus.fingerprint)

@@ -123,7 +123,7 @@ def test_prepare_reuses_what_the_same_settings_made(
     config = run_config(tmp_path)
     first, _ = prepare(config)
     monkeypatch.setattr(prepare_module, "train_subwords", None)
-    monkeypatch.setattr(prepare_module, "load_pairs", None)
+    monkeypatch.setattr(prepare_module, "each_corpus", None)
     again, _ = prepare(config)
     assert again.encode(SENTENCES[:50]) == first.encode(SENTENCES[:50])
     assert "reused" in capsys.readouterr().out
@@ -249,3 +249,36 @@ def test_lower_case_is_applied_before_training(tmp_path: Path) -> None:
     assert len(lower) < len(upper)
     pieces = [subwords._processor.id_to_piece(id) for id in range(4 + 256, len(subwords))]
     assert pieces == [piece.lower() for piece in pieces]
+
+
+SYMBOLS = ("<url>", "[NAME]", "\u00df\u00df", "\ufb01")
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+@pytest.mark.parametrize("symbol", SYMBOLS)
+@pytest.mark.parametrize("text", ["{}", "See {}.", "a{}b{}{} c", "({}) {}"])
+def test_a_symbol_is_one_subword_wherever_it_stands_and_comes_back_as_it_is(
+    kind: str, symbol: str, text: str, symbols_of: dict[str, Subwords]
+) -> None:
+    subwords = symbols_of[kind]
+    sentence = text.format(*[symbol] * 3)
+    (ids,) = subwords.encode([sentence])
+    assert [subwords.pieces()[each] for each in ids].count(symbol) == sentence.count(symbol)
+    assert subwords.decode([ids]) == [sentence]
+
+
+@pytest.fixture(scope="module")
+def symbols_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subwords]:
+    folder = tmp_path_factory.mktemp("symbols")
+    for kind in ("unigram", "bpe"):
+        train_subwords(SENTENCES[:300], folder / kind, SubwordConfig(vocab_size=380, kind=kind, symbols=SYMBOLS))
+    return {kind: Subwords.load(folder / f"{kind}.model") for kind in ("unigram", "bpe")}
+
+
+def test_a_tag_is_one_subword_with_the_blank_before_it(tmp_path: Path) -> None:
+    train_subwords(SENTENCES[:300], tmp_path / "a", SubwordConfig(vocab_size=380), ["<2de>", "<bt>"])
+    subwords = Subwords.load(tmp_path / "a.model")
+    tagged, plain = subwords.encode(["<2de> <bt> One dog.", "One dog."])
+    assert [subwords.pieces()[each] for each in tagged[:2]] == ["\u2581<2de>", "\u2581<bt>"]
+    assert tagged[2:] == plain
+    assert subwords.decode([tagged]) == ["<2de> <bt> One dog."]

@@ -13,7 +13,7 @@ from recipes.translation import train as training
 from recipes.translation.atomic_folder import MANIFEST
 from recipes.translation.commands import main
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
-from recipes.translation.settings.config import SCHEMA, ConfigError
+from recipes.translation.settings.config import SCHEMA, ConfigError, CorpusConfig
 from recipes.translation.train import begin, train
 from tests.recipes.run_folder.made import MADE, contents, refused
 from tests.recipes.tiny import options, tiny
@@ -137,6 +137,7 @@ MAY_CHANGE = (
     *(
         "run",
         "data.path",
+        "data.cache",
         "data.test",
         "data.tokenize",
         "training.devices",
@@ -166,6 +167,9 @@ def test_no_setting_that_makes_it_another_run_can_change_on_resuming(name: str, 
     config = tiny(made, {**SHORT, "training.steps": 6})
     if name == "model.preset":  # looked up first
         changed = replace(config, model=replace(config.model, preset="base"))
+    elif name == "corpora":
+        changed = replace(config, corpora={"another": CorpusConfig()})
+        name = "corpora.another"
     else:
         section, _, key = name.partition(".")
         old = getattr(config, section)

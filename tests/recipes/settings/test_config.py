@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from recipes.translation.settings.config import (
     SCHEMA,
     ConfigError,
+    CorpusConfig,
     DataConfig,
     DecodingConfig,
     ModelConfig,
@@ -45,6 +46,11 @@ configs = st.builds(
         source=texts | st.sampled_from(["no", "on", "1e-3", "null", "~", "12", "[a]"]),
         target=texts,
         builtin_pairs=counts,
+    ),
+    corpora=st.dictionaries(
+        texts,
+        st.builds(CorpusConfig, train=files, path=st.none() | texts, weight=st.floats(0, 1e8), tag=texts),
+        max_size=2,
     ),
     subwords=st.builds(
         SubwordConfig, vocab_size=st.integers(261, 10**6), joint=st.just(True), kind=choice("subwords.kind")
@@ -167,7 +173,7 @@ def test_null_keeps_the_preset(written: Callable[[str], Path]) -> None:
         ("training:\n  stesp: 3", ["training.stesp", "run.yaml:2", "training.steps"]),
         ("steps: 3", ["unknown setting steps", "run.yaml:1", "training.steps"]),
         ("\ntrainig: {steps: 3}", ["trainig", "run.yaml:2", "did you mean training?"]),
-        ("qqq: 1", ["qqq", "known: run, data, subwords, model, training, layout, decoding"]),
+        ("qqq: 1", ["qqq", "known: run, data, corpora, cleaning, noise, subwords, model, training, layout, decoding"]),
         ("training:\n  steps: 3\n  seed: 1\n  steps: 4", ["training.steps", "run.yaml:2", "run.yaml:4", "keep one"]),
         ("data: {}\ndata: {}", ["data is given twice", "run.yaml:1", "run.yaml:2"]),
         ("training:\n  steps: many", ["training.steps", "run.yaml:2", "a whole number", "'many'"]),
@@ -293,7 +299,8 @@ def test_every_number_has_a_range_and_every_limit_a_setting() -> None:
     settings = SCHEMA.settings.items()
     numbers = {key for key, setting in settings if "int" in str(setting.kinds) or "float" in str(setting.kinds)}
     assert {key for key, setting in settings if setting.range is not None} == numbers
-    assert all(str in setting.kinds for _, setting in settings if setting.choices)
+    texts = {str, tuple[str, ...]}
+    assert all(texts & set(setting.kinds) for _, setting in settings if setting.choices)
 
 
 def test_the_defaults_are_themselves_valid(tmp_path: Path) -> None:

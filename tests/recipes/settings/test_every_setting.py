@@ -40,6 +40,8 @@ FILES: dict[str, Any] = {
     "data.valid": ("valid.tsv",),
     "data.test": ("test.tsv",),
 }
+DIRTY: dict[str, Any] = {**FILES, "data.train": ("dirty.tsv",)}
+TWO: dict[str, Any] = {"a": {}, "b": {"format": "tsv", "path": "one", "train": ["small.tsv"]}}
 NUMBERS = ("weights", "metrics", "translations")
 
 
@@ -67,7 +69,34 @@ CHANGES: dict[str, Sequence[Change]] = {
     "data.source": [Change("xx", ("weights", "subwords"), beside=FILES)],
     "data.target": [Change("xx", ("weights", "subwords", "scores"), beside=FILES)],
     "data.builtin_pairs": [Change(150, ("weights", "subwords"))],
+    "data.streaming": [Change(True, refused="data.streaming is for data of format hub")],
+    "data.cache": [Change("cache", ("said",), (*NUMBERS, "subwords", "batches"))],
+    "data.language_tags": [Change(True, ("weights", "subwords"))],
+    "data.temperature": [Change(5.0, ("weights",), ("subwords",), beside={"corpora": TWO})],
+    "corpora": [
+        Change(TWO, ("weights", "subwords")),
+        Change({**TWO, "b": {**TWO["b"], "weight": 3}}, ("weights",), ("subwords",), beside={"corpora": TWO}),
+        Change({**TWO, "b": {**TWO["b"], "tag": "<bt>"}}, ("weights", "subwords"), beside={"corpora": TWO}),
+    ],
+    "cleaning.max_words": [Change(60, beside=DIRTY)],
+    "cleaning.max_characters": [Change(300, beside=DIRTY)],
+    "cleaning.max_ratio": [Change(9.0, beside=DIRTY)],
+    "cleaning.script": [Change(True, beside=DIRTY)],
+    "cleaning.encoding": [Change(True, beside=DIRTY)],
+    "cleaning.copies": [Change(True, beside=DIRTY)],
+    "cleaning.duplicates": [Change(True, beside=DIRTY)],
+    "noise.case": [Change(0.5, keeps=("subwords",))],
+    "noise.swap": [
+        Change(0.2, keeps=("subwords",)),
+        Change(0.2, ("weights", "batches"), ("subwords",), beside={"subwords.sampling": 0.3}),
+    ],
+    "noise.drop": [Change(0.2, keeps=("subwords",)), Change(0.6, beside={"noise.swap": 0.5}, refused="add up to 1.1")],
+    "noise.double": [Change(0.2, keeps=("subwords",))],
+    "noise.drop_words": [Change(0.2, keeps=("subwords",))],
     "subwords.vocab_size": [Change(340, ("weights", "subwords"))],
+    "subwords.placeholders": [Change(("url", "email"), ("weights", "subwords"), beside=DIRTY)],
+    "subwords.train_pairs": [Change(100, ("weights", "subwords"))],
+    "subwords.symbols": [Change(("<url>",), ("weights", "subwords"))],
     "subwords.joint": [Change(False, ("weights", "subwords"), beside={"model.tie": "target"})],
     "subwords.kind": [Change("bpe", ("weights", "subwords"))],
     "subwords.lowercase": [Change(True, ("weights", "subwords", "scores"))],
@@ -184,6 +213,11 @@ class Runs:
         given = {**BASE, **{name: value for name, value in changes.items() if name != "run"}}
         if "data.path" in given:
             given["data.path"] = str(self.root / given["data.path"])
+        if "data.cache" in given:
+            given["data.cache"] = str(self.root / given["data.cache"])
+        if "corpora" in given:
+            second = given["corpora"]["b"]
+            given["corpora"] = {**given["corpora"], "b": {**second, "path": str(self.root / second["path"])}}
         if "training.start_from" in given:
             given["training.start_from"] = str(self.root / given["training.start_from"])
         return tiny(folder, given)
@@ -270,15 +304,29 @@ def largest_input(module: nn.Module, seen: Outcome) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The runs, and two small corpora of three languages, the third one the first spelt backwards."""
+    """The runs, two small corpora of three languages, the third one the first spelt backwards, and one with defects."""
     root = tmp_path_factory.mktemp("settings")
     for seed, folder in enumerate(("one", "other")):
         (root / folder).mkdir()
         for name, count, split in (
-            ("train", 120, "train"), ("more", 130, "train"), ("valid", 8, "valid"), ("test", 8, "test")
+            ("train", 120, "train"), ("more", 130, "train"), ("small", 30, "train"),
+            ("valid", 8, "valid"), ("test", 8, "test"),
         ):  # fmt: skip
             lines = [f"{en}\t{de}\t{en[::-1]}" for en, de in builtin_pairs(count, 5 + seed, split)]
             (root / folder / f"{name}.tsv").write_text("\n".join(["en\tde\txx", *lines]) + "\n", encoding="utf-8")
+    ten = "one two three four five six seven eight nine ten "
+    defects = [
+        "no\tnein",
+        "no\tnein",
+        "a copy\ta copy",
+        "see https://a.org/b.\tsiehe https://a.org/b.",
+        "ü\tÃ¼",
+        "yes\tжд",
+        f"yes\t{ten}",
+        f"{ten * 7}\t{ten * 7}is seventy",
+    ]
+    clean = [f"{en}\t{de}" for en, de in builtin_pairs(100, 7)]
+    (root / "one" / "dirty.tsv").write_text("\n".join(["en\tde", *clean, *defects]) + "\n", encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
         train(tiny(root / "start", {**BASE, "training.seed": 9}))

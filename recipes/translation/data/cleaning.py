@@ -1,0 +1,132 @@
+"""Cleaning of training pairs by rules that need no model: each says of a pair that it is not a translation.
+
+The rules are those that toolkits and shared tasks have in common: length and ratio as in Moses' `clean-corpus-n.perl`,
+copies after Khayrallah and Koehn (2018, "On the impact of various types of noise on neural machine translation").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import blake2b
+
+from recipes.translation.data.builtin_corpus import Pair
+from recipes.translation.data.scripts import mostly_in, scripts_of_language
+from recipes.translation.settings.cleaning import CleaningConfig
+from recipes.translation.settings.schema import ConfigError
+
+Rule = Callable[[Pair], bool]
+"""Return whether a pair is to be removed."""
+
+EMPTY = "an empty side"
+
+CONTINUATION = (
+    "[\u00a1-\u00aa\u00ac-\u00ba\u00bc-\u00be"
+    "\u20ac\u0192\u2020\u2021\u02c6\u2030\u0160\u2039\u0152\u017d\u2022\u02dc\u2122\u0161\u203a\u0153\u017e\u0178]"
+)
+"""What Latin-1 and Windows-1252 make of a further byte of a UTF-8 character, other than quotes, dots, dashes and
+blanks, which may follow a real Ã in capitals."""
+DAMAGED = re.compile(
+    "\ufffd"  # what decoders put in place of bytes that are not UTF-8
+    "|[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]"  # controls; tab, line ends, separators and U+0085 are blanks
+    f"|[ÂÃÄÅ]{CONTINUATION}"  # ü as Ã¼, š as Å¡
+    "|â€"  # curly quotes and dashes as â€œ
+    f"|(?:[ÐÑÎÏ]{CONTINUATION}){{2}}"  # Cyrillic and Greek, two letters on end
+)
+
+
+class Cleaning:
+    """The rules that are set, and how many pairs each of them has removed.
+
+    Args:
+        settings: which rules; pairs with an empty side are removed without one.
+        source, target: the languages, for the rule about scripts.
+
+    Raises:
+        ConfigError: `cleaning.script` for a language whose script is not known.
+    """
+
+    def __init__(self, settings: CleaningConfig, source: str, target: str) -> None:
+        self._rules = rules(settings, source, target)
+        self.removed = dict.fromkeys(self._rules, 0)
+        self.read = 0
+
+    def kept(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
+        """Yield the pairs that no rule removes, in their order; each other one counts for the first rule it breaks."""
+        for pair in pairs:
+            self.read += 1
+            broken = next((name for name, breaks in self._rules.items() if breaks(pair)), None)
+            if broken is None:
+                yield pair
+            else:
+                self.removed[broken] += 1
+
+    def __str__(self) -> str:
+        counts = "; ".join(f"{name} {count:,}" for name, count in self.removed.items())
+        return f"{sum(self.removed.values()):,} of {self.read:,} pairs dropped: {counts}"
+
+
+def clean(
+    pairs: Iterable[Pair], settings: CleaningConfig, source: str, target: str
+) -> tuple[list[Pair], dict[str, int]]:
+    """Return the pairs that no rule removes, and the number of pairs that each rule has removed."""
+    cleaning = Cleaning(settings, source, target)
+    return list(cleaning.kept(pairs)), cleaning.removed
+
+
+def rules(settings: CleaningConfig, source: str, target: str) -> dict[str, Rule]:
+    """Return the rules that are set, by the words of the log, in the order in which they are asked."""
+    found: dict[str, Rule] = {EMPTY: lambda pair: not (pair.source.strip() and pair.target.strip())}
+    if settings.encoding:
+        found["wrong encoding"] = lambda pair: any(map(DAMAGED.search, pair))
+    if (words := settings.max_words) is not None:
+        found[f"more than {words:,} words"] = lambda pair: any(len(side.split()) > words for side in pair)
+    if (characters := settings.max_characters) is not None:
+        found[f"more than {characters:,} characters"] = lambda pair: any(len(side) > characters for side in pair)
+    if (ratio := settings.max_ratio) is not None:
+        found[f"lengths above {ratio:g} to 1"] = lambda pair: _ratio(pair) > ratio
+    if settings.copies:
+        found["the source copied"] = _is_copy
+    if settings.script:
+        found["wrong script"] = _wrong_script(source, target)
+    if settings.duplicates:
+        found["duplicates"] = _Repeated()
+    return found
+
+
+def _ratio(pair: Pair) -> float:
+    shorter, longer = sorted(len(side.strip()) for side in pair)
+    return longer / shorter
+
+
+def _is_copy(pair: Pair) -> bool:
+    """Return whether both sides are the same but for case and blanks; numbers and signs alone may well be."""
+    source, target = (" ".join(side.casefold().split()) for side in pair)
+    return source == target and any(map(str.isalpha, source))
+
+
+def _wrong_script(source: str, target: str) -> Rule:
+    expected = []
+    for setting, language in (("source", source), ("target", target)):
+        scripts = scripts_of_language(language)
+        if scripts is None:
+            raise ConfigError(
+                f"cleaning.script does not know the script of {language!r} (data.{setting}): add its ISO 15924 code, "
+                f"as in {language}-Latn, or leave cleaning.script out"
+            )
+        expected.append(scripts)
+    return lambda pair: not all(map(mostly_in, pair, expected))
+
+
+class _Repeated:
+    """Return whether a pair has been asked about before. 16 bytes of each pair are kept, not its text."""
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+
+    def __call__(self, pair: Pair) -> bool:
+        digest = blake2b("\0".join(pair).encode(), digest_size=16).digest()
+        if digest in self._seen:
+            return True
+        self._seen.add(digest)
+        return False

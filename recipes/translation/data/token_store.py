@@ -1,0 +1,182 @@
+"""Tokenised training pairs in a memory-mapped Arrow file, found again by what they were made from.
+
+The file is a stream of record batches, the format of Hugging Face `datasets`' own cache: `Dataset.from_file` opens it.
+Subwords are read when a batch is built, so that a corpus may be larger than memory; of each pair only its two lengths
+are in memory. Nothing here runs code from a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy
+import numpy.typing
+
+from recipes.translation.atomic_folder import sha256
+from recipes.translation.data.builtin_corpus import Pair
+from recipes.translation.data.lines import DataError
+from recipes.translation.data.subwords import Subwords
+
+ROWS = 50_000
+"""Pairs in a record batch."""
+LAYOUT = 1
+"""Part of every key: it changes when this file writes something else from the same data."""
+PAIRS = "pairs.arrow"
+FACTS = "facts.json"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a store without reading its pairs."""
+
+    corpora: list[int]
+    """The number of pairs of each corpus, which follow each other."""
+    sha256: str
+    """Of the Arrow file."""
+
+
+class StoredIds(Sequence[list[int]]):
+    """One side of the stored pairs: a sequence of lists of ids, each read from the file when it is asked for."""
+
+    def __init__(self, chunks: Sequence[tuple[numpy.typing.NDArray[Any], numpy.typing.NDArray[Any]]]) -> None:
+        self._chunks = chunks
+        self.lengths = numpy.concatenate([numpy.diff(offsets) for _, offsets in chunks])
+        """The number of subwords of each sentence."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        chunk, row = divmod(index % len(self), ROWS)
+        values, offsets = self._chunks[chunk]
+        return values[offsets[row] : offsets[row + 1]].tolist()
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """The ids of both sides of all training corpora, one corpus after the other."""
+
+    sources: StoredIds
+    targets: StoredIds
+    corpora: list[int]
+    """The number of pairs of each."""
+    sha256: str
+    """Of the file."""
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenStore:
+        """Map a store that `write_store` has written; raise DataError if it is damaged."""
+        import pyarrow
+
+        facts = _facts(folder)
+        try:
+            with pyarrow.memory_map(str(folder / PAIRS)) as file:
+                batches = list(pyarrow.ipc.open_stream(file))
+        except (OSError, pyarrow.ArrowInvalid) as error:
+            raise DataError(_damaged(folder, str(error))) from error
+        sides: list[StoredIds] = []
+        for name in ("source", "target"):
+            columns = [batch.column(name) for batch in batches]
+            sides.append(StoredIds([(column.values.to_numpy(), column.offsets.to_numpy()) for column in columns]))
+        if not len(sides[0]) == len(sides[1]) == sum(facts.corpora):
+            raise DataError(_damaged(folder, f"it has {len(sides[0]):,} pairs, not {sum(facts.corpora):,}"))
+        return cls(sides[0], sides[1], facts.corpora, facts.sha256)
+
+
+def key_of(made_from: object) -> str:
+    """Return the name of the store with what was made from these facts, which must be JSON."""
+    return hashlib.sha256(json.dumps([LAYOUT, made_from]).encode()).hexdigest()[:32]
+
+
+def check_store(folder: Path) -> bool:
+    """Return whether there is a store in `folder`; raise DataError if its file is not the one that was written."""
+    if not folder.is_dir():
+        return False
+    if not (folder / PAIRS).is_file() or sha256(folder / PAIRS) != _facts(folder).sha256:
+        raise DataError(_damaged(folder, f"the SHA-256 of {PAIRS} is not the one in {FACTS}"))
+    return True
+
+
+def write_store(
+    folder: Path, corpora: Iterable[Iterable[tuple[str, Pair]]], source: Subwords, target: Subwords, threads: int
+) -> None:
+    """Tokenise the corpora, given as source sentences with tags and pairs, and write the store, whole or not at all.
+
+    Two runs may write the same store at the same time: each writes a folder of its own, and the first one stays.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
+    try:
+        sizes = _write_pairs(unfinished / PAIRS, corpora, source, target, threads)
+        facts = Facts(sizes, sha256(unfinished / PAIRS))
+        (unfinished / FACTS).write_text(json.dumps(asdict(facts), indent=2) + "\n", encoding="utf-8")
+        if not folder.exists():
+            os.rename(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_pairs(
+    path: Path, corpora: Iterable[Iterable[tuple[str, Pair]]], source: Subwords, target: Subwords, threads: int
+) -> list[int]:
+    """Write the pairs in record batches of ROWS, which may contain the end of one corpus and the start of the next."""
+    import pyarrow
+
+    kinds = [pyarrow.list_(_kind(len(side))) for side in (source, target)]
+    schema = pyarrow.schema(list(zip(("source", "target"), kinds, strict=True)))
+    sizes: list[int] = []
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
+        for rows in _slices(_counted(corpora, sizes)):
+            ids = (
+                source.encode([text for text, _ in rows], threads),
+                target.encode([pair.target for _, pair in rows], threads),
+            )
+            columns = [pyarrow.array(side, kind) for side, kind in zip(ids, kinds, strict=True)]
+            writer.write_batch(pyarrow.record_batch(columns, schema=schema))
+    return sizes
+
+
+def _counted(corpora: Iterable[Iterable[tuple[str, Pair]]], sizes: list[int]) -> Iterator[tuple[str, Pair]]:
+    for corpus in corpora:
+        sizes.append(0)
+        for row in corpus:
+            sizes[-1] += 1
+            yield row
+
+
+def _slices(rows: Iterator[tuple[str, Pair]]) -> Iterator[list[tuple[str, Pair]]]:
+    while found := list(islice(rows, ROWS)):
+        yield found
+
+
+def _kind(vocabulary: int) -> Any:
+    """Return the smallest type for the ids of a vocabulary."""
+    import pyarrow
+
+    if vocabulary <= 1 << 16:
+        return pyarrow.uint16()
+    return pyarrow.int32()
+
+
+def _facts(folder: Path) -> Facts:
+    try:
+        return Facts(**json.loads((folder / FACTS).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(_damaged(folder, str(error))) from error
+
+
+def _damaged(folder: Path, reason: str) -> str:
+    return f"{folder} is damaged ({reason}): remove it, and it is made again"

@@ -1,0 +1,208 @@
+"""Noise and sampled subwords together, of several corpora with tags and symbols, from memory and from a token store."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.translation.data import token_store
+from recipes.translation.data.batches import Steps, TokenBatches, batches_of_rank
+from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.data.corpus import Corpus, load_corpus
+from recipes.translation.data.drawn_batches import DrawnBatches
+from recipes.translation.data.noise import noisy
+from recipes.translation.data.subwords import BLANK, EOS, PAD, Subwords, model_path, train_subwords
+from recipes.translation.settings.config import SubwordConfig
+from tests.recipes.tiny import tiny
+
+NOISE = {"noise.swap": 0.1, "noise.drop_words": 0.1}
+SAMPLING = {"subwords.sampling": 0.2}
+MIXED: dict[str, Any] = {
+    "corpora": {"a": {"weight": 3}, "b": {"source": "de", "target": "en", "tag": "<bt>"}},
+    "data.language_tags": True,
+    "data.builtin_pairs": 60,
+    "subwords.placeholders": "number",
+    "training.batch_tokens": 300,
+    "training.max_length": 45,
+}
+KEPT = ["<2de>", "<2en>", "<bt>", *(f"<number{n}>" for n in range(1, 10))]
+BOTH = {**MIXED, **NOISE, **SAMPLING}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_store, "ROWS", 32)
+        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all, so that the subwords are made once."""
+    return tmp_path_factory.mktemp("drawn")
+
+
+def loaded(folder: Path, **changes: Any) -> Corpus:
+    return load_corpus(tiny(folder / "run", {**MIXED, **changes}))
+
+
+def drawn(corpus: Corpus, epoch: int) -> tuple[list[str], list[list[int]], list[list[int]]]:
+    """The source texts of an epoch, and the ids of both sides, by pair."""
+    batches = corpus.train
+    assert isinstance(batches, DrawnBatches)
+    everything = range(len(batches.plain.sources))
+    sources, targets = batches.draw(epoch, everything)
+    return corpus.source.decode([list(ids) for ids in sources]), list(map(list, sources)), list(map(list, targets))
+
+
+def test_noise_changes_the_text_of_sources_sampling_the_subwords_of_both_sides_and_together_they_do_both(
+    folder: Path,
+) -> None:
+    """Together, the texts are those of noise alone, and what is sampled is the text with noise."""
+    long = {"training.max_length": 500}  # a longer draw would be replaced
+    noise, sampling, both = (loaded(folder, **changes, **long) for changes in (NOISE, SAMPLING, {**NOISE, **SAMPLING}))
+    assert isinstance(both.train, DrawnBatches)
+    plain = both.train.plain
+    clean = both.source.decode([list(ids) for ids in plain.sources])
+    config = tiny(folder / "run", BOTH)
+    for epoch in (0, 2):
+        texts, sources, targets = drawn(both, epoch)
+        expected = [noisy(text, config.noise, f"1 {epoch} {pair}", KEPT) for pair, text in enumerate(clean)]
+        assert texts == drawn(noise, epoch)[0] == expected != clean
+        assert drawn(sampling, epoch)[0] == clean
+        assert drawn(noise, epoch)[2] == list(map(list, plain.targets))
+        assert drawn(sampling, epoch)[2] == targets != list(map(list, plain.targets))
+        assert sources != both.source.encode(texts)
+    assert drawn(both, 0)[0] != drawn(both, 2)[0]
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_tags_and_placeholders_are_single_subwords_in_every_draw(folder: Path, kind: str) -> None:
+    corpus = loaded(folder / kind, **NOISE, **SAMPLING, **{"subwords.kind": kind})
+    pieces = corpus.source.pieces()
+    tags = {pieces.index(BLANK + "<2de>"), pieces.index(BLANK + "<2en>")}
+    assert isinstance(corpus.train, DrawnBatches)
+    for epoch in range(3):
+        _, sources, _ = drawn(corpus, epoch)
+        for ids, without in zip(sources, corpus.train.plain.sources, strict=True):
+            assert ids[0] == without[0]
+            assert ids[0] in tags
+
+
+@given(st.data())
+def test_sampling_splits_no_symbol_whatever_the_alphabet_has(models: dict[str, Subwords], data: st.DataObject) -> None:
+    """A unigram model that knows every letter of a symbol would spell it in some draws."""
+    subwords = models[data.draw(st.sampled_from(["unigram", "bpe"]))]
+    words = st.sampled_from(["<2de>", "<u1>", "see<u1>,", "<u1><u1>", "u", "1", "<", "two", "ü", "<2de", "dogs"])
+    text = " ".join(data.draw(st.lists(words, min_size=1, max_size=8)))
+    (plain,) = subwords.encode([text])
+    symbols = [subwords.pieces().index(piece) for piece in (BLANK + "<2de>", "<u1>")]
+    for amount in (0.05, 0.9):
+        (found,) = subwords.sample([text], [data.draw(st.integers(0, 99))], amount, ["<2de>", "<u1>"])
+        assert subwords.decode([found]) == subwords.decode([plain])
+        assert [each for each in found if each in symbols] == [each for each in plain if each in symbols]
+
+
+def test_a_sentence_without_symbols_is_sampled_alike_with_them_and_without(models: dict[str, Subwords]) -> None:
+    for subwords in models.values():
+        plain = subwords.sample(SENTENCES, range(len(SENTENCES)), 0.2)
+        assert subwords.sample(SENTENCES, range(len(SENTENCES)), 0.2, ["<2de>", "<u1>"]) == plain
+
+
+SENTENCES = [pair.source for pair in pairs(60, 1)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subwords]:
+    folder = tmp_path_factory.mktemp("symbols")
+    text = [*SENTENCES, *["< u 1 > 2 d e ü <1> <u <2 de> u1"] * 9]
+    for kind in ("bpe", "unigram"):
+        train_subwords(text, folder / kind, SubwordConfig(vocab_size=340, kind=kind, symbols=("<u1>",)), ["<2de>"])
+    return {kind: Subwords.load(model_path(folder / kind)) for kind in ("bpe", "unigram")}
+
+
+@pytest.mark.parametrize("changes", [NOISE, SAMPLING, {**NOISE, **SAMPLING}], ids=["noise", "sampling", "both"])
+def test_an_epoch_has_the_pairs_of_the_mixture_within_the_budget(folder: Path, changes: dict[str, Any]) -> None:
+    batches = loaded(folder, **changes).train
+    assert isinstance(batches, DrawnBatches)
+    count = len(batches.plain.sources)
+    assert batches.plain.dropped > 0
+    for epoch in range(2):
+        made = batches.epoch(epoch)
+        found = sorted(index - epoch * count for indices in made for index in indices)
+        assert found == sorted(batches.plain.pairs(epoch).tolist())
+        assert len(set(found)) < len(found)  # corpus a has the larger share
+        for indices in made:
+            batch = batches.batch(indices)
+            if batches.sampled:
+                assert len(indices) == 1 or max(batch.src.numel(), batch.tgt_out.numel()) <= 300
+            assert max(batch.src.size(1), batch.tgt_out.size(1)) <= 46
+
+
+@pytest.mark.parametrize("changes", [SAMPLING, {**NOISE, **SAMPLING}], ids=["sampling", "both"])
+def test_a_token_store_gives_the_draws_that_memory_gives_and_keeps_no_subwords(
+    folder: Path, changes: dict[str, Any]
+) -> None:
+    memory = loaded(folder, **changes).train
+    mapped = loaded(folder, **changes, **{"data.cache": str(folder / "cache")}).train
+    for epoch in (0, 1):
+        assert mapped.epoch(epoch) == memory.epoch(epoch)
+        for indices in mapped.epoch(epoch)[::2]:
+            for found, expected in zip(mapped.batch(indices), memory.batch(indices), strict=True):
+                assert torch.equal(found, expected)
+    assert isinstance(mapped, DrawnBatches)
+    assert not any(isinstance(order, TokenBatches) for order in mapped._orders.values())
+
+
+def steps(corpus: Corpus, epoch: int, done: int, count: int, rank: int = 0, ranks: int = 1) -> list[Any]:
+    after = Steps(corpus.train, 3, rank, ranks, torch.device("cpu")).after(epoch, done)
+    found = (next(after) for _ in range(count))
+    return [(position, [[side.tolist() for side in batch] for batch in made]) for position, made in found]
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["memory", "store"])
+def test_a_run_with_noise_sampling_and_mixture_resumes_in_the_middle_of_an_epoch(folder: Path, cache: bool) -> None:
+    changes: dict[str, Any] = {**NOISE, **SAMPLING}
+    if cache:
+        changes["data.cache"] = str(folder / "cache")
+    corpus = loaded(folder, **changes)
+    whole = steps(corpus, 0, 0, 2 * len(corpus.train.epoch(0)) // 3)
+    at = len(whole) // 2 + 1
+    epoch, done = whole[at][0]
+    assert epoch == 1
+    assert 0 < done < len(corpus.train.epoch(1))
+    assert steps(loaded(folder, **changes), epoch, done, len(whole) - at - 1) == whole[at + 1 :]
+
+
+def test_every_rank_has_the_same_batches_and_their_parts_are_the_whole(folder: Path) -> None:
+    changes = {**NOISE, **SAMPLING}
+    one, other = loaded(folder, **changes), loaded(folder, **changes)
+    assert isinstance(one.train, DrawnBatches)
+    assert one.fingerprint == other.fingerprint
+    assert one.train.epoch(1) == other.train.epoch(1)
+    step = one.train.epoch(1)[:3]
+    parts = [batches_of_rank(step, rank, 2) for rank in range(2)]
+    assert sorted(index for part in parts for indices in part for index in indices) == sorted(chain(*step))
+    worker = pickle.loads(pickle.dumps(other.train))
+    for part, batches in zip(parts, (one.train, worker), strict=True):
+        for indices in part:
+            batch = batches.batch(indices)
+            sources, targets = one.train.draw(1, [index % 120 for index in indices])
+            assert [row[row != PAD].tolist() for row in batch.src] == [[*ids, EOS] for ids in sources]
+            assert [row[row != PAD].tolist() for row in batch.tgt_out] == [[*ids, EOS] for ids in targets]
+
+
+def test_the_fingerprint_tells_sampling_with_noise_from_sampling_alone(folder: Path) -> None:
+    prints = {
+        loaded(folder, **(NOISE if noise else {}), **(SAMPLING if sampling else {})).fingerprint
+        for noise, sampling in product((False, True), repeat=2)
+    }
+    assert len(prints) == 3  # noise alone is told by its settings

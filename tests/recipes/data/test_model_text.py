@@ -1,0 +1,144 @@
+"""What a model reads and writes is the same text for every use of it: placeholders, lower case and language tags."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipes.translation import alignments
+from recipes.translation.alternatives import alternatives
+from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.commands.searching import check_same_subwords
+from recipes.translation.data.model_text import source_text, target_text
+from recipes.translation.data.subwords import BLANK, EOS, Subwords, train_subwords
+from recipes.translation.demands import phrases_of, prefix_ids
+from recipes.translation.forced_decoding import log_probabilities, score_pairs, target_ids
+from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
+from recipes.translation.search_options import SearchOptions
+from recipes.translation.settings.config import ConfigError, DecodingConfig
+from recipes.translation.translate import source_ids, translate
+from tests.recipes.tiny import tiny
+
+SETTINGS: dict[str, Any] = {
+    "subwords.placeholders": ["url", "number"],
+    "subwords.lowercase": True,
+    "data.language_tags": True,
+    "corpora": {"a": {}, "b": {"target": "zh-Hant", "source": "de"}},
+    "subwords.vocab_size": 303,
+}
+SENTENCE = "See HTTPS://X.org/7, Page 12"
+DECODING = DecodingConfig(beam=3, max_length=25)
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> Translator:
+    folder = tmp_path_factory.mktemp("text")
+    config = tiny(folder / "run", SETTINGS)
+    text = ["see this page", "siehe diese seite, two of them"] * 20
+    train_subwords(text, folder / "joint", config.subwords, ["<2de>", "<2zh-Hant>"])
+    subwords = Subwords.load(folder / "joint.model")
+    torch.manual_seed(3)
+    model = build_model(model_sizes(config.model), subwords, subwords).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        model.generator.bias[EOS] = 5
+    return Translator(config, model, subwords, subwords)
+
+
+def pieces(subwords: Subwords, ids: list[int]) -> list[str]:
+    return [subwords.pieces()[each] for each in ids]
+
+
+def test_a_sentence_has_placeholders_lower_case_and_a_tag_unless_it_has_one(translator: Translator) -> None:
+    config = translator.config
+    assert source_text(config, SENTENCE) == "<2de> see <url1>, page <number1>"
+    assert source_text(config, "<2zh-Hant> See 12") == "<2zh-Hant> see <number1>"
+    assert source_text(config, " ") == " "
+    assert target_text(config, "Siehe HTTPS://X.org/7, 12 und 13", SENTENCE) == "siehe <url1>, <number1> und 13"
+    (ids,) = source_ids(translator.source, config, [SENTENCE], DECODING)
+    assert pieces(translator.source, ids)[0] == BLANK + "<2de>"
+    assert {"<url1>", "<number1>"} <= set(pieces(translator.source, ids))
+
+
+def test_translations_and_scores_are_of_text_with_what_its_placeholders_stand_for(translator: Translator) -> None:
+    number = translator.target.pieces().index("<number1>")
+    bias = translator.model.generator.bias
+    assert bias is not None
+    with torch.no_grad():
+        bias[number] += 10
+    try:
+        (found,) = alternatives(translator, [SENTENCE], DECODING, SearchOptions(n_best=3))
+        assert translate(translator, [SENTENCE], DECODING) == [found[0].text]
+        (score,) = score_pairs(translator, [SENTENCE], ["Siehe 12"], DECODING)
+        (source,) = source_ids(translator.source, translator.config, [SENTENCE], DECODING)
+        (target,) = translator.target.encode(["siehe <number1>"])
+        assert [score.log_prob] == log_probabilities(translator.model, [source], [[*target, EOS]])
+    finally:
+        with torch.no_grad():
+            bias[number] -= 10
+    assert any("12" in one.text for one in found)
+    assert not any("<number1>" in one.text for one in found)
+
+
+def test_beginnings_and_phrases_of_a_sentence_have_its_placeholders(translator: Translator) -> None:
+    (beginning,) = prefix_ids(translator, ["Siehe HTTPS://X.org/7"], [SENTENCE])
+    assert "<url1>" in pieces(translator.target, beginning)
+    assert beginning == target_ids(translator, [SENTENCE], ["Siehe HTTPS://X.org/7"])[0][:-1]
+    (elsewhere,) = prefix_ids(translator, ["Siehe HTTPS://X.org/7"], ["See it"])
+    assert "<url1>" not in pieces(translator.target, elsewhere)
+    ((phrase,), _) = phrases_of(translator, [["12"], []], [SENTENCE, "See 3"])
+    assert pieces(translator.target, list(phrase.tokens))[-1] == "<number1>"
+    assert phrase.whole  # 12 must not be the beginning of 123
+    demands = SearchOptions(n_best=2, prefixes=["Siehe HTTPS://X.org/7"], constraints=[["12"]])
+    (found,) = alternatives(translator, [SENTENCE], replace(DECODING, max_length=60), demands)
+    assert all(one.text.startswith("siehe HTTPS://X.org/7") for one in found)
+    assert "12" in found[0].text.split("/7")[1]
+
+
+def test_alignments_count_the_words_of_the_sentence_and_never_link_the_tag(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[list[int]] = []
+
+    def to_the_tag(_: object, src_BS: Tensor, tgt_BT: Tensor) -> Tensor:
+        read.append(src_BS[0].tolist())
+        weights = torch.zeros(1, tgt_BT.size(1), src_BS.size(1))
+        weights[:, :, 0] = 1.0  # where the tag is
+        weights[:, :, -2] = 0.5  # the last word
+        return weights
+
+    monkeypatch.setattr(alignments, "attention_weights", to_the_tag)
+    for sentence, last in ((SENTENCE, 3), ("<2zh-Hant> " + SENTENCE, 0)):
+        found = alignments.align(translator, [sentence], ["Siehe 12 Seiten"], DECODING)
+        assert found == [[(last, 0), (last, 1), (last, 2)]]
+        assert read[-1][:-1] == source_ids(translator.source, translator.config, [sentence], DECODING)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"subwords.placeholders": ["url"]}, "subwords.placeholders"),
+        ({"data.language_tags": False}, "language tags"),
+        ({"data.target": "fr"}, "language tags"),
+    ],
+)
+def test_models_that_read_the_same_sentence_otherwise_are_no_ensemble(
+    translator: Translator, changes: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    other = replace(translator, config=tiny(tmp_path, {**SETTINGS, **changes}))
+    check_same_subwords("a", translator, "b", translator)
+    with pytest.raises(CheckpointError, match=rf"^--ensemble b has other {what} than a"):
+        check_same_subwords("a", translator, "b", other)
+
+
+def test_a_symbol_that_lower_case_would_hide_is_refused(tmp_path: Path) -> None:
+    symbols = {"subwords.symbols": ["[NAME]", "<x>"]}
+    assert tiny(tmp_path, symbols).subwords.symbols == ("[NAME]", "<x>")
+    with pytest.raises(ConfigError, match=r"^subwords\.symbols has \[NAME\], but subwords\.lowercase is true"):
+        tiny(tmp_path, {**symbols, "subwords.lowercase": True})
