@@ -114,8 +114,10 @@ class TokenBatches:
         return [batches[index].tolist() for index in rng.permutation(len(batches))]
 
     def count(self, number: int) -> int:
-        """Return the number of batches of an epoch, which is the same for all."""
-        return len(self)
+        """Return the number of batches of an epoch, which is the same for all without a mixture."""
+        if self._mixture is None or not len(self):
+            return len(self)
+        return len(self._cut(self._pairs(number))) + 1
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Make the tensors of the pairs with these indices, in this order."""

@@ -66,6 +66,10 @@ class NoisyBatches:
         first = number * len(self.plain.sources)
         return [[first + pair for pair in batch] for batch in self.plain.epoch(number)]
 
+    def count(self, number: int) -> int:
+        """Return the number of batches of an epoch."""
+        return self.plain.count(number)
+
     def batch(self, indices: Sequence[int]) -> Batch:
         """Make the tensors of the pairs with these indices, in this order."""
         drawn = [divmod(index, len(self.plain.sources)) for index in indices]

@@ -85,7 +85,7 @@ class SampledBatches:
 
     def count(self, number: int) -> int:
         """Return the number of batches of an epoch."""
-        return len(self._of(number))
+        return self._of(number).count(number)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Make the tensors of the pairs with these indices, all of one epoch, in this order."""
