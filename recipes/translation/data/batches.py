@@ -113,8 +113,8 @@ class BatchOrder:
         return [batches[index].tolist() for index in rng.permutation(len(batches))]
 
     def count(self, number: int) -> int:
-        """Return the number of batches of an epoch."""
-        if self.mixture is None:
+        """Return the number of batches of an epoch, which is the same for all without a mixture."""
+        if self.mixture is None or not len(self):
             return len(self)
         return len(self._cut(self.pairs(number))) + 1
 

@@ -73,6 +73,7 @@ def test_the_batches_of_every_epoch_are_within_the_budget_and_full() -> None:
     for epoch in range(12):
         cells = [len(batch) * max(len(ids[pair]) + 1 for pair in batch) for batch in batches.epoch(epoch)]
         assert max(cells) <= 20
+        assert batches.count(epoch) == len(cells)
         assert sum(cells) > 0.7 * 20 * len(cells)
 
 
