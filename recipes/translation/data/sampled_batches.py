@@ -14,9 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 import numpy
-import numpy.typing
 
-from recipes.translation.data.batches import Batch, Ids, TokenBatches, padded_batch
+from recipes.translation.data.batches import Array, Batch, Ids, TokenBatches, padded_batch
 from recipes.translation.data.sentence_pairs import Pair
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.settings.config import RunConfig
@@ -166,6 +165,6 @@ def sampled_batches(
 
 
 @lru_cache(maxsize=4)
-def _seeds(seed: int, epoch: int, which: int, pairs: int) -> numpy.typing.NDArray[numpy.uint32]:
+def _seeds(seed: int, epoch: int, which: int, pairs: int) -> Array:
     """Return a seed for each sentence of a side in an epoch."""
     return numpy.random.SeedSequence([seed, epoch, which]).generate_state(pairs, numpy.uint32)
