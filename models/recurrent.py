@@ -25,7 +25,7 @@ from models.attention import added_scores, check_mask, padding_mask
 from models.cache import DecoderCache
 from models.dropout import Dropout
 from models.presets import RecurrentConfig
-from models.transformer import EncoderDecoder, Generator, check_tokens, initialize, tie_embeddings
+from models.transformer import EncoderDecoder, Generator, check_beams, check_tokens, initialize, tie_embeddings
 
 State = tuple[Tensor, Tensor]
 """The hidden and the cell state of the decoder's layers, each (L, R, D)."""
@@ -187,11 +187,7 @@ class RecurrentEncoderDecoder(EncoderDecoder):
         check_mask("src_mask", src_mask)
         if tgt_mask is not None:
             raise ValueError("tgt_mask was given, but an LSTM reads every token before a step: leave it out")
-        if tgt.size(0) % max(1, memory.size(0)):
-            raise ValueError(
-                f"tgt has {tgt.size(0)} rows, not a multiple of memory's {memory.size(0)}: "
-                "pass the same number of beams for each sentence"
-            )
+        check_beams(memory, tgt)
         real_BS = torch.ones(memory.shape[:2], dtype=torch.bool, device=memory.device)
         if src_mask is not None:
             real_BS = src_mask.expand(len(memory), 1, 1, memory.size(1))[:, 0, 0]

@@ -287,11 +287,7 @@ class EncoderDecoder(nn.Module):
         check_tokens("tgt", tgt)
         check_mask("src_mask", src_mask)
         check_mask("tgt_mask", tgt_mask)
-        if tgt.size(0) % max(1, memory.size(0)):
-            raise ValueError(
-                f"tgt has {tgt.size(0)} rows, not a multiple of memory's {memory.size(0)}: "
-                "pass the same number of beams for each sentence"
-            )
+        check_beams(memory, tgt)
         start = 0
         if cache is not None:
             if tgt_mask is not None:
@@ -309,6 +305,15 @@ def check_tokens(name: str, tokens: Tensor) -> None:
         raise TypeError(f"{name} is {tokens.dtype}, not torch.long: pass token ids")
     if tokens.dim() != 2:
         raise ValueError(f"{name} has shape {tuple(tokens.shape)}, {tokens.dim()} dims, not 2: pass (batch, time)")
+
+
+def check_beams(memory: Tensor, tgt: Tensor) -> None:
+    """Raise unless `tgt` has as many rows as `memory` has sentences, or a multiple of it."""
+    if tgt.size(0) % max(1, memory.size(0)):
+        raise ValueError(
+            f"tgt has {tgt.size(0)} rows, not a multiple of memory's {memory.size(0)}: "
+            "pass the same number of beams for each sentence"
+        )
 
 
 def make_transformer(config: TransformerConfig, src_vocab: int, tgt_vocab: int, pad: int = 0) -> EncoderDecoder:

@@ -14,6 +14,7 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.processes import launch
+from tests.recipes.processes.test_torchrun import ended
 from tests.recipes.tiny import options
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -27,12 +28,6 @@ def recipe(*words: str) -> subprocess.Popen[str]:
         text=True,
         env=ENVIRONMENT,
     )
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    with process:
-        output, errors = process.communicate(timeout=120)
-    return process.returncode, output, errors
 
 
 def test_two_processes_train_and_evaluate(tmp_path: Path) -> None:
