@@ -14,11 +14,11 @@ from seqpar.markdown_table import markdown_table
 QUIET = 1.0
 """Load average above which something else ran when a measurement began."""
 LEGEND = """\
-A cell has the time over that of the bare matrix products that a way without kept logits needs (medians; in brackets the
-fastest runs), and the peak memory above inputs and gradients. The products write into memory that is already there, all
-rows at once or 512 at a time, whichever is faster. Ways marked (k) keep all logits for backward, and so make one
-product less where the projection is trained. A `*` marks scores or gradients that are more than twice as far from
-float64 as plain `log_softmax` in the same dtype; the last table says which.
+A cell has the time over that of the bare matrix products that a way without kept logits needs (fastest runs, which a
+shared machine disturbs least; in brackets the medians), and the peak memory above inputs and gradients. The products
+write into memory that is already there, all rows at once or 512 at a time, whichever is faster. Ways marked (k) keep
+all logits for backward, and so make one product less where the projection is trained. A `*` marks scores or gradients
+that are more than twice as far from float64 as plain `log_softmax` in the same dtype; the last table says which.
 """
 MEASURED = """\
 The ways take turns in one process, round after round, and all of one column are measured in the same rounds. A step is
@@ -76,7 +76,7 @@ def case_table(results: Results, case: Case, entries: list[Entry]) -> list[str]:
         problem = entry["problem"]
         dtype = problem["dtype"]
         titles.append(f"{problem['rows']:,} x {problem['width']:,} x {problem['vocab_size']:,}, {dtype}")
-        floors.append(f"{products_seconds(entry['cases'][str(case)], case, dtype):.2f}")
+        floors.append(f"{fastest_products(entry['cases'][str(case)], case, dtype):.2f}")
     rows = [["bare products, s", *floors]]
     for name, way in WAYS.items():
         cells = [cell(results, entry, case, name) for entry in entries]
@@ -92,7 +92,7 @@ def cell(results: Results, entry: Entry, case: Case, name: str) -> str:
     times = found["seconds"].get(name)
     if not times:
         return "-"
-    text = f"{ratio(entry, case, name):.2f} ({fastest_ratio(entry, case, name):.2f})"
+    text = f"{fastest_ratio(entry, case, name):.2f} ({ratio(entry, case, name):.2f})"
     peak = found["peak bytes"][name]
     if isinstance(peak, int):
         text += f"; {peak / MIB:,.0f} MiB"
