@@ -4,7 +4,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-hf check bench bench-gpu clean
+.PHONY: help demo test test-launched test-hf check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -32,6 +32,10 @@ demo: .venv/recipes  ## train, evaluate and try a translation model on the built
 test: check  ## run the checks and every test (about 15 minutes on 2 cores)
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
 	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
+
+test-launched: .venv/dev  ## start, stop and kill the recipe in processes of its own, on one machine and two (about 6 minutes on 2 cores)
+	@echo "[test-launched] pytest, torchrun, --processes, signals, lost processes, two machines"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m launched -q --durations=5 tests/recipes/processes
 
 test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Face transformers (about 4 minutes on 2 cores)
 	@echo "[test-hf] pytest, every causal and conditional model class, and decoders under TRL"

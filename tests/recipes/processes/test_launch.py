@@ -17,6 +17,8 @@ from recipes.translation.processes import launch
 from tests.recipes.processes.test_torchrun import ended
 from tests.recipes.tiny import options
 
+pytestmark = pytest.mark.launched
+
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
 

@@ -22,6 +22,8 @@ from recipes.translation.training.progress import read_metrics
 from tests.recipes.processes.test_recipe import EXACT, assert_same_weights
 from tests.recipes.tiny import LEARNS, options, tiny
 
+pytestmark = pytest.mark.launched
+
 ENDLESS = {"training.steps": 100_000, "training.validate_every": 5, "training.devices": "auto"}
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
 

@@ -14,6 +14,8 @@ import pytest
 from recipes.translation.commands import DEMO_CONFIG, main
 from tests.recipes.processes.test_recipe import assert_same_weights, records
 
+pytestmark = pytest.mark.launched
+
 NAMES = (f"seqpar-a-{os.getpid()}", f"seqpar-b-{os.getpid()}")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 DEMO = [
