@@ -20,6 +20,8 @@ LENGTH = 100
 """Steps that a value is compared with, at most."""
 LEAST = 20
 """Steps that it is compared with, at least."""
+MOST_SAID = 3
+"""Steps that are reported on the console; where a few rare sentences decide the gradient, dozens stand out."""
 NAMES = {"loss": "loss", "gradient_norm": "gradient norm"}
 """The numbers of a record in `metrics.jsonl` that are judged, and what they are called."""
 
@@ -41,6 +43,8 @@ class Outliers:
         self.found: list[Outlier] = []
         self.follows = False
         """Whether the step before stood out too."""
+        self.said = 0
+        """Steps that `lines` has reported."""
         for record in records:
             if isinstance(record.get("loss"), float) and isinstance(record.get("gradient_norm"), float):
                 self.judge(loss=record["loss"], gradient_norm=record["gradient_norm"])
@@ -64,9 +68,15 @@ class Outliers:
         return {"stands_out": [each.name for each in self.found]}
 
     def lines(self, step: int) -> list[str]:
-        """Return a line for each number that stands out, but only for the first of several such steps in a row."""
-        if self.follows:
+        """Return a line for each number that stands out.
+
+        Of several such steps in a row the first is reported; after MOST_SAID reports one line says where the rest is.
+        """
+        if self.follows or not self.found or self.said > MOST_SAID:
             return []
+        self.said += 1
+        if self.said > MOST_SAID:
+            return [f"[train] step {step:>6,}   stands out again; metrics.jsonl has this and all further ones"]
         return [
             f"[train] step {step:>6,}   {NAMES[each.name]} {each.value:.3g} stands out: the median of the steps before "
             f"is {each.median:.3g}"

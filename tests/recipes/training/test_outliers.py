@@ -45,3 +45,17 @@ def test_only_the_first_of_several_in_a_row_is_said() -> None:
         "[train] step     32   gradient norm 50 stands out: the median of the steps before is 2",
         "[train] step     35   gradient norm 70 stands out: the median of the steps before is 2",
     ]
+
+
+def test_after_three_reports_one_line_says_where_the_rest_is() -> None:
+    outliers = Outliers([{"loss": 1.0, "gradient_norm": 2.0}] * 30)
+    said = []
+    marked = 0
+    for step in range(31, 51):
+        outliers.judge(loss=1.0, gradient_norm=50.0 if step % 3 == 0 else 2.0)
+        said += outliers.lines(step)
+        marked += bool(outliers.record())
+    assert [line.split()[2] for line in said] == ["33", "36", "39", "42"]
+    assert "gradient norm 50 stands out: the median" in said[2]
+    assert said[3] == "[train] step     42   stands out again; metrics.jsonl has this and all further ones"
+    assert marked == 6
