@@ -33,8 +33,8 @@ test: check  ## run the checks and the tests (about 15 minutes on 2 cores)
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
 	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
-test-launched: .venv/dev  ## start, stop and kill the recipe in processes of its own, on one machine and two (about 6 minutes on 2 cores)
-	@echo "[test-launched] pytest, torchrun, --processes, signals, lost processes, two machines"
+test-launched: .venv/dev  ## check the recipe over several processes: layouts, launchers, signals, lost processes, two machines (some minutes on 2 cores)
+	@echo "[test-launched] pytest, the recipe over several processes"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m launched -q --durations=5 tests/recipes/processes
 
 test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Face transformers (about 4 minutes on 2 cores)

@@ -14,6 +14,8 @@ from seqpar.testing.ranks import ranks
 from tests.recipes.processes.test_recipe import LAYOUTS, assert_same_weights, records
 from tests.recipes.tiny import tiny
 
+pytestmark = pytest.mark.launched
+
 OPTIONS: dict[str, Any] = {
     "data.builtin_pairs": 120,
     "subwords.kind": "bpe",

@@ -27,6 +27,8 @@ from seqpar.testing.ranks import ranks
 from tests.recipes.tiny import tiny
 from tests.seqpar.published import Smoothing
 
+pytestmark = pytest.mark.launched
+
 EXACT: dict[str, Any] = {
     "training.precision": "float64",
     "training.devices": "auto",

@@ -15,6 +15,8 @@ from recipes.translation.settings.config import DecodingConfig
 from seqpar.testing.ranks import ranks
 from tests.recipes.random_translator import random_translator
 
+pytestmark = pytest.mark.launched
+
 SENTENCES = ["", *(pair.source for pair in pairs(6, 5, "test"))]
 WORDS = [[], ["six"], ["two", "Vienna"], [], ["it"], [], ["the train"]]
 

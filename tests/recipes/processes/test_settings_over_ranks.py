@@ -13,6 +13,8 @@ from recipes.translation.training.progress import read_metrics
 from seqpar.testing.ranks import ranks
 from tests.recipes.tiny import tiny
 
+pytestmark = pytest.mark.launched
+
 UNLIKE_DEFAULTS: dict[str, Any] = {
     "data.builtin_pairs": 120,
     "model.dropout": 0,
