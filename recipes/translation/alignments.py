@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from models.alignment import attention_weights
-from models.ensemble import evaluating
 from models.transformer import Decoder
+from recipes.translation.data.batches import padded_batch
 from recipes.translation.data.model_text import source_text, target_text
-from recipes.translation.data.subwords import BOS, EOS, Subwords
-from recipes.translation.forced_decoding import padded
+from recipes.translation.data.subwords import Subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import ConfigError, DecodingConfig
-from recipes.translation.translate import check_unicode
-from seqpar.distributed.collectives import gather_objects
+from recipes.translation.translate import check_unicode, in_batches
 
 Link = tuple[int, int]
 """The numbers of a source and a target word, from 0; words are what spaces separate."""
@@ -46,18 +43,19 @@ def align(
     source_words, source_rows = _subwords_of(translator.source, read, sources)
     target_words, target_rows = _subwords_of(translator.target, written, targets)
     # Without a subword on either side there is nothing to link
-    pairs = [row for row in range(len(sources)) if source_rows[row] and target_rows[row]]
-    mine = sorted(pairs, key=lambda row: -len(source_rows[row]))[ranks.rank :: ranks.world]
-    found: dict[int, list[Link]] = {}
+    rows = [source if target else [] for source, target in zip(source_rows, target_rows, strict=True)]
     device = translator.model.generator.weight.device
-    with evaluating(translator.model):
-        for start in range(0, len(mine), decoding.batch_sentences):
-            rows = mine[start : start + decoding.batch_sentences]
-            src_BS = padded([[*source_rows[row], EOS] for row in rows]).to(device)
-            tgt_BT = padded([[BOS, *target_rows[row][:-1]] for row in rows]).to(device)
-            for row, weights_TS in zip(rows, attention_weights(translator.model, src_BS, tgt_BT).cpu(), strict=True):
-                found[row] = links(weights_TS, source_words[row], target_words[row])
-    everyone = ChainMap(*gather_objects(found, ranks.group))
+
+    def link_rows(some: list[int]) -> list[list[Link]]:
+        # The last subword of a target predicts nothing that is linked
+        batch = padded_batch([source_rows[row] for row in some], [target_rows[row][:-1] for row in some])
+        weights_BTS = attention_weights(translator.model, batch.src.to(device), batch.tgt_in.to(device)).cpu()
+        return [
+            links(weights_TS, source_words[row], target_words[row])
+            for row, weights_TS in zip(some, weights_BTS, strict=True)
+        ]
+
+    everyone = in_batches(translator, rows, decoding.batch_sentences, link_rows, ranks)
     return [everyone.get(row, []) for row in range(len(sources))]
 
 

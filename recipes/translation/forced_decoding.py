@@ -5,21 +5,20 @@ Shapes: B pairs, S source time, T target time.
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 import seqpar
-from models import EncoderDecoder, evaluating, length_normaliser
+from models import EncoderDecoder, length_normaliser
+from recipes.translation.data.batches import padded
 from recipes.translation.data.model_text import target_text
 from recipes.translation.data.subwords import BOS, EOS, PAD
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import DecodingConfig
-from recipes.translation.translate import check_unicode, source_ids
-from seqpar.distributed.collectives import gather_objects
+from recipes.translation.translate import check_unicode, in_batches, source_ids
 
 
 class PairScore(NamedTuple):
@@ -53,15 +52,14 @@ def score_pairs(
     config = translator.config
     source_rows = source_ids(translator.source, config, sources, decoding)
     target_rows = target_ids(translator, sources, targets)
-    longest_first = sorted(range(len(sources)), key=lambda row: -len(source_rows[row]) - len(target_rows[row]))
-    mine = longest_first[ranks.rank :: ranks.world]
-    found: dict[int, float] = {}
-    with evaluating(translator.model):
-        for start in range(0, len(mine), decoding.batch_sentences):
-            rows = mine[start : start + decoding.batch_sentences]
-            batch = [source_rows[row] for row in rows], [target_rows[row] for row in rows]
-            found.update(zip(rows, log_probabilities(translator.model, *batch), strict=True))
-    everyone = ChainMap(*gather_objects(found, ranks.group))
+
+    def score_rows(rows: list[int]) -> list[float]:
+        return log_probabilities(
+            translator.model, [source_rows[row] for row in rows], [target_rows[row] for row in rows]
+        )
+
+    pairs = [[*source, *target] for source, target in zip(source_rows, target_rows, strict=True)]
+    everyone = in_batches(translator, pairs, decoding.batch_sentences, score_rows, ranks)
     scores = []
     for row, ids in enumerate(target_rows):
         norm = length_normaliser(len(ids), decoding.length_penalty, decoding.length_norm)
@@ -92,16 +90,10 @@ def log_probabilities(
     device = model.generator.weight.device
     src_BS = padded([[*ids, EOS] for ids in sources]).to(device)
     tgt_BT = padded([[BOS, *ids[:-1]] for ids in targets]).to(device)
-    target_BT = padded(targets).to(device)
+    target_BT = padded([list(ids) for ids in targets]).to(device)
     hidden_BTD = model(src_BS, tgt_BT)
     scores = seqpar.token_scores(
         hidden_BTD, model.generator.weight, target_BT, bias=model.generator.bias, ignore_index=PAD
     )
     found: list[float] = scores.log_prob.double().sum(1).tolist()
     return found
-
-
-def padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the ids of each row, padded at the end to the longest."""
-    width = max(map(len, rows))
-    return torch.tensor([[*ids, *[PAD] * (width - len(ids))] for ids in rows])

@@ -7,13 +7,13 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from models import beam_search, default_limit, evaluating, greedy
+from recipes.translation.data.batches import padded
 from recipes.translation.data.model_text import finished, source_text
 from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.data.subwords import BOS, EOS, PAD, Subwords
+from recipes.translation.data.subwords import BOS, EOS, Subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import DecodingConfig, RunConfig
@@ -104,10 +104,8 @@ def search(translator: Translator, sources: list[list[int]], decoding: DecodingC
 
 
 def as_batch(translator: Translator, sources: list[list[int]]) -> Tensor:
-    """Return the sources with their end symbols as one tensor; the first must be the longest."""
-    width = len(sources[0]) + 1
-    rows = [[*ids, EOS, *[PAD] * (width - len(ids) - 1)] for ids in sources]
-    return torch.tensor(rows, device=translator.model.generator.weight.device)
+    """Return the sources with their end symbols as one tensor."""
+    return padded([[*ids, EOS] for ids in sources]).to(translator.model.generator.weight.device)
 
 
 def check_unicode(sentences: Sequence[str]) -> None:

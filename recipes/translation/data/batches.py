@@ -331,12 +331,13 @@ def _leave_signals_to_the_parent(_: int) -> None:
 def padded_batch(sources: Sequence[Ids], targets: Sequence[Ids]) -> Batch:
     """Make the tensors of pairs of ids, with padding, start and end symbols."""
     return Batch(
-        src=_padded([[*ids, EOS] for ids in sources]),
-        tgt_in=_padded([[BOS, *ids] for ids in targets]),
-        tgt_out=_padded([[*ids, EOS] for ids in targets]),
+        src=padded([[*ids, EOS] for ids in sources]),
+        tgt_in=padded([[BOS, *ids] for ids in targets]),
+        tgt_out=padded([[*ids, EOS] for ids in targets]),
     )
 
 
-def _padded(rows: list[list[int]]) -> Tensor:
+def padded(rows: list[list[int]]) -> Tensor:
+    """Return rows of ids as one tensor, padded at the end to the longest."""
     width = max(map(len, rows), default=0)
     return torch.tensor([row + [PAD] * (width - len(row)) for row in rows], dtype=torch.long).reshape(-1, width)
