@@ -120,6 +120,19 @@ def require(package: str) -> None:
         raise ConfigError(f"{package} is not installed: pip install {package}")
 
 
+def checkpoint_folder(options: argparse.Namespace) -> Path:
+    """Return the folder of the model that --run and --checkpoint name; raise CheckpointError if there is none."""
+    folder = Path(options.run)
+    if not whole_folder(folder):  # it is not a checkpoint itself, so it is the run that contains one
+        folder = folder / options.checkpoint
+    if whole_folder(folder) is None and not folder.exists():
+        way = "train one"
+        if options.checkpoint == "averaged":
+            way = f"make it with {PROGRAM} average"
+        raise CheckpointError(f"there is no trained model in {folder}; {way}, or name another folder with --run")
+    return folder
+
+
 def load(options: argparse.Namespace, ranks: Ranks) -> Translator:
     """Read the model of --run on rank 0, with the decoding options given; move it to this process's GPU, if any."""
     import torch
@@ -127,15 +140,7 @@ def load(options: argparse.Namespace, ranks: Ranks) -> Translator:
     from recipes.translation.run_folder.checkpoint import load_translator
 
     def read() -> Translator:
-        folder = Path(options.run)
-        if not whole_folder(folder):  # it is not a checkpoint itself, so it is the run that contains one
-            folder = folder / options.checkpoint
-        if whole_folder(folder) is None and not folder.exists():
-            way = "train one"
-            if options.checkpoint == "averaged":
-                way = f"make it with {PROGRAM} average"
-            raise CheckpointError(f"there is no trained model in {folder}; {way}, or name another folder with --run")
-        return load_translator(folder, "cpu", decoding_overrides(options))
+        return load_translator(checkpoint_folder(options), "cpu", decoding_overrides(options))
 
     # On the CPU, where one process can send it to the others; each then uses a GPU of its own
     translator = ranks.run_on_main(read)

@@ -42,7 +42,7 @@ def test_a_quantisation_makes_the_folder_smaller(run: Path, tmp_path: Path) -> N
 def test_a_quantisation_for_transformers_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["export", "--run", str(run), "--to", "hf", "--quantization", "int8"])
-    assert "--quantization is for --to ctranslate2; hf has float32 weights" in capsys.readouterr().err
+    assert "--quantization is for --to ctranslate2: leave it out with --to hf" in capsys.readouterr().err
 
 
 def test_a_package_that_is_missing_is_named() -> None:
