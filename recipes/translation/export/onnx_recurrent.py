@@ -75,15 +75,17 @@ def decoder(model: RecurrentEncoderDecoder, memory: Value, state: list[Value]) -
     first = graph.integers(0)
     x = graph.node("Unsqueeze", embedded(graph, model.tgt_embed, TOKEN.name), first)
     lstm = model.decoder.lstm
+    following: list[str] = []
     for number in range(lstm.num_layers):
         values = state[2 * number : 2 * number + 2]
         held = [graph.node("Unsqueeze", value.name, first) for value in values]
         weights = lstm_weights(graph, lstm, number)
         _, hidden, cell = graph.nodes("LSTM", 3, x, *weights, "", *held, hidden_size=width_of(lstm))
-        for value, name in zip(values, (hidden, cell), strict=True):
-            graph.output(next_of(value), graph.node("Squeeze", name, first))
+        following += [graph.node("Squeeze", each, first) for each in (hidden, cell)]
         x = hidden
     write_scores(graph, model.generator, attended(graph, model.decoder, graph.node("Squeeze", x, first), memory))
+    for value, name in zip(state, following, strict=True):
+        graph.output(next_of(value), name)
     return graph
 
 
