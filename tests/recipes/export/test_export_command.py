@@ -21,7 +21,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("format", "file"), [("ctranslate2", "model.bin"), ("hf", "model.safetensors")])
+@pytest.mark.parametrize(
+    ("format", "file"),
+    [
+        ("safetensors", "model.safetensors"),
+        ("ctranslate2", "model.bin"),
+        ("onnx", "decoder.onnx"),
+        ("hf", "model.safetensors"),
+    ],
+)
 def test_a_run_is_exported_into_its_folder_and_elsewhere(
     format: str, file: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
