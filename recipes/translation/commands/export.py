@@ -22,7 +22,12 @@ from recipes.translation.settings.config import LayoutConfig
 if TYPE_CHECKING:
     from recipes.translation.run_folder.checkpoint import Translator
 
-PACKAGES = {"safetensors": "safetensors", "ctranslate2": "ctranslate2", "onnx": "onnx", "hf": "transformers"}
+PACKAGES = {
+    "safetensors": ["safetensors"],
+    "ctranslate2": ["ctranslate2"],
+    "onnx": ["onnx", "onnxruntime"],
+    "hf": ["transformers"],
+}
 """What each format needs."""
 QUANTIZATIONS = ("float32", "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16")
 
@@ -53,7 +58,8 @@ def export(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     if options.quantization and options.to != "ctranslate2":
         parser.error(f"--quantization is for --to ctranslate2: leave it out with --to {options.to}")
-    require(PACKAGES[options.to])
+    for package in PACKAGES[options.to]:
+        require(package)
 
     from recipes.translation.processes.ranks import joined
 

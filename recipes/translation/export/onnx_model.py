@@ -20,16 +20,22 @@ from models.recurrent import RecurrentEncoderDecoder
 from recipes.translation.atomic_folder import replaced_folder
 from recipes.translation.data.subwords import BOS, EOS, PAD, UNK
 from recipes.translation.export import onnx_recurrent, onnx_transformer
+from recipes.translation.export.onnx_check import check
 from recipes.translation.export.onnx_interface import Graphs
 from recipes.translation.run_folder.checkpoint import Translator, save_belongings, subword_names
 
 
 def write(translator: Translator, folder: Path) -> None:
-    """Replace `folder` by one with the model in float32."""
-    graphs = graphs_of(copy.deepcopy(translator.model).cpu().float())  # the caller keeps its own
+    """Replace `folder` by one with the model in float32, after a check in ONNX Runtime.
+
+    Raises ConfigError for a model with options that the graphs do not know.
+    """
+    model = copy.deepcopy(translator.model).cpu().float()  # the caller keeps its own
+    graphs = graphs_of(model)
     with replaced_folder(folder) as new:
         graphs.encoder.save(new)
         graphs.decoder.save(new)
+        check(new, graphs, model)
         save_belongings(new, translator)
         facts = json.dumps(facts_of(translator, graphs), indent=2)
         (new / "onnx.json").write_text(facts + "\n", encoding="utf-8")

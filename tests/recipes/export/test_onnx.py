@@ -28,9 +28,9 @@ from models import (
 from recipes.translation.data.batches import padded
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.subwords import BOS, EOS, PAD
-from recipes.translation.export import onnx_graph, onnx_model
+from recipes.translation.export import onnx_graph, onnx_model, onnx_transformer
 from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
-from recipes.translation.settings.config import ModelConfig
+from recipes.translation.settings.config import ConfigError, ModelConfig
 from tests.recipes.random_translator import random_translator
 
 VOCAB = 30
@@ -168,6 +168,18 @@ def test_weights_too_large_for_one_file_are_beside_it(tmp_path: Path, monkeypatc
     assert (tmp_path / "decoder.onnx.data").stat().st_size > (tmp_path / "decoder.onnx").stat().st_size
     src, tgt = sentences([5, 9], 3)
     torch.testing.assert_close(exported.log_probabilities(src, tgt), in_torch(model, src, tgt), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("part", ["feed_forward", "embedded"])
+def test_a_model_that_the_graphs_do_not_reproduce_is_refused(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    translator = random_translator(tmp_path)
+    known = getattr(onnx_transformer, part)
+    monkeypatch.setattr(onnx_transformer, part, lambda graph, *rest: graph.node("Sigmoid", known(graph, *rest)))
+    with pytest.raises(ConfigError, match=r"options that export --to onnx does not know: .* differ by up to"):
+        onnx_model.write(translator, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
 
 
 def lstm_translator(folder: Path) -> Translator:
