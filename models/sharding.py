@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from models.attention import Attention, subsequent_mask
+from models.decoder_only import DecoderOnly
 from models.transformer import Embedding, EncoderDecoder, FeedForward
 from seqpar.distributed.collectives import (
     copy_to_group,
@@ -162,7 +163,11 @@ def split_time_steps(model: EncoderDecoder, group: ProcessGroup | None) -> None:
     Every rank passes the whole batch and receives `split_time(model(src, tgt), group)`, contiguous time steps in rank
     order. Each layer joins keys and values over the ranks; everything else is computed for this rank's time steps
     alone. Gradients are those of the loss of these time steps: the model's gradient is their sum over the ranks.
+
+    Raises ValueError for a decoder-only model, whose pairs are packed.
     """
+    if isinstance(model, DecoderOnly):
+        raise ValueError("a decoder-only model packs several pairs into a row, whose time steps are not split")
     if world_size(group) == 1:
         return
     split = _TimeSteps(group)
