@@ -5,8 +5,8 @@ Shapes: B sequences, R rows, W width of a row.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
+from heapq import heapreplace
 from typing import NamedTuple
 
 import torch
@@ -23,30 +23,30 @@ class Places(NamedTuple):
 
 
 def pack(lengths: Sequence[int], width: int) -> Places:
-    """Put sequences into as few rows of `width` as best-fit-decreasing finds (Johnson et al. 1974).
+    """Put sequences into rows of about `width` tokens, or of the length of the longest one, with little padding.
 
-    The longest sequence comes first, and each goes into the fullest row that has room for it. Rows are wider where a
-    sequence is longer than `width`, and as narrow as their contents where these are shorter.
+    A row has as many sequences as fit into `width` on average, one more or one less, whichever leaves the fewest
+    cells empty; or there are as many rows as are full if the longest sequence fills one.
     """
-    width = max(width, max(lengths, default=0))
-    columns = [0] * len(lengths)
+    total = sum(lengths)
+    if not total:
+        return Places(0, 0, [0] * len(lengths))
+    each = max(1, width * len(lengths) // total)
+    counts = {-(-len(lengths) // number) for number in (each - 1, each, each + 1) if number}
+    counts.add(-(-total // max(lengths)))
+    found = [spread(lengths, rows) for rows in sorted(counts)]
+    return min(found, key=lambda places: places.rows * places.width)
+
+
+def spread(lengths: Sequence[int], rows: int) -> Places:
+    """Put sequences into so many rows, as short as "longest first, each to the least full row" finds (Graham 1969)."""
+    filled = [(0, row) for row in range(rows)]
     row_of = [0] * len(lengths)
-    rows = 0
-    # The room left in each row and the row's number, sorted
-    room: list[tuple[int, int]] = []
+    columns = [0] * len(lengths)
     for sequence in sorted(range(len(lengths)), key=lambda sequence: -lengths[sequence]):
-        length = lengths[sequence]
-        fullest = bisect_left(room, (length, 0))
-        if fullest < len(room):
-            left, row = room.pop(fullest)
-        else:
-            left, row = width, rows
-            rows += 1
-        columns[sequence] = width - left
-        row_of[sequence] = row
-        insort(room, (left - length, row))
-    if room:
-        width -= room[0][0]
+        columns[sequence], row_of[sequence] = filled[0]
+        heapreplace(filled, (columns[sequence] + lengths[sequence], row_of[sequence]))
+    width = max(filled)[0]
     return Places(rows, width, [row * width + column for row, column in zip(row_of, columns, strict=True)])
 
 

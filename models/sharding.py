@@ -166,10 +166,10 @@ def split_time_steps(model: EncoderDecoder, group: ProcessGroup | None) -> None:
 
     Raises ValueError for a decoder-only model, whose pairs are packed.
     """
-    if isinstance(model, DecoderOnly):
-        raise ValueError("a decoder-only model packs several pairs into a row, whose time steps are not split")
     if world_size(group) == 1:
         return
+    if isinstance(model, DecoderOnly):
+        raise ValueError("a decoder-only model packs several pairs into a row, whose time steps are not split")
     split = _TimeSteps(group)
     model.register_forward_pre_hook(split.begin, with_kwargs=True)
     for name, module in model.named_modules():

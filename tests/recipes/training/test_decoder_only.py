@@ -73,7 +73,8 @@ def test_the_command_score_gives_the_probability_of_the_pair_alone(
     some = pairs(3, 3)
     for side in ("source", "target"):
         (tmp_path / side).write_text("".join(f"{getattr(pair, side)}\n" for pair in some), encoding="utf-8")
-    assert main(["score", "--run", str(learned), str(tmp_path / "source"), str(tmp_path / "target")]) == 0
+    files = ["--sources", str(tmp_path / "source"), "--targets", str(tmp_path / "target")]
+    assert main(["score", "--run", str(learned), *files]) == 0
     said = [float(line.split("\t")[0]) for line in capsys.readouterr().out.splitlines()]
     translator = load_translator(learned / "best")
     for log_probability, pair in zip(said, some, strict=True):
