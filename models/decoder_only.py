@@ -76,6 +76,7 @@ class CausalDecoder(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        self.heads = config.heads
         self.layers = nn.ModuleList(CausalLayer(config) for _ in range(config.decoder_layers))
         self.norm = final_norm(config)
 
@@ -166,8 +167,8 @@ class DecoderOnly(EncoderDecoder):
         held = []
         for layer in cache.layers:
             assert layer.own is not None
-            for each_BHSK in (layer.own.keys, layer.own.values):
-                held.append(each_BHSK[:, :, : layer.slots].transpose(1, 2).flatten(2))
+            both_BHSK = (layer.own.keys[:, :, : layer.slots], layer.own.values[:, :, : layer.slots])
+            held += [each_BHSK.transpose(1, 2).flatten(2) for each_BHSK in both_BHSK]
         return torch.cat(held, 2)
 
     def decode(
@@ -207,7 +208,7 @@ class DecoderOnly(EncoderDecoder):
         """Return which tokens of the source are read, (B, S)."""
         if src_mask is None:
             src_mask = padding_mask(src, self.pad)
-        return prompt_of(src_mask, *src.shape, src.device)
+        return prompt_of(src_mask, src.size(0), src.size(1), src.device)
 
     def _embed(self, tokens: Tensor, place: Tensor, *, stop: int) -> Tensor:
         """Embed tokens (R, T) at the given places in their sequences, which are below `stop`: (R, T, D)."""
@@ -219,11 +220,9 @@ class DecoderOnly(EncoderDecoder):
 
     def _begin(self, cache: DecoderCache, memory: Tensor) -> None:
         """Put the prompts' keys and values into the first slots of a cache."""
-        held = memory.chunk(2 * len(cache.layers), 2)
-        for index, layer in enumerate(cache.layers):
-            heads = self.decoder.layers[index].self_attention.heads
-            keys, values = (each.unflatten(2, (heads, -1)).transpose(1, 2) for each in held[2 * index : 2 * index + 2])
-            layer.extend(KeyValues(keys, values))
+        held = [each_BSD.unflatten(2, (self.decoder.heads, -1)) for each_BSD in memory.chunk(2 * len(cache.layers), 2)]
+        for layer, keys_BSHK, values_BSHK in zip(cache.layers, held[::2], held[1::2], strict=True):
+            layer.extend(KeyValues(keys_BSHK.transpose(1, 2), values_BSHK.transpose(1, 2)))
 
 
 def check_no_mask(tgt_mask: Tensor | None) -> None:
@@ -233,7 +232,7 @@ def check_no_mask(tgt_mask: Tensor | None) -> None:
 
 
 def prompt_of(src_mask: Tensor | None, sentences: int, time: int, device: torch.device) -> Tensor:
-    """Return which tokens of the prompts a mask says are read, (B, S); raise ValueError for one with rows of queries."""
+    """Return which tokens of the prompts are read, (B, S); raise ValueError for a mask with rows of queries."""
     if src_mask is None:
         return torch.ones(sentences, time, dtype=torch.bool, device=device)
     check_mask("src_mask", src_mask)

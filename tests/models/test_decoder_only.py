@@ -1,4 +1,4 @@
-"""The decoder-only model: packed pairs against each pair alone in torch's own layers, and searches against plain ones."""
+"""The decoder-only model: packed pairs against each pair alone in torch's layers, and searches against plain ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ from models.decoder_only import DecoderOnly
 from models.sequence_packing import own_cells_mask, pack
 from models.sharding import split_time_steps
 from seqpar.testing import assert_same_results
+from seqpar.testing.ranks import ranks
 from tests.models.examples import BOS, EOS, PAD, small_transformer
 from tests.models.plain_search import every_hypothesis, plain_beam_search, same
 
@@ -268,7 +270,8 @@ def test_every_search_gives_a_sentence_what_it_gives_it_alone() -> None:
         assert together[0][number] == single[0][0]
         for many, one in zip(together[1:], single[1:], strict=True):
             same([many[number]], one[:1])  # type: ignore[arg-type]
-    assert [4, 4] in [tokens[place : place + 2] for tokens in [together[3][0][0].tokens] for place in range(len(tokens))]
+    tokens = together[3][0][0].tokens
+    assert [4, 4] in [tokens[place : place + 2] for place in range(len(tokens))]
 
 
 def test_it_translates_in_an_ensemble_with_an_encoder_decoder() -> None:
@@ -308,6 +311,17 @@ def test_a_start_symbol_that_is_padding_is_a_token() -> None:
     hidden = model(src, tgt)
     torch.testing.assert_close(hidden[0, :2], alone(model, [3, 4, EOS], [PAD, 3]), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(hidden[1, :1], alone(model, [5, EOS], [PAD]), rtol=1e-12, atol=1e-12)
+
+
+def split_over(rank: int, world: int) -> str:
+    with pytest.raises(ValueError, match="time steps") as caught:
+        split_time_steps(model_of(), dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_its_time_steps_are_never_split() -> None:
+    message = "a decoder-only model packs several pairs into a row, whose time steps are not split"
+    assert ranks(2, split_over) == [message] * 2
 
 
 def test_what_it_cannot_obey_is_refused() -> None:
