@@ -12,7 +12,7 @@ from recipes.translation.settings.schema import Help, Range
 class ModelConfig:
     """A preset of `models.PRESETS`, and what to change in it (None keeps the preset's value)."""
 
-    preset: Annotated[str, Help("tiny | multi30k | small | base | big (Transformers) | lstm.")] = "tiny"
+    preset: Annotated[str, Help("tiny | multi30k | student | small | base | big (Transformers) | lstm.")] = "tiny"
     d_model: Annotated[int | None, Help("Width of hidden states; even, and divisible by heads."), Range(at_least=1)] = (
         None
     )
