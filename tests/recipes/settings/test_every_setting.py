@@ -130,9 +130,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     "training.label_smoothing": [Change(0.0), Change(0.3)],
     "training.smoothing_convention": [Change("fairseq"), Change("harvard", ("weights", "metrics"))],
     "training.r_drop": [Change(5.0, ("weights", "metrics"), ("batches",))],
-    "training.teacher": [
-        Change("start", ("weights", "metrics", "said", "logits at once"), ("batches",)),
-    ],
+    "training.teacher": [Change("start", ("weights", "metrics", "said"), ("batches", "subwords"))],
     "training.teacher_weight": [
         Change(0.3, ("weights", "metrics"), ("batches",), beside={"training.teacher": "start"}),
         Change(0.0, ("weights", "metrics"), ("batches",), beside={"training.teacher": "start"}),
