@@ -17,7 +17,7 @@ import torch
 from recipes.translation.data.corpora import TrainingCorpus, check_training_data, corpora_of
 from recipes.translation.data.sentence_pairs import DataError, each_training_pair
 from recipes.translation.processes.ranks import Ranks
-from recipes.translation.run_folder.checkpoint import Translator, load_translator
+from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.run_folder.teacher import teacher_folder, teacher_subwords
 from recipes.translation.settings.config import CorpusConfig, RunConfig
@@ -47,10 +47,7 @@ def distil(config: RunConfig, originals: float, fresh: bool, ranks: Ranks) -> Su
         fresh: start the training over; translations are kept where they are made of the same.
         ranks: the processes, each of which calls this.
     """
-    teacher = ranks.run_on_main(lambda: load_translator(teacher_folder(config.training.teacher)))
     ranks.run_on_main(lambda: teacher_subwords(config))  # before the work of translating
-    if torch.cuda.is_available():
-        teacher.model.to(torch.device("cuda", ranks.local_rank % torch.cuda.device_count()))
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
     lock: AbstractContextManager[None] = nullcontext()
@@ -59,14 +56,16 @@ def distil(config: RunConfig, originals: float, fresh: bool, ranks: Ranks) -> Su
     with ExitStack() as held:
         # On all ranks: where the folder is locked already, rank 0 raises, and the others must not wait for it
         ranks.run_on_all(lambda: held.enter_context(lock))
-        names = translations_of(teacher, config, ranks)
-    teacher.model.cpu()
+        names = translations_of(config, ranks)
     student = student_of(config, names, originals)
     return train(student, fresh=fresh, ranks=ranks)
 
 
-def translations_of(teacher: Translator, config: RunConfig, ranks: Ranks) -> list[tuple[str, ...]]:
-    """Translate the sentences of every training corpus; return the names of its two files."""
+def translations_of(config: RunConfig, ranks: Ranks) -> list[tuple[str, ...]]:
+    """Translate the sentences of every training corpus by the teacher; return the names of its two files."""
+    teacher = ranks.run_on_main(lambda: load_translator(teacher_folder(config.training.teacher)))
+    if torch.cuda.is_available():
+        teacher.model.to(torch.device("cuda", ranks.local_rank % torch.cuda.device_count()))
     found = ranks.run_on_main(lambda: sentences_of(config))
     folder = Path(config.run) / FOLDER
     names = []
