@@ -40,6 +40,7 @@ from recipes.translation.run_folder.kept_models import keep_model
 from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.run_folder.resume import begin, check_same_data, flat
 from recipes.translation.run_folder.start import run_subwords, starting_weights
+from recipes.translation.run_folder.teacher import TeacherModel, check_same_teacher, load_teacher
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.training.best import note_validation, out_of_patience
 from recipes.translation.training.ema import WeightAverage
@@ -87,18 +88,20 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
 
     corpus = load_corpus(config, ranks, run_subwords)
     ranks.agree({"the training and validation data": corpus.fingerprint})
-    state = saved.state if saved else TrainingState(data=corpus.fingerprint)
+    teacher = ranks.run_on_main(lambda: load_teacher(config, corpus.source, corpus.target))
+    state = saved.state if saved else first_state(corpus, teacher)
     check_same_data(corpus, saved, run)
+    check_same_teacher(teacher, state, run)
     model = first_model(config, corpus, saved, ranks)
     size = size_of(model)
-    layout = Layout(model, config, axes, devices, ranks)
+    layout = Layout(model, config, axes, devices, ranks, teacher.model if teacher else None)
     # After the layout, which replaces the parameters that it splits or shards
     optimizer = torch.optim.Adam(model.parameters(), betas=settings.betas, eps=1e-9, fused=True)
     average = WeightAverage(layout, settings.ema)
     if saved:
         layout.fill_moments(optimizer, saved.moments)
         average.fill(saved.averages, run / "last")
-    announce(config, size, corpus, layout, state)
+    announce(config, size, corpus, layout, state, teacher)
 
     steps = Steps(corpus.train, settings.accumulate, layout.data_rank, layout.data_ranks, layout.device)
     batches = steps.after(state.epoch, state.batch)
@@ -156,6 +159,13 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
     return ranks.run_on_main(lambda: summarize(run, state, settings.steps, stopped_by, corpus))
 
 
+def first_state(corpus: Corpus, teacher: TeacherModel | None) -> TrainingState:
+    """Return the state of a new run on this data, with this teacher."""
+    if teacher is None:
+        return TrainingState(data=corpus.fingerprint)
+    return TrainingState(data=corpus.fingerprint, teacher=teacher.digest)
+
+
 def first_model(config: RunConfig, corpus: Corpus, saved: SavedTraining | None, ranks: Ranks) -> EncoderDecoder:
     """Return the whole model with which this process begins: resumed, another run's, or random."""
     settings = config.training
@@ -175,10 +185,15 @@ def first_model(config: RunConfig, corpus: Corpus, saved: SavedTraining | None, 
 def size_of(model: EncoderDecoder) -> str:
     """Return the number of parameters, and how many of them are frozen, as text."""
     frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
-    size = f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M parameters"
+    size = f"{parameters_of(model)} parameters"
     if frozen:
         size += f" ({frozen / 1e6:.1f} M frozen)"
     return size
+
+
+def parameters_of(model: EncoderDecoder) -> str:
+    """Return the number of parameters as text."""
+    return f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M"
 
 
 def must_agree(config: RunConfig) -> dict[str, object]:
@@ -271,8 +286,10 @@ def spoiled(step: int, what: str, run: Path) -> TrainingError:
     return TrainingError(message)
 
 
-def announce(config: RunConfig, size: str, corpus: Corpus, layout: Layout, state: TrainingState) -> None:
-    """Print the size of the model and of the data, the layout, and the step from which training resumes."""
+def announce(
+    config: RunConfig, size: str, corpus: Corpus, layout: Layout, state: TrainingState, teacher: TeacherModel | None
+) -> None:
+    """Print the size of model, data and teacher, the layout, and the step from which training resumes."""
     dropped = ""
     if corpus.train.dropped:
         dropped = f" ({corpus.train.dropped:,} pairs that are too long left out)"
@@ -281,5 +298,12 @@ def announce(config: RunConfig, size: str, corpus: Corpus, layout: Layout, state
         f"{corpus.train.count(state.epoch):,} batches an epoch{dropped}, {layout}",
         flush=True,
     )
+    if teacher is not None:
+        settings = config.training
+        print(
+            f"[train] learning from {teacher.folder}, {parameters_of(teacher.model)} parameters: weight "
+            f"{settings.teacher_weight:g}, temperature {settings.teacher_temperature:g}",
+            flush=True,
+        )
     if state.step:
         print(f"[train] resuming from step {state.step:,} of {config.run}", flush=True)

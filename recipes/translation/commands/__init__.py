@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands.arguments import PROGRAM
+from recipes.translation.commands.distillation import distil
 from recipes.translation.commands.evaluation import compare, evaluate, score
 from recipes.translation.commands.export import export
 from recipes.translation.commands.training import DEMO_CONFIG, average, demo, prepare, train
@@ -31,6 +32,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "prepare": prepare,
     "train": train,
     "average": average,
+    "distil": distil,
     "evaluate": evaluate,
     "compare": compare,
     "score": score,

@@ -15,7 +15,7 @@ class ModelConfig:
     preset: Annotated[
         str,
         Help(
-            "tiny | multi30k | small | base | big (Transformers) | lstm | decoder_only (a language model that "
+            "tiny | multi30k | student | small | base | big (Transformers) | lstm | decoder_only (a language model that "
             "translates by prompt; needs a joint vocabulary)."
         ),
     ] = "tiny"
