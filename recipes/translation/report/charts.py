@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-WIDTH = 360
-HEIGHT = 210
+WIDTH = 330
+HEIGHT = 205
 """The size of a chart in CSS pixels, at which its text has its natural size; the page scales it."""
 INK = "#010203"
 GRID = "#010204"
@@ -41,11 +41,11 @@ STYLES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 CELL = 17
 """The side of an attention map's cell in CSS pixels."""
 
-SETTINGS: dict[str, Any] = {
+SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "seqpar",
     "font.family": "DejaVu Sans",
-    "font.size": 10.5,
+    "font.size": 11.5,
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": GRID,
@@ -94,9 +94,9 @@ def line_chart(title: str, series: Sequence[Series], *, log: bool = False, legen
     highest = max((y for each in series for y in each.y), default=1.0)
     if log and 0 < 20 * lowest < highest:
         axes.set_yscale("log")
-        between = (1.0, 2.0, 5.0)
+        between = [1.0, 2.0, 5.0]
         if highest > 1_000 * lowest:
-            between = (1.0,)
+            between = [1.0]
         axes.yaxis.set_major_locator(LogLocator(subs=between))
         axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(short))
@@ -112,7 +112,7 @@ def histogram(title: str, label: str, groups: Sequence[tuple[str, Sequence[float
     """Return distributions as outlines over the same bins; each group has a label, values and a color's number."""
     figure, axes = _axes()
     values = np.concatenate([np.asarray(group, dtype=float) for _, group, _ in groups])
-    edges = np.histogram_bin_edges(values, bins=20)
+    edges = bins_of(values)
     for name, group, color in groups:
         counts, _ = np.histogram(group, edges)
         number = color % len(SERIES)
@@ -128,6 +128,14 @@ def histogram(title: str, label: str, groups: Sequence[tuple[str, Sequence[float
     return svg_of(figure, title)
 
 
+def bins_of(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the edges of about twenty bins of equal width; whole numbers lie in the middle of theirs."""
+    if not (values == values.round()).all():
+        return np.histogram_bin_edges(values, bins=20)
+    width = max(1, round((values.max() - values.min()) / 20))
+    return np.arange(values.min() - 0.5, values.max() + 0.5 + width, width)
+
+
 @matplotlib.rc_context(SETTINGS)
 def attention_chart(title: str, source: Sequence[str], target: Sequence[str], weights: NDArray[np.float64]) -> str:
     """Return the attention of each target subword (rows) to the source's (columns), darker for more, as SVG."""
@@ -139,7 +147,9 @@ def attention_chart(title: str, source: Sequence[str], target: Sequence[str], we
     axes = figure.add_axes((left / width, 6 / height, CELL * len(source) / width, CELL * len(target) / height))
     cells = [(row, column) for row, column in np.ndindex(weights.shape) if weights[row, column] >= 0.02]
     squares = [[(x, y), (x + 1, y), (x + 1, y + 1), (x, y + 1)] for y, x in cells]
-    shades = PolyCollection(squares, facecolors=[matplotlib.colors.to_rgba(SERIES[0], weights[cell]) for cell in cells])
+    shades = PolyCollection(
+        squares, facecolors=[matplotlib.colors.to_rgba(SERIES[0], float(weights[cell]) ** 0.7) for cell in cells]
+    )
     shades.set_edgecolor("none")
     axes.add_collection(shades)
     axes.set_xlim(0, len(source))
@@ -181,7 +191,7 @@ def svg_of(figure: Figure, title: str) -> str:
 def text_width(text: str) -> float:
     """Return a generous estimate of a text's width in CSS pixels, for scripts that matplotlib has no font for."""
     wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
-    return 11.0 * wide + 7.0 * (len(text) - wide)
+    return 12.0 * wide + 7.5 * (len(text) - wide)
 
 
 def short(value: float, _: object = None) -> str:
@@ -194,7 +204,7 @@ def short(value: float, _: object = None) -> str:
 
 def _axes() -> tuple[Figure, Any]:
     figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
-    axes = figure.add_axes((46 / WIDTH, 36 / HEIGHT, (WIDTH - 58) / WIDTH, (HEIGHT - 46) / HEIGHT))
+    axes = figure.add_axes((46 / WIDTH, 38 / HEIGHT, (WIDTH - 58) / WIDTH, (HEIGHT - 48) / HEIGHT))
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.grid(axis="y")
@@ -204,7 +214,7 @@ def _axes() -> tuple[Figure, Any]:
 
 
 def _legend(axes: Any) -> None:
-    legend = axes.legend(loc="best", handlelength=1.8, labelspacing=0.25, borderaxespad=0.2, fontsize=10)
+    legend = axes.legend(loc="best", handlelength=1.8, labelspacing=0.25, borderaxespad=0.2, fontsize=11)
     for text in legend.get_texts():
         text.set_parse_math(False)
 

@@ -96,7 +96,11 @@ def _progress(run: RunRecords) -> str:
 
 
 def _numbers(run: RunRecords) -> list[tuple[str, str, str]]:
-    found = [("steps", f"{run.last_step:,}", _progress(run))]
+    planned = run.settings.get("training.steps")
+    of = ""
+    if is_number(planned):
+        of = f"of {planned:,}"
+    found = [("steps", f"{run.last_step:,}", of)]
     seconds = sum(record["seconds"] for record in run.machine if is_number(record.get("seconds")))
     if seconds:
         found.append(("time in steps", duration(seconds), "without validations"))
@@ -198,7 +202,8 @@ def _sentences(run: RunRecords) -> list[str]:
     worst = [
         page.listed(
             {
-                f"chrF {scores[row]:.0f}": newest.sources[row],
+                "chrF": f"{scores[row]:.1f}",
+                "source": newest.sources[row],
                 "translation": newest.translations[row],
                 "reference": newest.references[row],
             }
@@ -213,21 +218,19 @@ def _origin(run: RunRecords) -> list[str]:
     """Return where the run comes from: command, machine, versions and settings."""
     parts = []
     starts = [each for each in run.machine if isinstance(each.get("began"), dict)]
-    if starts:
-        rows = [
-            (f"{each['step']:,}", *(str(each["began"].get(name, "")) for name in ("time", "command")))
-            for each in starts
+    began = [
+        {"after step": f"{each['step']:,}", **{name: str(each["began"].get(name, "")) for name in ("time", "command")}}
+        for each in starts
+    ]
+    if began:
+        parts.append(page.cards(map(page.listed, began)))
+        about = {name: str(run.began[name]) for name in ("model", "layout") if name in run.began}
+        facts = [
+            each for each in (about, run.began.get("hardware"), run.began.get("software")) if isinstance(each, dict)
         ]
-        parts.append(page.table(("after step", "began", "command"), rows))
+        parts.append(page.cards(page.listed({str(name): str(value) for name, value in each.items()}) for each in facts))
     else:
         parts.append(page.note("Command, machine and versions are not recorded: an earlier version trained this run."))
-    for title in ("hardware", "software"):
-        facts = run.began.get(title)
-        if isinstance(facts, dict):
-            parts.append(page.table((title, ""), [(str(name), str(value)) for name, value in facts.items()]))
-    about = [(name, str(run.began[name])) for name in ("model", "layout") if name in run.began]
-    if about:
-        parts.append(page.table(("model and layout", ""), about))
     settings = [(name, _shown(value)) for name, value in run.settings.items()]
     if settings:
         parts.append(page.folded(f"All {len(settings)} settings", page.table(("setting", "value"), settings)))

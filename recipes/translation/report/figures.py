@@ -89,7 +89,7 @@ def distributions(runs: Sequence[RunRecords]) -> list[Chart]:
 
 def attention_maps(run: RunRecords) -> list[tuple[Chart, Record]]:
     """Return the attention maps of the newest validation's samples, with the samples."""
-    found = []
+    found: list[tuple[Chart, Record]] = []
     for sample in (run.samples or [{"samples": []}])[-1]["samples"]:
         attention = sample.get("attention")
         if not attention:
@@ -200,7 +200,7 @@ def _speed(runs: Sequence[RunRecords]) -> Chart:
             speeds = [count / taken for count, taken in zip(counts, seconds, strict=True)]
             series.append(Series(run.name, *binned(steps, speeds, seconds, _points(runs)), number))
     if not series:
-        return Chart(title, "No step's time is recorded (machine.jsonl).")
+        return Chart(title, "No step's time is recorded (resources.jsonl).")
     caption = "Target tokens without padding, in optimizer steps: validation and saving do not count."
     return Chart(title, caption, line_chart(title, series))
 

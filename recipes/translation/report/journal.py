@@ -23,7 +23,7 @@ SHARE = 0.01
 
 
 class Journal:
-    """`machine.jsonl`, `samples.jsonl`, `validation.json` and `report.html` of a run; rank 0 alone writes them."""
+    """`resources.jsonl`, `samples.jsonl`, `validation.json` and `report.html` of a run; rank 0 alone writes them."""
 
     def __init__(self, config: RunConfig, layout: Layout, size: str, ranks: Ranks, resumed_at: int | None) -> None:
         """Note how training begins, or goes on after the step `resumed_at`; `size` is that of the model, as text."""
@@ -39,7 +39,7 @@ class Journal:
         elif ranks.is_main:
             for name in ("validation.json", "report.html"):
                 (self.run / name).unlink(missing_ok=True)
-        self.machine = Metrics(self._path("machine.jsonl"), after_step=after)
+        self.machine = Metrics(self._path("resources.jsonl"), after_step=after)
         self.samples = Metrics(self._path("samples.jsonl"), after_step=after)
         began = {
             **started_by(),

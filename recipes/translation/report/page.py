@@ -50,8 +50,14 @@ def tiles(numbers: Sequence[tuple[str, str, str]]) -> str:
 
 
 def charts(found: Iterable[Chart]) -> str:
-    """Return charts side by side, as many as fit."""
-    return '<div class="grid">' + "\n".join(map(_figure, found)) + "</div>"
+    """Return charts side by side, as many as fit, and then why others are missing."""
+    drawn, missing = [], []
+    for chart in found:
+        if chart.svg:
+            drawn.append(_figure(chart))
+        else:
+            missing.append(note(f"{chart.title}: {chart.caption}"))
+    return '<div class="grid">' + "\n".join(drawn) + "</div>" + "\n".join(missing)
 
 
 def attention_map(chart: Chart, pairs: Mapping[str, str]) -> str:
@@ -73,10 +79,14 @@ def cards(parts: Iterable[str]) -> str:
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> str:
     """Return a table of texts; with `numbers`, all columns but the first are aligned as numbers."""
-    kind = ' class="number"' if numbers else ""
-    head = "".join(f"<th{kind if place else ''}>{text_of(text)}</th>" for place, text in enumerate(heads))
+    kind = ""
+    if numbers:
+        kind = ' class="number"'
+    head = "<th></th>" + "".join(f"<th{kind}>{text_of(text)}</th>" for text in heads[1:])
+    if heads[0]:
+        head = head.replace("<th></th>", f"<th>{text_of(heads[0])}</th>", 1)
     body = "".join(
-        "<tr>" + "".join(f"<td{kind if place else ''}>{text_of(text)}</td>" for place, text in enumerate(row)) + "</tr>"
+        f"<tr><td>{text_of(row[0])}</td>" + "".join(f"<td{kind}>{text_of(text)}</td>" for text in row[1:]) + "</tr>"
         for row in rows
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -75,7 +75,7 @@ class RunRecords:
 def read_run(folder: Path) -> RunRecords:
     """Read a run; raise DataError if the folder is not that of a run that has begun."""
     metrics = _lines(folder / "metrics.jsonl")
-    machine = _lines(folder / "machine.jsonl")
+    machine = _lines(folder / "resources.jsonl")
     if not metrics and not machine:
         raise DataError(f"{folder} has no records of training (metrics.jsonl): name the folder of a run")
     found = RunRecords(

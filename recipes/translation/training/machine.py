@@ -1,4 +1,4 @@
-"""What `machine.jsonl` says of a run: the machine it runs on, the seconds of its steps, and the memory they take.
+"""What `resources.jsonl` says of a run: the machine it runs on, the seconds of its steps, and the memory they take.
 
 These numbers differ between two runs that are equal in everything else, which is why they are not in `metrics.jsonl`.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from models.alignment import attention_weights
-from models.transformer import Decoder
+from models.recurrent import RecurrentEncoderDecoder
 from recipes.translation.atomic_folder import writing_to
 from recipes.translation.data.batches import padded_batch
 from recipes.translation.data.model_text import source_text, target_text
@@ -30,7 +30,8 @@ LONGEST = 40
 
 def sample_rows(sentences: int) -> list[int]:
     """Return the numbers of the sentences that are kept: evenly spaced, so that they are not all of one document."""
-    return sorted({sentences * number // SAMPLES for number in range(SAMPLES)} if sentences else set())
+    kept = min(SAMPLES, sentences)
+    return [sentences * number // kept for number in range(kept)]
 
 
 def samples_of(translator: Translator, pairs: Sequence[Pair], translations: Sequence[str]) -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ def attention_map(translator: Translator, source: str, translation: str) -> dict
 
     The last row and column are the end symbols. None for a model that is not a Transformer, and for long sentences.
     """
-    if not isinstance(translator.model.decoder, Decoder):
+    if isinstance(translator.model, RecurrentEncoderDecoder):
         return None
     (source_ids,) = translator.source.encode([source_text(translator.config, source)])
     (target_ids,) = translator.target.encode([target_text(translator.config, translation, source)])
