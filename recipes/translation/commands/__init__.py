@@ -17,6 +17,7 @@ from recipes.translation.commands.arguments import PROGRAM
 from recipes.translation.commands.distillation import distil
 from recipes.translation.commands.evaluation import compare, evaluate, score
 from recipes.translation.commands.export import export
+from recipes.translation.commands.reporting import report
 from recipes.translation.commands.training import DEMO_CONFIG, average, demo, prepare, train
 from recipes.translation.commands.translation import translate
 from recipes.translation.data.sentence_pairs import DataError
@@ -38,6 +39,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "score": score,
     "translate": translate,
     "export": export,
+    "report": report,
 }
 
 
