@@ -16,6 +16,7 @@ from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands.arguments import PROGRAM
 from recipes.translation.commands.evaluation import compare, evaluate, score
 from recipes.translation.commands.export import export
+from recipes.translation.commands.serving import serve
 from recipes.translation.commands.training import DEMO_CONFIG, average, demo, prepare, train
 from recipes.translation.commands.translation import translate
 from recipes.translation.data.sentence_pairs import DataError
@@ -36,6 +37,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "score": score,
     "translate": translate,
     "export": export,
+    "serve": serve,
 }
 
 
