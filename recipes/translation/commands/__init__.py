@@ -18,6 +18,7 @@ from recipes.translation.commands.distillation import distil
 from recipes.translation.commands.evaluation import compare, evaluate, score
 from recipes.translation.commands.export import export
 from recipes.translation.commands.reporting import report
+from recipes.translation.commands.serving import serve
 from recipes.translation.commands.training import DEMO_CONFIG, average, demo, prepare, train
 from recipes.translation.commands.translation import translate
 from recipes.translation.data.sentence_pairs import DataError
@@ -40,6 +41,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "translate": translate,
     "export": export,
     "report": report,
+    "serve": serve,
 }
 
 
