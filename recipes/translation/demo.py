@@ -10,8 +10,8 @@ from recipes.translation.evaluate import evaluate
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.status_line import duration
 from recipes.translation.train import train
-from recipes.translation.training.progress import duration
 from recipes.translation.training.summary import Sample, Summary, command
 
 SAMPLES = 10
@@ -39,7 +39,7 @@ def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
 
     print(f"[demo] evaluating {run / 'best'} on the held-out test set")
     translator = ranks.run_on_main(lambda: load_translator(run / "best"))
-    evaluation = evaluate(translator, "test", translator.config.decoding, ranks=ranks)
+    evaluation = evaluate(translator, "test", translator.config.decoding, ranks=ranks, label="demo")
     print(evaluation.scores)
     print(f"[demo] the first {SAMPLES} sentences of the test set:")
     for pair, translation in list(zip(evaluation.pairs, evaluation.translations, strict=True))[:SAMPLES]:

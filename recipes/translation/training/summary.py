@@ -11,7 +11,7 @@ from pathlib import Path
 from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.data.corpus import Corpus
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_translator
-from recipes.translation.training.progress import duration
+from recipes.translation.status_line import duration
 from recipes.translation.training.validation import Validation
 from recipes.translation.translate import translate
 
