@@ -55,6 +55,7 @@ def test_without_a_command_every_command_is_listed_with_what_it_does(capsys: pyt
     for name, function in COMMANDS.items():
         assert f"  {name}" in text
         assert (function.__doc__ or "").splitlines()[0] in text
+        assert f"\n    {'':{max(map(len, COMMANDS))}}  python -m recipes.translation {name}" in text, name
 
 
 @pytest.mark.parametrize("command", list(COMMANDS))

@@ -71,7 +71,8 @@ def train(argv: Sequence[str]) -> int:
     """
     parser = parser_of(
         train,
-        f"{PROGRAM} train --config recipes/translation/configs/demo.yaml --run runs/mine --training.steps 500\n"
+        f"{PROGRAM} train --run runs/mine --data.train train.en train.de --data.valid dev.en dev.de\n"
+        f"{PROGRAM} train --config recipes/translation/configs/own_data.yaml --training.steps 500\n"
         f"{PROGRAM} train --run runs/mine",
     )
     add_config_file(parser)
