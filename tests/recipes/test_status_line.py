@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def on_a_terminal(stream: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
     """Connect a standard stream with a pseudo-terminal; what is yielded returns what the terminal got."""
     master, slave = pty.openpty()
-    terminal = open(slave, "w", encoding="utf-8")
+    terminal = os.fdopen(slave, "w", encoding="utf-8")
     monkeypatch.setattr(sys, stream, terminal)
 
     def received() -> str:

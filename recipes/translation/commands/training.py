@@ -33,7 +33,7 @@ def demo(argv: Sequence[str]) -> int:
     """
     parser = parser_of(demo, f"{PROGRAM} demo\n{PROGRAM} demo --run runs/short --training.steps 100")
     add_processes(parser)
-    add_config_options(parser)
+    add_config_options(parser, load_config(DEMO_CONFIG))
     config = with_folder(load_config(DEMO_CONFIG, overrides(parser.parse(argv))))
 
     from recipes.translation.demo import demo as run_demo
