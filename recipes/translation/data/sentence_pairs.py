@@ -24,6 +24,7 @@ from recipes.translation.data.cleaning import EMPTY, Cleaning
 from recipes.translation.data.lines import DataError, each_line
 from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import DataConfig, named_format
+from recipes.translation.settings.schema import shortened
 
 __all__ = ["DataError", "Pair", "Pairs", "check_held_out", "check_named", "fingerprint", "load_pairs"]
 
@@ -190,12 +191,31 @@ def _tsv(data: DataConfig, split: Split) -> Iterator[Pair]:
     (path,) = _paths(data, split)
     lines = _lines(path, split)
     header = next(lines).split("\t")
-    source, target = (_index(header, language, setting, str(path)) for setting, language in _languages(data))
+    _check_header(header, data, path)
+    source, target = (header.index(language) for _, language in _languages(data))
     for number, line in enumerate(lines, start=2):  # line 1 is the header
         cells = line.split("\t")
         if len(cells) != len(header):
             raise DataError(f"{path}:{number} has {len(cells)} columns, the header {len(header)}")
         yield Pair(cells[source], cells[target])
+
+
+def _check_header(header: Sequence[str], data: DataConfig, path: Path) -> None:
+    """Raise DataError unless the first line of a file names a column for each language."""
+    missing = [(setting, language) for setting, language in _languages(data) if language not in header]
+    if not missing:
+        return
+    there = ", ".join(repr(shortened(name)) for name in header[:6])
+    if len(header) > 6:
+        there += f", ... ({len(header)} in all)"
+    if len(missing) == 2:
+        raise DataError(
+            f"{path} names neither {data.source!r} (data.source) nor {data.target!r} (data.target) in its first line, "
+            f"which is {there}: if that is a sentence pair, put a line with {data.source}, a tab and {data.target} "
+            "before it; if it is a header, set data.source and data.target to the names of its columns"
+        )
+    setting, language = missing[0]
+    raise DataError(f"{path} has no {language!r} ({setting}); its header is {there}: set {setting} to one of these")
 
 
 def _jsonl(data: DataConfig, split: Split) -> list[Pair]:
