@@ -153,7 +153,7 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
         if stopped_by:
             translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
             save(translator, {"step": state.step}, moments, state, ranks)
-    return ranks.run_on_main(lambda: summarize(run, state, settings.steps, stopped_by, corpus))
+    return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus))
 
 
 def first_model(config: RunConfig, corpus: Corpus, saved: SavedTraining | None, ranks: Ranks) -> EncoderDecoder:
@@ -281,5 +281,10 @@ def announce(config: RunConfig, size: str, corpus: Corpus, layout: Layout, state
         f"{corpus.train.count(state.epoch):,} batches an epoch{dropped}, {layout}",
         flush=True,
     )
+    if config.training.label_smoothing:
+        print(
+            f"[train] losses are with label smoothing {config.training.label_smoothing:g}, perplexities without it",
+            flush=True,
+        )
     if state.step:
         print(f"[train] resuming from step {state.step:,} of {config.run}", flush=True)

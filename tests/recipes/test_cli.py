@@ -353,13 +353,15 @@ def test_alignments_are_written_line_by_line(run: Path, tmp_path: Path, capsys: 
 
 
 def test_the_demo_ends_with_a_command_that_works_and_starts_afresh(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("recipes.translation.training.summary.is_hopeless", lambda best: False)
     words = options(tmp_path / "demo")
     assert main(["demo", *words]) == 0
     first = capsys.readouterr().out
     assert "replaced" not in first
     assert first.count("    -> ") == 3 + 10
+    assert "one process divides the sentences of each step among the devices [cpu], as training.devices says" in first
     (line,) = [line for line in first.splitlines() if " translate --run " in line]
     found = subprocess.run(shlex.split(line), capture_output=True, text=True, check=True)
     translator = load_translator(tmp_path / "demo" / "best")

@@ -111,8 +111,9 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> tuple[Evaluation, D
             evaluation = evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks, "evaluate")
         else:
             data = translator.config.data
-            split = options.split or "test"
-            evaluation = evaluate_split(translator, split, decoding, options.tokenize, ranks, "evaluate")
+            evaluation = evaluate_split(
+                translator, options.split or "test", decoding, options.tokenize, ranks, "evaluate"
+            )
     if options.comet:
         evaluation = _with_comet(Path(options.comet), evaluation, ranks)
     return evaluation, data

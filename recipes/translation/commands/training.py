@@ -82,12 +82,16 @@ def train(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     config = run_config(options)
 
+    from recipes.translation.commands import COMMANDS
+    from recipes.translation.commands.next_steps import next_steps
     from recipes.translation.processes.ranks import joined
     from recipes.translation.train import train as train_model
 
     with joined(config.layout.timeout) as ranks:
         summary = train_model(config, fresh=options.fresh, ranks=ranks)
         print(summary)
+        if summary.best and not (summary.stopped_by or summary.advice):
+            print(next_steps(config, COMMANDS))
     return exit_status(summary)
 
 
