@@ -164,7 +164,7 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
         if stopped_by:
             translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
             save(translator, {"step": state.step}, moments, state, ranks)
-    return ranks.run_on_main(lambda: summarize(run, state, settings.steps, stopped_by, corpus))
+    return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus))
 
 
 def first_state(corpus: Corpus, teacher: TeacherModel | None) -> TrainingState:
@@ -311,6 +311,11 @@ def announce(
         print(
             f"[train] learning from {teacher.folder}, {parameters_of(teacher.model)} parameters: weight "
             f"{settings.teacher_weight:g}, temperature {settings.teacher_temperature:g}",
+            flush=True,
+        )
+    if config.training.label_smoothing:
+        print(
+            f"[train] losses are with label smoothing {config.training.label_smoothing:g}, perplexities without it",
             flush=True,
         )
     if state.step:

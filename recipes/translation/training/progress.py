@@ -12,18 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
-
 from recipes.translation.atomic_folder import writing_to
 from recipes.translation.run_folder.checkpoint import TrainingState
+from recipes.translation.status_line import StatusLine, duration
 
 if TYPE_CHECKING:
     from recipes.translation.training.trackers import Tracker
-
-PLAIN_SECONDS = 10.0
-"""Seconds between two lines where the output is not a terminal."""
 
 
 class Progress:
@@ -36,32 +30,22 @@ class Progress:
     def __init__(self, state: TrainingState, steps: int) -> None:
         self.steps = steps
         self.recent: deque[tuple[float, int, float]] = deque(maxlen=100)
-        self.live: Live | None = None
-        if sys.stdout.isatty():
-            self.live = Live(console=Console(), transient=True)
+        self.status = StatusLine(sys.stdout)
         self.mark = time.monotonic()
         self.began = self.mark - state.seconds
-        self.next_line = self.mark + PLAIN_SECONDS
 
     def __enter__(self) -> Self:
-        if self.live:
-            self.live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.live:
-            self.live.stop()
+        self.status.__exit__(*error)
 
     def step_done(self, state: TrainingState, *, loss: float, tokens: int) -> float:
         """Show the end of a step and return its seconds; `loss` is its mean per token, `tokens` its number."""
         seconds = self._tick(state)
         state.train_seconds += seconds
         self.recent.append((seconds, tokens, loss))
-        if self.live:
-            self.live.update(Text(self.line(state.step)))
-        elif self.mark >= self.next_line:
-            print(self.line(state.step), flush=True)
-            self.next_line = self.mark + PLAIN_SECONDS
+        self.status.show(self.line(state.step))
         return seconds
 
     def validated(self, state: TrainingState, found: object) -> None:
@@ -87,11 +71,8 @@ class Progress:
 
     def say(self, *lines: str) -> None:
         """Print lines above the progress line."""
-        for text in lines:
-            if self.live:
-                self.live.console.print(Text(text))
-            else:
-                print(text, flush=True)
+        for line in lines:
+            self.status.say(line)
 
     def _tick(self, state: TrainingState) -> float:
         """Return the seconds since the last tick."""
@@ -187,12 +168,3 @@ def _record(line: bytes) -> dict[str, Any] | None:
     if not isinstance(record, dict) or type(record.get("step")) is not int:  # bool is a subclass of int
         return None
     return record
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as hours, minutes and seconds: 0:07, 12:30, 1:02:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours == 0:
-        return f"{minutes}:{rest:02}"
-    return f"{hours}:{minutes:02}:{rest:02}"
