@@ -212,7 +212,7 @@ def _axes() -> tuple[Figure, Any]:
         axes.spines[side].set_visible(False)
     axes.grid(axis="y")
     axes.set_axisbelow(True)
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     return figure, axes
 
 

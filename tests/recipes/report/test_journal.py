@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ import torch
 
 from models.alignment import attention_weights
 from recipes.translation.report import journal
-from recipes.translation.report.draw import write_report
-from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.report.draw import report, write_report
+from recipes.translation.report.earlier import with_samples
+from recipes.translation.report.records import read_run
+from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.train import train
 from recipes.translation.training import machine
 from recipes.translation.training.progress import read_metrics
 from recipes.translation.training.samples import attention_map, sample_rows
 from tests.recipes.tiny import tiny
+from tests.recipes.training.test_lstm import tiny_lstm
 
 CHANGES: dict[str, Any] = {
     "training.report": True,
@@ -95,6 +99,35 @@ def test_a_kept_map_is_the_attention_of_the_translation_that_is_kept(run: Path) 
     assert found["source"] == [*(subwords.pieces()[each] for each in ids[0]), "</s>"]
     assert len(found["target"]) == len(ids[1]) + 1
     assert attention_map(translator, "six " * 60, translation) is None
+
+
+def test_the_best_model_of_a_run_that_kept_no_samples_makes_them_for_the_command(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+    monkeypatch.setattr("recipes.translation.report.earlier.SENTENCES", 7)
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    shutil.copy(run / "metrics.jsonl", earlier)
+    shutil.copytree(run / "best", earlier / "best")
+    found = with_samples(read_run(earlier), earlier)
+    assert found.settings["training.steps"] in (2, 4)  # of the checkpoint
+    assert load_facts(run / "best")["step"] == 4
+    kept = read_run(run)
+    assert found.newest == kept.newest
+    assert list(found.samples) == [kept.samples[-1]]
+    assert "Training kept no translations: its best model, of step 4, made these" in report([found])
+    (earlier / "best" / "config.yaml").write_text("damaged")
+    assert "now there can be none" in report([with_samples(read_run(earlier), earlier)])
+    assert with_samples(kept, run) is kept
+
+
+def test_an_lstm_has_samples_and_no_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+    train(tiny_lstm(tmp_path / "run", {**CHANGES, "training.steps": 1, "training.validate_every": 1}))
+    content = report([read_run(tmp_path / "run")])
+    assert "The worst sentences" in content
+    assert "No attention is recorded" in content
 
 
 def test_a_report_that_cannot_be_drawn_is_one_line_and_training_goes_on(
