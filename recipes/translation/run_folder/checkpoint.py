@@ -87,6 +87,8 @@ class TrainingState:
     """Validations since the best one."""
     data: str = ""
     """Fingerprint of the training and validation data."""
+    teacher: str = ""
+    """Fingerprint of the weights that the run learns from; empty without a teacher."""
 
 
 def model_sizes(config: ModelConfig) -> Sizes:
@@ -176,7 +178,7 @@ TRAINED = "weights/"
 
 def _as_state(record: Mapping[str, Any], path: Path) -> TrainingState:
     kinds = get_type_hints(TrainingState)
-    record = {"best_score": None, **record}  # earlier versions did not have it
+    record = {"best_score": None, "teacher": "", **record}  # earlier versions did not have them
     if record.keys() != kinds.keys() or not all(isinstance(value, kinds[name]) for name, value in record.items()):
         raise CheckpointError(f"{path} is not what this version writes; {MIXED}")
     return TrainingState(**record)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from recipes.translation.settings.model import DECODER_ONLY
 from recipes.translation.settings.schema import ConfigError
-from recipes.translation.settings.training import PARTS
+from recipes.translation.settings.training import PARTS, TrainingConfig
 
 if TYPE_CHECKING:
     from recipes.translation.settings.config import RunConfig
@@ -50,6 +50,7 @@ def check_together(config: RunConfig) -> None:
         )
     if config.model.preset in DECODER_ONLY:
         check_decoder_only(config)
+    check_teacher(training)
     for name in training.freeze:
         if name not in PARTS:
             raise ConfigError(f"training.freeze names {name!r}; it can name {', '.join(PARTS)}")
@@ -70,3 +71,25 @@ def check_decoder_only(config: RunConfig) -> None:
         )
     if "encoder" in config.training.freeze:
         raise ConfigError(f"training.freeze names encoder, but model.preset {preset} has none: leave it out")
+
+
+def check_teacher(training: TrainingConfig) -> None:
+    """Raise ConfigError for settings of a teacher that do not go together."""
+    if training.teacher_weight > 1:
+        raise ConfigError(
+            f"training.teacher_weight is {training.teacher_weight:g}: it is the share of the teacher in the loss, from "
+            "0 to 1"
+        )
+    if not training.teacher:
+        for name in ("teacher_weight", "teacher_temperature"):
+            value = getattr(training, name)
+            if value != getattr(TrainingConfig(), name):
+                raise ConfigError(
+                    f"training.{name} is {value:g}, but training.teacher names no model to learn from: name one, or "
+                    f"leave training.{name} out"
+                )
+    elif training.r_drop and training.teacher_weight:
+        raise ConfigError(
+            f"training.r_drop is {training.r_drop:g} and training.teacher {training.teacher}: each has a loss of its "
+            "own; set training.r_drop 0, or training.teacher_weight 0"
+        )

@@ -15,8 +15,8 @@ class ModelConfig:
     preset: Annotated[
         str,
         Help(
-            "tiny | multi30k | small | base | big (Transformers) | lstm | decoder_only (a language model that "
-            "translates by prompt; needs a joint vocabulary)."
+            "tiny | multi30k | student | small | base | big (Transformers) | lstm | decoder_only (a language model "
+            "that translates by prompt; needs a joint vocabulary)."
         ),
     ] = "tiny"
     d_model: Annotated[int | None, Help("Width of hidden states; even, and divisible by heads."), Range(at_least=1)] = (
