@@ -24,6 +24,7 @@ from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals, TrainingError
+from recipes.translation.report.journal import Journal
 from recipes.translation.run_folder.checkpoint import (
     WEIGHTS,
     SavedTraining,
@@ -50,6 +51,7 @@ from recipes.translation.training.outliers import Outliers
 from recipes.translation.training.progress import Metrics, Progress
 from recipes.translation.training.schedule import learning_rate
 from recipes.translation.training.summary import Summary, summarize
+from recipes.translation.training.trackers import check_installed, open_trackers
 from recipes.translation.training.validation import Validation, validate
 
 
@@ -82,6 +84,7 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
     run = Path(config.run)
     settings = config.training
     sizes = model_sizes(config.model)
+    ranks.run_on_main(lambda: check_installed(settings.trackers))
     saved = ranks.run_on_main(lambda: begin(config, fresh))
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -105,10 +108,13 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
 
     steps = Steps(corpus.train, settings.accumulate, layout.data_rank, layout.data_ranks, layout.device)
     batches = steps.after(state.epoch, state.batch)
-    metrics = Metrics(run / "metrics.jsonl" if ranks.is_main else None, after_step=state.step)
+    resumed_at = state.step if saved else None
+    trackers = ranks.run_on_all(lambda: open_trackers(config, resumed_at) if ranks.is_main else [])
+    metrics = Metrics(run / "metrics.jsonl" if ranks.is_main else None, after_step=state.step, trackers=trackers)
+    journal = Journal(config, layout, size, ranks, resumed_at)
     outliers = Outliers(metrics.records())
     stopped_by = None
-    with StopSignals(ranks.world > 1) as stop, metrics, Progress(state, settings.steps) as progress:
+    with StopSignals(ranks.world > 1) as stop, metrics, journal, Progress(state, settings.steps) as progress:
         while state.step < settings.steps and not out_of_patience(state, settings):
             if stopped_by := ranks.stopped_by(stop.signal):
                 break
@@ -136,11 +142,12 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
             tokens = int(loss.tokens)
             state.step += 1
             state.tokens += tokens
-            progress.step_done(state, loss=loss_mean, tokens=tokens)
+            seconds = progress.step_done(state, loss=loss_mean, tokens=tokens)
             outliers.judge(loss=loss_mean, gradient_norm=norm)
             progress.say(*outliers.lines(state.step))
             record = {"loss": loss_mean, "learning_rate": rate, "gradient_norm": norm, "tokens": tokens}
             metrics.write(step=state.step, **record, **outliers.record())
+            journal.step_done(state.step, seconds)
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
                 translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
                 loss_of = layout.whole_forward(translator.model)
@@ -152,11 +159,12 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
                     save_models(run, translator, found, better)
                 metrics.write(**found.as_dict())
                 save(translator, found.as_dict(), moments, state, ranks)
+                journal.validated(translator, corpus, found)
                 progress.validated(state, found)
         if stopped_by:
             translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
             save(translator, {"step": state.step}, moments, state, ranks)
-    return ranks.run_on_main(lambda: summarize(run, state, settings.steps, stopped_by, corpus))
+    return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus))
 
 
 def first_state(corpus: Corpus, teacher: TeacherModel | None) -> TrainingState:
@@ -303,6 +311,11 @@ def announce(
         print(
             f"[train] learning from {teacher.folder}, {parameters_of(teacher.model)} parameters: weight "
             f"{settings.teacher_weight:g}, temperature {settings.teacher_temperature:g}",
+            flush=True,
+        )
+    if config.training.label_smoothing:
+        print(
+            f"[train] losses are with label smoothing {config.training.label_smoothing:g}, perplexities without it",
             flush=True,
         )
     if state.step:

@@ -213,6 +213,7 @@ def test_presets_are_what_runs_were_saved_with() -> None:
         "base": (512, 2048, 8, 6, 6, 0.1, "post", "all"),
         "big": (1024, 4096, 16, 6, 6, 0.3, "post", "all"),
         "lstm": (256, 1, 1, 0.3, "all"),
+        "decoder_only": (128, 512, 4, 4, 0.1, "pre", "all"),
     }
     found = {name: tuple(getattr(preset, field.name) for field in fields(preset)) for name, preset in PRESETS.items()}
     assert found == table

@@ -32,6 +32,7 @@ MAY_CHANGE = frozenset(
         *(f"training.{name}" for name in ("devices", "chunk_tokens", "precision", "threads")),  # rounding at most
         *(f"layout.{name}" for name in ("data", "shard", "vocab", "sequence", "timeout")),
         *(f"training.{name}" for name in ("steps", "validate_every", "validate_bleu", "keep_checkpoints", "patience")),
+        *(f"training.{name}" for name in ("report", "trackers")),
         *(f"decoding.{name}" for name in ("beam", "length_penalty", "length_norm", "batch_sentences", "max_length")),
     }
 )

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn, get_origin
 
 from recipes.translation.settings.config import SCHEMA, RunConfig
+from recipes.translation.settings.model import by_preset
 from recipes.translation.settings.schema import SettingType
 
 ALSO = {"run": "--folder"}
@@ -63,16 +64,22 @@ def unknown(what: str, word: str, valid: Sequence[str]) -> str:
     return f"unknown {what} {name}; did you mean {near[0]}?"
 
 
-def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """Add one option for each setting of a run, grouped by section. Values remain text: see `overrides`."""
+def add_config_options(parser: argparse.ArgumentParser, defaults: RunConfig | None = None) -> None:
+    """Add one option for each setting of a run, grouped by section. Values remain text: see `overrides`.
+
+    The help names the settings of `defaults` as the defaults: those of `RunConfig` unless the command has others.
+    """
     groups = {"": parser.add_argument_group("the run")}
-    defaults = RunConfig()
+    defaults = defaults or RunConfig()
     for name, setting in SCHEMA.settings.items():
-        section = name.rpartition(".")[0]
+        section, _, key = name.rpartition(".")
         if section not in groups:
             description = inspect.getdoc(getattr(defaults, section)) or ""
             groups[section] = parser.add_argument_group(section, description.partition("\n")[0])
-        _add(groups[section], name, setting)
+        holder: object = defaults
+        if section:
+            holder = getattr(defaults, section)
+        _add(groups[section], name, setting, _shown(name, getattr(holder, key)))
 
 
 def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
@@ -84,7 +91,7 @@ def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
     return given
 
 
-def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType) -> None:
+def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType, default: str) -> None:
     nargs = None
     metavar = METAVARS.get(setting.kinds[0], "TEXT")
     if get_origin(setting.kinds[0]) is Mapping:
@@ -100,7 +107,7 @@ def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType) -> Non
         nargs=nargs,
         dest=name,
         metavar=metavar,
-        help=f"{setting.help} (default: {_shown(setting.default)})".replace("%", "%%"),  # argparse expands %
+        help=f"{setting.help} (default: {default})".replace("%", "%%"),  # argparse expands %
     )
 
 
@@ -115,9 +122,13 @@ def _as_yaml(words: str | list[str]) -> str | list[str]:
     return words
 
 
-def _shown(default: object) -> str:
+def _shown(name: str, default: object) -> str:
+    """Return the default of a setting in words."""
+    section, _, key = name.rpartition(".")
+    if default is None and section == "model":
+        return by_preset(key)
     if default is None:
-        return "as the preset has it"
+        return "null"
     if isinstance(default, (tuple, Mapping)):
         return " ".join(map(str, default)) or "none"
     if isinstance(default, bool):

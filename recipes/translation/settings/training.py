@@ -131,6 +131,21 @@ class TrainingConfig:
             "ends; BLEU and chrF are those of validate_bleu sentences."
         ),
     ] = "loss"
+    report: Annotated[
+        bool,
+        Help(
+            "Draw <run>/report.html after validations and at the end of training; it takes at most about a hundredth "
+            "of the time."
+        ),
+    ] = True
+    trackers: Annotated[
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...],
+        Help(
+            "tensorboard | wandb | trackio, any of them: where every number of metrics.jsonl is also sent. "
+            "tensorboard writes to <run>/tensorboard; wandb and trackio go by their own environment variables "
+            "(WANDB_MODE, TRACKIO_DIR, ...)."
+        ),
+    ] = ()
     ema: Annotated[
         float,
         Help(

@@ -27,6 +27,7 @@ import seqpar
 from models import EncoderDecoder
 from models.recurrent import RecurrentEncoderDecoder
 from models.sharding import cut, cut_of, join_over, split_time_steps, split_weights
+from models.transformer import DecoderLayer, EncoderLayer
 from recipes.translation.data.batches import Batch
 from recipes.translation.data.subwords import PAD
 from recipes.translation.processes.ranks import Ranks
@@ -203,7 +204,8 @@ class Layout:
         both = seqpar.ModelWithLoss(objective.passes(self.model), objective.loss(self.model, own_devices, vocab))
         if self.groups.shards is not None:
             # Each layer is gathered for its own forward and backward; the last call shards what is in none of them
-            for layer in (*self.model.encoder.layers, *self.model.decoder.layers):
+            layers = [module for module in self.model.modules() if isinstance(module, EncoderLayer | DecoderLayer)]
+            for layer in layers:
                 fully_shard(layer, mesh=self.groups.shards)
             fully_shard(both, mesh=self.groups.shards)
             self.reducer = both
