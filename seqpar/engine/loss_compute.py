@@ -77,6 +77,8 @@ class LossCompute(nn.Module):
             match_split(self.head)
             _check_split(devices, chunk_size)
         self._facts: dict[Situation, LogitFacts] = {}
+        self._latest_tokens: Tensor | None = None
+        """The tokens of the latest call, which nobody has read yet."""
 
     def forward(
         self,
@@ -126,8 +128,11 @@ class LossCompute(nn.Module):
         cut = Cut(self.devices, self.chunk_tokens, self.chunk_size)
         arguments = (self.head, cut, self._facts, hidden, target, loss_scale, per_token)
         if is_fsdp_unit(self.head["generator"]):
-            return inside_unit(self.head["generator"], loss_over_devices, *arguments)  # type: ignore[no-any-return]
-        return loss_over_devices(*arguments)
+            loss = inside_unit(self.head["generator"], loss_over_devices, *arguments)
+        else:
+            loss = loss_over_devices(*arguments)
+        self._latest_tokens = loss.tokens
+        return loss
 
     def token_scores(
         self,
@@ -158,10 +163,18 @@ class LossCompute(nn.Module):
             return inside_unit(self.head["generator"], scores_over_devices, *arguments)  # type: ignore[no-any-return]
         return scores_over_devices(*arguments)
 
-    def explain(self, tokens: int = 4096) -> str:
-        """Describe how one device computes the loss of so many tokens that are not ignored, and why."""
+    def explain(self, tokens: int | None = None) -> str:
+        """Describe how one device computes the loss of so many tokens that are not ignored, and why.
+
+        Without a number, these are the tokens of the latest call, divided evenly among the devices, or 4,096 before
+        there was one. Reading that number waits for the device.
+        """
         # The facts that the latest call found, if there was one
         facts = next(reversed(self._facts.values()), None)
+        if tokens is None and self._latest_tokens is not None:
+            tokens = max(1, -(-int(self._latest_tokens) // len(self.devices or [None])))
+        elif tokens is None:
+            tokens = 4096
         return explanation(self.head, facts, tokens, self.chunk_tokens, self.chunk_size)
 
     def extra_repr(self) -> str:
