@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.translation.atomic_folder import CheckpointError, whole_folder
-from recipes.translation.settings.config import ConfigError, RunConfig, load_config
+from recipes.translation.settings.config import ConfigError, DecodingConfig, RunConfig, load_config
 from recipes.translation.settings.options import ALSO, OneLineParser, overrides
 
 if TYPE_CHECKING:
@@ -72,19 +72,24 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_checkpoint(parser)
-    parser.add_argument("--beam", metavar="N", help="beam width; 1 is greedy and fastest (default: as trained for)")
+    parser.add_argument("--beam", metavar="N", help=f"beam width; 1 is greedy and fastest ({_own('beam')})")
     add_length_options(parser)
 
 
 def add_length_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--length-penalty", metavar="X", help="exponent of the length penalty; 0 has none (default: as trained for)"
+        "--length-penalty", metavar="X", help=f"exponent of the length penalty; 0 has none ({_own('length_penalty')})"
     )
     parser.add_argument(
         "--length-norm",
         metavar="NAME",
-        help="base of the length penalty: gnmt ((5 + length) / 6) or length (default: as trained for)",
+        help=f"base of the length penalty: gnmt ((5 + length) / 6) or length ({_own('length_norm')})",
     )
+
+
+def _own(name: str) -> str:
+    """Return the default of a setting of decoding that every run has."""
+    return f"default: the run's own decoding.{name}, {getattr(DecodingConfig(), name)} unless it was set"
 
 
 def run_config(options: argparse.Namespace) -> RunConfig:

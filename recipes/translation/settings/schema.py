@@ -146,9 +146,9 @@ class Schema:
             try:
                 node = _as_node(value, self.settings[key].kinds)
             except _UnfitError as error:
-                raise ConfigError(f"{self._refusal(key, location, _shortened(repr(value)))}: {error}") from None
+                raise ConfigError(f"{self._refusal(key, location, shortened(repr(value)))}: {error}") from None
             except yaml.YAMLError:
-                raise ConfigError(self._refusal(key, location, _shortened(repr(value)))) from None
+                raise ConfigError(self._refusal(key, location, shortened(repr(value)))) from None
             given[key] = Setting(self._value(key, node, location), location)
         return given
 
@@ -355,13 +355,14 @@ def _shown(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
         if node.tag == f"{YAML_TAG}null":
             return "nothing"
-        return _shortened(repr(node.value))
+        return shortened(repr(node.value))
     if isinstance(node, yaml.SequenceNode):
         return f"a list of {len(node.value)}"
     return f"a section of {len(node.value)}"
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
+    """Return a text, or the beginning of a long one with its length."""
     if len(text) <= 80:
         return text
     return f"{text[:40]}... ({len(text):,} characters)"
