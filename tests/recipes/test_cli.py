@@ -168,6 +168,9 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
         (["translate", SENTENCE, "--mbr", "ter"], "invalid choice"),
         (["evaluate", "--tokenize", "13b"], "no tokeniser '13b'"),
         (["evaluate", "--split", "train"], "invalid choice"),
+        (["report", "a", "--run", "b"], "name the runs with --run or without, not both"),
+        (["report", *"abcdefghi"], "name at most 8 runs; got 9"),
+        (["serve", "a", "--run", "b"], "name the runs with --run or without, not both"),
     ],
 )
 def test_a_mistake_is_answered_with_one_line(

@@ -60,6 +60,19 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add the names of one run or several, which may also be given as other commands take them, by --run."""
+    parser.add_argument("runs", nargs="*", metavar="RUN", type=path, help="a run's folder, or several")
+    add_run(parser)
+
+
+def runs_of(parser: OneLineParser, options: argparse.Namespace) -> list[str]:
+    """Return the runs that are named, of which there is at least one."""
+    if options.runs and options.run != parser.get_default("run"):
+        parser.error("name the runs with --run or without, not both")
+    return options.runs or [options.run]
+
+
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.translation.commands.arguments import PROGRAM, parser_of, path, require
+from recipes.translation.commands.arguments import PROGRAM, add_runs, parser_of, path, require, runs_of
 
 MOST_RUNS = 8
 """Runs that can be compared on a page: as many as there are colors that can be told apart."""
@@ -20,7 +20,7 @@ def report(argv: Sequence[str]) -> int:
     parser = parser_of(
         report, f"{PROGRAM} report runs/demo\n{PROGRAM} report runs/baseline runs/larger --output comparison.html"
     )
-    parser.add_argument("runs", nargs="*", metavar="RUN", type=path, help="a run's folder; several are compared")
+    add_runs(parser)
     parser.add_argument(
         "--output",
         metavar="FILE",
@@ -28,15 +28,15 @@ def report(argv: Sequence[str]) -> int:
         help="where to write (default: report.html in the run, or comparison.html beside the first run)",
     )
     options = parser.parse(argv)
-    if not 1 <= len(options.runs) <= MOST_RUNS:
-        parser.error(f"name from 1 to {MOST_RUNS} runs; got {len(options.runs)}")
+    folders = [Path(each) for each in runs_of(parser, options)]
+    if len(folders) > MOST_RUNS:
+        parser.error(f"name at most {MOST_RUNS} runs; got {len(folders)}")
     require("matplotlib")
 
     from recipes.translation.report.draw import write_page
     from recipes.translation.report.earlier import with_samples
     from recipes.translation.report.records import read_run
 
-    folders = [Path(each) for each in options.runs]
     output = folders[0] / "report.html"
     if len(folders) > 1:
         output = folders[0].parent / "comparison.html"

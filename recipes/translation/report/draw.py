@@ -10,7 +10,7 @@ from recipes.translation.atomic_folder import writing_to
 from recipes.translation.report import page
 from recipes.translation.report.figures import NO_TRANSLATIONS, attention_maps, chrf_of_sentences, curves, distributions
 from recipes.translation.report.records import RunRecords, is_number, read_run
-from recipes.translation.training.progress import duration
+from recipes.translation.status_line import duration
 
 WORST = 10
 """Sentences that are shown as the worst."""
