@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import sentencepiece
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -51,6 +52,15 @@ class Folder:
                 f"{self.path} has no {name}: it needs all files of the model and its tokenizer as they were published"
             )
         return (self.path / name).read_bytes()
+
+    def subwords(self, name: str) -> bytes:
+        """Return the content of a sentencepiece model."""
+        content = self.bytes(name)
+        try:
+            sentencepiece.SentencePieceProcessor(model_proto=content)
+        except RuntimeError:
+            raise CheckpointError(f"{self.path / name} is not a sentencepiece model") from None
+        return content
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all weights, in float32 where they are in half precision; of one file, or of several with an index."""

@@ -69,8 +69,20 @@ def read_model(folder: Path, run: Path, source: str = "", target: str = "") -> I
     own = model.state_dict()
     tied = {name: tensor for name, tensor in own.items() if name not in _tied(sizes)}
     fill_model(model, {name: weights[name] for name in tied}, folder)
-    ignored = sorted(files.json_or_nothing("generation_config.json").keys() - KNOWN.split())
+    ignored = _ignored(files.json_or_nothing("generation_config.json"), settings)
     return Imported(Translator(config, model.eval(), *subwords), ignored)
+
+
+def _ignored(generation: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Return the names of settings of translation that a run does not have."""
+    given = {name for name, value in generation.items() if value is not None}
+    found = given - set(KNOWN.split())
+    symbols = {settings.get("pad_token_id"), settings.get("decoder_start_token_id")}
+    if any(len(words) > 1 or words[0] not in symbols for words in generation.get("bad_words_ids") or ()):
+        found.add("bad_words_ids")
+    if not symbols.issuperset(generation.get("suppress_tokens") or ()):
+        found.add("suppress_tokens")
+    return sorted(found)
 
 
 def _tied(sizes: TransformerConfig) -> tuple[str, ...]:

@@ -60,6 +60,7 @@ def read_tokenizer(
         source, tags = _multilingual(folder, settings, own)
         target = source
         named = (_known(languages[0], "source", tags), _known(languages[1], "target", tags))
+    _check_symbols(settings, target.vocabulary)
     source_ids = order_of(source.vocabulary)
     target_ids = order_of(target.vocabulary)
     new = {old: number for number, old in enumerate(target_ids)}
@@ -75,6 +76,17 @@ def read_tokenizer(
         target_ids,
         named,
     )
+
+
+def _check_symbols(settings: Mapping[str, Any], vocabulary: Vocabulary) -> None:
+    """Raise CheckpointError if config.json has other ids of padding or end symbol than the tokenizer."""
+    for key, name in (("pad_token_id", vocabulary.special.pad), ("eos_token_id", vocabulary.special.eos)):
+        given = settings.get(key)
+        if given is not None and given != vocabulary.ids.get(name, given):
+            raise CheckpointError(
+                f"config.json: {key} is {given}, and in {vocabulary.where} {name} is {vocabulary.ids[name]}: one of "
+                "the two files is of another model"
+            )
 
 
 def _start(start: object, new: Mapping[int, int], codes: Mapping[str, int], language: str) -> tuple[int, ...]:
@@ -120,7 +132,7 @@ def _marian(folder: Folder, settings: Mapping[str, Any], own: Mapping[str, Any])
         names = ("vocab.json", "target_vocab.json")
     special = _special(own)
     source, target = (
-        Side(folder.bytes(spm), spm, Vocabulary(folder.json(name), special, size, where=name))
+        Side(folder.subwords(spm), spm, Vocabulary(folder.json(name), special, size, where=str(folder.path / name)))
         for spm, name, size in zip(("source.spm", "target.spm"), names, sizes, strict=True)
     )
     return source, target
@@ -128,7 +140,7 @@ def _marian(folder: Folder, settings: Mapping[str, Any], own: Mapping[str, Any])
 
 def _multilingual(folder: Folder, settings: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Side, dict[str, str]]:
     """Return the subwords that both languages share, and the tag of each language."""
-    model = folder.bytes(SPM)
+    model = folder.subwords(SPM)
     special = _special(own)
     if settings["model_type"] == "m2m_100" and (folder.path / "vocab.json").is_file():
         ids, tags = _m2m100(folder.json("vocab.json"), settings, own)
@@ -143,7 +155,9 @@ def _multilingual(folder: Folder, settings: Mapping[str, Any], own: Mapping[str,
         tags = {name: name for name in added if name not in special and not name.startswith("<")}
         if not tags:
             raise CheckpointError(f"{where} has no tags of languages among its added_tokens")
-    vocabulary = Vocabulary(ids, special, settings["vocab_size"], frozenset([*tags.values(), "<mask>"]), where)
+    vocabulary = Vocabulary(
+        ids, special, settings["vocab_size"], frozenset([*tags.values(), "<mask>"]), str(folder.path / where)
+    )
     return Side(model, SPM, vocabulary), tags
 
 

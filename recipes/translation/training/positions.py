@@ -26,6 +26,6 @@ def check_positions(config: RunConfig, sizes: TransformerConfig | RecurrentConfi
     for side, lengths in (("source", corpus.valid.source_lengths), ("target", corpus.valid.target_lengths)):
         if lengths.max() > most:
             raise DataError(
-                f"data.valid: the {side} of pair {int(lengths.argmax()) + 1:,} has {int(lengths.max()):,} subwords, and "
-                f"the model has learned positions for {most:,}: split the sentence, or leave it out"
+                f"data.valid: the {side} of pair {int(lengths.argmax()) + 1:,} has {int(lengths.max()):,} subwords, "
+                f"and the model has learned positions for {most:,}: split the sentence, or leave it out"
             )
