@@ -85,11 +85,13 @@ def save(model: PreTrainedModel, folder: Path, **generation: Any) -> None:
             if "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             elif "shared" in name or "embed_tokens" in name:
-                parameter.normal_(std=0.4)
+                parameter.normal_(std=0.25)
+            elif "encoder_attn.out_proj" in name:
+                parameter.normal_(std=1.5)  # the source has a say
             else:
                 parameter.normal_(std=0.3)
         if hasattr(model, "final_logits_bias"):
-            model.final_logits_bias.normal_()
+            model.final_logits_bias.normal_(std=0.3)
     model.generation_config = GenerationConfig(**generation)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

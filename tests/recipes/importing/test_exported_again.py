@@ -36,7 +36,7 @@ def test_ctranslate2_translates_an_imported_marian_model_as_torch_does(imported:
     found = ctranslate2_engine.load(tmp_path / "exported")
     decoding = replace(imported.config.decoding, beam=1)
     expected = translate(imported, SENTENCES, decoding)
-    assert len(set(expected)) > 2
+    assert len(set(expected)) > 1
     assert ctranslate2_engine.translate(found, SENTENCES, decoding) == expected
 
 
