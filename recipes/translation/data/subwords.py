@@ -127,6 +127,8 @@ class Subwords:
     which come pieces that are unknown to the model.
     """
 
+    pad, unk, bos, eos = PAD, UNK, BOS, EOS
+
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         notes = notes_of(self.serialized())
