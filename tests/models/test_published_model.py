@@ -209,10 +209,12 @@ def test_presets_are_what_runs_were_saved_with() -> None:
     table = {
         "tiny": (128, 512, 4, 2, 2, 0.1, "pre", "all", *ours),
         "multi30k": (128, 256, 4, 4, 4, 0.3, "pre", "all", *ours),
+        "student": (128, 512, 4, 6, 1, 0.1, "pre", "all", *ours),
         "small": (256, 512, 8, 3, 3, 0.1, "pre", "all", *ours),
         "base": (512, 2048, 8, 6, 6, 0.1, "post", "all", *ours),
         "big": (1024, 4096, 16, 6, 6, 0.3, "post", "all", *ours),
         "lstm": (256, 1, 1, 0.3, "all"),
+        "decoder_only": (128, 512, 4, 4, 0.1, "pre", "all"),
         "opus_mt": (512, 2048, 8, 6, 6, 0.1, "post", "all", "swish", "marian", 1024),
         "m2m100": (1024, 4096, 16, 12, 12, 0.1, "pre", "all", "relu", "m2m100", 1024),
         "mbart": (1024, 4096, 16, 12, 12, 0.1, "pre", "all", "gelu", "mbart", 1024),

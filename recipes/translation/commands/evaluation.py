@@ -108,10 +108,12 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> tuple[Evaluation, D
         if options.sources:
             lowercase = translator.config.subwords.lowercase
             pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
-            evaluation = evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks)
+            evaluation = evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks, "evaluate")
         else:
             data = translator.config.data
-            evaluation = evaluate_split(translator, options.split or "test", decoding, options.tokenize, ranks)
+            evaluation = evaluate_split(
+                translator, options.split or "test", decoding, options.tokenize, ranks, "evaluate"
+            )
     if options.comet:
         evaluation = _with_comet(Path(options.comet), evaluation, ranks)
     return evaluation, data
@@ -203,7 +205,7 @@ def score(argv: Sequence[str]) -> int:
         decoding = translator.config.decoding
         sources = [pair.source for pair in pairs]
         targets = [pair.target for pair in pairs]
-        for found in score_pairs(translator, sources, targets, decoding, ranks):
+        for found in score_pairs(translator, sources, targets, decoding, ranks, "score"):
             print(f"{found.log_prob:.6f}\t{found.per_token:.6f}\t{found.score:.6f}\t{found.tokens}")
     return 0
 

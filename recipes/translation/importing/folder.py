@@ -28,7 +28,7 @@ class Folder:
 
     def json(self, name: str) -> dict[str, Any]:
         """Return what a JSON file says."""
-        content = self.bytes(name)
+        content = self.content(name)
         try:
             found = json.loads(content)
         except ValueError as error:
@@ -43,7 +43,7 @@ class Folder:
             return {}
         return self.json(name)
 
-    def bytes(self, name: str) -> bytes:
+    def content(self, name: str) -> bytes:
         """Return a file's content."""
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path} is not a folder: give one with a model as transformers saves it")
@@ -55,7 +55,7 @@ class Folder:
 
     def subwords(self, name: str) -> bytes:
         """Return the content of a sentencepiece model."""
-        content = self.bytes(name)
+        content = self.content(name)
         try:
             sentencepiece.SentencePieceProcessor(model_proto=content)
         except RuntimeError:

@@ -15,8 +15,9 @@ class ModelConfig:
     preset: Annotated[
         str,
         Help(
-            "tiny | multi30k | small | base | big (Transformers) | lstm | opus_mt | m2m100 | mbart (the Transformers "
-            "of published models, as the command import makes them)."
+            "tiny | multi30k | student | small | base | big (Transformers) | lstm | decoder_only (a language model "
+            "that translates by prompt; needs a joint vocabulary) | opus_mt | m2m100 | mbart (the Transformers of "
+            "published models, as the command import makes them)."
         ),
     ] = "tiny"
     d_model: Annotated[int | None, Help("Width of hidden states; even, and divisible by heads."), Range(at_least=1)] = (
@@ -43,3 +44,7 @@ class ModelConfig:
         Help("Tokens of the longest sentence, for mbart, whose positions are learned; others have no limit."),
         Range(at_least=1),
     ] = None
+
+
+DECODER_ONLY = ("decoder_only",)
+"""Presets that read source and target as one sequence."""

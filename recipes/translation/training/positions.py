@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from models import RecurrentConfig, TransformerConfig
-from models.presets import ARCHITECTURES
+from models import TransformerConfig
+from models.presets import ARCHITECTURES, Sizes
 from recipes.translation.data.corpus import Corpus
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.settings.config import ConfigError, RunConfig
 
 
-def check_positions(config: RunConfig, sizes: TransformerConfig | RecurrentConfig, corpus: Corpus) -> None:
+def check_positions(config: RunConfig, sizes: Sizes, corpus: Corpus) -> None:
     """Raise ConfigError or DataError where a sentence could have more tokens than the model has learned positions."""
-    if isinstance(sizes, RecurrentConfig) or ARCHITECTURES[sizes.architecture].positions != "learned":
+    if not isinstance(sizes, TransformerConfig) or ARCHITECTURES[sizes.architecture].positions != "learned":
         return
     symbols = corpus.source.symbols
     around = max(len(symbols.source([])), len(symbols.target([])) - 1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recipes.translation.data.subwords import PAD
-from recipes.translation.export import ctranslate2_engine, ctranslate2_model, huggingface_model
+from recipes.translation.export import ctranslate2_engine, ctranslate2_model, huggingface_model, onnx_model
 from recipes.translation.importing.published_model import read_model
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import ConfigError
@@ -64,6 +64,13 @@ def test_transformers_has_the_same_logits_of_an_imported_marian_model_again(
 
 
 @pytest.mark.parametrize("write", [huggingface_model.write, lambda *each: ctranslate2_model.write(*each, None)])
+def test_imported_models_are_not_exported_as_onnx(imported: Translator, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^model\.preset opus_mt has the architecture marian with activation swish; "
+    ):
+        onnx_model.write(imported, tmp_path / "exported")
+
+
 def test_other_architectures_are_not_exported(write: object, tmp_path: Path) -> None:
     translator = read_model(published.m2m100(tmp_path / "model"), Path("run"), "en", "de").translator
     with pytest.raises(
