@@ -19,6 +19,7 @@ from recipes.translation.commands.arguments import PROGRAM
 from recipes.translation.commands.distillation import distil
 from recipes.translation.commands.evaluation import compare, evaluate, score
 from recipes.translation.commands.export import export
+from recipes.translation.commands.importing import import_
 from recipes.translation.commands.reporting import report
 from recipes.translation.commands.serving import serve
 from recipes.translation.commands.training import DEMO_CONFIG, average, demo, prepare, train
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "compare": compare,
     "score": score,
     "translate": translate,
+    "import": import_,
     "export": export,
     "report": report,
     "serve": serve,

@@ -20,7 +20,7 @@ PROGRAM = "python -m recipes.translation"
 
 
 def parser_of(run: Callable[[Sequence[str]], int], example: str) -> OneLineParser:
-    return OneLineParser(f"{PROGRAM} {run.__name__}", (run.__doc__ or "").replace("\n    ", "\n"), example)
+    return OneLineParser(f"{PROGRAM} {run.__name__.rstrip('_')}", (run.__doc__ or "").replace("\n    ", "\n"), example)
 
 
 def count(word: str) -> int:
