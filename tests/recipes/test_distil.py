@@ -81,17 +81,20 @@ def test_the_files_have_the_sentences_and_the_teachers_translations_line_by_line
     assert len(set(read_lines(target))) > 5
 
 
-@pytest.mark.parametrize("left", [b"", b"a line without an en", b"a whole line\nand a part"])
+@pytest.mark.parametrize(
+    ("whole_lines", "left", "kept"),
+    [(10, b"", 10), (10, b"a part of a line", 10), (10, b"a whole line\nand a part", 10), (9, b"a part of a line", 5)],
+)
 def test_an_interrupted_translation_goes_on_after_its_last_whole_block(
-    left: bytes, teacher: Translator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole_lines: int, left: bytes, kept: int, teacher: Translator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, target = write_translations(teacher, SENTENCES, tmp_path, "1")
     whole = target.read_bytes()
     lines = whole.splitlines(keepends=True)
-    target.write_bytes(b"".join(lines[:10]) + left)
+    target.write_bytes(b"".join(lines[:whole_lines]) + left)
     seen = counted(monkeypatch)
     write_translations(teacher, SENTENCES, tmp_path, "1")
-    assert seen == SENTENCES[10:]
+    assert seen == SENTENCES[kept:]
     assert target.read_bytes() == whole
 
 
