@@ -185,6 +185,18 @@ def test_each_corpus_is_translated_into_its_language_and_keeps_its_weight(tmp_pa
     }
 
 
+def test_files_that_are_the_only_corpus_become_two_corpora(tmp_path: Path) -> None:
+    files = {"data.format": "text", "data.path": str(tmp_path), "data.train": ["en", "de"], "data.valid": ["en", "de"]}
+    student = student_of(tiny(tmp_path / "run", files), [("a", "b")], 0.25)
+    assert student.data.train == ()
+    translations, originals = corpora_of(student)
+    assert (translations.name, translations.data.train, translations.weight) == ("translations", ("a", "b"), 1.0)
+    assert (originals.name, originals.data.train, originals.weight) == ("originals", ("en", "de"), 0.25)
+    assert (originals.data.path, originals.data.format) == (str(tmp_path), "text")
+    (only,) = corpora_of(student_of(tiny(tmp_path / "run", files), [("a", "b")], 0.0))
+    assert only.name == "translations"
+
+
 def test_a_student_is_exported_with_int8_weights(run: Path, tmp_path: Path) -> None:
     train(tiny(tmp_path / "run", {**STUDENT, "model.d_model": 16, "model.d_ff": 16, "training.steps": 1}))
     words = ["export", "--run", str(tmp_path / "run"), "--to", "ctranslate2"]
