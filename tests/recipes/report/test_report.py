@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from recipes.translation.commands import main
-from recipes.translation.report.charts import attention_chart, bins_of, short
+from recipes.translation.report import figures
+from recipes.translation.report.charts import Series, attention_chart, bins_of, short
 from recipes.translation.report.draw import report, write_report
 from recipes.translation.report.figures import binned, chrf_of_sentences, curves
 from recipes.translation.report.records import RunRecords, read_run
@@ -126,9 +127,28 @@ def test_steps_that_stand_out_are_counted_and_marked(tmp_path: Path) -> None:
     assert "var(--mark)" in marked.svg
 
 
-def test_speed_is_tokens_over_seconds_and_not_a_mean_of_speeds() -> None:
-    _, speeds = binned([1, 2, 3], [100 / 1, 100 / 4, 90 / 3], [1.0, 4.0, 3.0], most=1)
-    assert speeds == pytest.approx([290 / 8])
+@pytest.fixture
+def series(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Series]]:
+    """The lines of the charts that are drawn, by title."""
+    found: dict[str, list[Series]] = {}
+
+    def noted(title: str, lines: list[Series], **_: object) -> str:
+        found[title] = lines
+        return "drawn"
+
+    monkeypatch.setattr(figures, "line_chart", noted)
+    return found
+
+
+def test_speed_is_tokens_over_seconds_and_not_a_mean_of_speeds(
+    tmp_path: Path, series: dict[str, list[Series]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "MOST_POINTS", 1)
+    run = make_run(tmp_path / "run")
+    lines(run / "metrics.jsonl", [step(1, tokens=100), step(2, tokens=100), step(3, tokens=90)])
+    lines(run / "resources.jsonl", [{"step": number, "seconds": float(number**2)} for number in (1, 2, 3)])
+    curves([read_run(run)])
+    assert series["Tokens a second"][0].y == pytest.approx([290 / 14])
 
 
 def test_a_curve_is_weighted_means_of_all_its_steps() -> None:
@@ -180,13 +200,18 @@ def test_a_run_before_its_first_validation_says_so(tmp_path: Path) -> None:
     assert "Perplexity: There has been no validation yet." in page.text
 
 
-def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path, series: dict[str, list[Series]]) -> None:
     run = make_run(tmp_path / "run")
     odd = [step(1, loss=float("nan")), step(2, gradient_norm=float("inf")), step(3, loss="high", tokens=None)]
     lines(
         run / "metrics.jsonl", [*odd, step(4), validation(4, valid_bleu=None), validation(5, valid_loss=float("nan"))]
     )
-    assert "nan" not in report([read_run(run)]).lower()
+    curves([read_run(run)])
+    training, validations = series["Loss"]
+    assert (training.x, training.y) == ([2, 4], pytest.approx([5.0, 3.5]))
+    assert validations.x == [4]
+    assert (series["Gradient norm"][0].x, series["Perplexity"][0].x) == ([4], [4])
+    assert "BLEU" not in series
 
 
 def test_several_runs_are_compared_and_only_what_differs_is_listed(tmp_path: Path) -> None:
@@ -214,7 +239,7 @@ def test_the_largest_page_stays_below_a_megabyte(tmp_path: Path) -> None:
         (run / "validation.json").write_text(json.dumps(newest))
         record = samples(600)
         for sample in record["samples"]:
-            sample["translation"] = long
+            sample["translation"] = "wort " * 20_000
             sample["attention"] = {
                 "source": ["▁Wörter"] * 40,
                 "target": ["▁Wörter"] * 40,
@@ -229,10 +254,10 @@ def test_the_largest_page_stays_below_a_megabyte(tmp_path: Path) -> None:
 def test_an_attention_map_keeps_every_script_as_text_without_a_warning() -> None:
     import numpy as np
 
-    texts = ["▁ไทย", "▁हिन्दी", "▁日本", "\x0b$\\frac{1}{", "</s>"]
-    svg = attention_chart("Attention", texts, texts, np.eye(5))
+    texts = ["▁ไทย", "▁हिन्दी", "▁日本", "$x^2$", "\x0b$\\frac{1}{", "</s>"]
+    svg = attention_chart("Attention", texts, texts, np.eye(6))
     text = Page(svg).text
-    for each in texts[:3]:
+    for each in texts[:4]:
         assert text.count(each) == 2
     assert "�$\\frac{1}{" in text
 
