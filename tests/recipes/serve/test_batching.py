@@ -6,43 +6,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from recipes.translation.alternatives import Translation
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.serve.batching import Batcher, QueueFullError, StoppedError, Wanted
 from recipes.translation.serve.models import Line
-from recipes.translation.settings.config import DecodingConfig, RunConfig
-
-
-@dataclass
-class Recorder:
-    """A model that waits at a gate, and notes its batches."""
-
-    gate: threading.Event = field(default_factory=threading.Event)
-    begun: threading.Event = field(default_factory=threading.Event)
-    batches: list[list[str]] = field(default_factory=list)
-    config: RunConfig = field(default_factory=lambda: RunConfig(decoding=DecodingConfig(batch_sentences=4)))
-
-    def check(self, lines: Sequence[str]) -> None:
-        if "long" in lines:
-            raise DataError("too long")
-
-    def translate(self, lines: Sequence[str], n_best: int, links: bool) -> list[Line]:
-        self.begun.set()
-        assert self.gate.wait(20)
-        self.batches.append(list(lines))
-        if "poison" in lines:
-            raise RuntimeError("poison")
-        return [Line([Translation(line.upper(), 0.0, 0.0)], []) for line in lines]
-
-
-@contextmanager
-def unprepared(models: object) -> Iterator[None]:
-    yield
+from tests.recipes.serve.recorder import Recorder, unprepared
 
 
 @contextmanager
