@@ -96,11 +96,12 @@ def alternatives(
     decoding: DecodingConfig,
     options: SearchOptions,
     ranks: Ranks = ALONE,
+    label: str = "",
 ) -> list[list[Translation]]:
     """Translate each sentence under `options`, best first; an empty sentence has one translation, which is empty.
 
     Sentences are cut as in `translate`. A translation that lacks a phrase, because the search did not find one that
-    contains it within `decoding.max_length`, is returned with a note on stderr.
+    contains it within `decoding.max_length`, is returned with a note on stderr. `label` is as in `translate`.
 
     Raises ConfigError or DataError for options and sentences that do not fit together, and where the rules leave a
     sentence no translation.
@@ -108,13 +109,14 @@ def alternatives(
     options.check(sentences, decoding)
     tasks = tasks_of(translator, sentences, decoding, options)
     search = partial(search_rows, translator, tasks, decoding, options)
-    found = in_batches(translator, [task.source for task in tasks], decoding.batch_sentences, search, ranks)
+    sources = [task.source for task in tasks]
+    found = in_batches(translator, sources, decoding.batch_sentences, search, ranks, label)
     note_unmet(found, options.constraints or [])
     empty = [ConstrainedHypothesis([], 0.0, 0.0, [])]
     rows = [found.get(row, empty) for row in range(len(sentences))]
-    sources = [sentence for sentence, row in zip(sentences, rows, strict=True) for _ in row]
+    said = [sentence for sentence, row in zip(sentences, rows, strict=True) for _ in row]
     texts = translator.target.decode([one.tokens for row in rows for one in row])
-    each = iter(finished(texts, sources, translator.config))
+    each = iter(finished(texts, said, translator.config))
     return [[Translation(next(each), one.score, one.log_probability) for one in row] for row in rows]
 
 

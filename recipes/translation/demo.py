@@ -10,8 +10,9 @@ from recipes.translation.evaluate import evaluate
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.status_line import duration
 from recipes.translation.train import train
-from recipes.translation.training.progress import duration
+from recipes.translation.training.layout import devices_of
 from recipes.translation.training.summary import Sample, Summary, command
 
 SAMPLES = 10
@@ -32,6 +33,7 @@ def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
     if any(whole_folder(run / name) for name in ("best", "last")):
         print(f"[demo] {run} contains an earlier run, which is now replaced: the demo always starts afresh")
     print(f"[demo] {data.source} -> {data.target}, {data.builtin_pairs:,} pairs of the built-in corpus, into {run}")
+    print(f"[demo] {layout_in_words(config, ranks)}")
     summary = train(config, fresh=True, ranks=ranks)
     print(summary)
     if summary.stopped_by:
@@ -39,11 +41,12 @@ def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
 
     print(f"[demo] evaluating {run / 'best'} on the held-out test set")
     translator = ranks.run_on_main(lambda: load_translator(run / "best"))
-    evaluation = evaluate(translator, "test", translator.config.decoding, ranks=ranks)
+    evaluation = evaluate(translator, "test", translator.config.decoding, ranks=ranks, label="demo")
     print(evaluation.scores)
-    print(f"[demo] the first {SAMPLES} sentences of the test set:")
-    for pair, translation in list(zip(evaluation.pairs, evaluation.translations, strict=True))[:SAMPLES]:
-        print(Sample(pair.source, translation, pair.target))
+    if not summary.advice:
+        print(f"[demo] the first {SAMPLES} sentences of the test set:")
+        for pair, translation in list(zip(evaluation.pairs, evaluation.translations, strict=True))[:SAMPLES]:
+            print(Sample(pair.source, translation, pair.target))
     paths: list[Path] = []
     if ranks.is_main:
         paths = evaluation.write(run)
@@ -52,3 +55,17 @@ def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
     print(f"[demo] the model is {run / 'best'}; every step is in {run / 'metrics.jsonl'}; the test set in {written}")
     print(f'[demo] translate a sentence of your own:\n\n  {command("translate", "--run", run)} "{SENTENCE}"\n')
     return summary
+
+
+def layout_in_words(config: RunConfig, ranks: Ranks) -> str:
+    """Return what the demonstration trains on, and why."""
+    if ranks.world > 1:
+        return (
+            f"{ranks.world} processes divide the sentences of each step among them; without --processes, one process "
+            "uses a list of devices"
+        )
+    devices = ", ".join(map(str, devices_of(config.training, ranks)))
+    return (
+        f"one process divides the sentences of each step among the devices [{devices}], as training.devices says; "
+        "--processes auto starts a process for each GPU or, without one, for each core"
+    )

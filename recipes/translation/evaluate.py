@@ -61,15 +61,20 @@ class Evaluation:
 
 
 def evaluate(
-    translator: Translator, split: Split, decoding: DecodingConfig, tokenize: str | None = None, ranks: Ranks = ALONE
+    translator: Translator,
+    split: Split,
+    decoding: DecodingConfig,
+    tokenize: str | None = None,
+    ranks: Ranks = ALONE,
+    label: str = "",
 ) -> Evaluation:
     """Translate a split of the model's data, each rank some of the sentences, and score all translations.
 
-    `tokenize` overrides the setting `data.tokenize`.
+    `tokenize` overrides the setting `data.tokenize`; `label` is as in `translate`.
     """
     config = translator.config
     pairs = ranks.run_on_main(lambda: load_pairs(config.data, split, config.subwords.lowercase))
-    return evaluate_pairs(translator, split, pairs, decoding, tokenize, ranks)
+    return evaluate_pairs(translator, split, pairs, decoding, tokenize, ranks, label)
 
 
 def evaluate_pairs(
@@ -79,13 +84,14 @@ def evaluate_pairs(
     decoding: DecodingConfig,
     tokenize: str | None = None,
     ranks: Ranks = ALONE,
+    label: str = "",
 ) -> Evaluation:
     """Do the same for a test set in memory; what is written has this name."""
     config = translator.config
     references = [pair.target for pair in pairs]
     tokenize = tokenizer_for(tokenize or config.data.tokenize, config.data.target, references)
     check_tokenizer(tokenize)  # before the work of translating
-    translations = translate(translator, [pair.source for pair in pairs], decoding, ranks)
+    translations = translate(translator, [pair.source for pair in pairs], decoding, ranks, label)
     lowercase = config.subwords.lowercase
     measured = ranks.run_on_main(lambda: measure(translations, references, lowercase=lowercase, tokenize=tokenize))
     return Evaluation(name, pairs, translations, measured)

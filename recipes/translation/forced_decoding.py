@@ -43,11 +43,12 @@ def score_pairs(
     targets: Sequence[str],
     decoding: DecodingConfig,
     ranks: Ranks = ALONE,
+    label: str = "",
 ) -> list[PairScore]:
     """Compute log p(target | source) of each pair, each rank some of the pairs.
 
-    Sources are read as `translate` reads them, and cut where it cuts them; targets are never cut. Raises DataError for
-    text that is not Unicode.
+    Sources are read as `translate` reads them, and cut where it cuts them; targets are never cut. `label` is as in
+    `translate`. Raises DataError for text that is not Unicode.
     """
     config = translator.config
     source_rows = source_ids(translator.source, config, sources, decoding)
@@ -59,7 +60,7 @@ def score_pairs(
         )
 
     pairs = [[*source, *target] for source, target in zip(source_rows, target_rows, strict=True)]
-    everyone = in_batches(translator, pairs, decoding.batch_sentences, score_rows, ranks)
+    everyone = in_batches(translator, pairs, decoding.batch_sentences, score_rows, ranks, label)
     scores = []
     for row, ids in enumerate(target_rows):
         norm = length_normaliser(len(ids), decoding.length_penalty, decoding.length_norm)

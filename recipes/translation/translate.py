@@ -17,18 +17,24 @@ from recipes.translation.data.subwords import BOS, EOS, Subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import DecodingConfig, RunConfig
+from recipes.translation.status_line import SentenceProgress
 from seqpar.distributed.collectives import gather_objects
 
 T = TypeVar("T")
 
 
 def translate(
-    translator: Translator, sentences: Sequence[str], decoding: DecodingConfig, ranks: Ranks = ALONE
+    translator: Translator,
+    sentences: Sequence[str],
+    decoding: DecodingConfig,
+    ranks: Ranks = ALONE,
+    label: str = "",
 ) -> list[str]:
     """Translate each sentence into one line, in the same order; an empty sentence stays empty.
 
     A sentence of more subwords than both `training.max_length` and `decoding.max_length` is cut to the larger of them,
     with a note on stderr. Each rank translates some sentences of every length, and returns the translations of all.
+    With a `label`, a line on stderr that begins with it says how far the work is.
 
     Raises DataError for text that is not Unicode, which is what Python makes of an argument in another encoding.
     """
@@ -37,27 +43,34 @@ def translate(
     def search_rows(rows: list[int]) -> list[list[int]]:
         return search(translator, [ids[row] for row in rows], decoding)
 
-    found = in_batches(translator, ids, decoding.batch_sentences, search_rows, ranks)
+    found = in_batches(translator, ids, decoding.batch_sentences, search_rows, ranks, label)
     texts = translator.target.decode([found.get(row, []) for row in range(len(ids))])
     return finished(texts, sentences, translator.config)
 
 
 def in_batches(
-    translator: Translator, ids: list[list[int]], size: int, search: Callable[[list[int]], list[T]], ranks: Ranks
+    translator: Translator,
+    ids: list[list[int]],
+    size: int,
+    search: Callable[[list[int]], list[T]],
+    ranks: Ranks,
+    label: str = "",
 ) -> Mapping[int, T]:
     """Search in batches of `size` sentences of similar length; return what was found by row, except empty sentences'.
 
     `search` takes the rows of a batch, the longest sentence first. Each rank has some sentences of every length, and
-    returns what all have found.
+    returns what all have found. `label` is as in `translate`.
     """
     longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
     # Sentences of similar length share a batch, which then has little padding; every rank gets some of every length
     mine = longest_first[ranks.rank :: ranks.world]
     found: dict[int, T] = {}
-    with evaluating(translator.models):
+    progress = SentenceProgress(label, [len(ids[row]) for row in mine], ranks.world)
+    with evaluating(translator.models), progress:
         for start in range(0, len(mine), size):
             rows = mine[start : start + size]
             found.update(zip(rows, search(rows), strict=True))
+            progress.done(len(rows))
     return ChainMap(*gather_objects(found, ranks.group))
 
 

@@ -24,9 +24,11 @@ from models import (
 )
 from models.candidates import best_tokens, maxima_and_totals
 from models.grouped_encoding import encode
+from models.hypotheses import LengthNorm
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, sentence, small_transformer
 from tests.models.plain_search import every_hypothesis, plain_beam_search, same
 
+LENGTH_NORMS: list[LengthNorm] = ["gnmt", "length"]
 MODELS = [small_transformer(seed, norm=norm, spread=2.0) for seed in range(2) for norm in ("pre", "post")]
 ENDING = [small_transformer(seed + 10, vocab=7, spread=1.2, norm=norm) for seed in range(2) for norm in ("pre", "post")]
 model_index = st.integers(0, len(MODELS) - 1)
@@ -110,17 +112,18 @@ def test_a_batch_is_translated_as_its_sentences_alone(which: int, src: list[list
     same(together, alone)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(
     which=model_index,
     src=sentence(vocab=7),
     beam=st.integers(1, 4),
     data=st.data(),
     alpha=st.sampled_from([0.0, 0.6, 1.0, 3.0]),
+    norm=st.sampled_from(LENGTH_NORMS),
     limit=st.integers(1, 10),
 )
 def test_the_search_is_a_plain_uncached_one_that_never_stops_early(
-    which: int, src: list[int], beam: int, data: st.DataObject, alpha: float, limit: int
+    which: int, src: list[int], beam: int, data: st.DataObject, alpha: float, norm: LengthNorm, limit: int
 ) -> None:
     model, n_best = ENDING[which], data.draw(st.integers(1, beam))
     actual = beam_search(
@@ -131,9 +134,10 @@ def test_the_search_is_a_plain_uncached_one_that_never_stops_early(
         beam=beam,
         n_best=n_best,
         length_penalty=alpha,
+        length_norm=norm,
         max_length=limit,
     )
-    same(actual, [plain_beam_search(model, src, beam, n_best, alpha, limit)])
+    same(actual, [plain_beam_search(model, src, beam, n_best, alpha, limit, norm)])
 
 
 def test_beams_that_change_places_take_their_histories_along() -> None:
@@ -200,16 +204,25 @@ def test_a_mask_beside_a_cache_is_refused() -> None:
 
 
 @pytest.mark.parametrize("n_best", [1, 8])
+@pytest.mark.parametrize("norm", LENGTH_NORMS)
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.5])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @torch.no_grad()
-def test_a_wide_beam_finds_the_best_of_all_hypotheses(seed: int, alpha: float, n_best: int) -> None:
+def test_a_wide_beam_finds_the_best_of_all_hypotheses(seed: int, alpha: float, norm: LengthNorm, n_best: int) -> None:
     model = small_transformer(seed, vocab=5, spread=1.5, norm="post" if seed % 2 else "pre")
     src = [[3, 4, 4], [4], [3, 3]]
     actual = beam_search(
-        model, pad_to(src, 4), bos=BOS, eos=EOS, beam=40, length_penalty=alpha, n_best=n_best, max_length=5
+        model,
+        pad_to(src, 4),
+        bos=BOS,
+        eos=EOS,
+        beam=40,
+        length_penalty=alpha,
+        length_norm=norm,
+        n_best=n_best,
+        max_length=5,
     )
-    same(actual, [every_hypothesis(model, one, 5, alpha)[:n_best] for one in src])
+    same(actual, [every_hypothesis(model, one, 5, alpha, norm)[:n_best] for one in src])
 
 
 @settings(deadline=None, max_examples=20)

@@ -3,63 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from models import beam_search, length_normaliser
-from tests.models.examples import BOS, EOS, pad_to, random_batch, sentence, small_transformer
-from tests.models.plain_search import every_hypothesis, plain_beam_search, same
-
-MODELS = [small_transformer(seed + 10, vocab=7, spread=1.2, norm=norm) for seed in range(2) for norm in ("pre", "post")]
-
-
-@pytest.mark.parametrize("n_best", [1, 8])
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0, 2.5])
-@pytest.mark.parametrize("seed", range(2))
-@torch.no_grad()
-def test_a_wide_beam_finds_the_best_of_all_hypotheses_by_their_length(seed: int, alpha: float, n_best: int) -> None:
-    model = small_transformer(seed, vocab=5, spread=1.5, norm="post" if seed % 2 else "pre")
-    src = [[3, 4, 4], [4], [3, 3]]
-    actual = beam_search(
-        model,
-        pad_to(src, 4),
-        bos=BOS,
-        eos=EOS,
-        beam=40,
-        length_penalty=alpha,
-        length_norm="length",
-        n_best=n_best,
-        max_length=5,
-    )
-    same(actual, [every_hypothesis(model, one, 5, alpha, "length")[:n_best] for one in src])
-
-
-@settings(deadline=None, max_examples=20)
-@given(
-    which=st.integers(0, len(MODELS) - 1),
-    src=sentence(vocab=7),
-    beam=st.integers(1, 4),
-    data=st.data(),
-    alpha=st.sampled_from([0.0, 0.6, 1.0, 3.0]),
-    limit=st.integers(1, 10),
-)
-def test_the_search_by_length_is_a_plain_uncached_one_that_never_stops_early(
-    which: int, src: list[int], beam: int, data: st.DataObject, alpha: float, limit: int
-) -> None:
-    model, n_best = MODELS[which], data.draw(st.integers(1, beam))
-    actual = beam_search(
-        model,
-        torch.tensor([src]),
-        bos=BOS,
-        eos=EOS,
-        beam=beam,
-        n_best=n_best,
-        length_penalty=alpha,
-        length_norm="length",
-        max_length=limit,
-    )
-    same(actual, [plain_beam_search(model, src, beam, n_best, alpha, limit, "length")])
+from tests.models.examples import BOS, EOS, random_batch, small_transformer
 
 
 def test_by_length_scores_with_penalty_1_are_mean_log_probabilities() -> None:

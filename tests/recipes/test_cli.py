@@ -55,6 +55,7 @@ def test_without_a_command_every_command_is_listed_with_what_it_does(capsys: pyt
     for name, function in COMMANDS.items():
         assert f"  {name}" in text
         assert (function.__doc__ or "").splitlines()[0] in text
+        assert f"\n    {'':{max(map(len, COMMANDS))}}  python -m recipes.translation {name}" in text, name
 
 
 @pytest.mark.parametrize("command", list(COMMANDS))
@@ -73,12 +74,50 @@ def test_help_says_what_a_command_does_with_an_example_and_every_default(
             assert "(default: " in " ".join(entry.split("\n  --")[0].split()), name
 
 
+def default_of(option: str, command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the help of a command says is the default of an option."""
+    assert run_main(command, "--help") == 0
+    _, _, entry = capsys.readouterr().out.partition("options:")[2].partition(f"  {option} ")
+    words = " ".join(entry.split("\n  --")[0].split())
+    (default,) = re.findall(r"\(default: (.*?)\)$", words)
+    return str(default)
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "default"),
+    [
+        (
+            "train",
+            "--model.d_model",
+            "tiny 128, multi30k 128, student 128, small 256, base 512, big 1024, lstm 256, decoder_only 128",
+        ),
+        ("train", "--model.heads", "tiny 4, multi30k 4, student 4, small 8, base 8, big 16, decoder_only 4"),
+        (
+            "train",
+            "--model.norm",
+            "tiny pre, multi30k pre, student pre, small pre, base post, big post, decoder_only pre",
+        ),
+        ("train", "--training.chunk_tokens", "null"),
+        ("train", "--cleaning.max_ratio", "null"),
+        ("train", "--training.steps", "1000"),
+        ("demo", "--training.steps", "1200"),
+        ("demo", "--model.dropout", "0.0"),
+        ("translate", "--beam", "the run's own decoding.beam, 4 unless it was set"),
+        ("score", "--length-penalty", "the run's own decoding.length_penalty, 0.6 unless it was set"),
+    ],
+)
+def test_the_default_in_the_help_is_the_value_that_the_command_uses(
+    command: str, option: str, default: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert default_of(option, command, capsys) == default
+
+
 def test_every_setting_says_what_it_means() -> None:
     for name, setting in SCHEMA.settings.items():
         assert setting.help, name
 
 
-def test_help_and_mistakes_do_not_wait_for_torch() -> None:
+def test_mistakes_do_not_wait_for_torch() -> None:
     script = (
         "import sys; from recipes.translation.commands import main\n"
         "try: main(['train', '--training.stepz', '3'])\n"
@@ -129,6 +168,9 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
         (["translate", SENTENCE, "--mbr", "ter"], "invalid choice"),
         (["evaluate", "--tokenize", "13b"], "no tokeniser '13b'"),
         (["evaluate", "--split", "train"], "invalid choice"),
+        (["report", "a", "--run", "b"], "name the runs with --run or without, not both"),
+        (["report", *"abcdefghi"], "name at most 8 runs; got 9"),
+        (["serve", "a", "--run", "b"], "name the runs with --run or without, not both"),
     ],
 )
 def test_a_mistake_is_answered_with_one_line(
@@ -315,13 +357,15 @@ def test_alignments_are_written_line_by_line(run: Path, tmp_path: Path, capsys: 
 
 
 def test_the_demo_ends_with_a_command_that_works_and_starts_afresh(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("recipes.translation.training.summary.is_hopeless", lambda best: False)
     words = options(tmp_path / "demo")
     assert main(["demo", *words]) == 0
     first = capsys.readouterr().out
     assert "replaced" not in first
     assert first.count("    -> ") == 3 + 10
+    assert "one process divides the sentences of each step among the devices [cpu], as training.devices says" in first
     (line,) = [line for line in first.splitlines() if " translate --run " in line]
     found = subprocess.run(shlex.split(line), capture_output=True, text=True, check=True)
     translator = load_translator(tmp_path / "demo" / "best")

@@ -8,18 +8,23 @@ messages appear at once.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 
 from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands.arguments import PROGRAM
+from recipes.translation.commands.distillation import distil
 from recipes.translation.commands.evaluation import compare, evaluate, score
 from recipes.translation.commands.export import export
+from recipes.translation.commands.reporting import report
 from recipes.translation.commands.serving import serve
 from recipes.translation.commands.training import DEMO_CONFIG, average, demo, prepare, train
 from recipes.translation.commands.translation import translate
 from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.missing_package import missing_package
 from recipes.translation.processes.launch import automatic, launch
 from recipes.translation.processes.stop import OtherRankError, TrainingError
 from recipes.translation.settings.config import ConfigError
@@ -32,11 +37,13 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "prepare": prepare,
     "train": train,
     "average": average,
+    "distil": distil,
     "evaluate": evaluate,
     "compare": compare,
     "score": score,
     "translate": translate,
     "export": export,
+    "report": report,
     "serve": serve,
 }
 
@@ -73,7 +80,12 @@ def started(name: str, words: Sequence[str]) -> int:
     processes, rest = processes_of(words)
     if processes is not None:
         return launch(processes, [name, *rest])
-    return COMMANDS[name](rest)
+    try:
+        return COMMANDS[name](rest)
+    except ModuleNotFoundError as error:
+        if missing := missing_package(error):
+            raise ConfigError(missing) from error
+        raise
 
 
 def processes_of(words: Sequence[str]) -> tuple[int | None, list[str]]:
@@ -104,10 +116,23 @@ def processes_of(words: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 def overview() -> str:
-    """Return the list of commands."""
+    """Return the list of commands, each with an example."""
     width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {(run.__doc__ or '').splitlines()[0]}" for name, run in COMMANDS.items())
+    lines = []
+    for name, run in COMMANDS.items():
+        lines.append(f"  {name:<{width}}  {(run.__doc__ or '').splitlines()[0]}")
+        lines.append(f"  {'':<{width}}    {example_of(name)}")
+    commands = "\n".join(lines)
     return (
         f"Train and use translation models.\n\nusage: {PROGRAM} COMMAND [OPTIONS]\n\ncommands:\n{commands}\n\n"
         f"Begin with: {PROGRAM} demo\nHelp on a command and its options: {PROGRAM} train --help"
     )
+
+
+def example_of(name: str) -> str:
+    """Return the first example in the help of a command."""
+    shown = io.StringIO()
+    with redirect_stdout(shown), suppress(SystemExit):
+        COMMANDS[name](["--help"])
+    _, _, examples = shown.getvalue().partition("\nexample:\n")
+    return examples.partition("\n")[0].strip()

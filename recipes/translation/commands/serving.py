@@ -12,12 +12,12 @@ from recipes.translation.commands.arguments import (
     PROGRAM,
     add_checkpoint,
     add_length_options,
-    add_run,
+    add_runs,
     decoding_overrides,
     load,
     parser_of,
-    path,
     require,
+    runs_of,
 )
 from recipes.translation.settings.config import ConfigError
 
@@ -37,8 +37,7 @@ def serve(argv: Sequence[str]) -> int:
         f"{PROGRAM} serve runs/small runs/large --port 8000\n"
         f"{PROGRAM} serve runs/demo --engine torch --beam 8",
     )
-    parser.add_argument("runs", nargs="*", metavar="RUN", type=path, help="a run; any number of them")
-    add_run(parser)
+    add_runs(parser)
     add_checkpoint(parser)
     parser.add_argument(
         "--engine",
@@ -51,8 +50,7 @@ def serve(argv: Sequence[str]) -> int:
     parser.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=HOST_HELP)
     parser.add_argument("--port", metavar="N", type=port, default=5000, help="0 takes one that is free (default: 5000)")
     options = parser.parse(argv)
-    if options.runs and options.run != parser.get_default("run"):
-        parser.error("name the runs with --run or without, not both")
+    runs = runs_of(parser, options)
     if "RANK" in os.environ:
         raise ConfigError("serve is one process, which answers all requests: start it without torchrun and --processes")
     for package in ("starlette", "uvicorn"):
@@ -66,7 +64,7 @@ def serve(argv: Sequence[str]) -> int:
 
     taken = bound(options.host, options.port)  # before the models are read, which takes longer
     try:
-        models = [model for run in options.runs or [options.run] for model in models_of(run, options)]
+        models = [model for run in runs for model in models_of(run, options)]
         limits = Limits()
         batcher = Batcher(models, limits.queued_lines)
         try:

@@ -33,7 +33,7 @@ def demo(argv: Sequence[str]) -> int:
     """
     parser = parser_of(demo, f"{PROGRAM} demo\n{PROGRAM} demo --run runs/short --training.steps 100")
     add_processes(parser)
-    add_config_options(parser)
+    add_config_options(parser, load_config(DEMO_CONFIG))
     config = with_folder(load_config(DEMO_CONFIG, overrides(parser.parse(argv))))
 
     from recipes.translation.demo import demo as run_demo
@@ -58,7 +58,7 @@ def prepare(argv: Sequence[str]) -> int:
 
     with joined(config.layout.timeout) as ranks:
         source, target = ranks.run_on_main(make)
-        where = config.training.start_from or Path(config.run) / "subwords"
+        where = config.training.start_from or config.training.teacher or Path(config.run) / "subwords"
         print(f"[prepare] {len(source):,} source and {len(target):,} target subwords in {where}")
     return 0
 
@@ -71,7 +71,8 @@ def train(argv: Sequence[str]) -> int:
     """
     parser = parser_of(
         train,
-        f"{PROGRAM} train --config recipes/translation/configs/demo.yaml --run runs/mine --training.steps 500\n"
+        f"{PROGRAM} train --run runs/mine --data.train train.en train.de --data.valid dev.en dev.de\n"
+        f"{PROGRAM} train --config recipes/translation/configs/own_data.yaml --training.steps 500\n"
         f"{PROGRAM} train --run runs/mine",
     )
     add_config_file(parser)
@@ -81,12 +82,16 @@ def train(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     config = run_config(options)
 
+    from recipes.translation.commands import COMMANDS
+    from recipes.translation.commands.next_steps import next_steps
     from recipes.translation.processes.ranks import joined
     from recipes.translation.train import train as train_model
 
     with joined(config.layout.timeout) as ranks:
         summary = train_model(config, fresh=options.fresh, ranks=ranks)
         print(summary)
+        if summary.best and not (summary.stopped_by or summary.advice):
+            print(next_steps(config, COMMANDS))
     return exit_status(summary)
 
 

@@ -131,8 +131,8 @@ def printed(
 
     decoding = translator.config.decoding
     if search == SearchOptions() and not options.n_best and not options.scores:
-        return translate_all(translator, sentences, decoding, ranks)
-    found = alternatives(translator, sentences, decoding, search, ranks)
+        return translate_all(translator, sentences, decoding, ranks, "translate")
+    found = alternatives(translator, sentences, decoding, search, ranks, "translate")
     if options.mbr:
         return chosen_by_mbr(translator, found, options.mbr)
     if options.n_best or options.sample or options.scores:

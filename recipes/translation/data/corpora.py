@@ -17,7 +17,8 @@ from typing import Any
 from recipes.translation.data.mixing import Mixture
 from recipes.translation.data.placeholders import masked_pair
 from recipes.translation.data.segmentations import BLANK
-from recipes.translation.data.sentence_pairs import DataError, Pair, check_named, each_training_pair, fingerprint
+from recipes.translation.data.sentence_pairs import DataError, Pair, each_training_pair, fingerprint
+from recipes.translation.data.split_files import check_named
 from recipes.translation.data.subwords import Subwords, symbols_of
 from recipes.translation.settings.config import ConfigError, DataConfig, RunConfig, format_of_files
 

@@ -24,7 +24,8 @@ from recipes.translation.data.corpora import (
 from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
 from recipes.translation.data.placeholders import masked_pair
 from recipes.translation.data.prepare import prepare
-from recipes.translation.data.sentence_pairs import DataError, Pair, check_held_out, expanded, load_pairs
+from recipes.translation.data.sentence_pairs import DataError, Pair, check_held_out, load_pairs
+from recipes.translation.data.split_files import expanded
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.data.token_store import TokenStore, check_store, key_of, write_store
 from recipes.translation.processes.ranks import ALONE, Ranks

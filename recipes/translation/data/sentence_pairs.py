@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import sys
 import tempfile
@@ -22,10 +21,12 @@ from recipes.translation.data.builtin_corpus import Pair, Split
 from recipes.translation.data.builtin_corpus import each_pair as builtin_pairs
 from recipes.translation.data.cleaning import EMPTY, Cleaning
 from recipes.translation.data.lines import DataError, each_line
+from recipes.translation.data.split_files import check_format, expanded, names_of, paths_of
 from recipes.translation.settings.cleaning import CleaningConfig
-from recipes.translation.settings.config import DataConfig, named_format
+from recipes.translation.settings.config import DataConfig
+from recipes.translation.settings.schema import shortened
 
-__all__ = ["DataError", "Pair", "Pairs", "check_held_out", "check_named", "fingerprint", "load_pairs"]
+__all__ = ["DataError", "Pair", "Pairs", "check_held_out", "fingerprint", "load_pairs"]
 
 BUILTIN_SEED = 1
 BUILTIN_HELD_OUT = 1_000
@@ -68,7 +69,7 @@ def each_training_pair(data: DataConfig, lowercase: bool, cleaning: CleaningConf
 
 
 def _read(data: DataConfig, split: Split) -> Iterable[Pair]:
-    _check_format(data)
+    check_format(data)
     read: dict[str, Callable[[DataConfig, Split], Iterable[Pair]]] = {
         **{"builtin": _builtin, "text": _text, "tsv": _tsv},
         **{"jsonl": _jsonl, "parquet": _parquet, "hub": _hub},
@@ -101,7 +102,7 @@ def check_held_out(data: DataConfig) -> Pairs:
     The built-in corpus needs no check, and no pairs of it are returned. Raises DataError as `load_pairs` does;
     validation data is required, test data is optional.
     """
-    _check_format(data)
+    check_format(data)
     if data.format == "builtin":
         return Pairs()
     valid = load_pairs(data, "valid")
@@ -110,20 +111,13 @@ def check_held_out(data: DataConfig) -> Pairs:
     return valid
 
 
-def check_named(data: DataConfig, split: Split) -> None:
-    """Raise DataError unless as many files of a split are named as its format needs; they are not read."""
-    _check_format(data)
-    if data.format != "builtin":
-        _given(data, split)
-
-
 def fingerprint(data: DataConfig, split: Split) -> str:
     """Compute the SHA-256 of the contents of a split's files, or of the pairs themselves for data on the hub.
 
     For data that is streamed from the hub it is that of the data set's commit, without a look at the data. It is empty
     for the built-in corpus, which is determined by the settings.
     """
-    _check_format(data)
+    check_format(data)
     if data.format == "builtin":
         return ""
     digest = hashlib.sha256()
@@ -132,30 +126,12 @@ def fingerprint(data: DataConfig, split: Split) -> str:
     elif data.format == "hub":
         digest.update(json.dumps(load_pairs(data, split)).encode())
     else:
-        for path in _paths(data, split):
+        for path in paths_of(data, split):
             # The size separates the files: a line that moves from one to the next must change the digest
             digest.update(f"{path.stat().st_size} bytes:".encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
-
-
-def _check_format(data: DataConfig) -> None:
-    """Raise DataError if file names contradict the format, which would otherwise give an unrelated error, or none."""
-    for setting, names in (("train", data.train), ("valid", data.valid), ("test", data.test), ("path", (data.path,))):
-        if data.format == "builtin" and any(names):
-            raise DataError(
-                f"data.format is builtin, the built-in corpus, but data.{setting} is {' '.join(names)}: "
-                f"set data.format (text for two files, tsv, jsonl, parquet or hub), or leave data.{setting} out"
-            )
-        if setting == "path" or data.format == "hub":  # these are no names of files
-            continue
-        for name in names:
-            if named_format(name) not in (None, data.format):
-                raise DataError(
-                    f"data.format is {data.format}, but data.{setting} names {name}: set data.format "
-                    f"{named_format(name)}, or rename the file"
-                )
 
 
 def _builtin(data: DataConfig, split: Split) -> Iterator[Pair]:
@@ -173,7 +149,7 @@ def _builtin(data: DataConfig, split: Split) -> Iterator[Pair]:
 
 def _text(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read two files, where the n-th line of one translates the n-th line of the other."""
-    paths = _paths(data, split)
+    paths = paths_of(data, split)
     counts = [0, 0]
     for lines in zip_longest(*(_lines(path, split) for path in paths)):
         counts = [count + (line is not None) for count, line in zip(counts, lines, strict=True)]
@@ -187,10 +163,11 @@ def _text(data: DataConfig, split: Split) -> Iterator[Pair]:
 
 def _tsv(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read one file, with columns separated by tabs and named in the first line. Quotes have no meaning."""
-    (path,) = _paths(data, split)
+    (path,) = paths_of(data, split)
     lines = _lines(path, split)
     header = next(lines).split("\t")
-    source, target = (_index(header, language, setting, str(path)) for setting, language in _languages(data))
+    _check_header(header, data, path)
+    source, target = (header.index(language) for _, language in _languages(data))
     for number, line in enumerate(lines, start=2):  # line 1 is the header
         cells = line.split("\t")
         if len(cells) != len(header):
@@ -198,9 +175,27 @@ def _tsv(data: DataConfig, split: Split) -> Iterator[Pair]:
         yield Pair(cells[source], cells[target])
 
 
+def _check_header(header: Sequence[str], data: DataConfig, path: Path) -> None:
+    """Raise DataError unless the first line of a file names a column for each language."""
+    missing = [(setting, language) for setting, language in _languages(data) if language not in header]
+    if not missing:
+        return
+    there = ", ".join(repr(shortened(name)) for name in header[:6])
+    if len(header) > 6:
+        there += f", ... ({len(header)} in all)"
+    if len(missing) == 2:
+        raise DataError(
+            f"{path} names neither {data.source!r} (data.source) nor {data.target!r} (data.target) in its first line, "
+            f"which is {there}: if that is a sentence pair, put a line with {data.source}, a tab and {data.target} "
+            "before it; if it is a header, set data.source and data.target to the names of its columns"
+        )
+    setting, language = missing[0]
+    raise DataError(f"{path} has no {language!r} ({setting}); its header is {there}: set {setting} to one of these")
+
+
 def _jsonl(data: DataConfig, split: Split) -> list[Pair]:
     """Read one file with a JSON object in each line that is not empty."""
-    (path,) = _paths(data, split)
+    (path,) = paths_of(data, split)
     lines = enumerate(list(_lines(path, split)), start=1)
     records = [_record(line, f"{path}:{number}") for number, line in lines if line.strip()]
     return _pairs(_columns(records), data, str(path))
@@ -222,7 +217,7 @@ def _parquet(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read one parquet file, and remove the copy that `datasets` makes on disk."""
     import datasets
 
-    (path,) = _paths(data, split)
+    (path,) = paths_of(data, split)
     with tempfile.TemporaryDirectory() as folder:
         with _quiet(), _explained(str(path)):
             rows = datasets.Dataset.from_parquet(str(path), cache_dir=folder)
@@ -254,7 +249,7 @@ def _hub_revision(data: DataConfig, split: Split) -> str:
 
 def _on_hub(data: DataConfig, split: Split) -> tuple[str, str | None, str]:
     """Return a data set's name, its subset, and the name of the split."""
-    (name,) = _given(data, split)
+    (name,) = names_of(data, split)
     repository, _, subset = expanded(data.path, "data.path").partition(":")
     if not repository:
         raise DataError("data.path is empty; for format hub it is the data set's name, such as wmt/wmt14:de-en")
@@ -284,30 +279,6 @@ def _sliced(rows: Any, data: DataConfig, where: str) -> Iterator[Pair]:
         yield from pairs
 
 
-def _given(data: DataConfig, split: Split) -> tuple[str, ...]:
-    """Return the setting `data.<split>`; raise DataError unless it has as many names as the format needs."""
-    names: tuple[str, ...] = getattr(data, split)
-    needed = 1
-    what = "one file"
-    if data.format == "text":
-        needed = 2
-        what = "two files, source and target"
-    elif data.format == "hub":
-        what = "one split name"
-    if len(names) != needed:
-        raise DataError(f"data.{split} takes {what}, for format {data.format}; got {', '.join(names) or 'nothing'}")
-    return names
-
-
-def _paths(data: DataConfig, split: Split) -> list[Path]:
-    folder = Path(expanded(data.path, "data.path"))
-    paths = [folder / expanded(name, f"data.{split}") for name in _given(data, split)]
-    for path in paths:
-        if not path.is_file():
-            raise DataError(f"there is no file {path}; set data.{split}, and data.path for the folder it is in")
-    return paths
-
-
 def _lines(path: Path, split: Split) -> Iterator[str]:
     empty = True
     for line in each_line(path):
@@ -315,20 +286,6 @@ def _lines(path: Path, split: Split) -> Iterator[str]:
         yield line
     if empty:
         raise DataError(f"{path} is empty; data.{split} needs sentences")
-
-
-def expanded(path: str, setting: str) -> str:
-    """Replace each ${NAME} in `path` from the environment, and ~ by the home folder."""
-
-    def value(match: re.Match[str]) -> str:
-        if match[1] not in os.environ:
-            raise DataError(
-                f"{setting} is {path}, but the environment variable {match[1]} is not set: "
-                f"set it, or name the folder with --data.path"
-            )
-        return os.environ[match[1]]
-
-    return os.path.expanduser(re.sub(r"\$\{(\w+)\}", value, path))
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from models import TransformerConfig
+from models import DecoderOnlyConfig, TransformerConfig
 from recipes.translation.run_folder.checkpoint import Translator, model_sizes
 from recipes.translation.settings.config import ConfigError
 
 
+def check_encoder(translator: Translator) -> None:
+    """Raise ConfigError for a decoder-only model."""
+    preset = translator.config.model.preset
+    if isinstance(model_sizes(translator.config.model), DecoderOnlyConfig):
+        raise ConfigError(f"model.preset {preset} has no encoder; only encoder-decoders are exported")
+
+
 def transformer_sizes(translator: Translator) -> TransformerConfig:
     """Return the sizes of a Transformer; raise ConfigError for a model of another architecture."""
+    check_encoder(translator)
     sizes = model_sizes(translator.config.model)
     if not isinstance(sizes, TransformerConfig):
         raise ConfigError(

@@ -13,14 +13,16 @@ class CleaningConfig:
     """Rules by which training pairs are removed; the log counts the pairs that each rule removes."""
 
     max_words: Annotated[
-        int | None, Help("Remove pairs with more words than this on either side."), Range(at_least=1)
+        int | None, Help("Remove pairs with more words than this on a side; null has no limit."), Range(at_least=1)
     ] = None
     max_characters: Annotated[
-        int | None, Help("Remove pairs with more characters than this on either side."), Range(at_least=1)
+        int | None,
+        Help("Remove pairs with more characters than this on a side; null has no limit."),
+        Range(at_least=1),
     ] = None
     max_ratio: Annotated[
         float | None,
-        Help("Remove pairs with one side more than this many times as long as the other, in characters."),
+        Help("Remove pairs with a side above this many times as long as the other, in characters; null has no limit."),
         Range(at_least=1),
     ] = None
     script: Annotated[

@@ -12,7 +12,13 @@ from recipes.translation.settings.schema import Help, Range
 class ModelConfig:
     """A preset of `models.PRESETS`, and what to change in it (None keeps the preset's value)."""
 
-    preset: Annotated[str, Help("tiny | multi30k | small | base | big (Transformers) | lstm.")] = "tiny"
+    preset: Annotated[
+        str,
+        Help(
+            "tiny | multi30k | student | small | base | big (Transformers) | lstm | decoder_only (a language model "
+            "that translates by prompt; needs a joint vocabulary)."
+        ),
+    ] = "tiny"
     d_model: Annotated[int | None, Help("Width of hidden states; even, and divisible by heads."), Range(at_least=1)] = (
         None
     )
@@ -28,3 +34,7 @@ class ModelConfig:
         Literal["none", "target", "all"] | None,
         Help("none | target (target embedding = generator) | all (source too; needs a joint vocabulary)."),
     ] = None
+
+
+DECODER_ONLY = ("decoder_only",)
+"""Presets that read source and target as one sequence."""

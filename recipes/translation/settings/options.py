@@ -63,16 +63,22 @@ def unknown(what: str, word: str, valid: Sequence[str]) -> str:
     return f"unknown {what} {name}; did you mean {near[0]}?"
 
 
-def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """Add one option for each setting of a run, grouped by section. Values remain text: see `overrides`."""
+def add_config_options(parser: argparse.ArgumentParser, defaults: RunConfig | None = None) -> None:
+    """Add one option for each setting of a run, grouped by section. Values remain text: see `overrides`.
+
+    The help names the settings of `defaults` as the defaults: those of `RunConfig` unless the command has others.
+    """
     groups = {"": parser.add_argument_group("the run")}
-    defaults = RunConfig()
+    defaults = defaults or RunConfig()
     for name, setting in SCHEMA.settings.items():
-        section = name.rpartition(".")[0]
+        section, _, key = name.rpartition(".")
         if section not in groups:
             description = inspect.getdoc(getattr(defaults, section)) or ""
             groups[section] = parser.add_argument_group(section, description.partition("\n")[0])
-        _add(groups[section], name, setting)
+        holder: object = defaults
+        if section:
+            holder = getattr(defaults, section)
+        _add(groups[section], name, setting, _shown(name, getattr(holder, key)))
 
 
 def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
@@ -84,7 +90,20 @@ def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
     return given
 
 
-def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType) -> None:
+class _ByPreset:
+    """The value that each preset has for a setting of the model: tiny 128, multi30k 128, small 256, ..."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __str__(self) -> str:
+        from models import PRESETS  # only for help: whatever else the options are for does not wait for torch
+
+        values = {name: getattr(preset, self.key, None) for name, preset in PRESETS.items()}
+        return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+
+
+def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType, default: str | _ByPreset) -> None:
     nargs = None
     metavar = METAVARS.get(setting.kinds[0], "TEXT")
     if get_origin(setting.kinds[0]) is Mapping:
@@ -95,13 +114,11 @@ def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType) -> Non
     flags = [f"--{name}"]
     if name in ALSO:
         flags.append(ALSO[name])
-    group.add_argument(
-        *flags,
-        nargs=nargs,
-        dest=name,
-        metavar=metavar,
-        help=f"{setting.help} (default: {_shown(setting.default)})".replace("%", "%%"),  # argparse expands %
+    help_text = setting.help.replace("%", "%%")  # argparse expands %
+    action = group.add_argument(
+        *flags, nargs=nargs, dest=name, metavar=metavar, help=f"{help_text} (default: %(shown)s)"
     )
+    action.shown = default  # type: ignore[attr-defined]
 
 
 def _as_yaml(words: str | list[str]) -> str | list[str]:
@@ -115,9 +132,13 @@ def _as_yaml(words: str | list[str]) -> str | list[str]:
     return words
 
 
-def _shown(default: object) -> str:
+def _shown(name: str, default: object) -> str | _ByPreset:
+    """Return the default of a setting in words."""
+    section, _, key = name.rpartition(".")
+    if default is None and section == "model":
+        return _ByPreset(key)
     if default is None:
-        return "as the preset has it"
+        return "null"
     if isinstance(default, (tuple, Mapping)):
         return " ".join(map(str, default)) or "none"
     if isinstance(default, bool):

@@ -11,7 +11,8 @@ from pathlib import Path
 from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.data.corpus import Corpus
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_translator
-from recipes.translation.training.progress import duration
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.status_line import duration
 from recipes.translation.training.validation import Validation
 from recipes.translation.translate import translate
 
@@ -45,6 +46,8 @@ class Summary:
     stopped_by: signal.Signals | None
     """The signal that stopped training early."""
     samples: tuple[Sample, ...]
+    advice: str = ""
+    """What to do about a model that has hardly learned anything; empty for others."""
 
     def __str__(self) -> str:
         state = self.state
@@ -55,6 +58,10 @@ class Summary:
         ]
         if self.best:
             lines.append(f"[train] best validation, step {self.best.step:,}: {self.best}")
+        if self.advice:
+            lines.append(
+                f"[train] the model has hardly learned anything, and its translations are not shown: {self.advice}"
+            )
         if self.samples:
             lines += ["[train] validation sentences, translated by the best model:", *map(str, self.samples)]
         lines.append(f"[train] {self.run}: {', '.join(sorted(path.name for path in visible(self.run)))}")
@@ -65,17 +72,45 @@ class Summary:
         return "\n".join(lines)
 
 
-def summarize(
-    run: Path, state: TrainingState, steps: int, stopped_by: signal.Signals | None, corpus: Corpus
-) -> Summary:
-    """Summarize a run, with the best model's translations of a few validation sentences."""
+def summarize(config: RunConfig, state: TrainingState, stopped_by: signal.Signals | None, corpus: Corpus) -> Summary:
+    """Summarize a run, with the best model's translations of a few validation sentences if it has learned to."""
+    run = Path(config.run)
+    steps = config.training.steps
     if whole_folder(run / "best") is None:
         return Summary(run, state, steps, None, stopped_by, ())
     best = Validation.from_dict(load_facts(run / "best"))
-    samples: tuple[Sample, ...] = ()
-    if not stopped_by:  # nobody who presses Ctrl-C wants to wait for translations
-        samples = translated(run / "best", corpus)
-    return Summary(run, state, steps, best, stopped_by, samples)
+    if stopped_by:  # nobody who presses Ctrl-C wants to wait for translations
+        return Summary(run, state, steps, best, stopped_by, ())
+    if is_hopeless(best):
+        return Summary(run, state, steps, best, stopped_by, (), advice(config, state))
+    return Summary(run, state, steps, best, stopped_by, translated(run / "best", corpus))
+
+
+def is_hopeless(best: Validation) -> bool:
+    """Return whether a model's translations would be noise: next to no BLEU, and most tokens predicted wrong.
+
+    BLEU alone would not do: it is 0 for perfect translations of fewer than four words.
+    """
+    if best.bleu is None:
+        return best.accuracy < 20
+    return best.bleu < 1 and best.accuracy < 50
+
+
+def advice(config: RunConfig, state: TrainingState) -> str:
+    """Return what to try with a run that has learned hardly anything."""
+    warmup = config.training.warmup
+    if state.step <= warmup:
+        why = f"the learning rate still rose when training ended, at step {state.step:,} (training.warmup {warmup:,})"
+        steps = 10 * warmup
+    elif state.epoch < 5:
+        why = f"training ended in epoch {state.epoch + 1:,}"
+        steps = max(4 * state.step, 1_000)
+    else:
+        return (
+            "see whether the n-th line of one file translates the n-th line of the other; if it does, try another "
+            "training.learning_rate, and with little data a smaller subwords.vocab_size"
+        )
+    return f"{why}; go on with: {command('train', '--run', config.run, '--training.steps', steps)}"
 
 
 def translated(folder: Path, corpus: Corpus) -> tuple[Sample, ...]:

@@ -176,6 +176,26 @@ def test_a_missing_language_is_answered_with_those_there_are(tmp_path: Path) -> 
         assert "'de'" in answer
 
 
+@pytest.mark.parametrize(
+    ("first", "parts"),
+    [
+        ("A dog.\tEin Hund.", ["names neither 'en' (data.source) nor 'de' (data.target)", "'A dog.', 'Ein Hund.'"]),
+        ("A dog.\tEin Hund.", ["put a line with en, a tab and de before it"]),
+        ("one column", ["neither 'en'", "which is 'one column'"]),
+        (f"{'long ' * 50}\tx", ["(250 characters)"]),
+        ("\t".join("abcdefgh"), ["'f', ... (8 in all)"]),
+        ("en\tger", ["has no 'de' (data.target); its header is 'en', 'ger': set data.target to one of these"]),
+        ("eng\tde", ["has no 'en' (data.source); its header is 'eng', 'de': set data.source to one of these"]),
+    ],
+)
+def test_a_tsv_file_without_its_header_is_answered_with_its_first_line(
+    first: str, parts: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "a.tsv").write_text(f"{first}\nx\ty\n")
+    answer = refusal(DataConfig(format="tsv", path=str(tmp_path), train=("a.tsv",)))
+    assert [part for part in [str(tmp_path / "a.tsv"), *parts] if part not in answer] == [], answer
+
+
 def test_a_row_without_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("en\tde\na\tb\nc\n")
     answer = refusal(DataConfig(format="tsv", path=str(tmp_path), train=("a.tsv",)))

@@ -344,7 +344,8 @@ def test_a_device_that_does_not_exist_is_one_line_naming_what_does(tmp_path: Pat
     assert "\n" not in str(caught.value)
 
 
-def test_the_summary_says_how_good_how_fast_and_where(uninterrupted: Path) -> None:
+def test_the_summary_says_how_good_how_fast_and_where(uninterrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.translation.training.summary.is_hopeless", lambda best: False)
     summary: Summary = train(tiny(uninterrupted, DROPOUT))
     text = str(summary)
     state = summary.state

@@ -1,0 +1,80 @@
+"""The files of a split: which of them the settings name, and whether that is what the format needs."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from recipes.translation.data.builtin_corpus import Split
+from recipes.translation.data.lines import DataError
+from recipes.translation.settings.config import DataConfig, named_format
+
+
+def check_named(data: DataConfig, split: Split) -> None:
+    """Raise DataError unless as many files of a split are named as its format needs; they are not read."""
+    check_format(data)
+    if data.format != "builtin":
+        names_of(data, split)
+
+
+def check_format(data: DataConfig) -> None:
+    """Raise DataError if file names contradict the format, which would otherwise give an unrelated error, or none."""
+    for setting, names in (("train", data.train), ("valid", data.valid), ("test", data.test), ("path", (data.path,))):
+        if data.format == "builtin" and any(names):
+            raise DataError(
+                f"data.format is builtin, the built-in corpus, but data.{setting} is {' '.join(names)}: "
+                f"set data.format (text for two files, tsv, jsonl, parquet or hub), or leave data.{setting} out"
+            )
+        if setting == "path" or data.format == "hub":  # these are no names of files
+            continue
+        for name in names:
+            if named_format(name) not in (None, data.format):
+                raise DataError(
+                    f"data.format is {data.format}, but data.{setting} names {name}: set data.format "
+                    f"{named_format(name)}, or rename the file"
+                )
+
+
+def names_of(data: DataConfig, split: Split) -> tuple[str, ...]:
+    """Return the setting `data.<split>`; raise DataError unless it has as many names as the format needs."""
+    names: tuple[str, ...] = getattr(data, split)
+    needed = 1
+    what = "one file"
+    if data.format == "text":
+        needed = 2
+        what = "two files, source and target"
+    elif data.format == "hub":
+        what = "one split name"
+    if len(names) != needed:
+        way = ""
+        if split == "valid" and not names:
+            way = "; without such data, hold some hundred pairs back from the training data"
+        raise DataError(
+            f"data.{split} takes {what}, for format {data.format}; got {', '.join(names) or 'nothing'}{way}"
+        )
+    return names
+
+
+def paths_of(data: DataConfig, split: Split) -> list[Path]:
+    """Return the files of a split; raise DataError for one that does not exist."""
+    folder = Path(expanded(data.path, "data.path"))
+    paths = [folder / expanded(name, f"data.{split}") for name in names_of(data, split)]
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"there is no file {path}; set data.{split}, and data.path for the folder it is in")
+    return paths
+
+
+def expanded(path: str, setting: str) -> str:
+    """Replace each ${NAME} in `path` from the environment, and ~ by the home folder."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in os.environ:
+            raise DataError(
+                f"{setting} is {path}, but the environment variable {match[1]} is not set: "
+                f"set it, or name the folder with --data.path"
+            )
+        return os.environ[match[1]]
+
+    return os.path.expanduser(re.sub(r"\$\{(\w+)\}", value, path))

@@ -1,0 +1,126 @@
+"""What training says at its end: how good the model is, what to do with it, or why it has learned nothing."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipes.translation.commands import COMMANDS, main
+from recipes.translation.commands.next_steps import PURPOSES, next_steps
+from recipes.translation.demo import layout_in_words
+from recipes.translation.processes.ranks import Ranks
+from recipes.translation.run_folder.checkpoint import TrainingState
+from recipes.translation.settings.config import load_config
+from recipes.translation.training.summary import advice, is_hopeless
+from recipes.translation.training.validation import Validation
+from tests.recipes.tiny import options, tiny
+
+pytestmark = pytest.mark.usefixtures("short_validations")
+
+
+def validation(bleu: float | None, accuracy: float) -> Validation:
+    return Validation(1, 3.0, 20.0, accuracy, bleu)
+
+
+@pytest.mark.parametrize(
+    ("bleu", "accuracy", "hopeless"),
+    [
+        (0.4, 14.0, True),
+        (None, 14.0, True),
+        (None, 25.0, False),
+        (1.2, 14.0, False),
+        (0.0, 97.0, False),  # translations of one word have no BLEU
+    ],
+)
+def test_a_model_is_hopeless_by_bleu_and_accuracy_together(bleu: float | None, accuracy: float, hopeless: bool) -> None:
+    assert is_hopeless(validation(bleu, accuracy)) == hopeless
+
+
+def test_a_run_that_learned_nothing_shows_no_samples_and_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", *options(run, {"training.steps": 1})]) == 0
+    text = capsys.readouterr().out
+    assert "->" not in text
+    assert "[train] next:" not in text
+    (line,) = [line for line in text.splitlines() if "hardly learned anything" in line]
+    assert "at step 1 (training.warmup 2); go on with: " in line
+    words = shlex.split(line.partition("go on with: ")[2])
+    assert words[1:] == ["-m", "recipes.translation", "train", "--run", str(run), "--training.steps", "20"]
+
+    assert main([*words[3:-1], "2"]) == 0  # as it says, but not for so long
+    assert "resuming from step 1" in capsys.readouterr().out
+
+
+def test_the_advice_names_steps_before_it_doubts_the_data() -> None:
+    config = tiny(Path("run"), {"training.warmup": 100})
+    assert "still rose" in advice(config, TrainingState(step=100))
+    assert advice(config, TrainingState(step=300, epoch=2)).startswith("training ended in epoch 3; go on with")
+    assert advice(config, TrainingState(step=300, epoch=2)).endswith("--training.steps 1200")
+    assert "n-th line" in advice(config, TrainingState(step=300, epoch=5))
+
+
+def test_the_demo_skips_its_samples_too_and_still_names_its_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", *options(tmp_path / "demo", {"training.steps": 1})]) == 0
+    text = capsys.readouterr().out
+    assert "    -> " not in text
+    assert " translate --run " in text
+
+
+def test_next_steps_are_commands_that_exist_on_data_that_the_run_has() -> None:
+    lines = next_steps(tiny(Path("runs/my run")), COMMANDS).splitlines()[1:]
+    assert [shlex.split(line, comments=True)[3] for line in lines] == [name for name in PURPOSES if name in COMMANDS]
+    for line in lines:
+        words = shlex.split(line, comments=True)[3:]
+        assert words[1:] == ["--run", "runs/my run"]
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--help"])
+        assert ended.value.code == 0
+    assert len(next_steps(tiny(Path("x")), []).splitlines()) == 1
+
+
+def test_without_a_test_set_evaluate_is_named_with_the_validation_data() -> None:
+    config = load_config(None, {"data.train": ["a.en", "a.de"], "data.valid": ["b.en", "b.de"]})
+    (line,) = next_steps(config, ["evaluate"]).splitlines()[1:]
+    assert shlex.split(line, comments=True)[4:] == ["--run", "runs/demo", "--split", "valid"]
+    config = replace(config, data=replace(config.data, test=("c.en", "c.de")))
+    assert "--split" not in next_steps(config, ["evaluate"])
+
+
+def test_training_ends_with_the_commands_to_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("recipes.translation.training.summary.is_hopeless", lambda best: False)
+    run = tmp_path / "run"
+    assert main(["train", *options(run, {"training.steps": 1})]) == 0
+    text = capsys.readouterr().out
+    assert text.count("->") == 3
+    assert text.endswith(next_steps(tiny(run), COMMANDS) + "\n")
+
+
+@pytest.mark.parametrize(("smoothing", "said"), [(0.1, True), (0.0, False)])
+def test_training_says_which_of_its_numbers_are_smoothed(
+    smoothing: float,
+    said: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    changes = {"training.steps": 1, "training.label_smoothing": smoothing}
+    assert main(["train", *options(tmp_path / "run", changes)]) == 0
+    text = capsys.readouterr().out
+    assert ("[train] losses are with label smoothing 0.1, perplexities without it\n" in text) == said
+    assert ("smoothing" in text) == said
+
+
+def test_the_demo_says_what_it_trains_on() -> None:
+    config = tiny(Path("run"), {"training.devices": "[cpu, cpu, cpu]"})
+    alone = layout_in_words(config, Ranks())
+    assert "among the devices [cpu, cpu, cpu]" in alone
+    assert "--processes auto" in alone
+    assert layout_in_words(config, Ranks(world=4)).startswith("4 processes divide the sentences of each step")
