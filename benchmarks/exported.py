@@ -1,15 +1,17 @@
-"""Compare a run in CTranslate2 with the same model in torch: equal translations, BLEU, speed, size.
+"""Compare a run in CTranslate2 and ONNX Runtime with the same model in torch: equal translations, BLEU, speed, size.
 
     python -m benchmarks.exported RUN                   # the validation sentences of the run's data
     python -m benchmarks.exported RUN --threads 1
+    python -m benchmarks.exported RUN --beam 1          # ONNX Runtime too, which has no beam search of its own
 
-Both translate the same sentences with the same beam and the same number of threads; each takes turns with the others,
+All translate the same sentences with the same beam and the same number of threads; each takes turns with the others,
 three times, and the fastest is shown. Loading is not timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,19 +20,26 @@ from functools import partial
 from pathlib import Path
 
 import ctranslate2
+import numpy
+import onnxruntime
 import sacrebleu
 import torch
 
 from benchmarks.loss.results import hardware
+from models import default_limit
+from recipes.translation.data.batches import padded
 from recipes.translation.data.bleu_tokenizers import tokenizer_for
+from recipes.translation.data.model_text import finished
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.export import ctranslate2_engine, ctranslate2_model
-from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.export import ctranslate2_engine, ctranslate2_model, onnx_model
+from recipes.translation.run_folder.checkpoint import Translator, load_translator
 from recipes.translation.settings.config import DecodingConfig
-from recipes.translation.translate import translate
+from recipes.translation.translate import source_ids, translate
 from seqpar.markdown_table import markdown_table
 
 TORCH = "torch"
+ONNX = "ONNX Runtime, float32"
 ROUNDS = 3
 TYPES = ("float32", "int8")
 
@@ -70,6 +79,13 @@ def main() -> None:
             ways[way] = partial(ctranslate2_engine.translate, engine, sources, config.decoding)
             sizes[way] = sum(file.stat().st_size for file in path.iterdir())
             same[way] = sum(map(str.__eq__, ctranslate2_engine.translate(engine, sources, greedy), expected))
+        if options.beam == 1:
+            path = Path(folder) / "onnx"
+            onnx_model.write(translator, path)
+            search = OnnxGreedy(path, translator, options.threads)
+            ways[ONNX] = partial(search.translate, sources)
+            sizes[ONNX] = sum(file.stat().st_size for file in path.iterdir())
+            same[ONNX] = sum(map(str.__eq__, search.translate(sources), expected))
         seconds, translations = timed(ways)
 
     rows = []
@@ -88,8 +104,49 @@ def main() -> None:
     print(markdown_table(["", "greedy equal to torch", "BLEU", "sentences/s", "x torch's speed", "MB"], rows))
     print(
         f"\n{date.today()}, {hardware('cpu')}, {options.threads} threads; torch {torch.__version__}, ctranslate2 "
-        f"{ctranslate2.__version__}; {len(sources):,} validation sentences, beam {options.beam} without length penalty"
+        f"{ctranslate2.__version__}, onnxruntime {onnxruntime.__version__}; {len(sources):,} validation sentences, "
+        f"beam {options.beam} without length penalty"
     )
+
+
+class OnnxGreedy:
+    """Greedy search in ONNX Runtime, as docs/export.md has it, in batches of similar length."""
+
+    def __init__(self, folder: Path, translator: Translator, threads: int) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        self.translator = translator
+        self.facts = json.loads((folder / "onnx.json").read_text())
+        self.encoder = onnxruntime.InferenceSession(folder / "encoder.onnx", options)
+        self.decoder = onnxruntime.InferenceSession(folder / "decoder.onnx", options)
+
+    def translate(self, sentences: list[str]) -> list[str]:
+        """Translate in the same order."""
+        config = self.translator.config
+        ids = source_ids(self.translator.source, config, sentences, config.decoding)
+        longest_first = sorted(range(len(ids)), key=lambda row: -len(ids[row]))
+        found: list[list[int]] = [[] for _ in ids]
+        for start in range(0, len(ids), config.decoding.batch_sentences):
+            rows = longest_first[start : start + config.decoding.batch_sentences]
+            for row, tokens in zip(rows, self.search([ids[row] for row in rows]), strict=True):
+                found[row] = tokens
+        return finished(self.translator.target.decode(found), sentences, config)
+
+    def search(self, sources: list[list[int]]) -> list[list[int]]:
+        """Return the most probable next tokens until the end symbol or the limit."""
+        src = padded([[*ids, EOS] for ids in sources]).numpy()
+        limits = [min(default_limit(len(ids) + 1), self.facts["max_length"]) for ids in sources]
+        held = dict(zip(self.facts["encoder"]["outputs"], self.encoder.run(None, {"source": src}), strict=True))
+        rows = [[BOS] for _ in sources]
+        while any(row[-1] != EOS and len(row) <= limit for row, limit in zip(rows, limits, strict=True)):
+            token = numpy.array([row[-1] for row in rows])
+            scores, *state = self.decoder.run(None, {"token": token, **held})
+            held.update(zip(self.facts["state"], state, strict=True))
+            scores[:, [PAD, BOS]] = -numpy.inf
+            for row, best in zip(rows, scores.argmax(-1).tolist(), strict=True):
+                row.append(EOS if row[-1] == EOS else best)
+        pairs = zip(rows, limits, strict=True)
+        return [[token for token in row[1 : limit + 1] if token != EOS] for row, limit in pairs]
 
 
 def timed(ways: dict[str, Callable[[], list[str]]]) -> tuple[dict[str, float], dict[str, list[str]]]:

@@ -4,11 +4,12 @@ from models.attention import Attention, padding_mask, subsequent_mask
 from models.cache import DecoderCache
 from models.constrained_search import ConstrainedHypothesis, constrained_beam_search
 from models.constraints import Phrase
+from models.decoder_only import make_decoder_only
 from models.decoding import beam_search, greedy
 from models.decoding_rules import DeadEndError, ForcedPrefixes, MinimumLength, NoRepeatedNgrams
 from models.ensemble import evaluating
 from models.hypotheses import Hypothesis, default_limit, length_normaliser
-from models.presets import PRESETS, RecurrentConfig, TransformerConfig
+from models.presets import PRESETS, DecoderOnlyConfig, RecurrentConfig, TransformerConfig
 from models.recurrent import make_recurrent
 from models.sampling import sample
 from models.transformer import (
@@ -24,6 +25,7 @@ __all__ = [
     "ConstrainedHypothesis",
     "DeadEndError",
     "DecoderCache",
+    "DecoderOnlyConfig",
     "EncoderDecoder",
     "ForcedPrefixes",
     "Generator",
@@ -39,6 +41,7 @@ __all__ = [
     "evaluating",
     "greedy",
     "length_normaliser",
+    "make_decoder_only",
     "make_recurrent",
     "make_transformer",
     "padding_mask",

@@ -72,6 +72,32 @@ class RecurrentConfig:
         check_choice("tie", self.tie, get_args(Tie))
 
 
+@dataclass(frozen=True)
+class DecoderOnlyConfig:
+    """Sizes and choices of a decoder-only Transformer (`models.decoder_only`), as in `TransformerConfig`."""
+
+    d_model: int = 128
+    d_ff: int = 512
+    heads: int = 4
+    decoder_layers: int = 4
+    dropout: float = 0.1
+    norm: Norm = "pre"
+    tie: Tie = "all"
+    """none | all (generator = the one embedding); target means the same as all."""
+
+    def __post_init__(self) -> None:
+        self.layers()
+
+    def layers(self) -> TransformerConfig:
+        """Return the sizes of the layers; an encoder is not built."""
+        return TransformerConfig(
+            self.d_model, self.d_ff, self.heads, 1, self.decoder_layers, self.dropout, self.norm, self.tie
+        )
+
+
+Sizes = TransformerConfig | RecurrentConfig | DecoderOnlyConfig
+
+
 def check_sizes(config: TransformerConfig | RecurrentConfig, *names: str) -> None:
     """Raise ValueError for a size below 1."""
     for name in names:
@@ -91,14 +117,18 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r}: choose one of {', '.join(choices)}")
 
 
-PRESETS: dict[str, TransformerConfig | RecurrentConfig] = {
+PRESETS: dict[str, Sizes] = {
     "tiny": TransformerConfig(128, 512, 4, 2, 2, dropout=0.1, norm="pre"),
     "multi30k": TransformerConfig(128, 256, 4, 4, 4, dropout=0.3, norm="pre"),
+    "student": TransformerConfig(128, 512, 4, 6, 1, dropout=0.1, norm="pre"),
     "small": TransformerConfig(256, 512, 8, 3, 3, dropout=0.1, norm="pre"),
     "base": TransformerConfig(512, 2048, 8, 6, 6, dropout=0.1, norm="post"),
     "big": TransformerConfig(1024, 4096, 16, 6, 6, dropout=0.3, norm="post"),
     "lstm": RecurrentConfig(),
+    "decoder_only": DecoderOnlyConfig(),
 }
 """tiny is for a demonstration on two CPU cores and multi30k for Multi30k's 29,000 pairs; base and big are those of
-table 3. The small ones are pre-norm because their training has a warm-up of only a few hundred steps. lstm is a
-recurrent model with attention."""
+table 3. student is to be distilled from a larger model: translation spends its time in the decoder, which computes one
+token after another, so it has a single layer (Kasai et al. 2021, "Deep encoder, shallow decoder"). The small ones are
+pre-norm because their training has a warm-up of only a few hundred steps. lstm is a recurrent model with attention, and
+decoder_only a language model that translates by prompt, of about tiny's size."""

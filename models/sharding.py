@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from models.attention import Attention, subsequent_mask
+from models.decoder_only import DecoderOnly
 from models.transformer import Embedding, EncoderDecoder, FeedForward
 from seqpar.distributed.collectives import (
     copy_to_group,
@@ -162,9 +163,13 @@ def split_time_steps(model: EncoderDecoder, group: ProcessGroup | None) -> None:
     Every rank passes the whole batch and receives `split_time(model(src, tgt), group)`, contiguous time steps in rank
     order. Each layer joins keys and values over the ranks; everything else is computed for this rank's time steps
     alone. Gradients are those of the loss of these time steps: the model's gradient is their sum over the ranks.
+
+    Raises ValueError for a decoder-only model, whose pairs are packed.
     """
     if world_size(group) == 1:
         return
+    if isinstance(model, DecoderOnly):
+        raise ValueError("a decoder-only model packs several pairs into a row, whose time steps are not split")
     split = _TimeSteps(group)
     model.register_forward_pre_hook(split.begin, with_kwargs=True)
     for name, module in model.named_modules():

@@ -29,11 +29,16 @@ def sinusoidal_positions(start: int, stop: int, d_model: int, *, like: Tensor) -
     """
     wide = torch.promote_types(like.dtype, torch.float32)
     position = torch.arange(start, stop, device=like.device, dtype=wide)
-    pairs = torch.arange(0, d_model, 2, device=like.device, dtype=wide)
-    # 1 / 10000^(2i/d) = exp(-2i ln(10000) / d)
-    angle = position[:, None] * torch.exp(pairs * (-math.log(10_000.0) / d_model))
+    angle = position[:, None] * frequencies(d_model, like=position)
     # (T, D/2, 2) -> (T, D): sine and cosine of a frequency alternate
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(like.dtype)
+
+
+def frequencies(d_model: int, *, like: Tensor) -> Tensor:
+    """Compute 1 / 10000^(2i/d), the angle from one position to the next: (D/2,)."""
+    pairs = torch.arange(0, d_model, 2, device=like.device, dtype=like.dtype)
+    # 1 / 10000^(2i/d) = exp(-2i ln(10000) / d)
+    return torch.exp(pairs * (-math.log(10_000.0) / d_model))
 
 
 class Embedding(nn.Module):

@@ -31,10 +31,12 @@ def align(
 
     Each subword of the target is linked to the subword of the source that the model attends to most when it predicts
     it, without the end symbol; two words are linked if any of their subwords are (Garg et al. 2019). Of an ensemble the
-    first model is asked. Raises ConfigError for a model that is not a Transformer.
+    first model is asked. Raises ConfigError for a model that is not an encoder-decoder Transformer.
     """
     if not isinstance(translator.model.decoder, Decoder):
-        raise ConfigError(f"--alignments: model.preset {translator.config.model.preset} is not a Transformer")
+        raise ConfigError(
+            f"--alignments: model.preset {translator.config.model.preset} is not an encoder-decoder Transformer"
+        )
     check_unicode(sources)
     check_unicode(targets)
     config = translator.config

@@ -24,6 +24,7 @@ from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals, TrainingError
+from recipes.translation.report.journal import Journal
 from recipes.translation.run_folder.checkpoint import (
     WEIGHTS,
     SavedTraining,
@@ -40,6 +41,7 @@ from recipes.translation.run_folder.kept_models import keep_model
 from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.run_folder.resume import begin, check_same_data, flat
 from recipes.translation.run_folder.start import run_subwords, starting_weights
+from recipes.translation.run_folder.teacher import TeacherModel, check_same_teacher, load_teacher
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.training.best import note_validation, out_of_patience
 from recipes.translation.training.ema import WeightAverage
@@ -49,6 +51,7 @@ from recipes.translation.training.outliers import Outliers
 from recipes.translation.training.progress import Metrics, Progress
 from recipes.translation.training.schedule import learning_rate
 from recipes.translation.training.summary import Summary, summarize
+from recipes.translation.training.trackers import check_installed, open_trackers
 from recipes.translation.training.validation import Validation, validate
 
 
@@ -81,31 +84,37 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
     run = Path(config.run)
     settings = config.training
     sizes = model_sizes(config.model)
+    ranks.run_on_main(lambda: check_installed(settings.trackers))
     saved = ranks.run_on_main(lambda: begin(config, fresh))
     if settings.threads:
         torch.set_num_threads(settings.threads)
 
     corpus = load_corpus(config, ranks, run_subwords)
     ranks.agree({"the training and validation data": corpus.fingerprint})
-    state = saved.state if saved else TrainingState(data=corpus.fingerprint)
+    teacher = ranks.run_on_main(lambda: load_teacher(config, corpus.source, corpus.target))
+    state = saved.state if saved else first_state(corpus, teacher)
     check_same_data(corpus, saved, run)
+    check_same_teacher(teacher, state, run)
     model = first_model(config, corpus, saved, ranks)
     size = size_of(model)
-    layout = Layout(model, config, axes, devices, ranks)
+    layout = Layout(model, config, axes, devices, ranks, teacher.model if teacher else None)
     # After the layout, which replaces the parameters that it splits or shards
     optimizer = torch.optim.Adam(model.parameters(), betas=settings.betas, eps=1e-9, fused=True)
     average = WeightAverage(layout, settings.ema)
     if saved:
         layout.fill_moments(optimizer, saved.moments)
         average.fill(saved.averages, run / "last")
-    announce(config, size, corpus, layout, state)
+    announce(config, size, corpus, layout, state, teacher)
 
     steps = Steps(corpus.train, settings.accumulate, layout.data_rank, layout.data_ranks, layout.device)
     batches = steps.after(state.epoch, state.batch)
-    metrics = Metrics(run / "metrics.jsonl" if ranks.is_main else None, after_step=state.step)
+    resumed_at = state.step if saved else None
+    trackers = ranks.run_on_all(lambda: open_trackers(config, resumed_at) if ranks.is_main else [])
+    metrics = Metrics(run / "metrics.jsonl" if ranks.is_main else None, after_step=state.step, trackers=trackers)
+    journal = Journal(config, layout, size, ranks, resumed_at)
     outliers = Outliers(metrics.records())
     stopped_by = None
-    with StopSignals(ranks.world > 1) as stop, metrics, Progress(state, settings.steps) as progress:
+    with StopSignals(ranks.world > 1) as stop, metrics, journal, Progress(state, settings.steps) as progress:
         while state.step < settings.steps and not out_of_patience(state, settings):
             if stopped_by := ranks.stopped_by(stop.signal):
                 break
@@ -133,11 +142,12 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
             tokens = int(loss.tokens)
             state.step += 1
             state.tokens += tokens
-            progress.step_done(state, loss=loss_mean, tokens=tokens)
+            seconds = progress.step_done(state, loss=loss_mean, tokens=tokens)
             outliers.judge(loss=loss_mean, gradient_norm=norm)
             progress.say(*outliers.lines(state.step))
             record = {"loss": loss_mean, "learning_rate": rate, "gradient_norm": norm, "tokens": tokens}
             metrics.write(step=state.step, **record, **outliers.record())
+            journal.step_done(state.step, seconds)
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
                 translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
                 loss_of = layout.whole_forward(translator.model)
@@ -149,11 +159,19 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
                     save_models(run, translator, found, better)
                 metrics.write(**found.as_dict())
                 save(translator, found.as_dict(), moments, state, ranks)
+                journal.validated(translator, corpus, found)
                 progress.validated(state, found)
         if stopped_by:
             translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
             save(translator, {"step": state.step}, moments, state, ranks)
     return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus))
+
+
+def first_state(corpus: Corpus, teacher: TeacherModel | None) -> TrainingState:
+    """Return the state of a new run on this data, with this teacher."""
+    if teacher is None:
+        return TrainingState(data=corpus.fingerprint)
+    return TrainingState(data=corpus.fingerprint, teacher=teacher.digest)
 
 
 def first_model(config: RunConfig, corpus: Corpus, saved: SavedTraining | None, ranks: Ranks) -> EncoderDecoder:
@@ -175,10 +193,15 @@ def first_model(config: RunConfig, corpus: Corpus, saved: SavedTraining | None, 
 def size_of(model: EncoderDecoder) -> str:
     """Return the number of parameters, and how many of them are frozen, as text."""
     frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
-    size = f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M parameters"
+    size = f"{parameters_of(model)} parameters"
     if frozen:
         size += f" ({frozen / 1e6:.1f} M frozen)"
     return size
+
+
+def parameters_of(model: EncoderDecoder) -> str:
+    """Return the number of parameters as text."""
+    return f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M"
 
 
 def must_agree(config: RunConfig) -> dict[str, object]:
@@ -271,8 +294,10 @@ def spoiled(step: int, what: str, run: Path) -> TrainingError:
     return TrainingError(message)
 
 
-def announce(config: RunConfig, size: str, corpus: Corpus, layout: Layout, state: TrainingState) -> None:
-    """Print the size of the model and of the data, the layout, and the step from which training resumes."""
+def announce(
+    config: RunConfig, size: str, corpus: Corpus, layout: Layout, state: TrainingState, teacher: TeacherModel | None
+) -> None:
+    """Print the size of model, data and teacher, the layout, and the step from which training resumes."""
     dropped = ""
     if corpus.train.dropped:
         dropped = f" ({corpus.train.dropped:,} pairs that are too long left out)"
@@ -281,6 +306,13 @@ def announce(config: RunConfig, size: str, corpus: Corpus, layout: Layout, state
         f"{corpus.train.count(state.epoch):,} batches an epoch{dropped}, {layout}",
         flush=True,
     )
+    if teacher is not None:
+        settings = config.training
+        print(
+            f"[train] learning from {teacher.folder}, {parameters_of(teacher.model)} parameters: weight "
+            f"{settings.teacher_weight:g}, temperature {settings.teacher_temperature:g}",
+            flush=True,
+        )
     if config.training.label_smoothing:
         print(
             f"[train] losses are with label smoothing {config.training.label_smoothing:g}, perplexities without it",

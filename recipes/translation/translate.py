@@ -78,7 +78,7 @@ def source_ids(
     subwords: Subwords, config: RunConfig, sentences: Sequence[str], decoding: DecodingConfig
 ) -> list[list[int]]:
     """Return the subwords of each sentence, as in training, cut to the longest length of the settings."""
-    longest = max(config.training.max_length, decoding.max_length)
+    longest = longest_source(config, decoding)
     check_unicode(sentences)
     ids = subwords.encode([source_text(config, sentence) for sentence in sentences])
     cut = [number for number, row in enumerate(ids, start=1) if len(row) > longest]
@@ -94,6 +94,11 @@ def source_ids(
             file=sys.stderr,
         )
     return [row[:longest] for row in ids]
+
+
+def longest_source(config: RunConfig, decoding: DecodingConfig) -> int:
+    """Return the most subwords of a sentence that are translated."""
+    return max(config.training.max_length, decoding.max_length)
 
 
 def search(translator: Translator, sources: list[list[int]], decoding: DecodingConfig) -> list[list[int]]:

@@ -208,10 +208,12 @@ def test_presets_are_what_runs_were_saved_with() -> None:
     table = {
         "tiny": (128, 512, 4, 2, 2, 0.1, "pre", "all"),
         "multi30k": (128, 256, 4, 4, 4, 0.3, "pre", "all"),
+        "student": (128, 512, 4, 6, 1, 0.1, "pre", "all"),
         "small": (256, 512, 8, 3, 3, 0.1, "pre", "all"),
         "base": (512, 2048, 8, 6, 6, 0.1, "post", "all"),
         "big": (1024, 4096, 16, 6, 6, 0.3, "post", "all"),
         "lstm": (256, 1, 1, 0.3, "all"),
+        "decoder_only": (128, 512, 4, 4, 0.1, "pre", "all"),
     }
     found = {name: tuple(getattr(preset, field.name) for field in fields(preset)) for name, preset in PRESETS.items()}
     assert found == table

@@ -291,7 +291,7 @@ def test_base_and_big_are_as_large_as_table_3_says() -> None:
 
 
 def test_presets_are_built_and_tiny_is_small_enough_for_a_demonstration() -> None:
-    for name in ("tiny", "multi30k", "small"):
+    for name in ("tiny", "multi30k", "student", "small"):
         model = make_transformer(PRESETS[name], 1000, 1000)
         assert sum(p.numel() for p in model.parameters()) < 5e6, name
 

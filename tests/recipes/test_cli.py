@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import re
 import shlex
@@ -13,13 +12,11 @@ from typing import Any
 
 import pytest
 
-import models
 from recipes.translation.alignments import align, pharaoh
 from recipes.translation.commands import COMMANDS, main
 from recipes.translation.rerank import best_by_mbr
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import SCHEMA, load_config
-from recipes.translation.settings.model import PRESETS
 from recipes.translation.translate import translate
 from tests.recipes.tiny import LEARNS, SETTINGS, options, tiny
 
@@ -89,9 +86,17 @@ def default_of(option: str, command: str, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("command", "option", "default"),
     [
-        ("train", "--model.d_model", "tiny 128, multi30k 128, small 256, base 512, big 1024, lstm 256"),
-        ("train", "--model.heads", "tiny 4, multi30k 4, small 8, base 8, big 16"),
-        ("train", "--model.norm", "tiny pre, multi30k pre, small pre, base post, big post"),
+        (
+            "train",
+            "--model.d_model",
+            "tiny 128, multi30k 128, student 128, small 256, base 512, big 1024, lstm 256, decoder_only 128",
+        ),
+        ("train", "--model.heads", "tiny 4, multi30k 4, student 4, small 8, base 8, big 16, decoder_only 4"),
+        (
+            "train",
+            "--model.norm",
+            "tiny pre, multi30k pre, student pre, small pre, base post, big post, decoder_only pre",
+        ),
         ("train", "--training.chunk_tokens", "null"),
         ("train", "--cleaning.max_ratio", "null"),
         ("train", "--training.steps", "1000"),
@@ -107,16 +112,12 @@ def test_the_default_in_the_help_is_the_value_that_the_command_uses(
     assert default_of(option, command, capsys) == default
 
 
-def test_the_presets_of_the_help_are_those_of_the_models() -> None:
-    assert {name: dataclasses.asdict(preset) for name, preset in models.PRESETS.items()} == PRESETS
-
-
 def test_every_setting_says_what_it_means() -> None:
     for name, setting in SCHEMA.settings.items():
         assert setting.help, name
 
 
-def test_help_and_mistakes_do_not_wait_for_torch() -> None:
+def test_mistakes_do_not_wait_for_torch() -> None:
     script = (
         "import sys; from recipes.translation.commands import main\n"
         "try: main(['train', '--training.stepz', '3'])\n"
@@ -125,6 +126,11 @@ def test_help_and_mistakes_do_not_wait_for_torch() -> None:
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stderr.count("\n") == 1
+
+
+def test_the_list_of_commands_does_not_wait_for_torch() -> None:
+    script = "import sys; from recipes.translation.commands import main; main([]); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +173,9 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
         (["translate", SENTENCE, "--mbr", "ter"], "invalid choice"),
         (["evaluate", "--tokenize", "13b"], "no tokeniser '13b'"),
         (["evaluate", "--split", "train"], "invalid choice"),
+        (["report", "a", "--run", "b"], "name the runs with --run or without, not both"),
+        (["report", *"abcdefghi"], "name at most 8 runs; got 9"),
+        (["serve", "a", "--run", "b"], "name the runs with --run or without, not both"),
     ],
 )
 def test_a_mistake_is_answered_with_one_line(

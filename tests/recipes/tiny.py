@@ -25,6 +25,7 @@ SETTINGS: dict[str, Any] = {
     "training.validate_every": 100,
     "training.validate_bleu": 0,
     "training.warmup": 2,
+    "training.report": False,
     "decoding.beam": 1,
     "decoding.max_length": 8,
 }

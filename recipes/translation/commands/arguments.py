@@ -60,6 +60,19 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add the names of one run or several, which may also be given as other commands take them, by --run."""
+    parser.add_argument("runs", nargs="*", metavar="RUN", type=path, help="a run's folder, or several")
+    add_run(parser)
+
+
+def runs_of(parser: OneLineParser, options: argparse.Namespace) -> list[str]:
+    """Return the runs that are named, of which there is at least one."""
+    if options.runs and options.run != parser.get_default("run"):
+        parser.error("name the runs with --run or without, not both")
+    return options.runs or [options.run]
+
+
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
@@ -72,8 +85,12 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_checkpoint(parser)
-    parser.add_argument("--beam", metavar="N", help=f"beam width; 1 is greedy and fastest ({_own('beam')})")
+    add_beam(parser)
     add_length_options(parser)
+
+
+def add_beam(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--beam", metavar="N", help=f"beam width; 1 is greedy and fastest ({_own('beam')})")
 
 
 def add_length_options(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +142,19 @@ def require(package: str) -> None:
         raise ConfigError(f"{package} is not installed: pip install {package}")
 
 
+def checkpoint_folder(options: argparse.Namespace) -> Path:
+    """Return the folder of the model that --run and --checkpoint name; raise CheckpointError if there is none."""
+    folder = Path(options.run)
+    if not whole_folder(folder):  # it is not a checkpoint itself, so it is the run that contains one
+        folder = folder / options.checkpoint
+    if whole_folder(folder) is None and not folder.exists():
+        way = "train one"
+        if options.checkpoint == "averaged":
+            way = f"make it with {PROGRAM} average"
+        raise CheckpointError(f"there is no trained model in {folder}; {way}, or name another folder with --run")
+    return folder
+
+
 def load(options: argparse.Namespace, ranks: Ranks) -> Translator:
     """Read the model of --run on rank 0, with the decoding options given; move it to this process's GPU, if any."""
     import torch
@@ -132,15 +162,7 @@ def load(options: argparse.Namespace, ranks: Ranks) -> Translator:
     from recipes.translation.run_folder.checkpoint import load_translator
 
     def read() -> Translator:
-        folder = Path(options.run)
-        if not whole_folder(folder):  # it is not a checkpoint itself, so it is the run that contains one
-            folder = folder / options.checkpoint
-        if whole_folder(folder) is None and not folder.exists():
-            way = "train one"
-            if options.checkpoint == "averaged":
-                way = f"make it with {PROGRAM} average"
-            raise CheckpointError(f"there is no trained model in {folder}; {way}, or name another folder with --run")
-        return load_translator(folder, "cpu", decoding_overrides(options))
+        return load_translator(checkpoint_folder(options), "cpu", decoding_overrides(options))
 
     # On the CPU, where one process can send it to the others; each then uses a GPU of its own
     translator = ranks.run_on_main(read)

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from recipes.translation.commands.arguments import PROGRAM, add_checkpoint, add_run, load, parser_of, path, require
+from recipes.translation.commands.arguments import (
+    PROGRAM,
+    add_checkpoint,
+    add_run,
+    checkpoint_folder,
+    load,
+    parser_of,
+    path,
+    require,
+)
 from recipes.translation.settings.config import LayoutConfig
 
-PACKAGES = {"ctranslate2": "ctranslate2", "hf": "transformers"}
+if TYPE_CHECKING:
+    from recipes.translation.run_folder.checkpoint import Translator
+
+PACKAGES = {
+    "safetensors": ["safetensors"],
+    "ctranslate2": ["ctranslate2"],
+    "onnx": ["onnx", "onnxruntime"],
+    "hf": ["transformers"],
+}
 """What each format needs."""
 QUANTIZATIONS = ("float32", "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16")
 
 
 def export(argv: Sequence[str]) -> int:
-    """Write a model in the format of another program.
+    """Write a model as one folder that needs nothing else of the run, in its own format or another program's.
 
-    ctranslate2 is an engine for fast translation on CPUs and GPUs; with int8 weights a model has a quarter of its size.
-    hf is a folder that Hugging Face transformers loads: a Marian model if the norms come after the sublayers, a Pegasus
-    model if they come before. The folder has the subword models too, and needs nothing else of the run.
+    safetensors is for load_translator in Python, wherever the folder is moved. ctranslate2 is an engine for fast
+    translation on CPUs and GPUs; with int8 weights a model has a quarter of its size. onnx is an encoder and a decoder
+    step for ONNX Runtime. hf is a folder that Hugging Face transformers loads: a Marian model if the norms come after
+    the sublayers, a Pegasus model if they come before. docs/export.md shows how each is used.
     """
     parser = parser_of(
         export,
+        f"{PROGRAM} export --run runs/demo --to safetensors\n"
         f"{PROGRAM} export --run runs/demo --to ctranslate2 --quantization int8\n"
         f"{PROGRAM} export --run runs/demo --to hf --out demo-hf",
     )
@@ -36,8 +57,9 @@ def export(argv: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="FOLDER", type=path, help="where to write (default: a folder in --run)")
     options = parser.parse(argv)
     if options.quantization and options.to != "ctranslate2":
-        parser.error(f"--quantization is for --to ctranslate2; {options.to} has float32 weights")
-    require(PACKAGES[options.to])
+        parser.error(f"--quantization is for --to ctranslate2: leave it out with --to {options.to}")
+    for package in PACKAGES[options.to]:
+        require(package)
 
     from recipes.translation.processes.ranks import joined
 
@@ -45,14 +67,27 @@ def export(argv: Sequence[str]) -> int:
     with joined(LayoutConfig().timeout) as ranks:
         translator = load(options, ranks)
         if ranks.is_main:
-            if options.to == "ctranslate2":
-                from recipes.translation.export import ctranslate2_model
-
-                ctranslate2_model.write(translator, folder, options.quantization)
-            else:
-                from recipes.translation.export import huggingface_model
-
-                huggingface_model.write(translator, folder)
+            write(translator, folder, options)
             size = sum(file.stat().st_size for file in folder.iterdir())
             print(f"[export] {folder}: {size / 1e6:.1f} MB")
     return 0
+
+
+def write(translator: Translator, folder: Path, options: argparse.Namespace) -> None:
+    """Write the model in the format that --to names."""
+    if options.to == "safetensors":
+        from recipes.translation.run_folder.checkpoint import load_facts, save_model
+
+        save_model(folder, translator, load_facts(checkpoint_folder(options)))
+    elif options.to == "ctranslate2":
+        from recipes.translation.export import ctranslate2_model
+
+        ctranslate2_model.write(translator, folder, options.quantization)
+    elif options.to == "onnx":
+        from recipes.translation.export import onnx_model
+
+        onnx_model.write(translator, folder)
+    else:
+        from recipes.translation.export import huggingface_model
+
+        huggingface_model.write(translator, folder)

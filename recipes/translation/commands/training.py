@@ -58,7 +58,7 @@ def prepare(argv: Sequence[str]) -> int:
 
     with joined(config.layout.timeout) as ranks:
         source, target = ranks.run_on_main(make)
-        where = config.training.start_from or Path(config.run) / "subwords"
+        where = config.training.start_from or config.training.teacher or Path(config.run) / "subwords"
         print(f"[prepare] {len(source):,} source and {len(target):,} target subwords in {where}")
     return 0
 

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import ctranslate2
 
-from models import default_limit, length_normaliser
+from models import Hypothesis, default_limit, length_normaliser
+from models.hypotheses import best_first
+from recipes.translation.alternatives import Translation
 from recipes.translation.atomic_folder import CheckpointError, verified_folder
 from recipes.translation.data.model_text import finished
 from recipes.translation.data.subwords import BOS, PAD, Subwords
@@ -45,16 +47,29 @@ def translate(translator: ExportedTranslator, sentences: Sequence[str], decoding
     Greedy translations (beam 1) are those of the model in torch, up to rounding. With a wider beam CTranslate2 searches
     until `beam` hypotheses are finished; the best of them by `decoding`'s own length normalisation is taken.
     """
+    return [row[0].text for row in alternatives(translator, sentences, decoding)]
+
+
+def alternatives(
+    translator: ExportedTranslator, sentences: Sequence[str], decoding: DecodingConfig, n_best: int = 1
+) -> list[list[Translation]]:
+    """Return the `n_best` translations of each sentence, best first, at most `decoding.beam` of them.
+
+    An empty sentence has one translation, which is empty.
+    """
     ids = source_ids(translator.source, translator.config, sentences, decoding)
     rows = [row for row in range(len(ids)) if ids[row]]
     limits = [min(default_limit(len(ids[row]) + 1), decoding.max_length) for row in rows]
     pieces = translator.source.pieces()
     sources = [[pieces[token] for token in ids[row]] for row in rows]
-    found = search(translator.engine, translator.target, sources, limits, decoding)
-    translations: list[list[int]] = [[] for _ in ids]
-    for row, tokens in zip(rows, found, strict=True):
-        translations[row] = tokens
-    return finished(translator.target.decode(translations), sentences, translator.config)
+    found = search(translator.engine, translator.target, sources, limits, decoding, n_best)
+    hypotheses = [[Hypothesis([], 0.0, 0.0)] for _ in ids]
+    for row, some in zip(rows, found, strict=True):
+        hypotheses[row] = some
+    repeated = [sentence for sentence, row in zip(sentences, hypotheses, strict=True) for _ in row]
+    texts = translator.target.decode([one.tokens for row in hypotheses for one in row])
+    each = iter(finished(texts, repeated, translator.config))
+    return [[Translation(next(each), one.score, one.log_probability) for one in row] for row in hypotheses]
 
 
 def search(
@@ -63,19 +78,20 @@ def search(
     sources: list[list[str]],
     limits: list[int],
     decoding: DecodingConfig,
-) -> list[list[int]]:
-    """Return the best translation found for each source, as ids, none longer than its limit."""
+    n_best: int = 1,
+) -> list[list[Hypothesis]]:
+    """Return the best translations found for each source, as ids, none longer than its limit."""
     if not sources:
         return []
     pieces = subwords.pieces()
     numbers = {piece: number for number, piece in enumerate(pieces)}
     found = _search(engine, pieces, sources, max(limits), decoding)
-    best = [_best(result, numbers, decoding) for result in found]
+    best = [_ranked(result, numbers, decoding)[:n_best] for result in found]
     # CTranslate2 has one limit for a whole batch: what went beyond its own limit is searched again, which is rare
     for row, limit in enumerate(limits):
-        if len(best[row]) >= limit:
+        if any(len(one.tokens) >= limit for one in best[row]):
             (result,) = _search(engine, pieces, [sources[row]], limit, decoding)
-            best[row] = _best(result, numbers, decoding)
+            best[row] = _ranked(result, numbers, decoding)[:n_best]
     return best
 
 
@@ -97,14 +113,14 @@ def _search(
     return found
 
 
-def _best(result: ctranslate2.TranslationResult, numbers: Mapping[str, int], decoding: DecodingConfig) -> list[int]:
-    """Return the hypothesis with the best score; without a length penalty, CTranslate2's is the log-probability."""
-
-    def score(hypothesis: int) -> float:
+def _ranked(
+    result: ctranslate2.TranslationResult, numbers: Mapping[str, int], decoding: DecodingConfig
+) -> list[Hypothesis]:
+    """Return the hypotheses, best first; without a length penalty, CTranslate2's score is the log-probability."""
+    found = []
+    for words, log_probability in zip(result.hypotheses, result.scores, strict=True):
         # The end symbol is a token of the translation too
-        length = len(result.hypotheses[hypothesis]) + 1
-        normaliser = length_normaliser(length, decoding.length_penalty, decoding.length_norm)
-        return float(result.scores[hypothesis]) / normaliser
-
-    best = max(range(len(result.hypotheses)), key=score)
-    return [numbers[piece] for piece in result.hypotheses[best]]
+        normaliser = length_normaliser(len(words) + 1, decoding.length_penalty, decoding.length_norm)
+        score = float(log_probability) / normaliser
+        found.append(Hypothesis([numbers[piece] for piece in words], score, float(log_probability)))
+    return best_first(found)

@@ -31,7 +31,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from models import PRESETS, EncoderDecoder, RecurrentConfig, TransformerConfig, make_recurrent, make_transformer
+from models import (
+    PRESETS,
+    DecoderOnlyConfig,
+    EncoderDecoder,
+    RecurrentConfig,
+    make_decoder_only,
+    make_recurrent,
+    make_transformer,
+)
+from models.presets import Sizes
 from recipes.translation.atomic_folder import CheckpointError, replaced_folder, sha256, verified_folder, whole_folder
 from recipes.translation.data.subwords import PAD, Subwords
 from recipes.translation.settings.config import ConfigError, ModelConfig, RunConfig, load_config, save_config
@@ -78,9 +87,11 @@ class TrainingState:
     """Validations since the best one."""
     data: str = ""
     """Fingerprint of the training and validation data."""
+    teacher: str = ""
+    """Fingerprint of the weights that the run learns from; empty without a teacher."""
 
 
-def model_sizes(config: ModelConfig) -> TransformerConfig | RecurrentConfig:
+def model_sizes(config: ModelConfig) -> Sizes:
     """Return the sizes of the preset, which decides the architecture, changed by the settings that are not None."""
     if config.preset not in PRESETS:
         raise ConfigError(f"model.preset is {config.preset!r}; it must be one of {', '.join(PRESETS)}")
@@ -95,11 +106,13 @@ def model_sizes(config: ModelConfig) -> TransformerConfig | RecurrentConfig:
         raise ConfigError(f"model: {error}") from error
 
 
-def build_model(sizes: TransformerConfig | RecurrentConfig, source: Subwords, target: Subwords) -> EncoderDecoder:
+def build_model(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDecoder:
     """Build a model with random weights for these subwords."""
     try:
         if isinstance(sizes, RecurrentConfig):
             return make_recurrent(sizes, len(source), len(target), pad=PAD)
+        if isinstance(sizes, DecoderOnlyConfig):
+            return make_decoder_only(sizes, len(target), pad=PAD)
         return make_transformer(sizes, len(source), len(target), pad=PAD)
     except ValueError as error:
         raise ConfigError(f"model: {error}") from error
@@ -165,7 +178,7 @@ TRAINED = "weights/"
 
 def _as_state(record: Mapping[str, Any], path: Path) -> TrainingState:
     kinds = get_type_hints(TrainingState)
-    record = {"best_score": None, **record}  # earlier versions did not have it
+    record = {"best_score": None, "teacher": "", **record}  # earlier versions did not have them
     if record.keys() != kinds.keys() or not all(isinstance(value, kinds[name]) for name, value in record.items()):
         raise CheckpointError(f"{path} is not what this version writes; {MIXED}")
     return TrainingState(**record)

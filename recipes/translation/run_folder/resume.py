@@ -28,9 +28,11 @@ MAY_CHANGE = frozenset(
         "data.path",  # the data itself is compared by its fingerprint
         "data.test",
         "data.tokenize",
+        "training.teacher",  # its weights are compared by their fingerprint
         *(f"training.{name}" for name in ("devices", "chunk_tokens", "precision", "threads")),  # rounding at most
         *(f"layout.{name}" for name in ("data", "shard", "vocab", "sequence", "timeout")),
         *(f"training.{name}" for name in ("steps", "validate_every", "validate_bleu", "keep_checkpoints", "patience")),
+        *(f"training.{name}" for name in ("report", "trackers")),
         *(f"decoding.{name}" for name in ("beam", "length_penalty", "length_norm", "batch_sentences", "max_length")),
     }
 )

@@ -1,4 +1,4 @@
-"""Fine-tuning: a run that begins with the weights and subwords of another one, by `training.start_from`."""
+"""The start of a run whose weights or subwords are another run's, by `training.start_from` or `training.teacher`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from recipes.translation.atomic_folder import CheckpointError, verified_folder, 
 from recipes.translation.data.prepare import SHAPING, prepare
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.run_folder.checkpoint import load_belongings, load_weights, model_sizes, saved_config
+from recipes.translation.run_folder.teacher import teacher_subwords
 from recipes.translation.settings.config import ConfigError, RunConfig
 
 
@@ -22,12 +23,15 @@ def starting_weights(config: RunConfig) -> dict[str, Tensor] | None:
 
 
 def run_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
-    """Return the subwords of a run: its own, or those of the model that it started from."""
-    if not config.training.start_from:
+    """Return the subwords of a run: its own, or those of the model that it started from, or else of its teacher."""
+    settings = config.training
+    if not settings.start_from and not settings.teacher:
         return prepare(config)
     # A run that has begun needs the other one no longer, which may have changed since
-    folder = whole_folder(Path(config.run) / "last") or fitting_start(config)
-    _, source, target = load_belongings(verified_folder(folder))
+    folder = whole_folder(Path(config.run) / "last")
+    if folder is None and not settings.start_from:
+        return teacher_subwords(config)
+    _, source, target = load_belongings(verified_folder(folder or fitting_start(config)))
     return source, target
 
 

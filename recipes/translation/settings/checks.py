@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from recipes.translation.settings.model import DECODER_ONLY
 from recipes.translation.settings.schema import ConfigError
-from recipes.translation.settings.training import PARTS
+from recipes.translation.settings.training import PARTS, TrainingConfig
 
 if TYPE_CHECKING:
     from recipes.translation.settings.config import RunConfig
@@ -47,6 +48,48 @@ def check_together(config: RunConfig) -> None:
             f"training.r_drop is {training.r_drop:g} and layout.vocab {config.layout.vocab}: the two passes are "
             "compared over a whole vocabulary; choose another layout, or training.r_drop 0"
         )
+    if config.model.preset in DECODER_ONLY:
+        check_decoder_only(config)
+    check_teacher(training)
     for name in training.freeze:
         if name not in PARTS:
             raise ConfigError(f"training.freeze names {name!r}; it can name {', '.join(PARTS)}")
+
+
+def check_decoder_only(config: RunConfig) -> None:
+    """Raise ConfigError for settings that a model without an encoder cannot have."""
+    preset = config.model.preset
+    if not config.subwords.joint:
+        raise ConfigError(
+            f"subwords.joint is false, but model.preset {preset} reads source and target as one sequence, with one "
+            "vocabulary: set subwords.joint true, or choose another preset"
+        )
+    if config.layout.sequence > 1:
+        raise ConfigError(
+            f"layout.sequence is {config.layout.sequence}, but model.preset {preset} packs several pairs into a row, "
+            "whose time steps are not split: use layout.data, layout.shard or layout.vocab"
+        )
+    if "encoder" in config.training.freeze:
+        raise ConfigError(f"training.freeze names encoder, but model.preset {preset} has none: leave it out")
+
+
+def check_teacher(training: TrainingConfig) -> None:
+    """Raise ConfigError for settings of a teacher that do not go together."""
+    if training.teacher_weight > 1:
+        raise ConfigError(
+            f"training.teacher_weight is {training.teacher_weight:g}: it is the share of the teacher in the loss, from "
+            "0 to 1"
+        )
+    if not training.teacher:
+        for name in ("teacher_weight", "teacher_temperature"):
+            value = getattr(training, name)
+            if value != getattr(TrainingConfig(), name):
+                raise ConfigError(
+                    f"training.{name} is {value:g}, but training.teacher names no model to learn from: name one, or "
+                    f"leave training.{name} out"
+                )
+    elif training.r_drop and training.teacher_weight:
+        raise ConfigError(
+            f"training.r_drop is {training.r_drop:g} and training.teacher {training.teacher}: each has a loss of its "
+            "own; set training.r_drop 0, or training.teacher_weight 0"
+        )

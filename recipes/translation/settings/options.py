@@ -17,12 +17,15 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn, get_origin
 
 from recipes.translation.settings.config import SCHEMA, RunConfig
-from recipes.translation.settings.model import by_preset
 from recipes.translation.settings.schema import SettingType
 
 ALSO = {"run": "--folder"}
 """Other spellings of options: torchrun refuses --run as an ambiguous abbreviation of its own options."""
 METAVARS = {int: "N", float: "X", bool: "true|false"}
+
+
+FIRST_EXAMPLE = "\0"
+"""In place of all options, prints the parser's first example. No command line can contain it."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -37,12 +40,16 @@ class OneLineParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,  # an abbreviation that is unique today need not be so tomorrow
         )
+        self.example = example
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse the options; a misspelt one ends the program with a suggestion."""
+        if list(argv) == [FIRST_EXAMPLE]:
+            print(self.example.partition("\n")[0])
+            self.exit()
         try:
             options, extra = self.parse_known_args(argv)
         except argparse.ArgumentError as error:
@@ -91,7 +98,20 @@ def overrides(options: argparse.Namespace) -> dict[str, str | list[str]]:
     return given
 
 
-def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType, default: str) -> None:
+class _ByPreset:
+    """The value that each preset has for a setting of the model: tiny 128, multi30k 128, small 256, ..."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __str__(self) -> str:
+        from models import PRESETS  # only for help: whatever else the options are for does not wait for torch
+
+        values = {name: getattr(preset, self.key, None) for name, preset in PRESETS.items()}
+        return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+
+
+def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType, default: str | _ByPreset) -> None:
     nargs = None
     metavar = METAVARS.get(setting.kinds[0], "TEXT")
     if get_origin(setting.kinds[0]) is Mapping:
@@ -102,13 +122,11 @@ def _add(group: argparse._ArgumentGroup, name: str, setting: SettingType, defaul
     flags = [f"--{name}"]
     if name in ALSO:
         flags.append(ALSO[name])
-    group.add_argument(
-        *flags,
-        nargs=nargs,
-        dest=name,
-        metavar=metavar,
-        help=f"{setting.help} (default: {default})".replace("%", "%%"),  # argparse expands %
+    help_text = setting.help.replace("%", "%%")  # argparse expands %
+    action = group.add_argument(
+        *flags, nargs=nargs, dest=name, metavar=metavar, help=f"{help_text} (default: %(shown)s)"
     )
+    action.shown = default  # type: ignore[attr-defined]
 
 
 def _as_yaml(words: str | list[str]) -> str | list[str]:
@@ -122,11 +140,11 @@ def _as_yaml(words: str | list[str]) -> str | list[str]:
     return words
 
 
-def _shown(name: str, default: object) -> str:
+def _shown(name: str, default: object) -> str | _ByPreset:
     """Return the default of a setting in words."""
     section, _, key = name.rpartition(".")
     if default is None and section == "model":
-        return by_preset(key)
+        return _ByPreset(key)
     if default is None:
         return "null"
     if isinstance(default, (tuple, Mapping)):

@@ -135,21 +135,21 @@ class Schema:
                 given[key] = Setting(self._value(key, value_node, value_location), value_location)
         return given
 
-    def read_overrides(self, overrides: Mapping[str, object]) -> dict[str, Setting]:
-        """Read settings by dotted key, from text as on the command line or from values."""
+    def read_overrides(self, overrides: Mapping[str, object], location: str = COMMAND_LINE) -> dict[str, Setting]:
+        """Read settings by dotted key, from text as on the command line or from values; errors name the location."""
         given = {}
         for key, value in overrides.items():
-            self._check_known(key, COMMAND_LINE)
+            self._check_known(key, location)
             if key in self.sections:
                 example = f"{key}.{self.sections[key][0]}"
-                raise ConfigError(f"{key} ({COMMAND_LINE}) is a section; name one of its settings, such as {example}")
+                raise ConfigError(f"{key} ({location}) is a section; name one of its settings, such as {example}")
             try:
                 node = _as_node(value, self.settings[key].kinds)
             except _UnfitError as error:
-                raise ConfigError(f"{self._refusal(key, COMMAND_LINE, shortened(repr(value)))}: {error}") from None
+                raise ConfigError(f"{self._refusal(key, location, shortened(repr(value)))}: {error}") from None
             except yaml.YAMLError:
-                raise ConfigError(self._refusal(key, COMMAND_LINE, shortened(repr(value)))) from None
-            given[key] = Setting(self._value(key, node, COMMAND_LINE), COMMAND_LINE)
+                raise ConfigError(self._refusal(key, location, shortened(repr(value)))) from None
+            given[key] = Setting(self._value(key, node, location), location)
         return given
 
     def _entries(self, node: yaml.Node | None, section: str, path: Path) -> Iterator[tuple[str, yaml.Node, str]]:

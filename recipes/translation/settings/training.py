@@ -76,6 +76,26 @@ class TrainingConfig:
         ),
         Range(at_least=0),
     ] = 0.0
+    teacher: Annotated[
+        str,
+        Help(
+            "Learn from the predictions of another run's model (its best), or of a checkpoint folder, and take its "
+            "subwords. Empty has no teacher."
+        ),
+    ] = ""
+    teacher_weight: Annotated[
+        float,
+        Help(
+            "The share of the divergence from the teacher's predictions in the loss, from 0 (the teacher's subwords "
+            "alone) to 1; the rest is the usual loss, which is not computed for 1."
+        ),
+        Range(at_least=0),
+    ] = 0.9
+    teacher_temperature: Annotated[
+        float,
+        Help("Divides the logits of teacher and student in their divergence, which is multiplied by its square."),
+        Range(at_least=0.01, below=1_000),
+    ] = 1.0
     precision: Annotated[
         Literal["float32", "bf16", "float64"],
         Help("float32 | bf16 (autocast) | float64 (to compare layouts: several times slower)."),
@@ -111,6 +131,21 @@ class TrainingConfig:
             "ends; BLEU and chrF are those of validate_bleu sentences."
         ),
     ] = "loss"
+    report: Annotated[
+        bool,
+        Help(
+            "Draw <run>/report.html after validations and at the end of training; it takes at most about a hundredth "
+            "of the time."
+        ),
+    ] = True
+    trackers: Annotated[
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...],
+        Help(
+            "tensorboard | wandb | trackio, any of them: where every number of metrics.jsonl is also sent. "
+            "tensorboard writes to <run>/tensorboard; wandb and trackio go by their own environment variables "
+            "(WANDB_MODE, TRACKIO_DIR, ...)."
+        ),
+    ] = ()
     ema: Annotated[
         float,
         Help(

@@ -14,7 +14,8 @@ def freeze(model: EncoderDecoder, names: Collection[str]) -> None:
 
     Raises ConfigError if a weight belongs to a named part and, tied, to another one, and if nothing is left to train.
     """
-    weights = {name: {id(each) for each in getattr(model, part).parameters()} for name, part in PARTS.items()}
+    parts = {name: getattr(model, part) for name, part in PARTS.items() if hasattr(model, part)}
+    weights = {name: {id(each) for each in part.parameters()} for name, part in parts.items()}
     for name in names:
         for other in weights.keys() - set(names):
             if weights[name] & weights[other]:
@@ -25,4 +26,4 @@ def freeze(model: EncoderDecoder, names: Collection[str]) -> None:
     if set(names) >= weights.keys():
         raise ConfigError("training.freeze names every part of the model, and leaves nothing to train: name fewer")
     for name in names:
-        getattr(model, PARTS[name]).requires_grad_(False)
+        parts[name].requires_grad_(False)

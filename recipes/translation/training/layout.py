@@ -27,11 +27,13 @@ import seqpar
 from models import EncoderDecoder
 from models.recurrent import RecurrentEncoderDecoder
 from models.sharding import cut, cut_of, join_over, split_time_steps, split_weights
+from models.transformer import DecoderLayer, EncoderLayer
 from recipes.translation.data.batches import Batch
 from recipes.translation.data.subwords import PAD
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.settings.config import ConfigError, LayoutConfig, RunConfig, TrainingConfig
-from recipes.translation.training.r_drop import BothLogits, RDrop, TwoPasses
+from recipes.translation.training.distillation import Teacher
+from recipes.translation.training.objective import CrossEntropy, Objective, objective_of
 from seqpar.distributed.collectives import group_sum, rank_in, world_size
 from seqpar.multi_device.devices import check_devices
 
@@ -150,13 +152,20 @@ class Layout:
         axes: from `axes_of`.
         devices: from `devices_of`.
         ranks: the processes.
+        teacher: the model to learn from, whole, with the same weights on every rank.
 
     Raises:
         ConfigError: a layout that does not fit the model.
     """
 
     def __init__(
-        self, model: EncoderDecoder, config: RunConfig, axes: Axes, devices: list[torch.device], ranks: Ranks
+        self,
+        model: EncoderDecoder,
+        config: RunConfig,
+        axes: Axes,
+        devices: list[torch.device],
+        ranks: Ranks,
+        teacher: EncoderDecoder | None = None,
     ) -> None:
         self.settings = config.training
         self.axes = axes
@@ -169,12 +178,16 @@ class Layout:
         self.data_ranks = axes.data * axes.shard
         self.model = model.to(self.device)
         self.reducer: nn.Module | None = None
+        beside = None
+        if teacher is not None:
+            beside = Teacher(teacher, devices, self.groups.sequence)
+        objective = objective_of(self.settings, beside)
         if ranks.world == 1:
-            self.forward = self.whole_forward(model, self.settings.r_drop)
+            self.forward = self.whole_forward(model, objective)
         else:
-            self.forward = self._distribute()
+            self.forward = self._distribute(objective)
 
-    def _distribute(self) -> Callable[[Batch], seqpar.TokenLoss]:
+    def _distribute(self, objective: Objective) -> Callable[[Batch], seqpar.TokenLoss]:
         """Split and wrap the model together with its loss; return the forward of a batch."""
         if isinstance(self.model, RecurrentEncoderDecoder) and not self.has_whole_model:
             raise ConfigError(f"{self}: an LSTM can be copied (layout.data), not split or sharded")
@@ -184,15 +197,15 @@ class Layout:
             raise ConfigError(f"layout.vocab {self.axes.vocab}: {error}") from error
         split_time_steps(self.model, self.groups.sequence)
         vocab = None
-        if self.axes.vocab > 1:
+        own_devices: list[torch.device] | None = self.devices
+        if self.axes.vocab > 1:  # a shard of the vocabulary stays on the device it is on
             vocab = shard
-        passes: nn.Module = self.model
-        if self.settings.r_drop:
-            passes = TwoPasses(self.model)
-        both = seqpar.ModelWithLoss(passes, self._engine(self.model, vocab, self.settings.r_drop))
+            own_devices = None
+        both = seqpar.ModelWithLoss(objective.passes(self.model), objective.loss(self.model, own_devices, vocab))
         if self.groups.shards is not None:
             # Each layer is gathered for its own forward and backward; the last call shards what is in none of them
-            for layer in (*self.model.encoder.layers, *self.model.decoder.layers):
+            layers = [module for module in self.model.modules() if isinstance(module, EncoderLayer | DecoderLayer)]
+            for layer in layers:
                 fully_shard(layer, mesh=self.groups.shards)
             fully_shard(both, mesh=self.groups.shards)
             self.reducer = both
@@ -211,23 +224,6 @@ class Layout:
             batch.src, batch.tgt_in, target=seqpar.split_time(batch.tgt_out, self.groups.sequence)
         )
 
-    def _engine(
-        self, model: EncoderDecoder, vocab: seqpar.VocabShard | None = None, r_drop: float = 0.0
-    ) -> seqpar.LossCompute:
-        generator: nn.Module = model.generator
-        criterion: nn.Module = seqpar.LabelSmoothing(
-            self.settings.label_smoothing,
-            self.settings.smoothing_convention,
-            ignore_index=PAD,
-        )
-        if r_drop:
-            generator = BothLogits(generator)
-            criterion = RDrop(criterion, r_drop, PAD)
-        devices = None
-        if vocab is None:  # a shard of the vocabulary stays on the device it is on
-            devices = self.devices
-        return seqpar.LossCompute(generator, criterion, devices, self.settings.chunk_tokens, vocab=vocab)
-
     def __str__(self) -> str:
         if self.groups == Groups(None, None, None, None):
             return f"devices {', '.join(map(str, self.devices))}"
@@ -235,21 +231,25 @@ class Layout:
         axes = " x ".join(f"{name} {size}" for name, size in self.axes._asdict().items() if size > 1)
         return f"{prod(self.axes)} processes ({axes}), here {self.device}"
 
-    def whole_forward(self, model: EncoderDecoder, r_drop: float = 0.0) -> Callable[[Batch], seqpar.TokenLoss]:
+    def whole_forward(
+        self, model: EncoderDecoder, objective: Objective | None = None
+    ) -> Callable[[Batch], seqpar.TokenLoss]:
         """Return the forward of a batch by a whole model over the devices of this process; hidden states stay there.
 
-        With `r_drop`, its alpha, the loss is that of two passes.
+        Without an objective the loss is the usual one.
         """
-        engine = self._engine(model, r_drop=r_drop)
-        if not r_drop:
-            encoder_decoder = seqpar.DataParallel(model, self.devices, gather_outputs=False)
-            return lambda batch: engine(encoder_decoder(batch.src, batch.tgt_in), batch.tgt_out)
-        passes = seqpar.DataParallel(TwoPasses(model), self.devices, gather_outputs=False)
+        objective = objective or CrossEntropy(self.settings)
+        passes = seqpar.DataParallel(objective.passes(model), self.devices, gather_outputs=False)
+        loss = objective.loss(model, self.devices, None)
 
         def forward(batch: Batch) -> seqpar.TokenLoss:
-            hidden, more = zip(*passes(batch.src, batch.tgt_in), strict=True)
-            loss: seqpar.TokenLoss = engine(list(hidden), batch.tgt_out, other=[each["other"] for each in more])
-            return loss
+            outputs = passes(batch.src, batch.tgt_in)
+            more: dict[str, list[Tensor]] = {}
+            if isinstance(outputs[0], tuple):
+                outputs, each = zip(*outputs, strict=True)
+                more = {name: [tensors[name] for tensors in each] for name in each[0]}
+            found: seqpar.TokenLoss = loss(list(outputs), batch.tgt_out, **more)
+            return found
 
         return forward
 

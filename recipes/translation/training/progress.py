@@ -7,13 +7,17 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from recipes.translation.atomic_folder import writing_to
 from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.status_line import StatusLine, duration
+
+if TYPE_CHECKING:
+    from recipes.translation.training.trackers import Tracker
 
 
 class Progress:
@@ -36,12 +40,13 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self.status.__exit__(*error)
 
-    def step_done(self, state: TrainingState, *, loss: float, tokens: int) -> None:
-        """Show the end of a step; `loss` is its mean per token, `tokens` its number of tokens."""
+    def step_done(self, state: TrainingState, *, loss: float, tokens: int) -> float:
+        """Show the end of a step and return its seconds; `loss` is its mean per token, `tokens` its number."""
         seconds = self._tick(state)
         state.train_seconds += seconds
         self.recent.append((seconds, tokens, loss))
         self.status.show(self.line(state.step))
+        return seconds
 
     def validated(self, state: TrainingState, found: object) -> None:
         """Show the result of a validation; its seconds do not count as training."""
@@ -80,13 +85,14 @@ class Progress:
 class Metrics:
     """`metrics.jsonl`: one JSON object a line, each with the step it belongs to."""
 
-    def __init__(self, path: Path | None, *, after_step: int) -> None:
-        """Append to `path`, or write nothing if it is None.
+    def __init__(self, path: Path | None, *, after_step: int, trackers: Sequence[Tracker] = ()) -> None:
+        """Append to `path`, or write nothing if it is None; each record goes to the trackers, too.
 
         Records after `after_step`, of a process that ended before it saved these steps, are removed. Lines that are not
         records are moved to `metrics.odd.txt` in the same folder; an incomplete last line is dropped.
         """
         self.path = path
+        self.trackers = trackers
         if path is not None and path.exists():
             with writing_to(path):
                 _remove_after(path, after_step)
@@ -101,6 +107,8 @@ class Metrics:
         if self.file is not None:
             with suppress(OSError):  # a full disk was reported by `write`, and the buffer still cannot be written
                 self.file.close()
+        for tracker in self.trackers:
+            tracker.close()
 
     def records(self) -> list[dict[str, Any]]:
         """Return the records so far; none on a process that writes nothing."""
@@ -116,6 +124,8 @@ class Metrics:
         with writing_to(self.path):
             self.file.write(json.dumps(values) + "\n")
             self.file.flush()
+        for tracker in self.trackers:
+            tracker.log(values)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -136,7 +146,7 @@ def _remove_after(path: Path, after_step: int) -> None:
     )
     odd = [line + b"\n" for line, record in records if record is None]
     if odd:
-        aside = path.with_name("metrics.odd.txt")
+        aside = path.with_name(f"{path.stem}.odd.txt")
         with aside.open("ab") as file:
             file.writelines(odd)
         print(f"[train] {path}: {len(odd):,} lines that are not records of steps were moved to {aside}", flush=True)

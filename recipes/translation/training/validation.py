@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -37,6 +37,8 @@ class Validation:
     """BLEU of greedy translations of the first `validate_bleu` sentences; None if that is 0."""
     chrf: float | None = None
     """chrF of the same translations."""
+    translations: Sequence[str] = field(default=(), compare=False, repr=False)
+    """The translations themselves; empty where the validation was read from a record."""
 
     def as_dict(self) -> dict[str, object]:
         """Return a record of `metrics.jsonl`."""
@@ -84,6 +86,7 @@ def validate(
     pairs = corpus.valid_pairs[: config.training.validate_bleu]
     bleu = None
     chrf = None
+    translations: Sequence[str] = ()
     if pairs:
         # A beam would take several times as long, and the score only compares validations with each other
         greedy = replace(config.decoding, beam=1)
@@ -99,6 +102,7 @@ def validate(
         accuracy=100 * int(loss.correct) / tokens,
         bleu=bleu,
         chrf=chrf,
+        translations=translations,
     )
 
 

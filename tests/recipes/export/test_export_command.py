@@ -21,7 +21,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("format", "file"), [("ctranslate2", "model.bin"), ("hf", "model.safetensors")])
+@pytest.mark.parametrize(
+    ("format", "file"),
+    [
+        ("safetensors", "model.safetensors"),
+        ("ctranslate2", "model.bin"),
+        ("onnx", "decoder.onnx"),
+        ("hf", "model.safetensors"),
+    ],
+)
 def test_a_run_is_exported_into_its_folder_and_elsewhere(
     format: str, file: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -42,7 +50,7 @@ def test_a_quantisation_makes_the_folder_smaller(run: Path, tmp_path: Path) -> N
 def test_a_quantisation_for_transformers_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["export", "--run", str(run), "--to", "hf", "--quantization", "int8"])
-    assert "--quantization is for --to ctranslate2; hf has float32 weights" in capsys.readouterr().err
+    assert "--quantization is for --to ctranslate2: leave it out with --to hf" in capsys.readouterr().err
 
 
 def test_a_package_that_is_missing_is_named() -> None:

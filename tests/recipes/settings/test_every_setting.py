@@ -131,6 +131,16 @@ CHANGES: dict[str, Sequence[Change]] = {
     "training.label_smoothing": [Change(0.0), Change(0.3)],
     "training.smoothing_convention": [Change("fairseq"), Change("harvard", ("weights", "metrics"))],
     "training.r_drop": [Change(5.0, ("weights", "metrics"), ("batches",))],
+    "training.teacher": [Change("start", ("weights", "metrics", "said"), ("batches", "subwords"))],
+    "training.teacher_weight": [
+        Change(0.3, ("weights", "metrics"), ("batches",), beside={"training.teacher": "start"}),
+        Change(0.0, ("weights", "metrics"), ("batches",), beside={"training.teacher": "start"}),
+        Change(0.5, refused="training.teacher names no model to learn from"),
+    ],
+    "training.teacher_temperature": [
+        Change(2.0, ("weights", "metrics"), ("batches",), beside={"training.teacher": "start"}),
+        Change(2.0, refused="training.teacher names no model to learn from"),
+    ],
     "training.precision": [Change("bf16"), Change("float64")],
     "training.max_length": [Change(20, ("weights", "said"))],
     "training.validate_every": [Change(2, ("metrics",), ("last weights",))],
@@ -220,8 +230,9 @@ class Runs:
         if "corpora" in given:
             second = given["corpora"]["b"]
             given["corpora"] = {**given["corpora"], "b": {**second, "path": str(self.root / second["path"])}}
-        if "training.start_from" in given:
-            given["training.start_from"] = str(self.root / given["training.start_from"])
+        for name in ("training.start_from", "training.teacher"):
+            if name in given:
+                given[name] = str(self.root / given[name])
         return tiny(folder, given)
 
     def run(self, changes: Mapping[str, Any]) -> Outcome:

@@ -34,7 +34,13 @@ def test_a_shipped_configuration_is_valid_and_has_a_run_of_its_own(path: Path) -
 
 
 def test_the_published_setting_comes_with_the_commands_that_reproduce_it() -> None:
-    assert [command[0] for command in COMMANDS] == ["torchrun", "python", "python"]
+    published = commands_in(DEMO_CONFIG.parent / "multi30k_en_de_published.yaml")
+    assert [command[0] for command in published] == ["torchrun", "python", "python"]
+
+
+def test_the_student_comes_with_the_commands_that_make_score_and_export_it() -> None:
+    commands = commands_in(DEMO_CONFIG.parent / "multi30k_student.yaml")
+    assert [command[3] for command in commands] == ["distil", "average", "evaluate", "export"]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -1,0 +1,268 @@
+"""A decoder-only Transformer that translates by prompt, without its projection to the vocabulary.
+
+A pair of sentences is one sequence of a causal language model (Liu et al. 2018, "Generating Wikipedia by Summarizing
+Long Sequences", section 4.2.3; Radford et al. 2019 for translation):
+
+    x_1 ... x_S end start y_1 ... y_T end
+
+The source and its end symbol are the prompt. Hidden states, and so losses, are those of the cells from `start` on:
+they predict y_1 ... y_T and the end symbol. The layers are those of an encoder (Vaswani et al. 2017, section 3.1) with
+causal attention; one embedding reads both languages, and positions count through the whole sequence from 0.
+
+It has the interface of `EncoderDecoder`, and so the same loss, training and searches. `forward` packs the pairs of a
+batch into rows, without attention from one to another. `encode` computes the prompts, once for all steps of a search;
+the memory is the keys and values of every layer.
+
+Shapes: B sentences, R rows (packed, or sentences x beams), S source time, T target time, W width of a packed row, D
+model width, M width of the memory (2 x layers x D), H heads, K width of a head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from models.attention import KeyValues, added_scores, check_mask, padding_mask, subsequent_mask
+from models.cache import DecoderCache, LayerCache
+from models.presets import DecoderOnlyConfig, TransformerConfig
+from models.sequence_packing import own_cells_mask, pack
+from models.transformer import (
+    Embedding,
+    EncoderDecoder,
+    EncoderLayer,
+    Generator,
+    check_beams,
+    check_tokens,
+    final_norm,
+    initialize,
+    sinusoidal_positions,
+    tie_embeddings,
+)
+
+ROW = 96
+"""Tokens in a packed row, about. On the CPU the time of a step is the same with 1 (a row for each pair) and 64 to 256;
+rows of up to `attention.SHORT` tokens are computed by matrix products there."""
+
+
+class CausalLayer(EncoderLayer):
+    """Self-attention and feed-forward network, where keys and values may be kept from one call to the next."""
+
+    def forward(self, x: Tensor, mask: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+        """Transform the states x (R, T, D), whose mask has a row for each query."""
+        attention = self.self_attention
+
+        def attend_to_sequence(y: Tensor) -> Tensor:
+            if cache is None:
+                lookup = attention.keys_values(y)
+            else:
+                # The beams of a sentence share its list of slots: (B x beams, T, D) -> (B, beams x T, D)
+                sentences = y.size(0)
+                if cache.own is not None:
+                    sentences = cache.own.keys.size(0)
+                steps = y.size(0) // max(1, sentences) * y.size(1)
+                lookup = cache.extend(attention.keys_values(y.reshape(sentences, steps, y.size(2))))
+            attended: Tensor = attention(y, lookup, mask)
+            return attended
+
+        x = self.residuals[0](x, attend_to_sequence)
+        x = self.residuals[1](x, self.feed_forward)
+        return x
+
+
+class CausalDecoder(nn.Module):
+    """A stack of causal layers."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.layers = nn.ModuleList(CausalLayer(config) for _ in range(config.decoder_layers))
+        self.norm = final_norm(config)
+
+    def empty_cache(self) -> DecoderCache:
+        """Return a new cache for `DecoderOnly.decode` to decode step by step."""
+        return DecoderCache.empty(len(self.layers))
+
+    def forward(self, x: Tensor, mask: Tensor | None, cache: DecoderCache | None = None) -> Tensor:
+        """Transform the states x (R, T, D) in every layer."""
+        mask = added_scores(mask, x)
+        for index, layer in enumerate(self.layers):
+            layer_cache = None
+            if cache is not None:
+                layer_cache = cache.layers[index]
+            x = layer(x, mask, layer_cache)
+        x = self.norm(x)
+        return x
+
+
+class DecoderOnly(EncoderDecoder):
+    """A model of p(target | source) whose `forward` returns hidden states, before the generator."""
+
+    decoder: CausalDecoder  # type: ignore[assignment]
+
+    def __init__(self, decoder: CausalDecoder, embed: Embedding, generator: Generator, pad: int = 0) -> None:
+        nn.Module.__init__(self)  # without the encoder that EncoderDecoder has
+        self.decoder = decoder
+        self.tgt_embed = embed
+        self.generator = generator
+        self.pad = pad
+        self.row = ROW
+
+    @property
+    def src_embed(self) -> Embedding:  # type: ignore[override]
+        """Return the one embedding, which reads both languages."""
+        return self.tgt_embed
+
+    def forward(
+        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None = None, tgt_mask: Tensor | None = None
+    ) -> Tensor:
+        """Compute the hidden states of the target, packed: src (B, S) and tgt (B, T) ids -> (B, T, D).
+
+        As `decode(encode(src), ...)` does, but in rows of about `row` tokens of several pairs, so that hardly any
+        padding is computed. src ends with the end symbol and tgt begins with the start symbol; tgt is padded at the
+        end, and its hidden states there mean nothing. `src_mask`, (B, 1, 1, S), says which tokens of src are read; the
+        default is all but padding. A `tgt_mask` is refused.
+
+        Raises TypeError or ValueError for ids or masks of another dtype or shape.
+        """
+        check_tokens("src", src)
+        check_tokens("tgt", tgt)
+        if src.size(0) != tgt.size(0):
+            raise ValueError(f"src has {src.size(0)} sentences, tgt {tgt.size(0)}: pair them row by row")
+        check_no_mask(tgt_mask)
+        prompt_BS = self._prompt(src, src_mask)
+        real_BT = up_to_the_last(tgt, self.pad)
+        real_BL = torch.cat((prompt_BS, real_BT), 1)
+        place_BL = real_BL.cumsum(1) - 1  # of each token in its sequence
+        places = pack(real_BL.sum(1).tolist(), self.row)
+        cells = places.rows * places.width
+        start_B = torch.tensor(places.starts, device=src.device, dtype=torch.long)
+        # What is not read goes into one more cell, which is cut off again
+        cell_BL = (start_B[:, None] + place_BL).masked_fill(~real_BL, cells)
+        number_BL = torch.arange(len(src), device=src.device)[:, None].expand_as(cell_BL)
+
+        def laid_out(values_BL: Tensor, elsewhere: int) -> Tensor:
+            row = values_BL.new_full((cells + 1,), elsewhere)
+            row[cell_BL] = values_BL
+            return row[:cells].view(places.rows, places.width)
+
+        x = self._embed(
+            laid_out(torch.cat((src, tgt), 1), self.pad), laid_out(place_BL, 0), stop=src.size(1) + tgt.size(1)
+        )
+        hidden_RWD = self.decoder(x, own_cells_mask(laid_out(number_BL, -1)))
+        # Padding, whose hidden states mean nothing, returns those of its sequence's first token
+        cell_BT = torch.where(real_BT, cell_BL[:, src.size(1) :], start_B[:, None])
+        hidden_BTD: Tensor = hidden_RWD.flatten(0, 1).index_select(0, cell_BT.flatten()).unflatten(0, tgt.shape)
+        return hidden_BTD
+
+    def encode(self, src: Tensor, src_mask: Tensor | None = None) -> Tensor:
+        """Compute the prompts: (B, S) ids -> their keys and values in every layer, (B, S, M)."""
+        check_tokens("src", src)
+        prompt_BS = self._prompt(src, src_mask)
+        place_BS = (prompt_BS.cumsum(1) - 1).clamp(min=0)
+        cache = self.decoder.empty_cache()
+        mask = prompt_BS[:, None, None] & subsequent_mask(src.size(1), src.device)
+        self.decoder(self._embed(src, place_BS, stop=src.size(1)), mask, cache)
+        held = []
+        for layer in cache.layers:
+            assert layer.own is not None
+            both_BHSK = (layer.own.keys[:, :, : layer.slots], layer.own.values[:, :, : layer.slots])
+            held += [each_BHSK.transpose(1, 2).flatten(2) for each_BHSK in both_BHSK]
+        return torch.cat(held, 2)
+
+    def decode(
+        self,
+        memory: Tensor,
+        src_mask: Tensor | None,
+        tgt: Tensor,
+        tgt_mask: Tensor | None = None,
+        cache: DecoderCache | None = None,
+    ) -> Tensor:
+        """Compute the hidden states of a target prefix: memory (B, S, M), tgt (R, T) ids -> (R, T, D).
+
+        R is B, or B x beams with the beams of a sentence next to each other. src_mask, (B, 1, 1, S), says which tokens
+        of the prompt were read; None means all. With a cache (`decoder.empty_cache()`), tgt contains only the steps
+        after the cached ones. A `tgt_mask` is refused.
+        """
+        check_tokens("tgt", tgt)
+        check_no_mask(tgt_mask)
+        check_beams(memory, tgt)
+        sentences, source_time = memory.shape[:2]
+        prompt_BS = prompt_of(src_mask, sentences, source_time, memory.device)
+        beams = tgt.size(0) // max(1, sentences)
+        if cache is None:
+            cache = self.decoder.empty_cache()
+        if cache.visible is None:
+            self._begin(cache, memory)
+            cache.visible = prompt_BS[:, None].expand(-1, beams, -1)
+        start = cache.length
+        mask = cache.grow(sentences, beams, tgt.size(1), tgt.device)
+        step_T = torch.arange(start, cache.length, device=tgt.device)
+        place_RT = prompt_BS.sum(1).repeat_interleave(beams)[:, None] + step_T
+        x = self._embed(tgt, place_RT, stop=source_time + cache.length)
+        hidden: Tensor = self.decoder(x, mask, cache)
+        return hidden
+
+    def _prompt(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
+        """Return which tokens of the source are read, (B, S)."""
+        if src_mask is None:
+            src_mask = padding_mask(src, self.pad)
+        return prompt_of(src_mask, src.size(0), src.size(1), src.device)
+
+    def _embed(self, tokens: Tensor, place: Tensor, *, stop: int) -> Tensor:
+        """Embed tokens (R, T) at the given places in their sequences, which are below `stop`: (R, T, D)."""
+        vectors = self.tgt_embed.lookup(tokens)
+        d_model = vectors.size(-1)
+        positions = sinusoidal_positions(0, stop, d_model, like=vectors)
+        embedded: Tensor = self.tgt_embed.dropout(vectors * math.sqrt(d_model) + positions[place])
+        return embedded
+
+    def _begin(self, cache: DecoderCache, memory: Tensor) -> None:
+        """Put the prompts' keys and values into the first slots of a cache."""
+        held = [each_BSD.unflatten(2, (self.decoder.heads, -1)) for each_BSD in memory.chunk(2 * len(cache.layers), 2)]
+        for layer, keys_BSHK, values_BSHK in zip(cache.layers, held[::2], held[1::2], strict=True):
+            layer.extend(KeyValues(keys_BSHK.transpose(1, 2), values_BSHK.transpose(1, 2)))
+
+
+def check_no_mask(tgt_mask: Tensor | None) -> None:
+    """Raise ValueError for a target mask."""
+    if tgt_mask is not None:
+        raise ValueError("tgt_mask was given, but every token of the sequence attends to those before it: leave it out")
+
+
+def prompt_of(src_mask: Tensor | None, sentences: int, time: int, device: torch.device) -> Tensor:
+    """Return which tokens of the prompts are read, (B, S); raise ValueError for a mask with rows of queries."""
+    if src_mask is None:
+        return torch.ones(sentences, time, dtype=torch.bool, device=device)
+    check_mask("src_mask", src_mask)
+    if src_mask.size(1) != 1 or src_mask.size(2) != 1:
+        raise ValueError(
+            f"src_mask has shape {tuple(src_mask.shape)}, not (batch, 1, 1, source time): the prompt is causal, and a "
+            "mask can only leave out some of its tokens"
+        )
+    return src_mask.expand(sentences, 1, 1, time)[:, 0, 0]
+
+
+def up_to_the_last(tokens: Tensor, pad: int) -> Tensor:
+    """Return which tokens (B, T) are not padding at the end; the first one never is."""
+    first_T = torch.arange(tokens.size(1), device=tokens.device) == 0
+    follows_BT = (tokens != pad).flip(1).cumsum(1).flip(1) > 0
+    return follows_BT | first_T
+
+
+def make_decoder_only(config: DecoderOnlyConfig, vocab: int, pad: int = 0) -> DecoderOnly:
+    """Build a decoder-only Transformer with random weights for a joint vocabulary; `pad` is its padding id.
+
+    Raises ValueError for a `pad` outside the vocabulary.
+    """
+    sizes = config.layers()
+    model = DecoderOnly(
+        CausalDecoder(sizes),
+        Embedding(vocab, sizes.d_model, sizes.dropout),
+        Generator(sizes.d_model, vocab),
+        pad,
+    )
+    tie_embeddings(model, sizes.tie)
+    initialize(model)  # after tying, so that a shared matrix is drawn once, as an embedding
+    return model

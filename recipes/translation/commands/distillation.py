@@ -1,0 +1,118 @@
+"""The command that makes a small and fast model from a large one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes.translation.atomic_folder import whole_folder
+from recipes.translation.commands.arguments import (
+    PROGRAM,
+    add_config_file,
+    add_processes,
+    parser_of,
+    path,
+    run_config,
+    with_folder,
+)
+from recipes.translation.commands.training import exit_status
+from recipes.translation.settings.config import ConfigError, ModelConfig, RunConfig, load_config
+from recipes.translation.settings.options import add_config_options, overrides
+
+STUDENT: dict[str, object] = {
+    **{f"model.{field.name}": None for field in dataclasses.fields(ModelConfig)},
+    "model.preset": "student",
+    "training.start_from": "",
+    "training.freeze": [],
+    "training.r_drop": 0,
+    "layout.data": 0,
+    **{f"layout.{axis}": 1 for axis in ("shard", "vocab", "sequence")},
+    "decoding.beam": 1,
+}
+"""The settings that a student does not take from its teacher."""
+
+
+def distil(argv: Sequence[str]) -> int:
+    """Train a small, fast student on a teacher's translations of the training sentences and on its predictions.
+
+    The teacher translates by its own settings of decoding, into the student's folder; an interrupted translation goes
+    on where it was, and one that is complete is reused. The student has the teacher's subwords. Without --config its
+    settings are the teacher's, but with the model of the preset student, and greedy search. docs/training.md explains
+    the losses; --training.teacher_weight and --training.teacher_temperature set them.
+    """
+    parser = parser_of(
+        distil,
+        f"{PROGRAM} distil --teacher runs/teacher --run runs/student\n"
+        f"{PROGRAM} distil --teacher runs/teacher/averaged --run runs/student --originals 1 --processes 2\n"
+        f"{PROGRAM} distil --config recipes/translation/configs/multi30k_student.yaml",
+    )
+    add_config_file(parser)
+    parser.add_argument(
+        "--teacher",
+        dest="training.teacher",
+        metavar="FOLDER",
+        type=path,
+        help="the run to learn from (its best model), or a checkpoint folder; the same as --training.teacher",
+    )
+    parser.add_argument(
+        "--originals",
+        metavar="X",
+        type=_weight,
+        default=0.0,
+        help="train on the original pairs too, with this weight beside that of the translations, which is 1 (default: "
+        "0, on the translations alone)",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="start the training over; translations that still fit are kept"
+    )
+    add_processes(parser)
+    add_config_options(parser)
+    options = parser.parse(argv)
+    given = overrides(options)
+    if options.config is None and "run" not in given:
+        parser.error("name the student's folder: --run FOLDER")
+
+    from recipes.translation import distil as distillation
+    from recipes.translation.processes.ranks import joined
+    from recipes.translation.train import train
+
+    resumed = not options.fresh and options.config is None and whole_folder(Path(str(given["run"])) / "last")
+    config = student_config(options, bool(resumed))
+    with joined(config.layout.timeout) as ranks:
+        if resumed:  # its training data are the translations
+            summary = train(config, ranks=ranks)
+        else:
+            summary = distillation.distil(config, options.originals, options.fresh, ranks)
+        print(summary)
+        if not summary.stopped_by:
+            print(distillation.next_commands(config.run))
+    return exit_status(summary)
+
+
+def student_config(options: argparse.Namespace, resumed: bool) -> RunConfig:
+    """Return the student's settings: those of its run, if it is resumed, or of --config, or else the teacher's."""
+    from recipes.translation.run_folder.teacher import teacher_folder
+
+    if resumed:
+        return run_config(options)
+    given: dict[str, object] = {**overrides(options)}
+    file = options.config
+    if file is None and (teacher := given.get("training.teacher")):
+        file = teacher_folder(str(teacher)) / "config.yaml"
+        given = {**STUDENT, **given}
+    config = with_folder(load_config(file, given))
+    if not config.training.teacher:
+        raise ConfigError("training.teacher names no model to learn from: give --teacher FOLDER")
+    return config
+
+
+def _weight(word: str) -> float:
+    try:
+        weight = float(word)
+    except ValueError:
+        weight = -1.0
+    if not 0 <= weight < 1e9:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number from 0 to below 1e9")
+    return weight

@@ -1,0 +1,48 @@
+"""The command that draws a report of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes.translation.commands.arguments import PROGRAM, add_runs, parser_of, path, require, runs_of
+
+MOST_RUNS = 8
+"""Runs that can be compared on a page: as many as there are colors that can be told apart."""
+
+
+def report(argv: Sequence[str]) -> int:
+    """Draw the report of a run, or the comparison of several, as one HTML file that needs nothing else.
+
+    It has the curves of training, samples, attention maps, the worst sentences, scores, settings and the machine.
+    Training draws it, too, after validations and at its end. See docs/report.md.
+    """
+    parser = parser_of(
+        report, f"{PROGRAM} report runs/demo\n{PROGRAM} report runs/baseline runs/larger --output comparison.html"
+    )
+    add_runs(parser)
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=path,
+        help="where to write (default: report.html in the run, or comparison.html beside the first run)",
+    )
+    options = parser.parse(argv)
+    folders = [Path(each) for each in runs_of(parser, options)]
+    if len(folders) > MOST_RUNS:
+        parser.error(f"name at most {MOST_RUNS} runs; got {len(folders)}")
+    require("matplotlib")
+
+    from recipes.translation.report.draw import write_page
+    from recipes.translation.report.earlier import with_samples
+    from recipes.translation.report.records import read_run
+
+    output = folders[0] / "report.html"
+    if len(folders) > 1:
+        output = folders[0].parent / "comparison.html"
+    if options.output:
+        output = Path(options.output)
+    runs = [with_samples(read_run(folder), folder) for folder in folders]
+    size = write_page(runs, output)
+    print(f"[report] {output}: {size / 1e3:.0f} kB")
+    return 0

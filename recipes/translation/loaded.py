@@ -1,0 +1,96 @@
+"""Translate from Python with a model that was trained here: `from recipes.translation import load_translator`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from recipes.translation.alternatives import Translation, alternatives
+from recipes.translation.atomic_folder import CheckpointError, whole_folder
+from recipes.translation.run_folder import checkpoint
+from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.search_options import SearchOptions
+from recipes.translation.settings.config import SCHEMA, ConfigError, DecodingConfig
+from recipes.translation.translate import translate
+
+
+class LoadedTranslator:
+    """A trained model, its subwords and its settings, ready to translate.
+
+    The options of both methods are the settings of `decoding` by name (`beam`, `length_penalty`, `length_norm`,
+    `batch_sentences`, `max_length`); what is not given is as trained for. Not for several threads at once: a search
+    changes the model while it runs.
+    """
+
+    def __init__(self, translator: Translator) -> None:
+        self.translator = translator
+        """The parts: `config`, `model` (an `EncoderDecoder` in eval mode), and the subwords `source` and `target`."""
+
+    def translate(self, sentences: Sequence[str], **options: object) -> list[str]:
+        """Return one translation for each sentence, in the same order; an empty sentence stays empty.
+
+        The plain equivalent is `beam_search(model, subwords of the sentences)`, as `python -m recipes.translation
+        translate` runs it. Sentences of any number: they are sorted by length and searched in batches. One that is
+        longer than the settings allow is cut, with a note on stderr.
+
+        Raises TypeError unless `sentences` is a list of str, DataError for text that is not Unicode, and ConfigError
+        for an option that does not exist or has an invalid value.
+        """
+        check_sentences(sentences)
+        return translate(self.translator, sentences, self._decoding(options))
+
+    def n_best(self, sentences: Sequence[str], n: int, **options: object) -> list[list[Translation]]:
+        """Return up to `n` translations of each sentence, the best first.
+
+        A Translation has `text`, `score` (the log-probability over the length normaliser) and `log_probability`. Fewer
+        than `n` are returned where the search finds no more; an empty sentence has one, which is empty.
+
+        Raises as `translate` does, and ConfigError for an `n` below 1 or above the beam.
+        """
+        check_sentences(sentences)
+        decoding = self._decoding(options)
+        if n < 1:
+            raise ConfigError(f"n is {n}, below 1: ask for at least one translation")
+        if n > decoding.beam:
+            raise ConfigError(f"n is {n}, above the beam of {decoding.beam}: ask for fewer, or give beam={n}")
+        return alternatives(self.translator, sentences, decoding, SearchOptions(n_best=n))
+
+    def _decoding(self, options: dict[str, object]) -> DecodingConfig:
+        given = SCHEMA.read_overrides({f"decoding.{name}": value for name, value in options.items()}, "this call")
+        changes = {key.removeprefix("decoding."): setting.value for key, setting in given.items()}
+        return dataclasses.replace(self.translator.config.decoding, **changes)
+
+
+def check_sentences(sentences: Sequence[str]) -> None:
+    """Raise TypeError unless there are several sentences: a single str would be taken for one sentence a letter."""
+    if isinstance(sentences, str):
+        raise TypeError("sentences is a str: give a list of sentences, [sentence] for one")
+    for number, sentence in enumerate(sentences, start=1):
+        if not isinstance(sentence, str):
+            raise TypeError(f"sentence {number:,} is {type(sentence).__name__}, not str: give a list of str")
+
+
+def load_translator(folder: str | Path, device: str | torch.device = "cpu") -> LoadedTranslator:
+    """Open a folder that `export --to safetensors` wrote, or a run, of which the best model is taken.
+
+        translator = load_translator("demo-model")
+        translator.translate(["Two trains leave."])    # a list of as many translations
+
+    The folder may have been moved. Every file is verified by its SHA-256, and none can run code. The weights are in
+    the dtype in which they were trained, float32 or float64, on `device`.
+
+    Raises CheckpointError where there is no model, or a damaged one.
+    """
+    path = Path(folder)
+    if whole_folder(path) is None and whole_folder(path / "best") is not None:
+        path /= "best"
+    whole = whole_folder(path)
+    if whole is not None and not (whole / "model.safetensors").is_file():
+        raise CheckpointError(
+            f"{folder} has no model.safetensors, so it is for another program: open a folder that export --to "
+            "safetensors wrote, or a run"
+        )
+    return LoadedTranslator(checkpoint.load_translator(path, device))

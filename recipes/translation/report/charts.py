@@ -1,0 +1,251 @@
+"""Charts as SVG, drawn by matplotlib for a page that may be light or dark.
+
+matplotlib draws in stand-in colours, which become the page's CSS variables; backgrounds are transparent and text
+remains text, so that the browser draws every script with its own fonts.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import unicodedata
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from numpy.typing import NDArray
+
+WIDTH = 330
+HEIGHT = 205
+"""The size of a chart in CSS pixels, at which its text has its natural size; the page scales it."""
+INK = "#010203"
+GRID = "#010204"
+MARK = "#010205"
+SERIES = tuple(f"#0102{16 + number:02x}" for number in range(8))
+VARIABLES = {
+    INK: "var(--ink)",
+    GRID: "var(--grid)",
+    MARK: "var(--mark)",
+    **{color: f"var(--series-{number})" for number, color in enumerate(SERIES)},
+}
+"""What the stand-in colours become."""
+STYLES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+"""Lines of different runs also differ in their dashes, for those who do not see colours, and on paper."""
+CELL = 17
+"""The side of an attention map's cell in CSS pixels."""
+
+SETTINGS: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "seqpar",
+    "font.family": "DejaVu Sans",
+    "font.size": 11.5,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GRID,
+    "axes.linewidth": 1.0,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "path.simplify": True,
+    "path.simplify_threshold": 0.3,
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a chart."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    color: int = 0
+    """The number of its color and of its dashes."""
+    points: bool = False
+    """Whether each value is marked, as where there are few."""
+    marks: Sequence[tuple[float, float]] = field(default=())
+    """Points that stand out."""
+
+
+@matplotlib.rc_context(SETTINGS)
+def line_chart(title: str, series: Sequence[Series], *, log: bool = False, legend: bool = False) -> str:
+    """Return lines over the steps as SVG; `log` is for numbers that may fall by orders of magnitude."""
+    figure, axes = _axes()
+    for each in series:
+        marker = None
+        if each.points and len(each.x) <= 60:
+            marker = "o"
+        number = each.color % len(SERIES)
+        style = STYLES[number % len(STYLES)]
+        axes.plot(each.x, each.y, color=SERIES[number], lw=1.7, ls=style, marker=marker, ms=3, label=_plain(each.label))
+        for x, y in each.marks:
+            axes.plot([x], [y], color=MARK, ls="", marker="x", ms=6, mew=1.6)
+    lowest = min((y for each in series for y in each.y), default=1.0)
+    highest = max((y for each in series for y in each.y), default=1.0)
+    if log and 0 < 20 * lowest < highest:
+        axes.set_yscale("log")
+        between = [1.0, 2.0, 5.0]
+        if highest > 1_000 * lowest:
+            between = [1.0]
+        axes.yaxis.set_major_locator(LogLocator(subs=between))
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(short))
+    axes.xaxis.set_major_formatter(FuncFormatter(short))
+    axes.set_xlabel("step", labelpad=1)
+    if legend:
+        _legend(axes)
+    return svg_of(figure, title)
+
+
+@matplotlib.rc_context(SETTINGS)
+def histogram(title: str, label: str, groups: Sequence[tuple[str, Sequence[float], int]], legend: bool) -> str:
+    """Return distributions as outlines over the same bins; each group has a label, values and a color's number."""
+    figure, axes = _axes()
+    values = np.concatenate([np.asarray(group, dtype=float) for _, group, _ in groups])
+    edges = bins_of(values)
+    for name, group, color in groups:
+        counts, _ = np.histogram(group, edges)
+        number = color % len(SERIES)
+        style = STYLES[number % len(STYLES)]
+        axes.stairs(
+            100 * counts / max(1, len(group)), edges, color=SERIES[number], lw=1.8, ls=style, label=_plain(name)
+        )
+    axes.set_xlabel(label, labelpad=1)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
+    axes.set_ylim(bottom=0)
+    if legend:
+        _legend(axes)
+    return svg_of(figure, title)
+
+
+def bins_of(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the edges of about twenty bins of equal width; whole numbers lie in the middle of theirs."""
+    if not (values == values.round()).all():
+        return np.histogram_bin_edges(values, bins=20)
+    width = max(1, round((values.max() - values.min()) / 20))
+    return np.arange(values.min() - 0.5, values.max() + 0.5 + width, width)
+
+
+@matplotlib.rc_context(SETTINGS)
+def attention_chart(title: str, source: Sequence[str], target: Sequence[str], weights: NDArray[np.float64]) -> str:
+    """Return the attention of each target subword (rows) to the source's (columns), darker for more, as SVG."""
+    left = 10 + max(map(text_width, target))
+    top = 10 + max(map(text_width, source))
+    width = left + CELL * len(source) + 6
+    height = top + CELL * len(target) + 6
+    figure = Figure(figsize=(width / 72, height / 72))
+    axes = figure.add_axes((left / width, 6 / height, CELL * len(source) / width, CELL * len(target) / height))
+    cells = [(row, column) for row, column in np.ndindex(weights.shape) if weights[row, column] >= 0.02]
+    squares = [[(x, y), (x + 1, y), (x + 1, y + 1), (x, y + 1)] for y, x in cells]
+    shades = PolyCollection(
+        squares, facecolors=[matplotlib.colors.to_rgba(SERIES[0], float(weights[cell]) ** 0.7) for cell in cells]
+    )
+    shades.set_edgecolor("none")
+    axes.add_collection(shades)
+    axes.set_xlim(0, len(source))
+    axes.set_ylim(len(target), 0)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0, pad=3)
+    for axis, texts, turned in ((axes.xaxis, source, 90), (axes.yaxis, target, 0)):
+        axis.set_ticks(np.arange(len(texts)) + 0.5)
+        axis.set_ticklabels([_plain(text) for text in texts], rotation=turned)
+        for label in axis.get_ticklabels():
+            label.set_parse_math(False)
+    for spine in axes.spines.values():
+        spine.set_color(GRID)
+    return svg_of(figure, title)
+
+
+def svg_of(figure: Figure, title: str) -> str:
+    """Return a figure as an `svg` element that a page can contain, with its title for those who do not see it."""
+    out = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the browser has a font for it
+        figure.savefig(out, format="svg", transparent=True, metadata=nothing)
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)
+    text = re.sub(r' d="[^"]*"', _rounded, text)
+    text = re.sub(r' style="[^"]*"', _styled, text)
+    text = re.sub(r">\s+<", "><", text)
+    width, height = (float(72 * inches) for inches in figure.get_size_inches())
+    head = (
+        f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}"><title>{escape(title)}</title>'
+    )
+    return _own_ids(head + text[text.index(">") + 1 :].rstrip(), title)
+
+
+def text_width(text: str) -> float:
+    """Return a generous estimate of a text's width in CSS pixels, for scripts that matplotlib has no font for."""
+    wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
+    return 12.0 * wide + 7.5 * (len(text) - wide)
+
+
+def short(value: float, _: object = None) -> str:
+    """Return a number for an axis: 200, 15k, 2.5M, 0.003."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def _axes() -> tuple[Figure, Any]:
+    figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
+    axes = figure.add_axes((46 / WIDTH, 38 / HEIGHT, (WIDTH - 58) / WIDTH, (HEIGHT - 48) / HEIGHT))
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    return figure, axes
+
+
+def _legend(axes: Any) -> None:
+    legend = axes.legend(loc="best", handlelength=1.8, labelspacing=0.25, borderaxespad=0.2, fontsize=11)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def _plain(text: str) -> str:
+    """Return a text without characters that XML does not have."""
+    return "".join(
+        each if unicodedata.category(each) not in ("Cc", "Cs") else "\N{REPLACEMENT CHARACTER}" for each in text
+    )
+
+
+def _rounded(found: re.Match[str]) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"(\.\d)\d+", r"\1", found[0]))
+
+
+def _styled(found: re.Match[str]) -> str:
+    """Replace the stand-in colours by the page's, and the font by the reader's."""
+    text = re.sub(r"#[0-9a-f]{6}", lambda color: VARIABLES.get(color[0], color[0]), found[0])
+    return re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
+
+
+def _own_ids(text: str, title: str) -> str:
+    """Make the ids of a chart its own: a page has many charts, and matplotlib gives all of them the same."""
+    used = set(re.findall(r"url\(#([^)]+)\)|href=\"#([^\"]+)\"", text))
+    referred = {name for pair in used for name in pair if name}
+    prefix = re.sub(r"\W+", "-", title.lower())
+
+    def named(found: re.Match[str]) -> str:
+        if found[1] not in referred:
+            return ""
+        return f' id="{prefix}-{found[1]}"'
+
+    text = re.sub(r' id="([^"]*)"', named, text)
+    return re.sub(r"(url\(|xlink:href=\")#", rf"\1#{prefix}-", text)

@@ -1,0 +1,292 @@
+"""The report of one run, or the comparison of several: `report.html`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from recipes.translation.atomic_folder import writing_to
+from recipes.translation.report import page
+from recipes.translation.report.figures import NO_TRANSLATIONS, attention_maps, chrf_of_sentences, curves, distributions
+from recipes.translation.report.records import RunRecords, is_number, read_run
+from recipes.translation.status_line import duration
+
+WORST = 10
+"""Sentences that are shown as the worst."""
+SHOWN_VALIDATIONS = 6
+"""Validations of which a sample's translation is shown: the first, the newest, and some between them."""
+SCORES = {
+    "bleu": "BLEU",
+    "bleu_lowercase": "BLEU, lower-cased",
+    "multi_bleu_lowercase": "multi-bleu -lc",
+    "chrf": "chrF",
+    "ter": "TER",
+    "comet": "COMET",
+    "exact_match": "exact match",
+}
+BEST = {
+    "valid_loss": "loss",
+    "valid_perplexity": "perplexity",
+    "valid_accuracy": "accuracy (%)",
+    "valid_bleu": "BLEU",
+    "valid_chrf": "chrF",
+}
+SMALLER_IS_BETTER = ("valid_loss", "valid_perplexity")
+
+
+def write_report(folders: Sequence[Path], output: Path) -> int:
+    """Write the page of the runs in `folders`; return its size in bytes. Raises DataError where there is no run."""
+    return write_page([read_run(folder) for folder in folders], output)
+
+
+def write_page(runs: Sequence[RunRecords], output: Path) -> int:
+    """Write the page of runs that have been read, in place of an earlier one; return its size in bytes."""
+    content = report(runs).encode("utf-8", "replace")  # half a surrogate pair can stand in JSON, but not in UTF-8
+    new = output.with_name(f".{output.name}.new")
+    with writing_to(output):
+        new.write_bytes(content)
+        new.replace(output)
+    return len(content)
+
+
+def report(runs: Sequence[RunRecords]) -> str:
+    """Return the page of one or several runs."""
+    drawn = time.strftime("drawn on %Y-%m-%d at %H:%M UTC", time.gmtime())
+    if len(runs) > 1:
+        names = _unique([run.name for run in runs])
+        runs = [RunRecords(**{**vars(run), "name": name}) for run, name in zip(runs, names, strict=True)]
+        return page.page(f"{len(runs)} runs compared", drawn, _comparison(runs))
+    (run,) = runs
+    return page.page(f"Run {run.name}", f"{_progress(run)}; {drawn}", _single(run))
+
+
+def _single(run: RunRecords) -> list[str]:
+    return [
+        page.tiles(_numbers(run)),
+        _evaluation([run]),
+        page.section("Training", page.charts(curves([run]))),
+        page.section("Samples", *_samples(run)),
+        page.section("Attention", *_attention(run)),
+        page.section("Sentences", *_sentences(run)),
+        page.section("Settings and machine", *_origin(run)),
+    ]
+
+
+def _comparison(runs: Sequence[RunRecords]) -> list[str]:
+    heads = ["", *(run.name for run in runs)]
+    best = [[f"best validation {name}", *(_best(run, field) for run in runs)] for field, name in BEST.items()]
+    rows = [["steps", *(f"{run.last_step:,}" for run in runs)], *best]
+    return [
+        page.key([run.name for run in runs]),
+        page.section("Results", page.table(heads, rows, numbers=True)),
+        _evaluation(runs),
+        page.section("What differs", _differences(runs)),
+        page.section("Training", page.charts(curves(runs))),
+        page.section("Sentences", page.charts(distributions(runs))),
+        page.section("Samples", _samples_side_by_side(runs)),
+    ]
+
+
+def _progress(run: RunRecords) -> str:
+    steps = run.settings.get("training.steps")
+    if is_number(steps):
+        return f"step {run.last_step:,} of {steps:,}"
+    return f"step {run.last_step:,}"
+
+
+def _numbers(run: RunRecords) -> list[tuple[str, str, str]]:
+    planned = run.settings.get("training.steps")
+    of = ""
+    if is_number(planned):
+        of = f"of {planned:,}"
+    found = [("steps", f"{run.last_step:,}", of)]
+    seconds = sum(record["seconds"] for record in run.machine if is_number(record.get("seconds")))
+    if seconds:
+        found.append(("time in steps", duration(seconds), "without validations"))
+    for field, name in BEST.items():
+        best = run.best(field, field not in SMALLER_IS_BETTER)
+        if best:
+            found.append((f"best {name}", f"{best[field]:.4g}", f"validation, step {best['step']:,}"))
+    marked = sum(bool(record.get("stands_out")) for record in run.steps)
+    found.append(("steps that stand out", f"{marked:,}", "loss or gradient norm"))
+    return found
+
+
+def _best(run: RunRecords, field: str) -> str:
+    best = run.best(field, field not in SMALLER_IS_BETTER)
+    if best is None:
+        return "none"
+    return f"{best[field]:.4g} (step {best['step']:,})"
+
+
+def _evaluation(runs: Sequence[RunRecords]) -> str:
+    """Return the scores that `evaluate` wrote, a table for each test set."""
+    parts = []
+    for name in dict.fromkeys(name for run in runs for name in run.scores):
+        having = [run for run in runs if name in run.scores]
+        rows = []
+        for field, title in SCORES.items():
+            cells = [_score(run.scores[name], field) for run in having]
+            if any(cells):
+                rows.append([title, *(cell or "none" for cell in cells)])
+        rows.append(["sentences", *(str(run.scores[name].get("sentences", "")) for run in having)])
+        heads = [f"test set {name}", *(run.name for run in having)]
+        parts.append(page.table(heads, rows, numbers=True))
+        signatures = {str(run.scores[name].get("bleu_signature", "unknown")) for run in having}
+        parts.append(page.note(f"[ ] is the 95 % confidence interval. BLEU: {'; '.join(sorted(signatures))}"))
+    if not parts:
+        parts = [page.note("There are no results of the command evaluate yet.")]
+    return page.section("Evaluation", *parts)
+
+
+def _score(record: Mapping[str, object], field: str) -> str:
+    value = record.get(field)
+    if not is_number(value):
+        return ""
+    intervals = record.get("intervals")
+    if isinstance(intervals, dict) and isinstance(intervals.get(field), list) and len(intervals[field]) == 2:
+        low, high = intervals[field]
+        return f"{value:.2f} [{low:.2f}, {high:.2f}]"
+    return f"{value:.2f}"
+
+
+def _samples(run: RunRecords) -> list[str]:
+    """Return the sample sentences, each with its translations by some validations."""
+    if not run.samples:
+        return [page.note(run.note or NO_TRANSLATIONS)]
+    last = len(run.samples) - 1
+    places = sorted({last * number // (SHOWN_VALIDATIONS - 1) for number in range(SHOWN_VALIDATIONS)})
+    found = []
+    for number, sample in enumerate(run.samples[-1]["samples"]):
+        pairs = {"source": sample["source"]}
+        for place in places:
+            earlier = run.samples[place]["samples"]
+            if number < len(earlier) and earlier[number]["source"] == sample["source"]:
+                pairs[f"step {run.samples[place]['step']:,}"] = earlier[number]["translation"]
+        pairs["reference"] = sample["reference"]
+        found.append(page.listed(pairs))
+    said = run.note or "Validation sentences, translated greedily; the same ones at every validation."
+    return [page.note(said), page.cards(found)]
+
+
+def _attention(run: RunRecords) -> list[str]:
+    found = attention_maps(run)
+    if not found:
+        return [
+            page.note(
+                "No attention is recorded. It is at each validation that translates, for Transformers, and for "
+                "sentences of at most 40 subwords."
+            )
+        ]
+    said = (
+        "How much the model attends to each source subword (columns) when it writes a subword of its translation "
+        "(rows): the mean over the heads of the penultimate decoder layer."
+    )
+    return [
+        page.note(said),
+        *(
+            page.attention_map(chart, {"source": sample["source"], "translation": sample["translation"]})
+            for chart, sample in found
+        ),
+    ]
+
+
+def _sentences(run: RunRecords) -> list[str]:
+    """Return the distributions over the newest validation's sentences, and the worst of these."""
+    parts = [page.charts(distributions([run]))]
+    newest = run.newest
+    if newest is None:
+        return parts
+    scores = chrf_of_sentences(newest)
+    worst = [
+        page.listed(
+            {
+                "chrF": f"{scores[row]:.1f}",
+                "source": newest.sources[row],
+                "translation": newest.translations[row],
+                "reference": newest.references[row],
+            }
+        )
+        for row in scores.argsort(kind="stable")[:WORST].tolist()
+    ]
+    said = f"The lowest chrF of {len(scores):,} validation sentences, step {newest.step:,}."
+    return [*parts, "<h3>The worst sentences</h3>", page.note(said), page.cards(worst)]
+
+
+def _origin(run: RunRecords) -> list[str]:
+    """Return where the run comes from: command, machine, versions and settings."""
+    parts = []
+    starts = [each for each in run.machine if isinstance(each.get("began"), dict)]
+    began = [
+        {"after step": f"{each['step']:,}", **{name: str(each["began"].get(name, "")) for name in ("time", "command")}}
+        for each in starts
+    ]
+    if began:
+        parts.append(page.cards(map(page.listed, began)))
+        about = {name: str(run.began[name]) for name in ("model", "layout") if name in run.began}
+        facts = [
+            each for each in (about, run.began.get("hardware"), run.began.get("software")) if isinstance(each, dict)
+        ]
+        parts.append(page.cards(page.listed({str(name): str(value) for name, value in each.items()}) for each in facts))
+    else:
+        parts.append(page.note("Command, machine and versions are not recorded: an earlier version trained this run."))
+    settings = [(name, _shown(value)) for name, value in run.settings.items()]
+    if settings:
+        parts.append(page.folded(f"All {len(settings)} settings", page.table(("setting", "value"), settings)))
+    else:
+        parts.append(page.note("No settings are recorded."))
+    return parts
+
+
+def _differences(runs: Sequence[RunRecords]) -> str:
+    """Return the settings, versions and hardware that are not the same in all runs."""
+    facts = [_facts(run) for run in runs]
+    names = sorted({name for each in facts for name in each} - {"run"})
+    rows = []
+    for name in names:
+        values = [each.get(name, "not recorded") for each in facts]
+        if len(set(values)) > 1:
+            rows.append([name, *values])
+    if not rows:
+        return page.note("All recorded settings are the same.")
+    return page.table(["", *(run.name for run in runs)], rows)
+
+
+def _facts(run: RunRecords) -> dict[str, str]:
+    found = {name: _shown(value) for name, value in run.settings.items()}
+    for title in ("hardware", "software"):
+        facts = run.began.get(title)
+        if isinstance(facts, dict):
+            found |= {f"{title}: {name}": _shown(value) for name, value in facts.items()}
+    return found
+
+
+def _samples_side_by_side(runs: Sequence[RunRecords]) -> str:
+    """Return each run's newest translation of the sentences that are among the samples of several runs."""
+    by_source: dict[str, dict[str, str]] = {}
+    references = {}
+    for run in runs:
+        if run.samples:
+            for sample in run.samples[-1]["samples"]:
+                by_source.setdefault(sample["source"], {})[run.name] = sample["translation"]
+                references[sample["source"]] = sample["reference"]
+    shared = {source: found for source, found in by_source.items() if len(found) > 1}
+    if not shared:
+        return page.note("The runs have no samples of the same sentences.")
+    return page.cards(
+        page.listed({"source": source, **found, "reference": references[source]}) for source, found in shared.items()
+    )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    if value is None or value == "":
+        return "none"
+    return str(value)
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Return the names of runs, numbered where two are the same."""
+    return [f"{name} ({number + 1})" if names.count(name) > 1 else name for number, name in enumerate(names)]

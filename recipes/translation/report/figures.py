@@ -1,0 +1,257 @@
+"""The charts of a page: which numbers they show, and what a reader should know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from recipes.translation.data.bleu_tokenizers import tokenizer_for
+from recipes.translation.report.charts import Series, attention_chart, histogram, line_chart
+from recipes.translation.report.records import Record, RunRecords, Sentences, is_number
+from recipes.translation.scores.statistics import Array, chrf_of_sums, measure_chrf
+
+MOST_POINTS = 200
+"""Points of a curve; those of several runs share twice as many."""
+
+NO_TRANSLATIONS = "No translations of a validation are recorded (validate_bleu is 0, or none has taken place yet)."
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of the page; one without `svg` has a caption that says why."""
+
+    title: str
+    caption: str
+    svg: str = ""
+
+
+def curves(runs: Sequence[RunRecords]) -> list[Chart]:
+    """Return the curves over the steps of training."""
+    return [
+        *_loss(runs),
+        _of_validations(
+            runs,
+            "Perplexity",
+            "valid_perplexity",
+            "Of the validation pairs: exp of the unsmoothed loss per target token, so that runs with other label "
+            "smoothing can be compared, but only with the same subwords.",
+            log=True,
+        ),
+        _of_validations(
+            runs,
+            "Accuracy",
+            "valid_accuracy",
+            "Percentage of the validation's target tokens that are the model's first choice, given the reference's "
+            "tokens before them.",
+        ),
+        _of_validations(
+            runs, "BLEU", "valid_bleu", "Of greedy translations of the first validation sentences (validate_bleu)."
+        ),
+        _of_validations(runs, "chrF", "valid_chrf", "Of the same translations."),
+        _of_steps(runs, "Learning rate", "learning_rate", "At each step.", weighted=False),
+        _gradient_norm(runs),
+        _speed(runs),
+        _memory(runs),
+    ]
+
+
+def distributions(runs: Sequence[RunRecords]) -> list[Chart]:
+    """Return the distributions of scores and lengths over the sentences of each run's newest validation."""
+    shown = [(number, run.newest) for number, run in enumerate(runs) if run.newest]
+    several = len(runs) > 1
+    if not shown:
+        return [Chart("Scores of sentences", NO_TRANSLATIONS)]
+    scores = [(runs[number].name, chrf_of_sentences(newest).tolist(), number) for number, newest in shown]
+    unit, lengths = _lengths(shown[0][1])
+    groups = [("references", lengths(shown[0][1].references), 1)]
+    if several:
+        groups = []
+    for number, newest in shown:
+        label = "translations"
+        if several:
+            label = runs[number].name
+        groups.append((label, lengths(newest.translations), number))
+    return [
+        Chart(
+            "Scores of sentences",
+            "chrF of each validation sentence, greedy translation, newest validation; share of the sentences.",
+            histogram("Scores of sentences", "chrF", scores, False),
+        ),
+        Chart(
+            "Lengths of sentences",
+            f"In {unit}, of the same sentences; share of the sentences.",
+            histogram("Lengths of sentences", unit, groups, not several),
+        ),
+    ]
+
+
+def attention_maps(run: RunRecords) -> list[tuple[Chart, Record]]:
+    """Return the attention maps of the newest validation's samples, with the samples."""
+    found: list[tuple[Chart, Record]] = []
+    for sample in (run.samples or [{"samples": []}])[-1]["samples"]:
+        attention = sample.get("attention")
+        if not attention:
+            continue
+        title = f"Attention, sentence {len(found) + 1}"
+        svg = attention_chart(title, attention["source"], attention["target"], np.asarray(attention["weights"]))
+        found.append((Chart(title, "", svg), sample))
+    return found
+
+
+def chrf_of_sentences(newest: Sentences) -> Array:
+    """Compute the chrF of each sentence."""
+    return chrf_of_sums(measure_chrf(newest.translations, newest.references).statistics)
+
+
+def binned(
+    x: Sequence[float], y: Sequence[float], weights: Sequence[float], most: int
+) -> tuple[list[float], list[float]]:
+    """Return weighted means of consecutive points, at most `most` of them: one point per bin of equally many."""
+    if not x:
+        return [], []
+    starts = np.unique(np.linspace(0, len(x), min(most, len(x)), endpoint=False).astype(int))
+    total = np.add.reduceat(np.asarray(weights, dtype=float), starts)
+    means = np.add.reduceat(np.asarray(y, dtype=float) * weights, starts) / total
+    counts = np.diff([*starts, len(x)])
+    return (np.add.reduceat(np.asarray(x, dtype=float), starts) / counts).tolist(), means.tolist()
+
+
+def _loss(runs: Sequence[RunRecords]) -> list[Chart]:
+    """Return one chart of both losses, or of several runs one for each."""
+    caption = "Per target token, with label smoothing as in training. Training: dropout included"
+    if len(runs) > 1:
+        return [
+            _of_steps(runs, "Training loss", "loss", f"{caption}; means of consecutive steps."),
+            _of_validations(runs, "Validation loss", "valid_loss", "Per target token, smoothed as in training."),
+        ]
+    (run,) = runs
+    x, y = _step_curve(run, "loss", True, MOST_POINTS)
+    series = [Series("training", x, y, 0)]
+    if run.validations:
+        series.append(_validation_series(run, "valid_loss", 1, "validation"))
+    if not x and not run.validations:
+        return [Chart("Loss", "No step is recorded yet.")]
+    svg = line_chart("Loss", series, legend=True)
+    return [Chart("Loss", f"{caption}, means of consecutive steps. Validation: without dropout.", svg)]
+
+
+def _of_steps(runs: Sequence[RunRecords], title: str, name: str, caption: str, weighted: bool = True) -> Chart:
+    series = []
+    for number, run in enumerate(runs):
+        x, y = _step_curve(run, name, weighted, _points(runs))
+        if x:
+            series.append(Series(run.name, x, y, number))
+    if not series:
+        return Chart(title, "No step is recorded yet.")
+    return Chart(title, caption, line_chart(title, series))
+
+
+def _of_validations(runs: Sequence[RunRecords], title: str, name: str, caption: str, log: bool = False) -> Chart:
+    series = [_validation_series(run, name, number, run.name) for number, run in enumerate(runs)]
+    series = [each for each in series if each.x]
+    if series:
+        return Chart(title, caption, line_chart(title, series, log=log))
+    if any(run.validations for run in runs):
+        return Chart(
+            title, "The validations have no such number (validate_bleu is 0, or an earlier version made them)."
+        )
+    return Chart(title, "There has been no validation yet.")
+
+
+def _gradient_norm(runs: Sequence[RunRecords]) -> Chart:
+    title = "Gradient norm"
+    series = []
+    count = 0
+    for number, run in enumerate(runs):
+        x, y = _step_curve(run, "gradient_norm", False, _points(runs))
+        marks = [
+            (float(record["step"]), float(record["gradient_norm"]))
+            for record in run.steps
+            if "gradient_norm" in record.get("stands_out", ()) and is_number(record.get("gradient_norm"))
+        ]
+        count += len(marks)
+        # The largest, where there are many: a page has room for so many crosses
+        marks = sorted(sorted(marks, key=lambda mark: -mark[1])[:100])
+        if x:
+            series.append(Series(run.name, x, y, number, marks=marks))
+    if not series:
+        return Chart(title, "No step is recorded yet.")
+    caption = f"Before clipping, means of consecutive steps. Steps that stand out: {count:,}"
+    if count:
+        caption += ", each marked by a cross at its own norm"
+    return Chart(title, f"{caption}.", line_chart(title, series, log=True))
+
+
+def _speed(runs: Sequence[RunRecords]) -> Chart:
+    title = "Tokens a second"
+    series = []
+    for number, run in enumerate(runs):
+        tokens = {record["step"]: record.get("tokens") for record in run.steps}
+        timed = [
+            (record["step"], record["seconds"], tokens[record["step"]])
+            for record in run.machine
+            if is_number(record.get("seconds")) and record["seconds"] > 0 and is_number(tokens.get(record["step"]))
+        ]
+        if timed:
+            steps, seconds, counts = zip(*timed, strict=True)
+            # Tokens over seconds, and not a mean of speeds: each step counts by the time it took
+            speeds = [count / taken for count, taken in zip(counts, seconds, strict=True)]
+            series.append(Series(run.name, *binned(steps, speeds, seconds, _points(runs)), number))
+    if not series:
+        return Chart(title, "No step's time is recorded (resources.jsonl).")
+    caption = "Target tokens without padding, in optimizer steps: validation and saving do not count."
+    return Chart(title, caption, line_chart(title, series))
+
+
+def _memory(runs: Sequence[RunRecords]) -> Chart:
+    title = "Peak memory (GiB)"
+    series = []
+    for number, run in enumerate(runs):
+        found = [(each["step"], each["memory"]) for each in run.machine if isinstance(each.get("memory"), dict)]
+        devices = list(dict.fromkeys(name for _, memory in found for name in memory))
+        for place, device in enumerate(devices):
+            points = [(step, memory[device] / 2**30) for step, memory in found if is_number(memory.get(device))]
+            if len(runs) == 1:
+                series.append(Series(device, *_columns(points), place, points=True))
+        if found and len(runs) > 1:
+            points = [(step, max(filter(is_number, memory.values()), default=0) / 2**30) for step, memory in found]
+            series.append(Series(run.name, *_columns(points), number, points=True))
+    if not series:
+        return Chart(title, "No memory is recorded: it is at each validation, and earlier versions did not.")
+    which = "By device"
+    if len(runs) > 1:
+        which = "Of the device that used most"
+    caption = f"{which}, since training began or went on. cpu: the resident set of a process; cuda: allocated tensors."
+    return Chart(title, caption, line_chart(title, series, legend=len(runs) == 1))
+
+
+def _step_curve(run: RunRecords, name: str, weighted: bool, most: int) -> tuple[list[float], list[float]]:
+    records = [record for record in run.steps if is_number(record.get(name))]
+    weights = [1.0] * len(records)
+    if weighted and all(is_number(record.get("tokens")) and record["tokens"] > 0 for record in records):
+        weights = [float(record["tokens"]) for record in records]
+    return binned([record["step"] for record in records], [record[name] for record in records], weights, most)
+
+
+def _validation_series(run: RunRecords, name: str, color: int, label: str) -> Series:
+    found = [(record["step"], record[name]) for record in run.validations if is_number(record.get(name))]
+    step = max(1, len(found) // MOST_POINTS)
+    kept = found[::-step][::-1]  # always with the newest
+    return Series(label, *_columns(kept), color, points=True)
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _points(runs: Sequence[RunRecords]) -> int:
+    return min(MOST_POINTS, 2 * MOST_POINTS // len(runs))
+
+
+def _lengths(newest: Sentences) -> tuple[str, Callable[[Sequence[str]], list[float]]]:
+    """Return the unit of lengths, and the function that counts it: in some scripts no spaces separate words."""
+    if tokenizer_for("auto", "", newest.references) in ("zh", "ja-mecab", "char"):
+        return "characters", lambda texts: [float(len("".join(text.split()))) for text in texts]
+    return "words", lambda texts: [float(len(text.split())) for text in texts]

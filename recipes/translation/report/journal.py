@@ -1,0 +1,112 @@
+"""What a run writes down while it trains, beside its metrics: the machine, samples of its translations, the report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Self
+
+from recipes.translation.data.corpus import Corpus
+from recipes.translation.processes.ranks import Ranks
+from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.resume import flat
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.training.layout import Layout
+from recipes.translation.training.machine import hardware, peak_memory, software, started_by
+from recipes.translation.training.progress import Metrics
+from recipes.translation.training.samples import samples_of, write_newest
+from recipes.translation.training.validation import Validation
+from seqpar.distributed.collectives import gather_objects
+
+SHARE = 0.01
+"""The largest share of the time between two drawings of the report that drawing may take."""
+
+
+class Journal:
+    """`resources.jsonl`, `samples.jsonl`, `validation.json` and `report.html` of a run; rank 0 alone writes them."""
+
+    def __init__(self, config: RunConfig, layout: Layout, size: str, ranks: Ranks, resumed_at: int | None) -> None:
+        """Note how training begins, or goes on after the step `resumed_at`; `size` is that of the model, as text."""
+        self.run = Path(config.run)
+        self.config = config
+        self.devices = layout.devices
+        self.ranks = ranks
+        self.next_drawing = 0.0
+        self.drawn = True
+        after = -1  # a run that starts afresh keeps nothing of an earlier one
+        if resumed_at is not None:
+            after = resumed_at
+        elif ranks.is_main:
+            for name in ("validation.json", "report.html"):
+                (self.run / name).unlink(missing_ok=True)
+        self.machine = Metrics(self._path("resources.jsonl"), after_step=after)
+        self.samples = Metrics(self._path("samples.jsonl"), after_step=after)
+        began = {
+            **started_by(),
+            "model": size,
+            "layout": str(layout),
+            "hardware": hardware(self.devices, ranks.world),
+            "software": software(),
+            "settings": flat(config),
+        }
+        self.machine.write(step=resumed_at or 0, began=began)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Draw the report for the last time, also after an error, which its curves may explain."""
+        if kind is not KeyboardInterrupt and not self.drawn:
+            self._draw()
+        self.machine.__exit__()
+        self.samples.__exit__()
+
+    def step_done(self, step: int, seconds: float) -> None:
+        """Note how long a step took."""
+        self.machine.write(step=step, seconds=round(seconds, 6))
+        self.drawn = False
+
+    def validated(self, translator: Translator, corpus: Corpus, found: Validation) -> None:
+        """Note the memory that every rank has used, and keep translations of the validation; every rank calls this."""
+        everyone = gather_objects(peak_memory(self.devices), self.ranks.for_steps().group)
+        memory = {
+            _device_of(rank, name, len(everyone)): size
+            for rank, own in enumerate(everyone)
+            for name, size in own.items()
+        }
+        self.machine.write(step=found.step, memory=memory)
+        if not self.ranks.is_main:
+            return
+        if found.translations:
+            pairs = corpus.valid_pairs[: len(found.translations)]
+            self.samples.write(step=found.step, samples=samples_of(translator, pairs, found.translations))
+            write_newest(self.run / "validation.json", found.step, pairs, found.translations)
+        if time.monotonic() >= self.next_drawing:
+            self._draw()
+
+    def _draw(self) -> None:
+        """Draw the report; an error is said in one line and ends nothing."""
+        if not (self.config.training.report and self.ranks.is_main):
+            return
+        began = time.monotonic()
+        try:
+            from recipes.translation.report.draw import write_report
+
+            write_report([self.run], self.run / "report.html")
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            print(f"[train] {self.run / 'report.html'} could not be drawn: {reason}", flush=True)
+        now = time.monotonic()
+        self.next_drawing = now + (now - began) / SHARE
+        self.drawn = True
+
+    def _path(self, name: str) -> Path | None:
+        if self.ranks.is_main:
+            return self.run / name
+        return None
+
+
+def _device_of(rank: int, name: str, ranks: int) -> str:
+    if ranks == 1:
+        return name
+    return f"rank {rank} {name}"

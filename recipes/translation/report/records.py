@@ -1,0 +1,155 @@
+"""Everything that a run's folder says of the run, as far as it is there.
+
+A folder may be that of a run that has just begun, that is being written at this moment, or that an earlier version
+wrote; what is missing or unreadable is None or empty, and the page says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes.translation.atomic_folder import whole_folder
+from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.training.progress import read_metrics
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """The translations of a validation."""
+
+    step: int
+    sources: Sequence[str]
+    references: Sequence[str]
+    translations: Sequence[str]
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """A run, as its files describe it."""
+
+    name: str
+    steps: Sequence[Record]
+    """Of `metrics.jsonl`, one for each step."""
+    validations: Sequence[Record]
+    """Of the same file, one for each validation."""
+    machine: Sequence[Record]
+    samples: Sequence[Record]
+    newest: Sentences | None
+    """All translations of the newest validation."""
+    scores: Mapping[str, Record]
+    """What `evaluate` wrote, by the name of the test set."""
+    settings: Mapping[str, object]
+    """By dotted name; empty where no file has them."""
+    note: str = ""
+    """Where the samples come from, if training itself did not keep them."""
+
+    @property
+    def last_step(self) -> int:
+        """Return the last step that was recorded."""
+        return max((record["step"] for record in (*self.steps, *self.validations)), default=0)
+
+    @property
+    def began(self) -> Record:
+        """Return what the newest start of training said of itself; empty if it said nothing."""
+        return next((each["began"] for each in reversed(self.machine) if isinstance(each.get("began"), dict)), {})
+
+    def best(self, name: str, largest: bool) -> Record | None:
+        """Return the validation with the largest or smallest number; None without any."""
+        found = [each for each in self.validations if is_number(each.get(name))]
+        if not found:
+            return None
+        if largest:
+            return max(found, key=lambda each: float(each[name]))
+        return min(found, key=lambda each: float(each[name]))
+
+
+def read_run(folder: Path) -> RunRecords:
+    """Read a run; raise DataError if the folder is not that of a run that has begun."""
+    metrics = _lines(folder / "metrics.jsonl")
+    machine = _lines(folder / "resources.jsonl")
+    if not metrics and not machine:
+        raise DataError(f"{folder} has no records of training (metrics.jsonl): name the folder of a run")
+    found = RunRecords(
+        name=folder.resolve().name,
+        steps=[record for record in metrics if is_number(record.get("loss"))],
+        validations=[record for record in metrics if is_number(record.get("valid_loss"))],
+        machine=machine,
+        samples=[record for record in _lines(folder / "samples.jsonl") if isinstance(record.get("samples"), list)],
+        newest=_newest(folder / "validation.json"),
+        scores=_scores(folder),
+        settings={},
+    )
+    return RunRecords(**{**vars(found), "settings": found.began.get("settings") or _saved_settings(folder)})
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value of a record can be drawn."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    return read_metrics(path)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Return a file's JSON object; empty if there is none, or it is being written."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return found
+
+
+def _newest(path: Path) -> Sentences | None:
+    found = _json(path)
+    lists = [found.get(name) for name in ("sources", "references", "translations")]
+    step = found.get("step")
+    if not isinstance(step, int) or not all(isinstance(each, list) for each in lists):
+        return None
+    sources, references, translations = ([str(text) for text in each or []] for each in lists)
+    if not sources or not len(sources) == len(references) == len(translations):
+        return None
+    return Sentences(step, sources, references, translations)
+
+
+def _scores(folder: Path) -> dict[str, Record]:
+    found = {path.name.removesuffix(".scores.json"): _json(path) for path in sorted(folder.glob("*.scores.json"))}
+    return {name: record for name, record in found.items() if is_number(record.get("bleu"))}
+
+
+def _saved_settings(folder: Path) -> dict[str, object]:
+    """Read the settings of a checkpoint as they are: another version may have others."""
+    for name in ("last", "best"):
+        checkpoint = whole_folder(folder / name)
+        if checkpoint is None:
+            continue
+        try:
+            found = yaml.safe_load((checkpoint / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            continue
+        if isinstance(found, dict):
+            return _flat(found)
+    return {}
+
+
+def _flat(sections: Mapping[str, Any]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in sections.items():
+        if isinstance(value, dict) and name != "corpora":  # whose names are the user's
+            found |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            found[str(name)] = value
+    return found

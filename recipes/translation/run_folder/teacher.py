@@ -1,0 +1,110 @@
+"""The model that a run learns from, by `training.teacher`: a run's best model, or a checkpoint folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from models import EncoderDecoder
+from recipes.translation.atomic_folder import CheckpointError, verified_folder, whole_folder
+from recipes.translation.data.prepare import SHAPING
+from recipes.translation.data.subwords import Subwords
+from recipes.translation.run_folder.checkpoint import (
+    WEIGHTS,
+    TrainingState,
+    build_model,
+    fill_model,
+    fingerprint,
+    load_belongings,
+    load_weights,
+    model_sizes,
+    saved_config,
+)
+from recipes.translation.settings.config import ConfigError, RunConfig
+
+
+class TeacherModel(NamedTuple):
+    """A model to learn from."""
+
+    folder: Path
+    model: EncoderDecoder
+    digest: str
+    """SHA-256 of its weights, which a resumed run compares."""
+
+
+def teacher_folder(name: str) -> Path:
+    """Return the folder of the model that `training.teacher` names; raise CheckpointError if there is none."""
+    folder = Path(name)
+    if whole_folder(folder) is None:
+        folder = folder / "best"
+    if whole_folder(folder) is None:
+        raise CheckpointError(
+            f"training.teacher is {name}, but there is no trained model in {folder}: name the folder of a run, or of "
+            "one of its checkpoints"
+        )
+    return folder
+
+
+def teacher_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
+    """Return the subwords of the teacher; raise ConfigError if the settings ask for others."""
+    folder = teacher_folder(config.training.teacher)
+    theirs = saved_config(folder)
+    assert theirs is not None  # `teacher_folder` has checked it
+    for name in SHAPING:
+        own = getattr(config.subwords, name)
+        other = getattr(theirs.subwords, name)
+        if own != other:
+            raise ConfigError(
+                f"subwords.{name} is {own!r}, but the teacher {folder} has {other!r}, and a student has its teacher's "
+                "subwords: set it to the same"
+            )
+    _, source, target = load_belongings(verified_folder(folder))
+    return source, target
+
+
+def load_teacher(config: RunConfig, source: Subwords, target: Subwords) -> TeacherModel | None:
+    """Read the model to learn from, in the weights' dtype of the training; None if there is none.
+
+    Raises CheckpointError if it is missing or damaged, and ConfigError unless its subwords are `source` and `target`.
+    """
+    settings = config.training
+    if not settings.teacher or not settings.teacher_weight:
+        return None
+    folder = teacher_folder(settings.teacher)
+    weights = load_weights(folder)
+    theirs, *subwords = load_belongings(verified_folder(folder))
+    for side, own, other in zip(("source", "target"), (source, target), subwords, strict=True):
+        if own.digest != other.digest:
+            raise ConfigError(
+                f"training.teacher {folder} has other {side} subwords than this run ({len(other):,} and {len(own):,}), "
+                "and predictions of other subwords cannot be compared: choose a teacher with the same ones, or begin a "
+                "new run without training.start_from, which takes the teacher's"
+            )
+    # The random weights, which are replaced, must not move the random numbers of the run
+    with torch.random.fork_rng(devices=[]):
+        model = build_model(model_sizes(theirs.model), source, target).to(WEIGHTS[settings.precision])
+    fill_model(model, weights, folder)
+    return TeacherModel(folder, model, fingerprint(weights))
+
+
+def check_same_teacher(teacher: TeacherModel | None, state: TrainingState, run: Path) -> None:
+    """Raise ConfigError if a run that has begun learnt from another model."""
+    digest = ""
+    if teacher is not None:
+        digest = teacher.digest
+    if digest == state.teacher:
+        return
+    what = "another model"
+    if not state.teacher:
+        what = "none"
+    elif teacher is None:
+        what = "one"
+    here = "none"
+    if teacher is not None:
+        here = str(teacher.folder)
+    raise ConfigError(
+        f"training.teacher is {here}, but {run} has learnt from {what}, by the SHA-256 of its weights: restore the "
+        "teacher, choose another --run, or start over with --fresh"
+    )

@@ -1,0 +1,198 @@
+"""The HTTP application: the page, translation in the shape of LibreTranslate's clients, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.serve.asked import lines_answer, lines_asked, translate_asked
+from recipes.translation.serve.batching import Batcher, QueueFullError, StoppedError, Wanted
+from recipes.translation.serve.bodies import Limits, RefusedError, fields_of
+from recipes.translation.serve.guard import Guard
+from recipes.translation.serve.metrics import Metrics
+from recipes.translation.serve.models import Line, Model
+
+PAGE = Path(__file__).parent / "page"
+FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/view.js": ("view.js", "text/javascript"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+"""The files of the page by their paths."""
+RETRY = {"Retry-After": "1"}
+GONE = 499
+"""The status of a request whose client has gone, which nobody sees but the metrics: nginx's number."""
+
+
+def application(models: Sequence[Model], batcher: Batcher, limits: Limits, loopback: bool) -> Guard:
+    """Return the application; on `loopback` it answers only to the names of this machine."""
+    service = Service(models, batcher, limits)
+    routes = [
+        Route("/translate", service.translate, methods=["POST"]),
+        Route("/lines", service.lines, methods=["POST"]),
+        Route("/detect", service.detect, methods=["POST"]),
+        Route("/languages", service.languages),
+        Route("/models", service.described),
+        Route("/health", service.health),
+        Route("/metrics", service.numbers),
+        *(Route(path, file_response(*file)) for path, file in FILES.items()),
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            RefusedError: refused,
+            HTTPException: no_such_page,
+            ClientDisconnect: client_gone,
+            Exception: failed,
+        },
+    )
+    return Guard(app, service.metrics, {route.path for route in routes}, limits, loopback)
+
+
+class Service:
+    """The endpoints, and what they share."""
+
+    def __init__(self, models: Sequence[Model], batcher: Batcher, limits: Limits) -> None:
+        self.models = models
+        self.batcher = batcher
+        self.limits = limits
+        self.metrics = Metrics()
+
+    async def translate(self, request: Request) -> Response:
+        """Translate one text or several."""
+        asked = translate_asked(await fields_of(request, self.limits), self.models, self.limits)
+        return JSONResponse(asked.answer(await self.found(request, asked.wanted, asked.lines)))
+
+    async def lines(self, request: Request) -> Response:
+        """Translate lines for the page: with scores, and alignments if wanted."""
+        wanted, lines = lines_asked(await fields_of(request, self.limits), self.models, self.limits)
+        return JSONResponse(lines_answer(lines, await self.found(request, wanted, lines)))
+
+    async def found(self, request: Request, wanted: Wanted, lines: Sequence[str]) -> list[Line]:
+        """Queue lines and wait for their translations."""
+        start = time.monotonic()
+        try:
+            answer = self.batcher.submit(wanted, lines)
+            found = await awaited(request, answer, self.limits.answer_seconds)
+        except (QueueFullError, StoppedError) as error:
+            raise RefusedError(503, str(error), RETRY) from None
+        except DataError as error:
+            raise RefusedError(400, str(error)) from None
+        self.metrics.took(time.monotonic() - start)
+        return found
+
+    async def detect(self, request: Request) -> Response:
+        """Refuse to detect languages."""
+        raise RefusedError(501, "languages are not detected here: name the language of the text as source")
+
+    async def languages(self, request: Request) -> Response:
+        """Return the source languages, each with its targets."""
+        targets: dict[str, list[str]] = {}
+        for model in self.models:
+            known = targets.setdefault(model.source, [])
+            if model.target not in known:
+                known.append(model.target)
+        return JSONResponse([{"code": code, "name": code, "targets": names} for code, names in targets.items()])
+
+    async def described(self, request: Request) -> Response:
+        """Return the models for the page."""
+        return JSONResponse(
+            [
+                {
+                    "name": model.name,
+                    "engine": model.engine,
+                    "source": model.source,
+                    "target": model.target,
+                    "beam": model.config.decoding.beam,
+                    "aligns": model.aligns,
+                }
+                for model in self.models
+            ]
+        )
+
+    async def health(self, request: Request) -> Response:
+        """Return whether translations can be made."""
+        if not self.batcher.alive:
+            raise RefusedError(503, "the thread that translates has ended: start the service again")
+        return JSONResponse({"status": "ok"})
+
+    async def numbers(self, request: Request) -> Response:
+        """Return the metrics."""
+        text = self.metrics.text(self.batcher.waiting, self.batcher.translated)
+        return Response(text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def awaited(request: Request, answer: Future[list[Line]], seconds: float) -> list[Line]:
+    """Wait for an answer, and give it up when the client goes or the time is over."""
+    found = asyncio.wrap_future(answer)
+    gone = asyncio.ensure_future(disconnected(request))
+    try:
+        both: set[asyncio.Future[Any]] = {found, gone}
+        await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if found.done():
+            return found.result()
+        if gone.done():
+            raise ClientDisconnect
+        raise RefusedError(504, f"there was no translation within {seconds:g} seconds: send less at a time")
+    finally:
+        found.cancel()
+        gone.cancel()
+
+
+async def disconnected(request: Request) -> None:
+    """Wait until the client of a request whose body has been read goes away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def file_response(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint that sends a file of the page."""
+    content = (PAGE / name).read_bytes()
+
+    async def endpoint(request: Request) -> Response:
+        return Response(content, media_type=media_type)
+
+    return endpoint
+
+
+def error_response(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """Return an error in the shape of LibreTranslate's."""
+    return JSONResponse({"error": message}, status, headers)
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """Answer a request that is not as it should be."""
+    assert isinstance(error, RefusedError)
+    return error_response(error.status, str(error), error.headers)
+
+
+async def no_such_page(request: Request, error: Exception) -> Response:
+    """Answer a path or a method that does not exist."""
+    assert isinstance(error, HTTPException)
+    message = (
+        f"{request.method} {request.url.path} does not exist here: the service has POST /translate, GET /languages"
+    )
+    return error_response(error.status_code, message, dict(error.headers or {}))
+
+
+async def client_gone(request: Request, error: Exception) -> Response:
+    """End a request whose client does not read the answer."""
+    return PlainTextResponse("", GONE)
+
+
+async def failed(request: Request, error: Exception) -> Response:
+    """Answer after an error of the service, which is printed on stderr."""
+    return error_response(500, "the service failed; its own output says how")

@@ -1,0 +1,179 @@
+"""What a request asks for, from its fields: checked, and in lines."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from recipes.translation.serve.batching import Wanted
+from recipes.translation.serve.bodies import Limits, RefusedError
+from recipes.translation.serve.models import Line, Model
+
+T = TypeVar("T")
+IGNORED = ("api_key", "secret")
+"""Fields that LibreTranslate's clients send, and that mean nothing here."""
+
+
+@dataclass(frozen=True)
+class Translate:
+    """A request to translate texts, in the shape of LibreTranslate's clients."""
+
+    texts: list[str]
+    several: bool
+    """Whether the texts were given as a list, and are returned as one."""
+    wanted: Wanted
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the lines of all texts, without carriage returns at their ends."""
+        return [line.removesuffix("\r") for text in self.texts for line in text.split("\n")]
+
+    def answer(self, found: Sequence[Line]) -> dict[str, object]:
+        """Return the translations, each with the line breaks of its text."""
+        fields: dict[str, object] = {"translatedText": self._texts(found, 0)}
+        others = range(1, self.wanted.n_best)
+        if others and self.several:
+            of_each = zip(*[self._texts(found, rank) for rank in others], strict=True)
+            fields["alternatives"] = [list(one) for one in of_each]
+        elif others:
+            fields["alternatives"] = [self._texts(found, rank) for rank in others]
+        return fields
+
+    def _texts(self, found: Sequence[Line], rank: int) -> Any:
+        """Return the texts with the translation of this rank in each line, or the last of a line that has fewer."""
+        each = iter(found)
+        texts = []
+        for text in self.texts:
+            lines = []
+            for line in text.split("\n"):
+                translations = next(each).translations
+                end = "\r" * line.endswith("\r")
+                lines.append(translations[min(rank, len(translations) - 1)].text + end)
+            texts.append("\n".join(lines))
+        if self.several:
+            return texts
+        return texts[0]
+
+
+def translate_asked(fields: Mapping[str, object], models: Sequence[Model], limits: Limits) -> Translate:
+    """Return what the fields of `POST /translate` ask for; raise RefusedError for what is missing or wrong."""
+    check_names(fields, ("q", "source", "target", "format", "alternatives"))
+    q = fields.get("q")
+    several = isinstance(q, list)
+    if not several:
+        q = [q]
+    texts = strings(q)
+    if texts is None:
+        raise RefusedError(400, "q is the text to translate: send a string, or a list of strings")
+    if (form := fields.get("format", "text")) != "text":
+        raise RefusedError(400, f"format is {shown(form)}: only text is translated, not markup")
+    number = model_of(fields, models)
+    n_best = 1 + whole(fields, "alternatives", 0, 0, models[number].config.decoding.beam - 1)
+    asked = Translate(texts, several, Wanted(number, n_best))
+    check_size(asked.lines, limits)
+    return asked
+
+
+def lines_asked(fields: Mapping[str, object], models: Sequence[Model], limits: Limits) -> tuple[Wanted, list[str]]:
+    """Return what the fields of `POST /lines` ask for; raise RefusedError for what is missing or wrong."""
+    check_names(fields, ("model", "lines", "n_best", "links"))
+    lines = strings(fields.get("lines"))
+    if lines is None:
+        raise RefusedError(400, "lines are what to translate: send a list of strings")
+    if any("\n" in line for line in lines):
+        raise RefusedError(400, "one of the lines has a line break: send the lines one by one")
+    links = fields.get("links", False)
+    if not isinstance(links, bool):
+        raise RefusedError(400, f"links is {shown(links)}: send true or false")
+    model = whole(fields, "model", 0, 0, len(models) - 1)
+    n_best = whole(fields, "n_best", 1, 1, models[model].config.decoding.beam)
+    check_size(lines, limits)
+    return Wanted(model, n_best, links), lines
+
+
+def lines_answer(lines: Sequence[str], found: Sequence[Line]) -> dict[str, object]:
+    """Return the translations of each line, its words and those of the best translation, and their links."""
+    return {
+        "lines": [
+            {
+                "translations": [translation._asdict() for translation in one.translations],
+                "source_words": line.split(),
+                "target_words": one.translations[0].text.split(),
+                "links": one.links,
+            }
+            for line, one in zip(lines, found, strict=True)
+        ]
+    }
+
+
+def strings(value: object) -> list[str] | None:
+    """Return a list of strings as such; None for anything else."""
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        return None
+    return value
+
+
+def model_of(fields: Mapping[str, object], models: Sequence[Model]) -> int:
+    """Return the number of the first model that translates between the languages of the request."""
+    source = language(fields, "source", lambda: sorted({model.source for model in models}))
+    if source == "auto":
+        raise RefusedError(400, "source is auto, and languages are not detected here: name the language of the text")
+    target = language(fields, "target", lambda: sorted({model.target for model in models}))
+    for number, model in enumerate(models):
+        if (model.source, model.target) == (source, target):
+            return number
+    pairs = ", ".join(sorted({f"{model.source} to {model.target}" for model in models}))
+    raise RefusedError(400, f"{shown(source)} to {shown(target)} is not supported: the models here translate {pairs}")
+
+
+def language(fields: Mapping[str, object], name: str, known: Callable[[], list[str]]) -> str:
+    """Return a language of the request."""
+    found = fields.get(name)
+    if not isinstance(found, str) or not found:
+        raise RefusedError(400, f"{name} is missing: name a language, one of {', '.join(known())}")
+    return found
+
+
+def whole(fields: Mapping[str, object], name: str, default: int, least: int, most: int) -> int:
+    """Return a whole number of the request; a form has it as text."""
+    found = fields.get(name, default)
+    if isinstance(found, str) and found.isascii() and found.isdecimal() and len(found) < 10:
+        found = int(found)
+    if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= most:
+        raise RefusedError(400, f"{name} is {shown(found)}: send a whole number from {least} to {most}")
+    return found
+
+
+def shown(value: object) -> str:
+    """Return a value as it is shown in an error: not all of a long one."""
+    text = ascii(value)
+    if len(text) > 60:
+        text = text[:60] + "..."
+    return text
+
+
+def check_names(fields: Mapping[str, object], known: Sequence[str]) -> None:
+    """Raise RefusedError for a field that has no meaning, with the nearest that has one."""
+    for name in fields:
+        if name in known or name in IGNORED:
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = "the fields are " + ", ".join(known)
+        if near:
+            hint = f"did you mean {near[0]}?"
+        raise RefusedError(400, f"unknown field {shown(name)}; {hint}")
+
+
+def check_size(lines: Sequence[str], limits: Limits) -> None:
+    """Raise RefusedError for more text than a request may have."""
+    if len(lines) > limits.lines:
+        raise RefusedError(
+            413, f"the text has {len(lines):,} lines, and at most {limits.lines:,} are translated at a time"
+        )
+    characters = sum(map(len, lines))
+    if characters > limits.characters:
+        raise RefusedError(
+            413, f"the text has {characters:,} characters, and at most {limits.characters:,} are translated at a time"
+        )

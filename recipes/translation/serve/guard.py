@@ -1,0 +1,93 @@
+"""What every request passes: the check of its host, the limit of requests at a time, and headers for safety."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Set
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from recipes.translation.serve.bodies import Limits
+from recipes.translation.serve.metrics import Metrics
+
+SAFETY = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Headers of every answer: the page loads its own files and speaks to its own server, and nothing else."""
+
+
+class Guard:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Set[str], limits: Limits, loopback: bool) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.paths = paths
+        self.limits = limits
+        self.loopback = loopback
+        self.present = 0
+        """Requests that are being answered."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or have the application answer it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_safely(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.count(self.path(scope), message["status"])
+                MutableHeaders(scope=message).update(SAFETY)
+            await send(message)
+
+        app = self.refusal(Headers(scope=scope).get("host", "")) or self.app
+        self.present += 1
+        try:
+            await app(scope, receive, send_safely)
+        finally:
+            self.present -= 1
+
+    def refusal(self, host: str) -> JSONResponse | None:
+        """Return why a request is not answered; None if it is."""
+        if self.loopback and not is_local(name_of(host)):
+            # Another site's name that was made to mean this machine ("DNS rebinding")
+            return error(421, "this service is for this machine alone: call it localhost, 127.0.0.1 or [::1]")
+        if self.present >= self.limits.requests:
+            message = f"{self.present:,} requests are being answered, which is the limit: try again in a moment"
+            return error(503, message, {"Retry-After": "1"})
+        return None
+
+    def path(self, scope: Scope) -> str:
+        """Return a request's path as it is counted: those that do not exist are one."""
+        if scope["path"] in self.paths:
+            return str(scope["path"])
+        return "other"
+
+
+def name_of(host: str) -> str:
+    """Return the name of a Host header, without the port."""
+    name, colon, port = host.rpartition(":")
+    if colon and (port.isdecimal() or not port):
+        return name.lower()
+    return host.lower()
+
+
+def is_local(name: str) -> bool:
+    """Return whether a name can mean nothing but this machine."""
+    try:
+        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+def error(status: int, message: str, headers: dict[str, Any] | None = None) -> JSONResponse:
+    """Return an error before the request's body is read."""
+    return JSONResponse({"error": message}, status, {"Connection": "close", **(headers or {})})

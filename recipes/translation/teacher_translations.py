@@ -1,0 +1,122 @@
+"""A teacher's translations of training sentences, in text files that are continued where they were interrupted.
+
+<folder>/<name>.source.txt   the sentences, one a line
+<folder>/<name>.target.txt   their translations, in blocks of BLOCK lines
+<folder>/<name>.json         all that they are made from: written before the first translation
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from recipes.translation.atomic_folder import writing_to
+from recipes.translation.processes.ranks import ALONE, Ranks
+from recipes.translation.run_folder.checkpoint import Translator, fingerprint, tensors_of
+from recipes.translation.translate import translate
+
+BLOCK = 1_000
+"""Sentences that are translated between two writes: an interruption loses at most these."""
+PATIENCE = 10.0
+"""Seconds between two lines of progress."""
+
+
+def write_translations(
+    teacher: Translator, sources: Sequence[str], folder: Path, name: str, *, tag: str = "", ranks: Ranks = ALONE
+) -> tuple[Path, Path]:
+    """Translate `sources` by the teacher's own settings of decoding; return the files of sources and translations.
+
+    `tag` is put in front of each sentence that is translated, not in the file. Translations that are there already are
+    kept if they are made of the same: these sentences, this teacher and its settings. Otherwise they are replaced.
+
+    Every rank must call it with the same arguments; each translates some of the sentences, and rank 0 writes.
+    """
+    lines = [" ".join(sentence.splitlines()) for sentence in sources]
+    made_from = origin(teacher, lines, tag)
+    paths = [folder / f"{name}.{what}" for what in ("source.txt", "target.txt", "json")]
+    source, target, _ = paths
+    done = ranks.run_on_main(lambda: begun(paths, lines, made_from))
+    if done == len(lines):
+        print(f"[distil] {target}: {done:,} translations reused", flush=True)
+        return source, target
+    if done:
+        print(f"[distil] {target}: going on after {done:,} translations", flush=True)
+    start = time.monotonic()
+    said = start
+    for first in range(done, len(lines), BLOCK):
+        block = [f"{tag} {line}".lstrip() for line in lines[first : first + BLOCK]]
+        found = translate(teacher, block, teacher.config.decoding, ranks)
+        ranks.run_on_main(lambda found=found: append(target, found))  # type: ignore[misc]
+        now = time.monotonic()
+        finished = first + len(block)
+        if now - said >= PATIENCE or finished == len(lines):
+            said = now
+            rate = (finished - done) / max(now - start, 1e-9)
+            left = (len(lines) - finished) / rate
+            print(
+                f"[distil] {target}: {finished:,}/{len(lines):,} sentences, {rate:,.1f} a second, {left / 60:,.1f} "
+                "minutes left",
+                flush=True,
+            )
+    return source, target
+
+
+def origin(teacher: Translator, lines: Sequence[str], tag: str) -> dict[str, Any]:
+    """Return everything that determines the translations, as JSON."""
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(f"{line}\n".encode())
+    return {
+        "sources": digest.hexdigest(),
+        "tag": tag,
+        "weights": fingerprint(tensors_of(teacher.model)),
+        "subwords": [teacher.source.digest, teacher.target.digest],
+        "placeholders": sorted(teacher.config.subwords.placeholders),
+        "lowercase": teacher.config.subwords.lowercase,
+        "decoding": asdict(teacher.config.decoding),
+        "longest": teacher.config.training.max_length,
+    }
+
+
+def begun(paths: Sequence[Path], lines: Sequence[str], made_from: dict[str, Any]) -> int:
+    """Return how many translations can be kept, after removing what cannot: all lines, or whole blocks of them."""
+    source, target, record = paths
+    with writing_to(source):
+        source.parent.mkdir(parents=True, exist_ok=True)
+        if _recorded(record) != made_from:
+            record.unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
+            source.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
+            unfinished = record.with_name(f"{record.name}.unfinished")
+            unfinished.write_text(json.dumps(made_from, indent=2) + "\n", encoding="utf-8")
+            os.replace(unfinished, record)
+        target.touch()
+        # What follows the last newline is no whole line
+        written = target.read_bytes().split(b"\n")[:-1]
+        kept = min(len(written), len(lines))
+        if kept < len(lines):
+            kept -= kept % BLOCK
+        os.truncate(target, sum(len(line) + 1 for line in written[:kept]))
+    return kept
+
+
+def _recorded(record: Path) -> object:
+    """Return what the translations are made from; None if it is not known."""
+    try:
+        return json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def append(target: Path, translations: Sequence[str]) -> None:
+    """Add translations to their file, and flush it to the disk."""
+    with writing_to(target), target.open("ab") as file:
+        file.write("".join(f"{text}\n" for text in translations).encode())
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,79 @@
+"""What `resources.jsonl` says of a run: the machine it runs on, the seconds of its steps, and the memory they take.
+
+These numbers differ between two runs that are equal in everything else, which is why they are not in `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("seqpar", "torch", "numpy", "sentencepiece", "sacrebleu")
+
+
+def hardware(devices: Sequence[torch.device], processes: int) -> dict[str, object]:
+    """Return the system, the processor, the cores, the accelerators of this process, and the number of processes."""
+    names = [torch.cuda.get_device_name(device) for device in devices if device.type == "cuda"]
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory (GiB)": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "accelerators": ", ".join(names) or "none",
+        "processes": processes,
+    }
+
+
+def software() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide a run's numbers."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    found["torch"] = torch.__version__  # with the build, which the package's version may leave out
+    return found
+
+
+def started_by() -> dict[str, str]:
+    """Return the command of this process and the time in UTC."""
+    return {
+        "command": shlex.join(sys.orig_argv),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+    }
+
+
+def peak_memory(devices: Sequence[torch.device]) -> dict[str, int]:
+    """Return the most bytes so far by device: allocated tensors on CUDA, the process's resident set on the CPU."""
+    found = {"cpu": _peak_resident_set()}
+    for device in devices:
+        if device.type == "cuda":
+            found[str(device)] = torch.cuda.max_memory_allocated(device)
+    return found
+
+
+def _peak_resident_set() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":
+        return peak
+    return 1024 * peak  # Linux counts in KiB
+
+
+def _processor() -> str:
+    """Return the name of the processor; on Linux `platform` does not know it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,157 @@
+"""Trackers: TensorBoard, Weights & Biases and trackio, which get every number that `metrics.jsonl` gets.
+
+None is used unless `training.trackers` names it. A run is one run of a tracker, however often it is stopped and
+resumed: `trackers.json` keeps the name by which it is found again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from recipes.translation.atomic_folder import writing_to
+from recipes.translation.run_folder.resume import flat
+from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.training.progress import read_metrics
+
+PROJECT = "seqpar"
+"""The project of wandb and trackio, where WANDB_PROJECT or TRACKIO_PROJECT does not name another one."""
+
+
+class Tracker(Protocol):
+    """Where numbers go."""
+
+    def log(self, values: Mapping[str, object]) -> None:
+        """Send a record of `metrics.jsonl`."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+class TensorBoard:
+    """Event files in `<run>/tensorboard`."""
+
+    def __init__(self, run: Path, resumed_at: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None
+        if resumed_at is not None:  # what a killed process wrote of later steps does not count
+            purge = resumed_at + 1
+        self.writer = SummaryWriter(run / "tensorboard", purge_step=purge)
+
+    def log(self, values: Mapping[str, object]) -> None:
+        step = values["step"]
+        for name, number in numbers(values).items():
+            self.writer.add_scalar(name, number, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Logged:
+    """A run of wandb or trackio, whose objects are alike."""
+
+    def __init__(self, run: Any, sent: set[tuple[int, bool]]) -> None:
+        """Log to `run`, except what an earlier process of the same run has `sent`."""
+        self.run = run
+        self.sent = sent
+
+    def log(self, values: Mapping[str, object]) -> None:
+        if _mark(values) not in self.sent:
+            self.run.log(numbers(values), step=values["step"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def check_installed(names: Iterable[str]) -> None:
+    """Raise ConfigError unless the packages of these trackers are installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise ConfigError(f"training.trackers: {name} is not installed: pip install {name}")
+
+
+def open_trackers(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
+    """Begin the trackers of `training.trackers`, or go on with those of the run that resumes after a step.
+
+    It must be called before `metrics.jsonl` is cut at that step. Raises ConfigError for a tracker that cannot begin, as
+    wandb without a key.
+    """
+    names = list(dict.fromkeys(config.training.trackers))
+    if not names:
+        return []
+    run = Path(config.run)
+    path = run / "trackers.json"
+    known: dict[str, Any] = {"id": uuid.uuid4().hex[:12], "begun": []}
+    if resumed_at is not None and path.exists():
+        known = json.loads(path.read_text(encoding="utf-8"))
+    found: list[Tracker] = []
+    for name in names:
+        try:
+            if name == "tensorboard":
+                found.append(TensorBoard(run, resumed_at))
+            elif name == "wandb":
+                found.append(Logged(_wandb_run(config, known["id"]), _sent(run, name in known["begun"], resumed_at)))
+            else:
+                found.append(Logged(_trackio_run(config, known["id"]), _sent(run, name in known["begun"], resumed_at)))
+        except Exception as error:  # each package has errors of its own
+            raise ConfigError(f"training.trackers: {name} does not begin: {type(error).__name__}: {error}") from error
+    known["begun"] = sorted({*known["begun"], *names})
+    with writing_to(path):
+        path.write_text(json.dumps(known) + "\n", encoding="utf-8")
+    return found
+
+
+def numbers(values: Mapping[str, object]) -> dict[str, float]:
+    """Return the numbers of a record, without its step."""
+    return {
+        name: value
+        for name, value in values.items()
+        if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
+def _wandb_run(config: RunConfig, name: str) -> Any:
+    import wandb
+
+    return wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        id=name,
+        name=Path(config.run).name,
+        dir=config.run,
+        config=flat(config),
+        resume="allow",
+    )
+
+
+def _trackio_run(config: RunConfig, name: str) -> Any:
+    import trackio
+
+    return trackio.init(
+        project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+        # Found again by its name, which therefore must not be that of another folder's run
+        name=f"{Path(config.run).name}-{name}",
+        config=flat(config),
+        resume="allow",
+        embed=False,
+        auto_log_cpu=False,
+        auto_log_gpu=False,
+    )
+
+
+def _sent(run: Path, begun: bool, resumed_at: int | None) -> set[tuple[int, bool]]:
+    """Return the marks of the records that a killed process has sent and that will be made again."""
+    path = run / "metrics.jsonl"
+    if not begun or resumed_at is None or not path.exists():
+        return set()
+    return {_mark(record) for record in read_metrics(path) if record["step"] > resumed_at}
+
+
+def _mark(values: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return what tells a record from the others: its step, and whether it is of a validation."""
+    return values["step"], "valid_loss" in values

@@ -1,0 +1,343 @@
+"""The decoder-only model: packed pairs against each pair alone in torch's layers, and searches against plain ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import seqpar
+from models import (
+    DecoderOnlyConfig,
+    ForcedPrefixes,
+    MinimumLength,
+    NoRepeatedNgrams,
+    Phrase,
+    beam_search,
+    constrained_beam_search,
+    greedy,
+    make_decoder_only,
+    padding_mask,
+    sample,
+)
+from models.alignment import attention_weights
+from models.decoder_only import DecoderOnly
+from models.sequence_packing import own_cells_mask, pack
+from models.sharding import split_time_steps
+from seqpar.testing import assert_same_results
+from seqpar.testing.ranks import ranks
+from tests.models.examples import BOS, EOS, PAD, small_transformer
+from tests.models.plain_search import every_hypothesis, plain_beam_search, same
+
+TINY = DecoderOnlyConfig(d_model=16, d_ff=24, heads=4, decoder_layers=2, dropout=0.0, norm="pre", tie="all")
+VOCAB = 9
+
+
+def model_of(seed: int = 0, spread: float = 1.0, vocab: int = VOCAB, **changes: object) -> DecoderOnly:
+    """A float64 model; biases and norms are random, since at their initial values they would hide mistakes."""
+    torch.manual_seed(seed)
+    model = make_decoder_only(replace(TINY, **changes), vocab, PAD).double()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            parameter.mul_(spread)
+    return model
+
+
+def padded(rows: list[list[int]], more: int = 0, left: bool = False) -> Tensor:
+    width = max(map(len, rows)) + more
+    padding = [[PAD] * (width - len(row)) for row in rows]
+    return torch.tensor([pad + row if left else row + pad for row, pad in zip(rows, padding, strict=True)])
+
+
+def alone(model: DecoderOnly, source: list[int], target: list[int]) -> Tensor:
+    """Hidden states of the target, by torch's own encoder layers on one unpadded sequence."""
+    tokens = torch.tensor([*source, *target])
+    d_model = model.generator.in_features
+    positions = torch.tensor(
+        [
+            [
+                (math.cos if index % 2 else math.sin)(place / 10_000 ** (index // 2 * 2 / d_model))
+                for index in range(d_model)
+            ]
+            for place in range(len(tokens))
+        ],
+        dtype=torch.float64,
+    )
+    x = (model.tgt_embed.lookup.weight[tokens] * d_model**0.5 + positions)[None]
+    after = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
+    for layer in model.decoder.layers:
+        attention, feed_forward, (first, second) = layer.self_attention, layer.feed_forward, layer.residuals
+        plain = nn.TransformerEncoderLayer(
+            d_model,
+            attention.heads,
+            feed_forward.inner.out_features,
+            dropout=0.0,
+            batch_first=True,
+            norm_first=first.pre,
+            dtype=torch.float64,
+        )
+        weights = {
+            "self_attn.in_proj_weight": torch.cat((attention.query.weight, attention.key_value.weight)),
+            "self_attn.in_proj_bias": torch.cat((attention.query.bias, attention.key_value.bias)),
+        }
+        modules = {
+            "self_attn.out_proj": attention.output,
+            "linear1": feed_forward.inner,
+            "linear2": feed_forward.outer,
+            "norm1": first.norm,
+            "norm2": second.norm,
+        }
+        weights |= {f"{name}.{what}": getattr(module, what) for name, module in modules.items() for what in WHAT}
+        x = functional_call(plain, weights, (x,), {"src_mask": after})
+    hidden: Tensor = model.decoder.norm(x)[0, len(source) :]
+    return hidden
+
+
+WHAT = ("weight", "bias")
+
+
+def result(total: Tensor, model: DecoderOnly) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """A loss and its gradients by name."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(total, parameters, allow_unused=True)
+    return total.detach(), dict(zip(names, found, strict=True))
+
+
+TOKENS = st.lists(st.integers(3, VOCAB - 1), max_size=6)
+PAIRS = st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=5)
+
+
+@given(
+    pairs=PAIRS,
+    row=st.integers(1, 40),
+    more=st.integers(0, 2),
+    left=st.booleans(),
+    norm=st.sampled_from(["pre", "post"]),
+    tie=st.sampled_from(["none", "all"]),
+    chunk=st.sampled_from([None, 1, 3]),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None)
+def test_the_loss_of_packed_pairs_is_that_of_each_pair_alone(
+    pairs: list[tuple[list[int], list[int]]],
+    row: int,
+    more: int,
+    left: bool,
+    norm: str,
+    tie: str,
+    chunk: int | None,
+    seed: int,
+) -> None:
+    model = model_of(seed, norm=norm, tie=tie)
+    model.row = row
+    expected = torch.zeros((), dtype=torch.float64)
+    for source, target in pairs:
+        logits = model.generator(alone(model, [*source, EOS], [BOS, *target]))
+        expected = expected + F.cross_entropy(logits, torch.tensor([*target, EOS]), reduction="sum")
+    wanted = result(expected, model)
+
+    src = padded([[*source, EOS] for source, _ in pairs], more, left)
+    tgt_in = padded([[BOS, *target] for _, target in pairs], more)
+    tgt_out = padded([[*target, EOS] for _, target in pairs], more)
+    criterion = seqpar.CrossEntropy(ignore_index=PAD)
+    loss = seqpar.LossCompute(model.generator, criterion, chunk_tokens=chunk)(model(src, tgt_in), tgt_out)
+    assert int(loss.tokens) == sum(len(target) + 1 for _, target in pairs)
+    assert_same_results(result(loss.total, model), wanted)
+
+
+@given(lengths=st.lists(st.integers(1, 12), max_size=20), width=st.integers(1, 30))
+def test_packed_sequences_lie_in_rows_without_overlap(lengths: list[int], width: int) -> None:
+    places = pack(lengths, width)
+    taken: list[int] = []
+    for start, length in zip(places.starts, lengths, strict=True):
+        assert start // places.width == (start + length - 1) // places.width
+        taken += range(start, start + length)
+    assert len(set(taken)) == len(taken)
+    if lengths:
+        assert places.width < sum(lengths) / places.rows + max(lengths)
+        assert places.rows <= len(lengths)
+
+
+@pytest.mark.parametrize("longest", [40, 60, 140, 300])
+def test_rows_are_all_but_full(longest: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [longest, *torch.randint(8, 40, (199,), generator=generator).tolist()]
+    places = pack(lengths, 128)
+    assert sum(lengths) / (places.rows * places.width) > 0.93
+    assert places.width < 128 + longest
+    alike = torch.randint(30, 40, (60,), generator=generator).tolist()  # as in a batch of the recipe
+    places = pack(alike, 128)
+    assert sum(alike) / (places.rows * places.width) > 0.97
+
+
+def test_rows_are_never_fuller_of_padding_than_one_for_each_long_sequence() -> None:
+    lengths = list(range(100, 140, 2))
+    places = pack(lengths, 128)
+    assert places.rows * places.width <= len(lengths) * max(lengths)
+
+
+def test_a_cell_attends_to_earlier_cells_of_its_own_sequence_alone() -> None:
+    mask = own_cells_mask(torch.tensor([[0, 0, 1, 1, -1], [2, -1, -1, -1, -1]]))
+    seen = [[row.nonzero().flatten().tolist() for row in rows[0]] for rows in mask]
+    assert seen == [[[0], [0, 1], [2], [2, 3], [4]], [[0], [1], [1, 2], [1, 2, 3], [1, 2, 3, 4]]]
+
+
+def test_what_another_pair_of_the_row_says_changes_no_bit() -> None:
+    model = model_of()
+    src, tgt = torch.tensor([[3, 4, EOS], [5, EOS, PAD]]), torch.tensor([[BOS, 6], [BOS, 7]])
+    other, other_tgt = src.clone(), tgt.clone()
+    other[0, 0] = 8
+    other_tgt[0, 1] = 8
+    assert torch.equal(model(src, tgt)[1], model(other, other_tgt)[1])
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_decoding_step_by_step_and_at_once_are_the_packed_forward(left: bool) -> None:
+    model = model_of(spread=2.0)
+    src = padded([[3, 4, 5, EOS], [6, EOS], [7, 8, EOS]], left=left)
+    tgt = torch.tensor([[BOS, 5, 6, 7], [BOS, 8, 8, 4], [BOS, 3, 3, 3]])
+    mask = padding_mask(src, PAD)
+    expected = model(src, tgt)
+    torch.testing.assert_close(model.decode(model.encode(src), mask, tgt), expected, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        memory = model.encode(src)
+        cache = model.decoder.empty_cache()
+        steps = [model.decode(memory, mask, tgt[:, some], cache=cache) for some in ([0], [1, 2], [3])]
+    assert cache.length == 4
+    torch.testing.assert_close(torch.cat(steps, 1), expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_go_through_encode_and_decode_as_through_the_packed_forward() -> None:
+    model = model_of()
+    src, tgt = padded([[3, 4, 5, EOS], [6, EOS]]), torch.tensor([[BOS, 5], [BOS, 8]])
+    factors = torch.randn(2, 2, 16, dtype=torch.float64)
+    in_steps = model.decode(model.encode(src), padding_mask(src, PAD), tgt)
+    assert_same_results(result((in_steps * factors).sum(), model), result((model(src, tgt) * factors).sum(), model))
+
+
+SOURCES = [[3, 4, 5, 6, EOS], [6, EOS], [7, 3, EOS], [8, 8, 4, EOS]]
+
+
+@given(
+    seed=st.integers(0, 99), beam=st.integers(1, 4), alpha=st.sampled_from([0.0, 0.6, 1.0]), members=st.integers(1, 2)
+)
+@settings(deadline=None, max_examples=12)
+def test_the_search_is_the_plain_one_of_each_sentence(seed: int, beam: int, alpha: float, members: int) -> None:
+    models = [model_of(seed + member, spread=2.0) for member in range(members)]
+    found = beam_search(
+        models, padded(SOURCES), bos=BOS, eos=EOS, beam=beam, n_best=beam, length_penalty=alpha, max_length=5
+    )
+    same(found, [plain_beam_search(models, source, beam, beam, alpha, 5) for source in SOURCES])
+
+
+def test_a_wide_beam_finds_the_best_of_all_translations() -> None:
+    model = model_of(3, spread=2.0, vocab=6)
+    sources = [[3, 4, 5, EOS], [5, EOS]]
+    found = beam_search(model, padded(sources), bos=BOS, eos=EOS, beam=60, length_penalty=0.6, n_best=3, max_length=4)
+    same(found, [every_hypothesis(model, source, 4, 0.6)[:3] for source in sources])
+
+
+def test_every_search_gives_a_sentence_what_it_gives_it_alone() -> None:
+    model = model_of(5, spread=2.5)
+    more: dict[str, int] = {"bos": BOS, "eos": EOS}
+    rules = [MinimumLength(2, EOS), NoRepeatedNgrams(2)]
+    phrases = [[Phrase([4, 4])], [], [Phrase([5])], []]
+    prefixes = [[4], [], [5, 6], []]
+    together = (
+        greedy(model, padded(SOURCES), rules=rules, **more),
+        beam_search(model, padded(SOURCES), beam=3, rules=[ForcedPrefixes(prefixes)], **more),
+        sample(model, padded(SOURCES), seeds=[1, 2, 3, 4], samples=2, top_k=4, **more),
+        constrained_beam_search(model, padded(SOURCES), phrases, beam=6, **more),
+    )
+    for number, source in enumerate(SOURCES):
+        src = torch.tensor([source])
+        single = (
+            greedy(model, src, rules=rules, **more),
+            beam_search(model, src, beam=3, rules=[ForcedPrefixes([prefixes[number]])], **more),
+            sample(model, src, seeds=[number + 1], samples=2, top_k=4, **more),
+            constrained_beam_search(model, src, [phrases[number]], beam=6, **more),
+        )
+        assert together[0][number] == single[0][0]
+        for many, one in zip(together[1:], single[1:], strict=True):
+            same([many[number]], one[:1])  # type: ignore[arg-type]
+    tokens = together[3][0][0].tokens
+    assert [4, 4] in [tokens[place : place + 2] for place in range(len(tokens))]
+
+
+def test_it_translates_in_an_ensemble_with_an_encoder_decoder() -> None:
+    models = [model_of(1, spread=2.0), small_transformer(2, VOCAB, spread=2.0)]
+    found = beam_search(models, padded(SOURCES), bos=BOS, eos=EOS, beam=2, max_length=4)
+    same(found, [plain_beam_search(models, source, 2, 1, 0.6, 4) for source in SOURCES])
+
+
+def test_the_loss_over_replicas_is_the_plain_loss() -> None:
+    model = model_of()
+    src, tgt = padded([[3, 4, EOS], [5, EOS], [EOS]]), padded([[BOS, 5, 6], [BOS, 8], [BOS, 4]])
+    target = padded([[5, 6, EOS], [8, EOS], [4, EOS]])
+    criterion = seqpar.LabelSmoothing(0.1, "torch", ignore_index=PAD)
+    hidden = seqpar.DataParallel(model, ["cpu", "cpu"], gather_outputs=False)(src, tgt)
+    seqpar.LossCompute(model.generator, criterion, ["cpu", "cpu"], chunk_tokens=2)(hidden, target).total.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    logits = model.generator(model(src, tgt)).flatten(0, 1)
+    F.cross_entropy(logits, target.flatten(), ignore_index=PAD, reduction="sum", label_smoothing=0.1).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_an_empty_batch_and_a_source_of_padding_alone_are_computed() -> None:
+    model = model_of()
+    nothing = torch.zeros(0, 3, dtype=torch.long)
+    assert model(nothing, nothing).shape == (0, 3, 16)
+    src, tgt = torch.tensor([[PAD, PAD, PAD], [3, 4, EOS]]), torch.tensor([[BOS, 3], [BOS, 4]])
+    torch.testing.assert_close(model(src, tgt)[0], alone(model, [PAD], [BOS, 3]), rtol=1e-12, atol=1e-12)
+    step = model.decode(model.encode(src), padding_mask(src, PAD), tgt)
+    torch.testing.assert_close(step, model(src, tgt), rtol=1e-12, atol=1e-12)
+
+
+def test_a_start_symbol_that_is_padding_is_a_token() -> None:
+    model = model_of()
+    src, tgt = torch.tensor([[3, 4, EOS], [5, EOS, PAD]]), torch.tensor([[PAD, 3, PAD], [PAD, PAD, PAD]])
+    hidden = model(src, tgt)
+    torch.testing.assert_close(hidden[0, :2], alone(model, [3, 4, EOS], [PAD, 3]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(hidden[1, :1], alone(model, [5, EOS], [PAD]), rtol=1e-12, atol=1e-12)
+
+
+def split_over(rank: int, world: int) -> str:
+    with pytest.raises(ValueError, match="time steps") as caught:
+        split_time_steps(model_of(), dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_its_time_steps_are_never_split() -> None:
+    message = "a decoder-only model packs several pairs into a row, whose time steps are not split"
+    assert ranks(2, split_over) == [message] * 2
+
+
+def test_what_it_cannot_obey_is_refused() -> None:
+    model = model_of()
+    src, tgt = torch.tensor([[3, EOS]]), torch.tensor([[BOS, 4]])
+    with pytest.raises(ValueError, match=r"tgt_mask was given, but every token .* attends to those before it"):
+        model(src, tgt, None, torch.ones(1, 1, 2, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"src_mask has shape \(1, 1, 2, 2\), not \(batch, 1, 1, source time\)"):
+        model(src, tgt, torch.ones(1, 1, 2, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match="src has 1 sentences, tgt 2"):
+        model(src, tgt.expand(2, 2))
+    with pytest.raises(ValueError, match="a Transformer's decoder, and the model has a CausalDecoder"):
+        attention_weights(model, src, tgt)
+    with pytest.raises(ValueError, match="heads 3"):
+        replace(TINY, heads=3)
+    with pytest.raises(ValueError, match="decoder_layers is 0, below 1"):
+        replace(TINY, decoder_layers=0)
+    with pytest.raises(ValueError, match=r"pad is 9, outside \[0, 9\)"):
+        make_decoder_only(TINY, 9, 9)

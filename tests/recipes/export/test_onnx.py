@@ -1,0 +1,223 @@
+"""A model as ONNX graphs, run by ONNX Runtime, computes what it does in torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy
+import onnx
+import onnxruntime
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from models import (
+    EncoderDecoder,
+    RecurrentConfig,
+    TransformerConfig,
+    default_limit,
+    greedy,
+    make_recurrent,
+    make_transformer,
+)
+from recipes.translation.data.batches import padded
+from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.export import onnx_graph, onnx_model, onnx_transformer
+from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
+from recipes.translation.settings.config import ConfigError, ModelConfig
+from tests.recipes.random_translator import random_translator
+
+VOCAB = 30
+DOCUMENT = Path(__file__).parents[3] / "docs/export.md"
+
+
+def transformer(**changes: Any) -> EncoderDecoder:
+    settings: dict[str, Any] = {"d_model": 16, "d_ff": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 3}
+    target = VOCAB if changes.get("tie", "all") == "all" else VOCAB + 7
+    return noisy(make_transformer(TransformerConfig(**{**settings, **changes}), VOCAB, target, pad=PAD))
+
+
+def recurrent(encoder_layers: int, decoder_layers: int) -> EncoderDecoder:
+    return noisy(make_recurrent(RecurrentConfig(16, encoder_layers, decoder_layers), VOCAB, VOCAB, pad=PAD))
+
+
+def noisy(model: EncoderDecoder) -> EncoderDecoder:
+    """Weights so large that every part of the model has a say, biases and norms too."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
+
+
+class Exported:
+    """The graphs in ONNX Runtime."""
+
+    def __init__(self, model: EncoderDecoder, folder: Path) -> None:
+        graphs = onnx_model.graphs_of(model)
+        for graph in (graphs.encoder, graphs.decoder):
+            graph.save(folder)
+            onnx.checker.check_model(folder / f"{graph.name}.onnx", full_check=True)
+        self.state = graphs.state
+        self.memory = [value.name for value in graphs.encoder.outputs]
+        self.encoder, self.decoder = (session(folder / f"{name}.onnx") for name in ("encoder", "decoder"))
+
+    def log_probabilities(self, src: Tensor, tgt: Tensor) -> Tensor:
+        """Feed the target token by token: (B, T, V)."""
+        held = dict(zip(self.memory, self.encoder.run(None, {"source": src.numpy()}), strict=True))
+        steps = []
+        for step in range(tgt.size(1)):
+            scores, *state = self.decoder.run(None, {"token": tgt[:, step].numpy(), **held})
+            held.update(zip(self.state, state, strict=True))
+            steps.append(torch.from_numpy(scores))
+        return torch.stack(steps, 1)
+
+
+def session(path: Path) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(path, options)
+
+
+def in_torch(model: EncoderDecoder, src: Tensor, tgt: Tensor) -> Tensor:
+    with torch.no_grad():
+        scores: Tensor = model.generator(model(src, tgt)).log_softmax(-1)
+    return scores
+
+
+def sentences(lengths: list[int], steps: int) -> tuple[Tensor, Tensor]:
+    """Sources of these lengths, 0 for padding alone, and targets."""
+    src = torch.full((len(lengths), max(1, *lengths)), PAD)
+    for row, length in enumerate(lengths):
+        src[row, :length] = torch.randint(4, VOCAB, (length,))
+    tgt = torch.randint(4, VOCAB, (len(lengths), steps))
+    tgt[:, 0] = BOS
+    return src, tgt
+
+
+MODELS = {
+    "pre-norm, all tied": lambda: transformer(norm="pre", tie="all"),
+    "pre-norm, target tied": lambda: transformer(norm="pre", tie="target"),
+    "post-norm, all tied": lambda: transformer(norm="post", tie="all"),
+    "post-norm, nothing tied": lambda: transformer(norm="post", tie="none"),
+    "LSTM": lambda: recurrent(1, 1),
+    "LSTM of several layers": lambda: recurrent(2, 3),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[EncoderDecoder, Exported]:
+    model = MODELS[request.param]()
+    return model, Exported(model, tmp_path_factory.mktemp("onnx"))
+
+
+@settings(max_examples=20)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=5), steps=st.integers(1, 9), seed=st.integers(0, 2**31)
+)
+def test_every_step_has_the_log_probabilities_of_the_whole_target_in_torch(
+    both: tuple[EncoderDecoder, Exported], lengths: list[int], steps: int, seed: int
+) -> None:
+    model, exported = both
+    torch.manual_seed(seed)
+    src, tgt = sentences(lengths, steps)
+    torch.testing.assert_close(exported.log_probabilities(src, tgt), in_torch(model, src, tgt), rtol=0, atol=1e-4)
+
+
+def test_no_length_is_too_long(both: tuple[EncoderDecoder, Exported]) -> None:
+    model, exported = both
+    torch.manual_seed(1)
+    src, tgt = sentences([700, 3], 300)
+    torch.testing.assert_close(exported.log_probabilities(src, tgt), in_torch(model, src, tgt), rtol=0, atol=1e-4)
+
+
+def test_rows_may_be_repeated_and_reordered_as_beams_are(both: tuple[EncoderDecoder, Exported]) -> None:
+    model, exported = both
+    src, tgt = sentences([5, 9], 3)
+    held = dict(zip(exported.memory, exported.encoder.run(None, {"source": src.numpy()}), strict=True))
+    _, *state = exported.decoder.run(None, {"token": tgt[:, 0].numpy(), **held})
+    rows = numpy.array([1, 0, 1])
+    held = {name: value[rows] for name, value in held.items()}
+    held.update(zip(exported.state, (value[rows] for value in state), strict=True))
+    scores, *_ = exported.decoder.run(None, {"token": tgt[rows, 1].numpy(), **held})
+    expected = in_torch(model, src[rows], tgt[rows])[:, 1]
+    torch.testing.assert_close(torch.from_numpy(scores), expected, rtol=0, atol=1e-4)
+
+
+def test_a_tied_embedding_is_stored_once(tmp_path: Path) -> None:
+    sizes = {}
+    for tie in ("none", "target"):
+        graphs = onnx_model.graphs_of(transformer(tie=tie))
+        graphs.decoder.save(tmp_path)
+        sizes[tie] = (tmp_path / "decoder.onnx").stat().st_size
+    assert sizes["none"] - sizes["target"] > 0.9 * 4 * 16 * (VOCAB + 7)
+
+
+def test_weights_too_large_for_one_file_are_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_graph, "LARGEST_FILE", 10_000)
+    model = transformer(d_ff=200)
+    exported = Exported(model, tmp_path)
+    names = {"decoder.onnx", "decoder.onnx.data", "encoder.onnx", "encoder.onnx.data"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert (tmp_path / "decoder.onnx.data").stat().st_size > (tmp_path / "decoder.onnx").stat().st_size
+    src, tgt = sentences([5, 9], 3)
+    torch.testing.assert_close(exported.log_probabilities(src, tgt), in_torch(model, src, tgt), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("part", ["feed_forward", "embedded"])
+def test_a_model_that_the_graphs_do_not_reproduce_is_refused(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    translator = random_translator(tmp_path)
+    known = getattr(onnx_transformer, part)
+    monkeypatch.setattr(onnx_transformer, part, lambda graph, *rest: graph.node("Sigmoid", known(graph, *rest)))
+    with pytest.raises(ConfigError, match=r"options that export --to onnx does not know: .* differ by up to"):
+        onnx_model.write(translator, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+def lstm_translator(folder: Path) -> Translator:
+    found = random_translator(folder)
+    torch.manual_seed(1)
+    model = build_model(model_sizes(ModelConfig("lstm", d_model=16)), found.source, found.target)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0)
+        model.generator.bias[EOS] = 4
+    return Translator(found.config, model.eval(), found.source, found.target)
+
+
+class AsTokens:
+    """A subword model that leaves tokens as they are: text can hide a difference."""
+
+    def decode(self, rows: list[list[int]]) -> list[list[int]]:
+        return rows
+
+
+@pytest.mark.parametrize("make", [random_translator, lstm_translator])
+@pytest.mark.parametrize("longest", [6, 60])
+def test_the_search_of_the_document_finds_the_tokens_of_our_own(make: Any, longest: int, tmp_path: Path) -> None:
+    translator: Translator = make(tmp_path)
+    translator.model.double()
+    onnx_model.write(translator, tmp_path / "exported")
+    assert {parameter.dtype for parameter in translator.model.parameters()} == {torch.float64}  # the caller's own
+    facts = json.loads((tmp_path / "exported/onnx.json").read_text())
+    (tmp_path / "exported/onnx.json").write_text(json.dumps({**facts, "max_length": longest}))
+    (code,) = re.findall(r"```\n(import json, .*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code.replace("runs/demo/onnx", str(tmp_path / "exported")), names)
+    names["target"] = AsTokens()
+    english = [pair.source for pair in pairs(40, 3)]
+    ids = [[*row, EOS] for row in translator.source.encode(english)]
+    limits = [min(default_limit(len(row)), longest) for row in ids]
+    expected = greedy(translator.model, padded(ids), bos=BOS, eos=EOS, max_length=limits)
+    assert len({tuple(row) for row in expected}) > 5
+    ended = sum(len(row) < limit for row, limit in zip(expected, limits, strict=True))
+    assert 0 < ended < len(expected)
+    assert names["translate"](english) == expected

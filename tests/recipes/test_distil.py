@@ -1,0 +1,213 @@
+"""The command `distil`: a teacher's translations as training data, and a student that has learnt from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.translation import teacher_translations
+from recipes.translation.commands import main
+from recipes.translation.commands.distillation import STUDENT
+from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
+from recipes.translation.data.corpora import corpora_of
+from recipes.translation.data.lines import read_lines
+from recipes.translation.data.sentence_pairs import load_pairs
+from recipes.translation.distil import sentences_of, student_of
+from recipes.translation.run_folder.checkpoint import Translator, load_translator
+from recipes.translation.settings.config import load_config, save_config
+from recipes.translation.teacher_translations import write_translations
+from recipes.translation.train import train
+from recipes.translation.translate import translate
+from tests.recipes.random_translator import random_translator
+from tests.recipes.tiny import tiny
+
+SENTENCES = [pair.source for pair in builtin_pairs(23, 4)]
+SMALL = ["--model.d_model", "16", "--model.d_ff", "16", "--model.heads", "2"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_validations() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teacher_translations, "BLOCK", 5)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Translator:
+    return random_translator(tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained teacher."""
+    folder = tmp_path_factory.mktemp("run") / "teacher"
+    changes = {"data.builtin_pairs": 40, "training.steps": 2, "model.d_model": 24, "decoding.beam": 2}
+    train(tiny(folder, {**changes, "training.r_drop": 1.0, "training.freeze": ("encoder",)}))
+    return folder
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The sentences that are translated from now on."""
+    seen: list[str] = []
+
+    def noted(translator: Translator, sentences: list[str], *more: Any) -> list[str]:
+        seen.extend(sentences)
+        return translate(translator, sentences, *more)
+
+    monkeypatch.setattr(teacher_translations, "translate", noted)
+    return seen
+
+
+def test_the_files_have_the_sentences_and_the_teachers_translations_line_by_line(
+    teacher: Translator, tmp_path: Path
+) -> None:
+    broken = [*SENTENCES, "one\u2028line", "", "two\nlines"]
+    source, target = write_translations(teacher, broken, tmp_path, "1")
+    assert read_lines(source) == [*SENTENCES, "one line", "", "two lines"]
+    assert read_lines(target) == translate(teacher, read_lines(source), teacher.config.decoding)
+    assert read_lines(target)[-2] == ""
+    assert len(set(read_lines(target))) > 5
+
+
+@pytest.mark.parametrize("left", [b"", b"a line without an en", b"a whole line\nand a part"])
+def test_an_interrupted_translation_goes_on_after_its_last_whole_block(
+    left: bytes, teacher: Translator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, target = write_translations(teacher, SENTENCES, tmp_path, "1")
+    whole = target.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    target.write_bytes(b"".join(lines[:10]) + left)
+    seen = counted(monkeypatch)
+    write_translations(teacher, SENTENCES, tmp_path, "1")
+    assert seen == SENTENCES[10:]
+    assert target.read_bytes() == whole
+
+
+def test_translations_are_reused_only_where_they_are_made_of_the_same(
+    teacher: Translator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_translations(teacher, SENTENCES, tmp_path, "1")
+    seen = counted(monkeypatch)
+    write_translations(teacher, SENTENCES, tmp_path, "1")
+    assert seen == []
+    assert f"[distil] {tmp_path / '1.target.txt'}: 23 translations reused" in capsys.readouterr().out
+    other = random_translator(tmp_path / "other", seed=2)
+    wider = replace(other, config=tiny(tmp_path / "wider", {"decoding.beam": 2}))
+    for translator, sentences, tag in (
+        (other, SENTENCES, ""),
+        (wider, SENTENCES, ""),
+        (wider, SENTENCES[1:], ""),
+        (wider, SENTENCES[1:], "<2de>"),
+    ):
+        seen.clear()
+        write_translations(translator, sentences, tmp_path, "1", tag=tag)
+        assert seen == [f"{tag} {sentence}".strip() for sentence in sentences]
+        assert read_lines(tmp_path / "1.source.txt") == sentences
+    (tmp_path / "1.json").write_text("not JSON")
+    seen.clear()
+    write_translations(wider, SENTENCES, tmp_path, "1")
+    assert seen == SENTENCES
+
+
+def test_one_command_makes_a_student_with_the_teachers_subwords_data_and_translations(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    student = tmp_path / "student"
+    words = ["distil", "--teacher", str(run), "--run", str(student), *SMALL]
+    assert main([*words, "--training.steps", "1"]) == 0
+    told = capsys.readouterr().out
+    made = load_translator(student / "best")
+    taught = load_translator(run / "best")
+    config = made.config
+    assert made.source.serialized() == taught.source.serialized()
+    assert (config.model.preset, len(made.model.encoder.layers), len(made.model.decoder.layers)) == ("student", 6, 1)
+    assert (config.training.teacher, config.training.r_drop, config.training.freeze) == (str(run), 0, ())
+    assert (config.decoding.beam, config.training.warmup) == (1, 2)
+    (corpus,) = corpora_of(config)
+    pairs = load_pairs(corpus.data, "train")
+    sources = [pair.source for pair in load_pairs(taught.config.data, "train")]
+    assert [pair.source for pair in pairs] == sources
+    assert [pair.target for pair in pairs] == translate(taught, sources, taught.config.decoding)
+    for name in ("evaluate", "export", "translate"):
+        assert f"-m recipes.translation {name} --run {student}" in told
+    # The same command goes on with the student; with --fresh the translations are kept
+    assert main(["distil", "--run", str(student), "--training.steps", "2"]) == 0
+    assert "[train] resuming from step 1" in capsys.readouterr().out
+    assert main([*words, "--training.steps", "1", "--fresh", "--originals", "0.5"]) == 0
+    assert "40 translations reused" in capsys.readouterr().out
+    mixed = corpora_of(load_translator(student / "best").config)
+    assert [(each.name, each.weight) for each in mixed] == [("translations", 1.0), ("originals", 0.5)]
+
+
+def test_each_corpus_is_translated_into_its_language_and_keeps_its_weight(tmp_path: Path) -> None:
+    files = {"en": SENTENCES, "de": [pair.target for pair in builtin_pairs(23, 4)]}
+    for language, lines in files.items():
+        (tmp_path / language).write_text("\n".join([*lines[:4], "", *lines[4:]]) + "\n", encoding="utf-8")
+    given = {
+        "data.language_tags": True,
+        "data.path": str(tmp_path),
+        "corpora": {
+            "news": {"train": ["en", "de"], "format": "text", "weight": 2},
+            "back": {"train": ["de", "en"], "format": "text", "source": "de", "target": "en", "tag": "<bt>"},
+        },
+        "data.format": "text",
+        "data.valid": ["en", "de"],
+    }
+    config = tiny(tmp_path / "run", given)
+    news, back = sentences_of(config)
+    assert (news.tag, news.sources) == ("<2de>", files["en"])
+    assert (back.tag, back.sources) == ("<2en>", files["de"])
+    student = student_of(config, [("a", "b"), ("c", "d")], 0.5)
+    save_config(student, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == student
+    found = {each.name: (each.data.train, each.data.path, each.tags, each.weight) for each in corpora_of(student)}
+    folder = str(tmp_path / "run" / "translations")
+    assert found == {
+        "news.translations": (("a", "b"), folder, ("<2de>",), 2.0),
+        "news.originals": (("en", "de"), str(tmp_path), ("<2de>",), 1.0),
+        "back.translations": (("c", "d"), folder, ("<2en>",), 1.0),
+        "back.originals": (("de", "en"), str(tmp_path), ("<2en>", "<bt>"), 0.5),
+    }
+
+
+def test_a_student_is_exported_with_int8_weights(run: Path, tmp_path: Path) -> None:
+    train(tiny(tmp_path / "run", {**STUDENT, "model.d_model": 16, "model.d_ff": 16, "training.steps": 1}))
+    words = ["export", "--run", str(tmp_path / "run"), "--to", "ctranslate2"]
+    assert main([*words, "--quantization", "int8"]) == 0
+    assert json.loads((tmp_path / "run" / "ctranslate2" / "manifest.json").read_text())["files"]["model.bin"]
+    assert main(["translate", "--run", str(tmp_path / "run"), "--engine", "ctranslate2", SENTENCES[0]]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--teacher", "a"], "name the student's folder: --run FOLDER"),
+        (["--run", "{tmp}"], "training.teacher names no model to learn from: give --teacher FOLDER"),
+        (["--run", "{tmp}", "--teacher", "nowhere"], "there is no trained model in nowhere/best"),
+        (["--run", "{tmp}", "--teacher", "a", "--originals", "-1"], "'-1' is not a number from 0"),
+        (["--run", "{tmp}", "--teacher", "{run}", "--subwords.kind", "bpe"], "a student has its teacher's subwords"),
+    ],
+)
+def test_a_mistake_is_answered_with_one_line_and_leaves_no_folder(
+    words: list[str], answer: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"{tmp}": str(tmp_path / "new"), "{run}": str(run)}
+    try:
+        status: object = main(["distil", *(names.get(word, word) for word in words)])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    error = capsys.readouterr().err
+    assert answer in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "new").exists()

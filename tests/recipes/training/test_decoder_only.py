@@ -1,0 +1,169 @@
+"""The decoder-only model through the recipe: trained, resumed, over processes, translating, scoring, and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models import PRESETS, DecoderOnlyConfig
+from recipes.translation.commands import main
+from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.data.subwords import BOS, EOS
+from recipes.translation.run_folder.checkpoint import Translator, load_translator, load_weights, model_sizes
+from recipes.translation.settings.config import ConfigError, ModelConfig, RunConfig, load_config
+from recipes.translation.settings.model import DECODER_ONLY
+from recipes.translation.train import train
+from recipes.translation.training.progress import read_metrics
+from recipes.translation.translate import translate
+from seqpar.testing.ranks import ranks
+from tests.recipes.tiny import SETTINGS
+
+
+def tiny_decoder_only(run: Path, changes: dict[str, Any] | None = None) -> RunConfig:
+    settings = {name: value for name, value in SETTINGS.items() if name != "model.encoder_layers"}
+    return load_config(None, {**settings, "model.preset": "decoder_only", "run": str(run), **(changes or {})})
+
+
+def trained(rank: int, world: int, config: RunConfig) -> None:
+    train(config)
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "gradient_norm" in record]
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("decoder_only") / "run"
+    train(tiny_decoder_only(run, {"training.steps": 30, "training.learning_rate": 0.02, "training.precision": "bf16"}))
+    return run
+
+
+def plain_greedy(translator: Translator, ids: list[int], steps: int) -> list[int]:
+    """Appends the most probable token, and computes the whole unpadded sequence anew at each step."""
+    found: list[int] = []
+    for _ in range(steps):
+        hidden = translator.model(torch.tensor([[*ids, EOS]]), torch.tensor([[BOS, *found]]))[0, -1]
+        logits = translator.model.generator(hidden)
+        logits[[0, BOS]] = -torch.inf
+        if (token := int(logits.argmax())) == EOS:
+            break
+        found.append(token)
+    return found
+
+
+@torch.no_grad()
+def test_it_learns_and_translates_from_its_checkpoint(learned: Path) -> None:
+    found = losses(learned)
+    assert found[-1] < 0.8 * found[0]
+    translator = load_translator(learned / "best")
+    sentences = [pair.source for pair in pairs(8, 3)]
+    plain = [plain_greedy(translator, ids, 8) for ids in translator.source.encode(sentences)]
+    assert any(plain)
+    assert translate(translator, sentences, translator.config.decoding) == translator.target.decode(plain)
+
+
+@torch.no_grad()
+def test_the_command_score_gives_the_probability_of_the_pair_alone(
+    learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = pairs(3, 3)
+    for side in ("source", "target"):
+        (tmp_path / side).write_text("".join(f"{getattr(pair, side)}\n" for pair in some), encoding="utf-8")
+    files = ["--sources", str(tmp_path / "source"), "--targets", str(tmp_path / "target")]
+    assert main(["score", "--run", str(learned), *files]) == 0
+    said = [float(line.split("\t")[0]) for line in capsys.readouterr().out.splitlines()]
+    translator = load_translator(learned / "best")
+    for log_probability, pair in zip(said, some, strict=True):
+        (source,), (target,) = translator.source.encode([pair.source]), translator.target.encode([pair.target])
+        hidden = translator.model(torch.tensor([[*source, EOS]]), torch.tensor([[BOS, *target]]))[0]
+        each = translator.model.generator(hidden).log_softmax(-1).gather(1, torch.tensor([[*target, EOS]]).T)
+        assert log_probability == pytest.approx(float(each.sum()), rel=1e-4)
+
+
+def test_a_run_in_two_parts_is_the_run_in_one(tmp_path: Path) -> None:
+    train(tiny_decoder_only(tmp_path / "whole", {"training.steps": 4, "training.validate_every": 2}))
+    train(tiny_decoder_only(tmp_path / "parts", {"training.steps": 2, "training.validate_every": 2}))
+    train(tiny_decoder_only(tmp_path / "parts", {"training.steps": 4, "training.validate_every": 2}))
+    expected = load_weights(tmp_path / "whole" / "last")
+    found = load_weights(tmp_path / "parts" / "last")
+    assert all(bool((found[name] == tensor).all()) for name, tensor in expected.items())
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("one") / "run"
+    train(tiny_decoder_only(run, EXACT))
+    return run
+
+
+EXACT: dict[str, Any] = {"training.precision": "float64", "model.dropout": 0.0, "training.accumulate": 2}
+
+
+@pytest.mark.parametrize("axis", ["data", "shard", "vocab"])
+def test_two_processes_train_as_one(axis: str, one_process: Path, tmp_path: Path) -> None:
+    changes = {**EXACT, "training.devices": "auto", f"layout.{axis}": 2}
+    ranks(2, trained, tiny_decoder_only(tmp_path / "two", changes))
+    assert losses(tmp_path / "two") == pytest.approx(losses(one_process), rel=1e-10)
+    expected = load_weights(one_process / "last")
+    for name, tensor in load_weights(tmp_path / "two" / "last").items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-8, atol=1e-10)
+
+
+def test_two_replicas_and_two_passes_train(tmp_path: Path) -> None:
+    train(tiny_decoder_only(tmp_path / "one", {**EXACT, "training.steps": 2}))
+    train(tiny_decoder_only(tmp_path / "two", {**EXACT, "training.steps": 2, "training.devices": "[cpu, cpu]"}))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-10)
+    train(tiny_decoder_only(tmp_path / "passes", {"training.steps": 2, "training.r_drop": 5}))
+    assert len(losses(tmp_path / "passes")) == 2
+
+
+def test_presets_without_an_encoder_are_known_to_the_settings() -> None:
+    assert set(DECODER_ONLY) == {name for name, sizes in PRESETS.items() if isinstance(sizes, DecoderOnlyConfig)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"subwords.joint": False}, "subwords.joint is false, but model.preset decoder_only reads source and target"),
+        ({"layout.sequence": 2}, "layout.sequence is 2, but model.preset decoder_only packs several pairs into a row"),
+        ({"training.freeze": ["encoder"]}, "training.freeze names encoder, but model.preset decoder_only has none"),
+    ],
+)
+def test_what_cannot_be_had_together_is_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        tiny_decoder_only(tmp_path / "run", changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_freezing_the_decoder_trains_the_rest(tmp_path: Path) -> None:
+    changes = {"training.steps": 2, "training.freeze": ["decoder"]}
+    train(tiny_decoder_only(tmp_path / "run", changes))
+    train(tiny_decoder_only(tmp_path / "none", {**changes, "training.steps": 1, "training.learning_rate": 0}))
+    found, before = load_weights(tmp_path / "run" / "last"), load_weights(tmp_path / "none" / "last")
+    moved = {name.partition(".")[0] for name, tensor in found.items() if not torch.equal(tensor, before[name])}
+    assert moved == {"tgt_embed", "generator"}
+
+
+def test_a_setting_that_it_does_not_have_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"model\.encoder_layers is not a setting of decoder_only, which has d_ff, "):
+        model_sizes(ModelConfig(preset="decoder_only", encoder_layers=4))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["export", "--to", "hf"], "model.preset decoder_only has no encoder; only encoder-decoder Transformers are"),
+        (["export", "--to", "ctranslate2"], "model.preset decoder_only has no encoder; only encoder-decoder"),
+        (["translate", "six", "--alignments", "a.txt"], "model.preset decoder_only is not an encoder-decoder Transf"),
+    ],
+)
+def test_what_needs_an_encoder_is_refused_in_one_line(
+    words: list[str], message: str, learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "--run", str(learned)]) == 2
+    assert message in capsys.readouterr().err
