@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from models import PRESETS
 from recipes.translation.commands import COMMANDS, main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.settings.config import load_config
-from recipes.translation.settings.model import PRESETS
 from tests.recipes.tiny import options
 
 ROOT = Path(__file__).parent.parent.parent

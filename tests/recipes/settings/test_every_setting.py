@@ -158,6 +158,8 @@ CHANGES: dict[str, Sequence[Change]] = {
             beside={"training.validate_every": 1, "training.validate_bleu": 8, "training.seed": 3},
         )
     ],
+    "training.report": [Change(True, ("report",), (*NUMBERS, "subwords", "batches"))],
+    "training.trackers": [Change(("tensorboard",), ("tracked",), (*NUMBERS, "subwords", "batches"))],
     "training.ema": [Change(0.5, ("weights", "metrics"), ("batches",))],
     "training.start_from": [Change("start", ("weights", "metrics"), ("batches",))],
     "training.freeze": [
@@ -254,6 +256,8 @@ class Runs:
             "best": load_facts(run / "best")["step"],
             "kept": {path.parent.name: digest(path) for path in run.glob("checkpoints/*/model.safetensors")},
             "metrics": records,
+            "report": (run / "report.html").exists(),
+            "tracked": (run / "tensorboard").exists(),
             "batches": [record["tokens"] for record in records if "tokens" in record],
             "subwords": [digest(path) for path in sorted((run / "last").glob("*.model"))],
             "translations": list(found.translations),
