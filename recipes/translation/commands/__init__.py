@@ -29,7 +29,7 @@ from recipes.translation.missing_package import missing_package
 from recipes.translation.processes.launch import automatic, launch
 from recipes.translation.processes.stop import OtherRankError, TrainingError
 from recipes.translation.settings.config import ConfigError
-from recipes.translation.settings.options import fail, unknown
+from recipes.translation.settings.options import FIRST_EXAMPLE, fail, unknown
 
 __all__ = ["COMMANDS", "DEMO_CONFIG", "main"]
 
@@ -132,9 +132,8 @@ def overview() -> str:
 
 
 def example_of(name: str) -> str:
-    """Return the first example in the help of a command."""
+    """Return the first example in the help of a command, without the rest of the help, for which torch is imported."""
     shown = io.StringIO()
     with redirect_stdout(shown), suppress(SystemExit):
-        COMMANDS[name](["--help"])
-    _, _, examples = shown.getvalue().partition("\nexample:\n")
-    return examples.partition("\n")[0].strip()
+        COMMANDS[name]([FIRST_EXAMPLE])
+    return shown.getvalue().strip()
