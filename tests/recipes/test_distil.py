@@ -17,12 +17,14 @@ from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import corpora_of
 from recipes.translation.data.lines import read_lines
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.distil import sentences_of, student_of
+from recipes.translation.distil import distil, sentences_of, student_of
+from recipes.translation.processes.ranks import joined
 from recipes.translation.run_folder.checkpoint import Translator, load_translator
-from recipes.translation.settings.config import load_config, save_config
+from recipes.translation.settings.config import RunConfig, load_config, save_config
 from recipes.translation.teacher_translations import write_translations
 from recipes.translation.train import train
 from recipes.translation.translate import translate
+from seqpar.testing.ranks import ranks
 from tests.recipes.random_translator import random_translator
 from tests.recipes.tiny import tiny
 
@@ -211,3 +213,22 @@ def test_a_mistake_is_answered_with_one_line_and_leaves_no_folder(
     assert answer in error
     assert error.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+def told(rank: int, world: int, config: RunConfig) -> int:
+    with pytest.MonkeyPatch.context() as patch:  # undone, for ranks live on
+        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+        with joined(60) as processes:
+            return distil(config, 0.0, False, processes).state.step
+
+
+@pytest.mark.launched
+def test_several_processes_share_the_sentences_and_write_them_in_order(run: Path, tmp_path: Path) -> None:
+    changes = {"model.d_model": 16, "model.d_ff": 16, "model.heads": 2, "training.steps": 1, "training.devices": "auto"}
+    given = {**STUDENT, **changes, "training.teacher": str(run)}
+    for name, world in (("one", 1), ("two", 2)):
+        config = load_config(run / "best" / "config.yaml", {**given, "run": str(tmp_path / name)})
+        assert ranks(world, told, config) == [1] * world
+    one, two = (read_lines(tmp_path / name / "translations" / "1.target.txt") for name in ("one", "two"))
+    assert one == two
+    assert len(one) == 40

@@ -24,6 +24,7 @@ from recipes.translation.commands.serving import serve
 from recipes.translation.commands.training import DEMO_CONFIG, average, demo, prepare, train
 from recipes.translation.commands.translation import translate
 from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.missing_package import missing_package
 from recipes.translation.processes.launch import automatic, launch
 from recipes.translation.processes.stop import OtherRankError, TrainingError
 from recipes.translation.settings.config import ConfigError
@@ -79,7 +80,12 @@ def started(name: str, words: Sequence[str]) -> int:
     processes, rest = processes_of(words)
     if processes is not None:
         return launch(processes, [name, *rest])
-    return COMMANDS[name](rest)
+    try:
+        return COMMANDS[name](rest)
+    except ModuleNotFoundError as error:
+        if missing := missing_package(error):
+            raise ConfigError(missing) from error
+        raise
 
 
 def processes_of(words: Sequence[str]) -> tuple[int | None, list[str]]:

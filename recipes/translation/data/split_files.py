@@ -47,7 +47,12 @@ def names_of(data: DataConfig, split: Split) -> tuple[str, ...]:
     elif data.format == "hub":
         what = "one split name"
     if len(names) != needed:
-        raise DataError(f"data.{split} takes {what}, for format {data.format}; got {', '.join(names) or 'nothing'}")
+        way = ""
+        if split == "valid" and not names:
+            way = "; without such data, hold some hundred pairs back from the training data"
+        raise DataError(
+            f"data.{split} takes {what}, for format {data.format}; got {', '.join(names) or 'nothing'}{way}"
+        )
     return names
 
 

@@ -20,7 +20,7 @@ from models.recurrent import RecurrentEncoderDecoder
 from recipes.translation.atomic_folder import replaced_folder
 from recipes.translation.data.subwords import BOS, EOS, PAD, UNK
 from recipes.translation.export import onnx_recurrent, onnx_transformer
-from recipes.translation.export.architecture import transformer_sizes
+from recipes.translation.export.architecture import check_encoder
 from recipes.translation.export.onnx_check import check
 from recipes.translation.export.onnx_interface import Graphs
 from recipes.translation.run_folder.checkpoint import Translator, save_belongings, subword_names
@@ -29,10 +29,9 @@ from recipes.translation.run_folder.checkpoint import Translator, save_belonging
 def write(translator: Translator, folder: Path) -> None:
     """Replace `folder` by one with the model in float32, after a check in ONNX Runtime.
 
-    Raises ConfigError for an architecture, and for an option of a model, that the graphs do not know.
+    Raises ConfigError for a model with options that the graphs do not know.
     """
-    if not isinstance(translator.model, RecurrentEncoderDecoder):
-        transformer_sizes(translator)
+    check_encoder(translator)
     model = copy.deepcopy(translator.model).cpu().float()  # the caller keeps its own
     graphs = graphs_of(model)
     with replaced_folder(folder) as new:
