@@ -8,13 +8,9 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.commands.arguments import require
-from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.data.subwords import Subwords, train_subwords
-from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes, save_model
 from recipes.translation.settings.config import ConfigError
 from recipes.translation.train import train
 from tests.recipes.tiny import tiny
-from tests.recipes.training.test_decoder_only import tiny_decoder_only
 from tests.recipes.training.test_lstm import tiny_lstm
 
 
@@ -108,16 +104,3 @@ def test_an_lstm_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for format in ("ctranslate2", "hf"):
         assert main(["export", "--run", str(tmp_path / "run"), "--to", format]) == 2
         assert "model.preset lstm is not a Transformer; only these are exported" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("format", ["ctranslate2", "hf", "onnx"])
-def test_a_model_without_an_encoder_is_not_exported(
-    format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny_decoder_only(tmp_path / "run")
-    train_subwords([side for pair in pairs(200, 1) for side in pair], tmp_path / "joint", config.subwords)
-    subwords = Subwords.load(tmp_path / "joint.model")
-    model = build_model(model_sizes(config.model), subwords, subwords)
-    save_model(tmp_path / "run/best", Translator(config, model, subwords, subwords), {})
-    assert main(["export", "--run", str(tmp_path / "run"), "--to", format]) == 2
-    assert "model.preset decoder_only has no encoder; only encoder-decoder" in capsys.readouterr().err
