@@ -16,6 +16,7 @@ from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.subwords import BOS, EOS, PAD, Subwords, train_subwords
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model
+from recipes.translation.forced_decoding import log_probabilities
 from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
 from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.translate import translate
@@ -109,6 +110,31 @@ def test_of_the_hypotheses_the_best_by_our_own_normalisation_is_taken(
         ]
         best = result.hypotheses[scores.index(max(scores))]
         assert subwords.decode([[pieces.index(piece) for piece in best]]) == [translation]
+
+
+def test_the_n_best_are_distinct_sorted_and_scored_as_the_model_scores_them(subwords: Subwords, tmp_path: Path) -> None:
+    translator = random_translator(subwords, tmp_path / "run", {})
+    with torch.no_grad():
+        translator.model.generator.bias[[PAD, BOS]] = -1e4  # CTranslate2 shares out what is forbidden
+    found = exported(translator, tmp_path / "exported")
+    decoding = replace(translator.config.decoding, beam=4, length_penalty=1.0, length_norm="length")
+    some = SENTENCES[:6]
+    rows = ctranslate2_engine.alternatives(found, ["", *some], decoding, n_best=3)
+    assert [one.text for one in rows[0]] == [""]
+    assert [row[0].text for row in rows[1:]] == ctranslate2_engine.translate(found, some, decoding)
+    pieces = subwords.pieces()
+    ids = subwords.encode(some)
+    sources = [[pieces[token] for token in source] for source in ids]
+    searched = ctranslate2_engine.search(found.engine, subwords, sources, [12] * len(some), decoding, 3)
+    for source, row, hypotheses in zip(ids, rows[1:], searched, strict=True):
+        assert [one.text for one in row] == subwords.decode([one.tokens for one in hypotheses])
+        assert len({tuple(one.tokens) for one in hypotheses}) == len(hypotheses) == 3
+        assert [one.score for one in row] == sorted((one.score for one in row), reverse=True)
+        for hypothesis, one in zip(hypotheses, row, strict=True):
+            if len(hypothesis.tokens) < 12:  # one that was cut has no end symbol
+                (expected,) = log_probabilities(translator.model, [source], [[*hypothesis.tokens, EOS]])
+                assert one.log_probability == pytest.approx(expected, rel=1e-4)
+                assert one.score == pytest.approx(expected / (len(hypothesis.tokens) + 1), rel=1e-4)
 
 
 def test_a_short_sentence_keeps_its_own_limit_beside_a_long_one(subwords: Subwords, tmp_path: Path) -> None:
