@@ -20,7 +20,7 @@ from models.candidates import Beams, logits_blocks
 from models.constraints import Constraints, Phrase, State, allot
 from models.decoding import check_search, is_done
 from models.decoding_rules import DeadEndError, Forbidden, Rule, Task, check_tokens_of
-from models.ensemble import Batch, Models, evaluating, members
+from models.ensemble import Batch, Models, Start, evaluating, members
 from models.hypotheses import Hypothesis, LengthNorm, best_first, length_normaliser
 
 
@@ -62,7 +62,7 @@ def constrained_beam_search(
     src: Tensor,
     phrases: Sequence[Sequence[Phrase]],
     *,
-    bos: int,
+    bos: Start,
     eos: int,
     boundaries: Collection[int] = (),
     beam: int = 10,
@@ -95,14 +95,14 @@ def constrained_beam_search(
     finished: list[list[Hypothesis]] = [[] for _ in range(src.size(0))]
     unfinished: list[list[ConstrainedHypothesis]] = [[] for _ in range(src.size(0))]
     with evaluating(models):
-        batch = Batch.encoded(models, src, max_length)
-        task = Task.of(batch, bos, eos)
+        batch = Batch.encoded(models, src, max_length, bos)
+        task = Task.of(batch, eos)
         check_phrases(phrases, boundaries, task)
         boundaries_E = torch.tensor(sorted(boundaries), device=src.device, dtype=torch.long)
         search = Search(task.forbidden(rules), eos, beam, boundaries_E)
         constraints = [Constraints(some, frozenset(boundaries)) for some in phrases]
         live = [[Live(0.0, [], some.start, 0)] for some in constraints]
-        beams = Beams.first(batch.memories[0], bos)
+        beams = Beams.first(batch.memories[0], batch.bos)
         while batch.sentences:
             hiddens = batch.next_hidden(beams.prefixes[:, :, -1].flatten())
             norm = length_normaliser(batch.step, length_penalty, length_norm)
@@ -123,7 +123,7 @@ def constrained_beam_search(
             if len(going) < len(batch.sentences):
                 batch.keep(going)
                 live = [live[row] for row in going]
-            beams, parents_BK = stacked(live, beams, bos)
+            beams, parents_BK = stacked(live, beams, batch.bos)
             batch.reorder(parents_BK)
     return [n_best_of(n_best, finished[sentence], unfinished[sentence], sentence) for sentence in range(src.size(0))]
 

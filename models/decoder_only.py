@@ -259,7 +259,7 @@ def make_decoder_only(config: DecoderOnlyConfig, vocab: int, pad: int = 0) -> De
     sizes = config.layers()
     model = DecoderOnly(
         CausalDecoder(sizes),
-        Embedding(vocab, sizes.d_model, sizes.dropout),
+        Embedding(vocab, sizes),
         Generator(sizes.d_model, vocab),
         pad,
     )

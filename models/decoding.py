@@ -17,7 +17,7 @@ from torch import Tensor
 
 from models.candidates import Beams, Candidates, extend
 from models.decoding_rules import DeadEndError, Rule, Task
-from models.ensemble import Batch, Models, evaluating, logits_of, members
+from models.ensemble import Batch, Models, Start, evaluating, logits_of, members
 from models.hypotheses import Hypothesis, LengthNorm, best_first, length_normaliser
 
 
@@ -25,7 +25,7 @@ def greedy(
     model: Models,
     src: Tensor,
     *,
-    bos: int,
+    bos: Start,
     eos: int,
     rules: Sequence[Rule] = (),
     max_length: int | Sequence[int] | None = None,
@@ -34,8 +34,9 @@ def greedy(
 
     `model` is an EncoderDecoder or, for an ensemble, a list of them. Decoding ends at `eos` or after `max_length`
     steps, one number for all sentences or one for each (default: `default_limit` of each), and never outputs padding,
-    `bos`, or what `rules` forbid (`models.decoding_rules`). Start and end symbol are not returned. The model runs in
-    eval mode without gradients, and its modes are restored afterwards.
+    `bos`, or what `rules` forbid (`models.decoding_rules`). `bos` may be several tokens with which every translation
+    starts; its last one is then what is never output. Start and end symbol are not returned. The model runs in eval
+    mode without gradients, and its modes are restored afterwards.
 
     Raises ValueError for a `max_length` below 1 or with another number of entries than `src` has sentences, for rules
     that no translation can satisfy, and for models that do not belong together; DeadEndError, a ValueError, where the
@@ -44,9 +45,9 @@ def greedy(
     translations: list[list[int]] = [[] for _ in range(src.size(0))]
     models = members(model)
     with evaluating(models):
-        batch = Batch.encoded(models, src, max_length)
-        forbidden = Task.of(batch, bos, eos).forbidden(rules)
-        prefixes_BT = torch.full((src.size(0), 1), bos, device=src.device)
+        batch = Batch.encoded(models, src, max_length, bos)
+        forbidden = Task.of(batch, eos).forbidden(rules)
+        prefixes_BT = torch.full((src.size(0), 1), batch.bos, device=src.device)
         while batch.sentences:
             logits_BV = logits_of(models, batch.next_hidden(prefixes_BT[:, -1]))
             # The most probable token has the largest logit: no softmax is needed
@@ -80,7 +81,7 @@ def beam_search(
     model: Models,
     src: Tensor,
     *,
-    bos: int,
+    bos: Start,
     eos: int,
     beam: int = 4,
     length_penalty: float = 0.6,
@@ -112,9 +113,9 @@ def beam_search(
     unfinished: list[list[Hypothesis]] = [[] for _ in range(src.size(0))]
     models = members(model)
     with evaluating(models):
-        batch = Batch.encoded(models, src, max_length)
-        forbidden = Task.of(batch, bos, eos).forbidden(rules)
-        beams = Beams.first(batch.memories[0], bos)
+        batch = Batch.encoded(models, src, max_length, bos)
+        forbidden = Task.of(batch, eos).forbidden(rules)
+        beams = Beams.first(batch.memories[0], batch.bos)
         while batch.sentences:
             hiddens = batch.next_hidden(beams.prefixes[:, :, -1].flatten())
             candidates = extend(batch, beams, hiddens, forbidden, beam)

@@ -32,10 +32,10 @@ class Task(NamedTuple):
     eos: int
 
     @classmethod
-    def of(cls, batch: Batch, bos: int, eos: int) -> Task:
+    def of(cls, batch: Batch, eos: int) -> Task:
         """Return the task of translating a batch."""
         model = batch.models[0]
-        return cls(batch.limits, model.generator.out_features, model.pad, bos, eos)
+        return cls(batch.limits, model.generator.out_features, model.pad, batch.bos, eos)
 
     def forbidden(self, rules: Sequence[Rule]) -> Forbidden:
         """Check the rules; return what no step may choose: padding, the start symbol, and what the rules forbid."""

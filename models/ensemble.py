@@ -27,6 +27,19 @@ Models = EncoderDecoder | Sequence[EncoderDecoder]
 """A model, or the models of an ensemble, which have the same vocabularies and are on the same device."""
 
 
+Start = int | Sequence[int]
+"""The start symbol, or the tokens with which every translation starts, such as an end symbol and a language's tag."""
+
+
+def tokens_of(start: Start) -> list[int]:
+    """Return the tokens of a start; raise ValueError for none."""
+    if isinstance(start, int):
+        return [start]
+    if not start:
+        raise ValueError("bos has no tokens: give the start symbol")
+    return list(start)
+
+
 def members(model: Models) -> list[EncoderDecoder]:
     """Return the models of an ensemble; raise ValueError for none, and for models that do not belong together."""
     if not isinstance(model, Sequence):
@@ -108,25 +121,37 @@ class Batch:
     """The row of each sentence in the caller's batch."""
     limits: list[int]
     """The largest number of decoding steps of each."""
+    bos: int
+    """The token before the first one of a translation."""
+    read: int = 0
+    """Tokens of the start that every model has read before `bos`."""
 
     @classmethod
-    def encoded(cls, models: list[EncoderDecoder], src: Tensor, max_length: int | Sequence[int] | None) -> Batch:
-        """Encode the sentences, and set each one's limit."""
+    def encoded(
+        cls, models: list[EncoderDecoder], src: Tensor, max_length: int | Sequence[int] | None, start: Start
+    ) -> Batch:
+        """Encode the sentences, set each one's limit, and let the models read all of `start` but its last token."""
         check_tokens("src", src)
         limits = limits_of(models[0], src, max_length)
-        return cls(
+        *before, bos = tokens_of(start)
+        batch = cls(
             models,
             [encode(model, src) for model in models],
             [model.decoder.empty_cache() for model in models],
             padding_mask(src, models[0].pad),
             list(range(src.size(0))),
             limits,
+            bos,
+            len(before),
         )
+        for token in before:
+            batch.next_hidden(torch.full((src.size(0),), token, device=src.device))
+        return batch
 
     @property
     def step(self) -> int:
         """Return the number of steps decoded so far."""
-        return self.caches[0].length
+        return self.caches[0].length - self.read
 
     def next_hidden(self, tokens_R: Tensor) -> list[Tensor]:
         """Decode each row's latest token: (R,) -> the hidden states that predict the next one, (R, D) of each model."""

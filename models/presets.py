@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 Norm = Literal["pre", "post"]
 Tie = Literal["none", "target", "all"]
+Activation = Literal["relu", "gelu", "swish"]
+Positions = Literal["pairs", "halves", "halves_from_2", "learned"]
+
+
+class Embedded(NamedTuple):
+    """What an architecture does to the vectors of tokens before the first layer."""
+
+    positions: Positions
+    """What is added: sines and cosines as pairs or as halves of the vector, or learned vectors."""
+    norm: bool = False
+    """Whether the sum goes through a layer norm of its own."""
+
+
+ARCHITECTURES: dict[str, Embedded] = {
+    "vaswani": Embedded("pairs"),
+    "marian": Embedded("halves"),
+    "m2m100": Embedded("halves_from_2"),
+    "mbart": Embedded("learned", norm=True),
+}
+"""The Transformers that exist here. Layers are the same in all of them, in either order of `norm`.
+
+vaswani: the paper's own. marian: Marian and OPUS-MT (Junczys-Dowmunt et al. 2018; Tiedemann and Thottingal 2020).
+m2m100: M2M-100 (Fan et al. 2020) and NLLB-200 (NLLB Team 2022). mbart: mBART and mBART-50 (Liu et al. 2020; Tang et al.
+2020)."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +51,15 @@ class TransformerConfig:
     (Xiong et al. 2020)."""
     tie: Tie = "all"
     """none | target (target embedding = generator) | all (source embedding too; Press and Wolf 2017)."""
+    activation: Activation = "relu"
+    """relu | gelu | swish: what stands between the two matrices of the feed-forward networks."""
+    architecture: str = "vaswani"
+    """A name in ARCHITECTURES."""
+    max_positions: int = 1024
+    """Tokens of the longest source or target, where positions are learned; others have no limit."""
 
     def __post_init__(self) -> None:
-        check_sizes(self, "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers")
+        check_sizes(self, "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "max_positions")
         if self.d_model % 2:
             raise ValueError(
                 f"d_model {self.d_model} is odd, and positions are pairs of sine and cosine: "
@@ -46,6 +76,12 @@ class TransformerConfig:
         check_dropout(self.dropout)
         check_choice("norm", self.norm, get_args(Norm))
         check_choice("tie", self.tie, get_args(Tie))
+        check_choice("activation", self.activation, get_args(Activation))
+        check_choice("architecture", self.architecture, tuple(ARCHITECTURES))
+        if self.architecture == "m2m100" and self.d_model < 4:
+            raise ValueError(
+                f"d_model is {self.d_model}, and the positions of m2m100 need at least 4: choose 4 or more"
+            )
 
 
 @dataclass(frozen=True)
@@ -126,9 +162,14 @@ PRESETS: dict[str, Sizes] = {
     "big": TransformerConfig(1024, 4096, 16, 6, 6, dropout=0.3, norm="post"),
     "lstm": RecurrentConfig(),
     "decoder_only": DecoderOnlyConfig(),
+    "opus_mt": TransformerConfig(512, 2048, 8, 6, 6, norm="post", activation="swish", architecture="marian"),
+    "m2m100": TransformerConfig(1024, 4096, 16, 12, 12, norm="pre", architecture="m2m100"),
+    "mbart": TransformerConfig(1024, 4096, 16, 12, 12, norm="pre", activation="gelu", architecture="mbart"),
 }
 """tiny is for a demonstration on two CPU cores and multi30k for Multi30k's 29,000 pairs; base and big are those of
 table 3. student is to be distilled from a larger model: translation spends its time in the decoder, which computes one
 token after another, so it has a single layer (Kasai et al. 2021, "Deep encoder, shallow decoder"). The small ones are
 pre-norm because their training has a warm-up of only a few hundred steps. lstm is a recurrent model with attention, and
-decoder_only a language model that translates by prompt, of about tiny's size."""
+decoder_only a language model that translates by prompt, of about tiny's size. The last three
+are those of published models: OPUS-MT's, M2M-100's with 418 million parameters (NLLB-200's with 600 million has the
+same layers), and mBART's."""

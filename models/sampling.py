@@ -15,7 +15,7 @@ from torch import Tensor
 from models.candidates import Beams, logits_blocks
 from models.decoding import check_alive
 from models.decoding_rules import Forbidden, Rule, Task
-from models.ensemble import Batch, Models, evaluating, members
+from models.ensemble import Batch, Models, Start, evaluating, members
 from models.hypotheses import Hypothesis
 
 
@@ -23,7 +23,7 @@ def sample(
     model: Models,
     src: Tensor,
     *,
-    bos: int,
+    bos: Start,
     eos: int,
     seeds: Sequence[int],
     samples: int = 1,
@@ -54,14 +54,14 @@ def sample(
     models = members(model)
     found: dict[tuple[int, int], Hypothesis] = {}
     with evaluating(models):
-        batch = Batch.encoded(models, src, max_length)
-        forbidden = Task.of(batch, bos, eos).forbidden(rules)
+        batch = Batch.encoded(models, src, max_length, bos)
+        forbidden = Task.of(batch, eos).forbidden(rules)
         # Each sample is a sentence of its own, which leaves when it ends
         batch.keep([sentence for sentence in range(src.size(0)) for _ in range(samples)])
         numbers = list(range(samples)) * src.size(0)
         # Python's generator: a text is a seed, so sentence and sample need not be mixed into one number
         streams = [random.Random(f"{seed} {number}") for seed in seeds for number in range(samples)]
-        beams = Beams.first(batch.memories[0], bos)
+        beams = Beams.first(batch.memories[0], batch.bos)
         while batch.sentences:
             uniform_R = torch.tensor([stream.random() for stream in streams], dtype=torch.float64, device=src.device)
             beams = extended(batch, beams, forbidden, uniform_R, temperature, top_k, top_p)

@@ -13,12 +13,13 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import Attention, added_scores, check_mask, padding_mask
 from models.cache import DecoderCache, LayerCache
 from models.dropout import Dropout
-from models.presets import Tie, TransformerConfig
+from models.presets import ARCHITECTURES, Activation, Tie, TransformerConfig
 
 
 def sinusoidal_positions(start: int, stop: int, d_model: int, *, like: Tensor) -> Tensor:
@@ -41,36 +42,88 @@ def frequencies(d_model: int, *, like: Tensor) -> Tensor:
     return torch.exp(pairs * (-math.log(10_000.0) / d_model))
 
 
-class Embedding(nn.Module):
-    """Token vectors times sqrt(D), plus positions, with dropout on the sum (sections 3.4, 3.5, 5.4)."""
+def positions_in_halves(start: int, stop: int, d_model: int, *, like: Tensor, steps: int) -> Tensor:
+    """Compute PE(pos, i) = sin(pos / 10000^(i / steps)) and PE(pos, D/2 + i) = cos of the same: (stop - start, D).
 
-    def __init__(self, vocab: int, d_model: int, dropout: float) -> None:
+    With D/2 steps the frequencies are those of `sinusoidal_positions`, as in Marian; tensor2tensor and fairseq have
+    D/2 - 1, so that the lowest is 1 / 10000.
+    """
+    wide = torch.promote_types(like.dtype, torch.float32)
+    position = torch.arange(start, stop, device=like.device, dtype=wide)
+    index = torch.arange(d_model // 2, device=like.device, dtype=wide)
+    angle = position[:, None] * torch.exp(index * (-math.log(10_000.0) / steps))
+    return torch.cat((angle.sin(), angle.cos()), dim=-1).to(like.dtype)
+
+
+class Embedding(nn.Module):
+    """Token vectors times sqrt(D), plus positions, with dropout on the sum (sections 3.4, 3.5, 5.4).
+
+    Positions, and a layer norm of the sum, are those of the configuration's architecture.
+    """
+
+    def __init__(self, vocab: int, config: TransformerConfig) -> None:
         super().__init__()
-        self.lookup = nn.Embedding(vocab, d_model)
-        self.dropout = Dropout(dropout)
+        how = ARCHITECTURES[config.architecture]
+        self.lookup = nn.Embedding(vocab, config.d_model)
+        self.dropout = Dropout(config.dropout)
+        self.positions = how.positions
+        if how.positions == "learned":
+            self.learned = nn.Embedding(config.max_positions, config.d_model)
+        self.norm: nn.Module = nn.Identity()
+        if how.norm:
+            self.norm = nn.LayerNorm(config.d_model)
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
         """Embed ids (B, T), the first of them at position `start`: (B, T, D)."""
         vectors = self.lookup(tokens)
         d_model = vectors.size(-1)
-        positions = sinusoidal_positions(start, start + tokens.size(1), d_model, like=vectors)
-        embedded: Tensor = self.dropout(vectors * math.sqrt(d_model) + positions)
+        positions = self.positions_of(start, start + tokens.size(1), like=vectors)
+        embedded: Tensor = self.dropout(self.norm(vectors * math.sqrt(d_model) + positions))
         return embedded
+
+    def positions_of(self, start: int, stop: int, *, like: Tensor) -> Tensor:
+        """Return what is added to the vectors from position `start` to `stop`, (stop - start, D)."""
+        d_model = like.size(-1)
+        if self.positions == "pairs":
+            return sinusoidal_positions(start, stop, d_model, like=like)
+        if self.positions == "halves":
+            return positions_in_halves(start, stop, d_model, like=like, steps=d_model // 2)
+        if self.positions == "halves_from_2":
+            # fairseq counts from the id of padding, which is 1 in these models, plus 1
+            return positions_in_halves(start + 2, stop + 2, d_model, like=like, steps=d_model // 2 - 1)
+        if stop > self.learned.num_embeddings:
+            raise ValueError(
+                f"a sentence has {stop} tokens, with its start and end symbols, but the model has learned "
+                f"{self.learned.num_embeddings} positions: cut or split it"
+            )
+        learned: Tensor = self.learned.weight[start:stop]
+        return learned
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "swish": F.silu}
+"""Those besides relu."""
 
 
 class FeedForward(nn.Module):
-    """max(0, x W_1 + b_1) W_2 + b_2 at each position (equation 2)."""
+    """max(0, x W_1 + b_1) W_2 + b_2 at each position (equation 2), or with another activation in place of the maximum.
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
+    gelu is x Phi(x) (Hendrycks and Gimpel 2016), and swish x sigmoid(x) (Ramachandran et al. 2017).
+    """
+
+    def __init__(self, d_model: int, d_ff: int, activation: Activation = "relu") -> None:
         super().__init__()
+        self.activation = activation
         self.inner = nn.Linear(d_model, d_ff)
         self.outer = nn.Linear(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position of (B, T, D)."""
         inner: Tensor = self.inner(x)
-        # In place where no gradient needs the values before: one tensor (B, T, d_ff) less
-        inner = inner.relu() if inner.requires_grad else inner.relu_()
+        if self.activation != "relu":
+            inner = ACTIVATIONS[self.activation](inner)
+        else:
+            # In place where no gradient needs the values before: one tensor (B, T, d_ff) less
+            inner = inner.relu() if inner.requires_grad else inner.relu_()
         y: Tensor = self.outer(inner)
         return y
 
@@ -103,7 +156,7 @@ class EncoderLayer(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.self_attention = Attention(config.d_model, config.heads)
-        self.feed_forward = FeedForward(config.d_model, config.d_ff)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
         self.residuals = nn.ModuleList(Residual(config) for _ in range(2))
 
     def forward(self, x: Tensor, src_mask: Tensor | None) -> Tensor:
@@ -121,7 +174,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attention = Attention(config.d_model, config.heads)
         self.memory_attention = Attention(config.d_model, config.heads)
-        self.feed_forward = FeedForward(config.d_model, config.d_ff)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
         self.residuals = nn.ModuleList(Residual(config) for _ in range(3))
 
     def forward(
@@ -329,8 +382,8 @@ def make_transformer(config: TransformerConfig, src_vocab: int, tgt_vocab: int, 
     model = EncoderDecoder(
         Encoder(config),
         Decoder(config),
-        Embedding(src_vocab, config.d_model, config.dropout),
-        Embedding(tgt_vocab, config.d_model, config.dropout),
+        Embedding(src_vocab, config),
+        Embedding(tgt_vocab, config),
         Generator(config.d_model, tgt_vocab),
         pad,
     )

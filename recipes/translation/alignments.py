@@ -47,11 +47,15 @@ def align(
     # Without a subword on either side there is nothing to link
     rows = [source if target else [] for source, target in zip(source_rows, target_rows, strict=True)]
     device = translator.model.generator.weight.device
+    symbols = translator.source.symbols
+    # The step that reads the last token of the start predicts the first subword
+    first = len(symbols.start) - 1
 
     def link_rows(some: list[int]) -> list[list[Link]]:
         # The last subword of a target predicts nothing that is linked
-        batch = padded_batch([source_rows[row] for row in some], [target_rows[row][:-1] for row in some])
+        batch = padded_batch([source_rows[row] for row in some], [target_rows[row][:-1] for row in some], symbols)
         weights_BTS = attention_weights(translator.model, batch.src.to(device), batch.tgt_in.to(device)).cpu()
+        weights_BTS = weights_BTS[:, first:, len(symbols.prefix) :]
         return [
             links(weights_TS, source_words[row], target_words[row])
             for row, weights_TS in zip(some, weights_BTS, strict=True)

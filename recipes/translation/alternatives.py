@@ -25,7 +25,7 @@ from models import (
 from models.decoding_rules import Rule
 from recipes.translation.data.model_text import finished
 from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.data.subwords import BOS, EOS
+from recipes.translation.data.subwords import EOS
 from recipes.translation.demands import phrases_of, prefix_ids, word_boundaries
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
@@ -163,7 +163,7 @@ def best(batch: Batch) -> list[list[ConstrainedHypothesis]]:
     found = beam_search(
         batch.translator.models,
         batch.src(),
-        bos=BOS,
+        bos=batch.translator.target.symbols.start,
         eos=EOS,
         beam=batch.decoding.beam,
         length_penalty=batch.decoding.length_penalty,
@@ -181,7 +181,7 @@ def constrained(batch: Batch) -> list[list[ConstrainedHypothesis]]:
         batch.translator.models,
         batch.src(),
         [task.phrases for task in batch.tasks],
-        bos=BOS,
+        bos=batch.translator.target.symbols.start,
         eos=EOS,
         boundaries=word_boundaries(batch.translator),
         beam=batch.decoding.beam,
@@ -198,7 +198,7 @@ def drawn(batch: Batch, how: Sampling) -> list[list[ConstrainedHypothesis]]:
     found = sample(
         batch.translator.models,
         batch.src(),
-        bos=BOS,
+        bos=batch.translator.target.symbols.start,
         eos=EOS,
         # Another number for each pair of seed and sentence
         seeds=[how.seed * 2**32 + row for row in batch.rows],

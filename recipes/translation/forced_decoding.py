@@ -14,7 +14,7 @@ import seqpar
 from models import EncoderDecoder, length_normaliser
 from recipes.translation.data.batches import padded
 from recipes.translation.data.model_text import target_text
-from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.data.subwords import EOS, ORDINARY, PAD, Symbols
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import DecodingConfig
@@ -55,9 +55,9 @@ def score_pairs(
     target_rows = target_ids(translator, sources, targets)
 
     def score_rows(rows: list[int]) -> list[float]:
-        return log_probabilities(
-            translator.model, [source_rows[row] for row in rows], [target_rows[row] for row in rows]
-        )
+        some_sources = [source_rows[row] for row in rows]
+        some_targets = [target_rows[row] for row in rows]
+        return log_probabilities(translator.model, some_sources, some_targets, translator.source.symbols)
 
     pairs = [[*source, *target] for source, target in zip(source_rows, target_rows, strict=True)]
     everyone = in_batches(translator, pairs, decoding.batch_sentences, score_rows, ranks, label)
@@ -78,7 +78,10 @@ def target_ids(translator: Translator, sources: Sequence[str], targets: Sequence
 
 @torch.no_grad()
 def log_probabilities(
-    model: EncoderDecoder, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
+    model: EncoderDecoder,
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    symbols: Symbols = ORDINARY,
 ) -> list[float]:
     """Compute sum_t log p(y_t | y_<t, x) of each pair of subword ids; the end symbol of x is added here, that of y not.
 
@@ -89,10 +92,11 @@ def log_probabilities(
     The logits exist one chunk of tokens at a time.
     """
     device = model.generator.weight.device
-    src_BS = padded([[*ids, EOS] for ids in sources]).to(device)
-    tgt_BT = padded([[BOS, *ids[:-1]] for ids in targets]).to(device)
+    src_BS = padded([symbols.source(ids) for ids in sources]).to(device)
+    tgt_BT = padded([[*symbols.start, *ids[:-1]] for ids in targets]).to(device)
     target_BT = padded([list(ids) for ids in targets]).to(device)
-    hidden_BTD = model(src_BS, tgt_BT)
+    # The step that reads the last token of the start predicts the first subword
+    hidden_BTD = model(src_BS, tgt_BT)[:, len(symbols.start) - 1 :]
     scores = seqpar.token_scores(
         hidden_BTD, model.generator.weight, target_BT, bias=model.generator.bias, ignore_index=PAD
     )

@@ -48,6 +48,7 @@ from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.frozen import freeze
 from recipes.translation.training.layout import Axes, Layout, axes_of, devices_of
 from recipes.translation.training.outliers import Outliers
+from recipes.translation.training.positions import check_positions
 from recipes.translation.training.progress import Metrics, Progress
 from recipes.translation.training.schedule import learning_rate
 from recipes.translation.training.summary import Summary, summarize
@@ -90,6 +91,7 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
         torch.set_num_threads(settings.threads)
 
     corpus = load_corpus(config, ranks, run_subwords)
+    check_positions(config, sizes, corpus)
     ranks.agree({"the training and validation data": corpus.fingerprint})
     teacher = ranks.run_on_main(lambda: load_teacher(config, corpus.source, corpus.target))
     state = saved.state if saved else first_state(corpus, teacher)

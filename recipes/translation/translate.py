@@ -13,7 +13,7 @@ from models import beam_search, default_limit, evaluating, greedy
 from recipes.translation.data.batches import padded
 from recipes.translation.data.model_text import finished, source_text
 from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.data.subwords import BOS, EOS, Subwords
+from recipes.translation.data.subwords import EOS, Subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import DecodingConfig, RunConfig
@@ -104,14 +104,15 @@ def longest_source(config: RunConfig, decoding: DecodingConfig) -> int:
 def search(translator: Translator, sources: list[list[int]], decoding: DecodingConfig) -> list[list[int]]:
     """Return the best translation found for each source, as ids; the first source must be the longest."""
     src = as_batch(translator, sources)
+    start = translator.target.symbols.start
     # The end symbol is a token of the source too
     limits = [min(default_limit(len(ids) + 1), decoding.max_length) for ids in sources]
     if decoding.beam == 1:
-        return greedy(translator.models, src, bos=BOS, eos=EOS, max_length=limits)
+        return greedy(translator.models, src, bos=start, eos=EOS, max_length=limits)
     found = beam_search(
         translator.models,
         src,
-        bos=BOS,
+        bos=start,
         eos=EOS,
         beam=decoding.beam,
         length_penalty=decoding.length_penalty,
@@ -122,8 +123,9 @@ def search(translator: Translator, sources: list[list[int]], decoding: DecodingC
 
 
 def as_batch(translator: Translator, sources: list[list[int]]) -> Tensor:
-    """Return the sources with their end symbols as one tensor."""
-    return padded([[*ids, EOS] for ids in sources]).to(translator.model.generator.weight.device)
+    """Return the sources with their symbols as one tensor."""
+    symbols = translator.source.symbols
+    return padded([symbols.source(ids) for ids in sources]).to(translator.model.generator.weight.device)
 
 
 def check_unicode(sentences: Sequence[str]) -> None:

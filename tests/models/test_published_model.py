@@ -205,15 +205,19 @@ def test_a_padding_id_must_be_in_both_vocabularies(pad: int) -> None:
 
 def test_presets_are_what_runs_were_saved_with() -> None:
     """A checkpoint names its preset: another number here would be another model there."""
+    ours = ("relu", "vaswani", 1024)
     table = {
-        "tiny": (128, 512, 4, 2, 2, 0.1, "pre", "all"),
-        "multi30k": (128, 256, 4, 4, 4, 0.3, "pre", "all"),
-        "student": (128, 512, 4, 6, 1, 0.1, "pre", "all"),
-        "small": (256, 512, 8, 3, 3, 0.1, "pre", "all"),
-        "base": (512, 2048, 8, 6, 6, 0.1, "post", "all"),
-        "big": (1024, 4096, 16, 6, 6, 0.3, "post", "all"),
+        "tiny": (128, 512, 4, 2, 2, 0.1, "pre", "all", *ours),
+        "multi30k": (128, 256, 4, 4, 4, 0.3, "pre", "all", *ours),
+        "student": (128, 512, 4, 6, 1, 0.1, "pre", "all", *ours),
+        "small": (256, 512, 8, 3, 3, 0.1, "pre", "all", *ours),
+        "base": (512, 2048, 8, 6, 6, 0.1, "post", "all", *ours),
+        "big": (1024, 4096, 16, 6, 6, 0.3, "post", "all", *ours),
         "lstm": (256, 1, 1, 0.3, "all"),
         "decoder_only": (128, 512, 4, 4, 0.1, "pre", "all"),
+        "opus_mt": (512, 2048, 8, 6, 6, 0.1, "post", "all", "swish", "marian", 1024),
+        "m2m100": (1024, 4096, 16, 12, 12, 0.1, "pre", "all", "relu", "m2m100", 1024),
+        "mbart": (1024, 4096, 16, 12, 12, 0.1, "pre", "all", "gelu", "mbart", 1024),
     }
     found = {name: tuple(getattr(preset, field.name) for field in fields(preset)) for name, preset in PRESETS.items()}
     assert found == table

@@ -81,17 +81,20 @@ def test_the_files_have_the_sentences_and_the_teachers_translations_line_by_line
     assert len(set(read_lines(target))) > 5
 
 
-@pytest.mark.parametrize("left", [b"", b"a line without an en", b"a whole line\nand a part"])
+@pytest.mark.parametrize(
+    ("whole_lines", "left", "kept"),
+    [(10, b"", 10), (10, b"a part of a line", 10), (10, b"a whole line\nand a part", 10), (9, b"a part of a line", 5)],
+)
 def test_an_interrupted_translation_goes_on_after_its_last_whole_block(
-    left: bytes, teacher: Translator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole_lines: int, left: bytes, kept: int, teacher: Translator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, target = write_translations(teacher, SENTENCES, tmp_path, "1")
     whole = target.read_bytes()
     lines = whole.splitlines(keepends=True)
-    target.write_bytes(b"".join(lines[:10]) + left)
+    target.write_bytes(b"".join(lines[:whole_lines]) + left)
     seen = counted(monkeypatch)
     write_translations(teacher, SENTENCES, tmp_path, "1")
-    assert seen == SENTENCES[10:]
+    assert seen == SENTENCES[kept:]
     assert target.read_bytes() == whole
 
 
@@ -180,6 +183,18 @@ def test_each_corpus_is_translated_into_its_language_and_keeps_its_weight(tmp_pa
         "back.translations": (("c", "d"), folder, ("<2en>",), 1.0),
         "back.originals": (("de", "en"), str(tmp_path), ("<2en>", "<bt>"), 0.5),
     }
+
+
+def test_files_that_are_the_only_corpus_become_two_corpora(tmp_path: Path) -> None:
+    files = {"data.format": "text", "data.path": str(tmp_path), "data.train": ["en", "de"], "data.valid": ["en", "de"]}
+    student = student_of(tiny(tmp_path / "run", files), [("a", "b")], 0.25)
+    assert student.data.train == ()
+    translations, originals = corpora_of(student)
+    assert (translations.name, translations.data.train, translations.weight) == ("translations", ("a", "b"), 1.0)
+    assert (originals.name, originals.data.train, originals.weight) == ("originals", ("en", "de"), 0.25)
+    assert (originals.data.path, originals.data.format) == (str(tmp_path), "text")
+    (only,) = corpora_of(student_of(tiny(tmp_path / "run", files), [("a", "b")], 0.0))
+    assert only.name == "translations"
 
 
 def test_a_student_is_exported_with_int8_weights(run: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from recipes.translation.commands.arguments import PROGRAM
 from recipes.translation.commands.distillation import distil
 from recipes.translation.commands.evaluation import compare, evaluate, score
 from recipes.translation.commands.export import export
+from recipes.translation.commands.importing import import_
 from recipes.translation.commands.reporting import report
 from recipes.translation.commands.serving import serve
 from recipes.translation.commands.training import DEMO_CONFIG, average, demo, prepare, train
@@ -28,7 +29,7 @@ from recipes.translation.missing_package import missing_package
 from recipes.translation.processes.launch import automatic, launch
 from recipes.translation.processes.stop import OtherRankError, TrainingError
 from recipes.translation.settings.config import ConfigError
-from recipes.translation.settings.options import fail, unknown
+from recipes.translation.settings.options import FIRST_EXAMPLE, fail, unknown
 
 __all__ = ["COMMANDS", "DEMO_CONFIG", "main"]
 
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "compare": compare,
     "score": score,
     "translate": translate,
+    "import": import_,
     "export": export,
     "report": report,
     "serve": serve,
@@ -130,9 +132,8 @@ def overview() -> str:
 
 
 def example_of(name: str) -> str:
-    """Return the first example in the help of a command."""
+    """Return the first example in the help of a command, without the rest of the help, for which torch is imported."""
     shown = io.StringIO()
     with redirect_stdout(shown), suppress(SystemExit):
-        COMMANDS[name](["--help"])
-    _, _, examples = shown.getvalue().partition("\nexample:\n")
-    return examples.partition("\n")[0].strip()
+        COMMANDS[name]([FIRST_EXAMPLE])
+    return shown.getvalue().strip()

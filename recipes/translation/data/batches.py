@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from recipes.translation.data.mixing import Mixture
-from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.data.subwords import ORDINARY, PAD, Symbols
 from recipes.translation.data.token_store import StoredIds
 
 T = TypeVar("T")
@@ -197,6 +197,7 @@ class TokenBatches(BatchOrder):
         seed: int = 0,
         max_length: int | None = None,
         mixture: Mixture | None = None,
+        symbols: Symbols = ORDINARY,
     ) -> None:
         super().__init__(
             _lengths(sources),
@@ -208,10 +209,13 @@ class TokenBatches(BatchOrder):
         )
         self.sources = sources
         self.targets = targets
+        self.symbols = symbols
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Make the tensors of the pairs with these indices, in this order."""
-        return padded_batch([self.sources[index] for index in indices], [self.targets[index] for index in indices])
+        sources = [self.sources[index] for index in indices]
+        targets = [self.targets[index] for index in indices]
+        return padded_batch(sources, targets, self.symbols)
 
     def padding_fraction(self, epoch: int) -> float:
         """Return the fraction of all source and target cells of an epoch that is padding."""
@@ -328,12 +332,13 @@ def _leave_signals_to_the_parent(_: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def padded_batch(sources: Sequence[Ids], targets: Sequence[Ids]) -> Batch:
+def padded_batch(sources: Sequence[Ids], targets: Sequence[Ids], symbols: Symbols = ORDINARY) -> Batch:
     """Make the tensors of pairs of ids, with padding, start and end symbols."""
+    whole = [symbols.target(ids) for ids in targets]
     return Batch(
-        src=padded([[*ids, EOS] for ids in sources]),
-        tgt_in=padded([[BOS, *ids] for ids in targets]),
-        tgt_out=padded([[*ids, EOS] for ids in targets]),
+        src=padded([symbols.source(ids) for ids in sources]),
+        tgt_in=padded([ids[:-1] for ids in whole]),
+        tgt_out=padded([ids[1:] for ids in whole]),
     )
 
 

@@ -110,6 +110,7 @@ def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | N
         seed=settings.seed,
         max_length=settings.max_length,
         mixture=mixture_of(config, ids.corpora),
+        symbols=source.symbols,
     )
     if not len(train):
         raise DataError(f"no train pair is within training.max_length {settings.max_length}")
@@ -124,7 +125,7 @@ def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | N
     )
     digest.update(repr(sides).encode())
     # Validation has every pair, or its scores would be of easier sentences
-    valid = TokenBatches(*sides, batch_tokens=settings.batch_tokens, seed=settings.seed)
+    valid = TokenBatches(*sides, batch_tokens=settings.batch_tokens, seed=settings.seed, symbols=source.symbols)
     if not len(valid):
         raise DataError("there is no pair to validate on; see data.valid")
     return Corpus(source, target, batches, valid, pairs, _tokenizer(config, pairs), digest.hexdigest())

@@ -101,7 +101,8 @@ class DrawnBatches:
         """Make the tensors of the pairs with these indices, all of one epoch, in this order."""
         if not len(indices):
             return padded_batch([], [])
-        return padded_batch(*self.draw(indices[0] // self._pairs, [index % self._pairs for index in indices]))
+        sources, targets = self.draw(indices[0] // self._pairs, [index % self._pairs for index in indices])
+        return padded_batch(sources, targets, self.plain.symbols)
 
     def draw(self, epoch: int, pairs: Sequence[int]) -> tuple[list[Ids], list[Ids]]:
         """Draw the subwords of both sides of these pairs in an epoch."""

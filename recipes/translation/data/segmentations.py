@@ -31,7 +31,7 @@ class Sampler:
     """
 
     def __init__(self, processor: Any) -> None:
-        special = (processor.is_control, processor.is_unknown, processor.is_byte)
+        special = (processor.is_control, processor.is_unknown, processor.is_byte, processor.is_unused)
         self._pieces = [processor.id_to_piece(each) for each in range(processor.get_piece_size())]
         for each in range(len(self._pieces)):
             if any(is_special(each) for is_special in special):

@@ -10,17 +10,41 @@ import sys
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import sentencepiece
 
 from recipes.translation.data.placeholders import placeholder_symbols
 from recipes.translation.data.segmentations import BLANK, Sampler
 from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.data.sentencepiece_file import notes_of
 from recipes.translation.settings.config import ConfigError, SubwordConfig
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 """Ids of padding, the unknown subword, start and end symbol, the same in every model that `train_subwords` makes."""
+
+
+class Symbols(NamedTuple):
+    """What stands around the subwords of a sentence in a model's input."""
+
+    prefix: tuple[int, ...] = ()
+    """Before a source: the tag of its language, in imported models that have such tags."""
+    suffix: tuple[int, ...] = (EOS,)
+    """After a source."""
+    start: tuple[int, ...] = (BOS,)
+    """Before a target, which EOS ends."""
+
+    def source(self, ids: Sequence[int]) -> list[int]:
+        """Return what the encoder reads."""
+        return [*self.prefix, *ids, *self.suffix]
+
+    def target(self, ids: Sequence[int]) -> list[int]:
+        """Return a target with its start and end: the decoder reads all but the last and predicts all but the first."""
+        return [*self.start, *ids, EOS]
+
+
+ORDINARY = Symbols()
+"""Those of every model that is trained from the beginning here."""
 
 
 MAX_BYTES = 1 << 16
@@ -100,12 +124,23 @@ def _plain_error(message: str, config: SubwordConfig) -> ValueError:
 
 
 class Subwords:
-    """A trained model: sentences to subword ids and back."""
+    """A trained model: sentences to subword ids and back.
+
+    That of an imported model has notes in its file: the symbols of its sentences, and the size of the vocabulary, after
+    which come pieces that are unknown to the model.
+    """
 
     pad, unk, bos, eos = PAD, UNK, BOS, EOS
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
+        notes = notes_of(self.serialized())
+        self.symbols = ORDINARY
+        self._size = int(processor.get_piece_size())
+        self._imported = bool(notes)
+        if notes:
+            self.symbols = Symbols(*(tuple(cast(list[int], notes[name])) for name in Symbols._fields))
+            self._size = cast(int, notes["size"])
 
     @classmethod
     def load(cls, path: str | Path) -> Subwords:
@@ -117,10 +152,13 @@ class Subwords:
             processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
         except RuntimeError as error:
             raise DataError(f"{path} is not a sentencepiece model; remove it and `prepare` again") from error
+        subwords = cls(processor)
         found = (processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id())
+        if BOS not in subwords.symbols.start:  # an imported model may have no start symbol of its own
+            found = (found[0], found[1], BOS, found[3])
         if found != (PAD, UNK, BOS, EOS):
             raise DataError(f"{path} has pad, unk, bos, eos = {found}, not {(PAD, UNK, BOS, EOS)}; train it here")
-        return cls(processor)
+        return subwords
 
     def save(self, path: Path) -> None:
         """Write the model file that `load` reads."""
@@ -134,7 +172,23 @@ class Subwords:
     def encode(self, sentences: list[str], threads: int = 1) -> list[list[int]]:
         """Encode each sentence as ids, without start and end symbol."""
         ids: list[list[int]] = self._processor.encode(sentences, num_threads=threads)
-        return ids
+        if not self._imported:
+            return ids
+        return [self._by_text(sentence, row) for sentence, row in zip(sentences, ids, strict=True)]
+
+    def _by_text(self, sentence: str, ids: list[int]) -> list[int]:
+        """Return the ids of an imported model's subwords by their text, as those who trained it have found them.
+
+        What is unknown to the sentencepiece model of this language may be a subword of the other language's.
+        """
+        if UNK not in ids and max(ids, default=0) < self._size:
+            return ids
+        pieces: list[str] = self._processor.encode(sentence, out_type=str)
+        return [self._ids.get(piece, UNK) for piece in pieces]
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {piece: number for number, piece in enumerate(self.pieces())}
 
     def sample(
         self, sentences: Sequence[str], seeds: Iterable[int], amount: float, symbols: Sequence[str] = ()
@@ -148,7 +202,10 @@ class Subwords:
         """
         whole = {self._processor.piece_to_id(piece) for symbol in symbols for piece in (BLANK + symbol, symbol)}
         plain = self.encode(list(sentences))
-        return [self._sampler.draw(ids, int(seed), amount, whole) for ids, seed in zip(plain, seeds, strict=True)]
+        drawn = [self._sampler.draw(ids, int(seed), amount, whole) for ids, seed in zip(plain, seeds, strict=True)]
+        if not self._imported:
+            return drawn
+        return [[each if each < self._size else UNK for each in row] for row in drawn]
 
     @cached_property
     def _sampler(self) -> Sampler:
@@ -171,4 +228,4 @@ class Subwords:
         return content
 
     def __len__(self) -> int:
-        return int(self._processor.get_piece_size())
+        return self._size

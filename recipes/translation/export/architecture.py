@@ -15,11 +15,16 @@ def check_encoder(translator: Translator) -> None:
 
 
 def transformer_sizes(translator: Translator) -> TransformerConfig:
-    """Return the sizes of a Transformer; raise ConfigError for a model of another architecture."""
+    """Return the sizes of a Transformer that other programs have; raise ConfigError for any other model."""
     check_encoder(translator)
     sizes = model_sizes(translator.config.model)
     if not isinstance(sizes, TransformerConfig):
         raise ConfigError(
             f"model.preset {translator.config.model.preset} is not a Transformer; only these are exported"
+        )
+    if sizes.architecture not in ("vaswani", "marian"):
+        raise ConfigError(
+            f"model.preset {translator.config.model.preset} has the architecture {sizes.architecture}, which is not "
+            "exported; vaswani and marian are"
         )
     return sizes

@@ -13,7 +13,7 @@ from models.hypotheses import best_first
 from recipes.translation.alternatives import Translation
 from recipes.translation.atomic_folder import CheckpointError, verified_folder
 from recipes.translation.data.model_text import finished
-from recipes.translation.data.subwords import BOS, PAD, Subwords
+from recipes.translation.data.subwords import PAD, Subwords
 from recipes.translation.run_folder.checkpoint import load_belongings
 from recipes.translation.settings.config import DecodingConfig, RunConfig
 from recipes.translation.translate import source_ids
@@ -85,19 +85,21 @@ def search(
         return []
     pieces = subwords.pieces()
     numbers = {piece: number for number, piece in enumerate(pieces)}
-    found = _search(engine, pieces, sources, max(limits), decoding)
+    found = _search(engine, subwords, sources, max(limits), decoding)
     best = [_ranked(result, numbers, decoding)[:n_best] for result in found]
     # CTranslate2 has one limit for a whole batch: what went beyond its own limit is searched again, which is rare
     for row, limit in enumerate(limits):
         if any(len(one.tokens) >= limit for one in best[row]):
-            (result,) = _search(engine, pieces, [sources[row]], limit, decoding)
+            (result,) = _search(engine, subwords, [sources[row]], limit, decoding)
             best[row] = _ranked(result, numbers, decoding)[:n_best]
     return best
 
 
 def _search(
-    engine: ctranslate2.Translator, pieces: list[str], sources: list[list[str]], limit: int, decoding: DecodingConfig
+    engine: ctranslate2.Translator, subwords: Subwords, sources: list[list[str]], limit: int, decoding: DecodingConfig
 ) -> list[ctranslate2.TranslationResult]:
+    pieces = subwords.pieces()
+    never = {PAD, *subwords.symbols.start}
     found: list[ctranslate2.TranslationResult] = engine.translate_batch(
         sources,
         max_batch_size=decoding.batch_sentences,
@@ -105,7 +107,7 @@ def _search(
         num_hypotheses=decoding.beam,
         length_penalty=0,
         return_scores=True,
-        suppress_sequences=[[pieces[PAD]], [pieces[BOS]]],
+        suppress_sequences=[[pieces[each]] for each in sorted(never)],
         max_input_length=0,
         max_decoding_length=limit,
         min_decoding_length=0,

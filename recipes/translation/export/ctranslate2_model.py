@@ -17,11 +17,19 @@ from ctranslate2.specs import attention_spec, common_spec
 from torch import Tensor, nn
 
 from models.attention import Attention
-from models.transformer import EncoderLayer, FeedForward, sinusoidal_positions
+from models.presets import Activation
+from models.transformer import EncoderLayer, FeedForward
 from recipes.translation.atomic_folder import replaced_folder
-from recipes.translation.data.subwords import BOS, EOS, UNK
+from recipes.translation.data.subwords import EOS, UNK
 from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.run_folder.checkpoint import Translator, save_belongings
+
+ACTIVATIONS: dict[Activation, Any] = {
+    "relu": common_spec.Activation.RELU,
+    "gelu": common_spec.Activation.GELU,
+    "swish": common_spec.Activation.SWISH,
+}
+"""CTranslate2's own names."""
 
 
 def write(translator: Translator, folder: Path, quantization: str | None) -> None:
@@ -43,11 +51,11 @@ def spec_of(translator: Translator) -> specs.TransformerSpec:
         (sizes.encoder_layers, sizes.decoder_layers),
         sizes.heads,
         pre_norm=sizes.norm == "pre",
-        activation=common_spec.Activation.RELU,
+        activation=ACTIVATIONS[sizes.activation],
     )
     # A source has its end symbol too, and a target its start symbol
     longest = max(config.training.max_length, config.decoding.max_length) + 1
-    positions = sinusoidal_positions(0, longest, sizes.d_model, like=model.generator.weight)
+    positions = model.tgt_embed.positions_of(0, longest, like=model.generator.weight)
     for side, stack, embedding in (
         (spec.encoder, model.encoder, model.src_embed),
         (spec.decoder, model.decoder, model.tgt_embed),
@@ -65,10 +73,11 @@ def spec_of(translator: Translator) -> specs.TransformerSpec:
     spec.register_source_vocabulary(translator.source.pieces())
     spec.register_target_vocabulary(translator.target.pieces())
     special = translator.target.pieces()
-    spec.config.bos_token = special[BOS]
+    start = special[translator.target.symbols.start[0]]
+    spec.config.bos_token = start
     spec.config.eos_token = special[EOS]
     spec.config.unk_token = special[UNK]
-    spec.config.decoder_start_token = special[BOS]
+    spec.config.decoder_start_token = start
     spec.config.add_source_bos = False
     spec.config.add_source_eos = True
     spec.config.layer_norm_epsilon = 1e-5

@@ -6,7 +6,8 @@
 
 A post-norm model becomes a Marian model, a pre-norm one a Pegasus model: the same architecture but for the positions.
 Here sine and cosine of a frequency alternate, there all sines come before all cosines. The dimensions of the hidden
-states are permuted accordingly in every weight, which changes no output.
+states are permuted accordingly in every weight, which changes no output. A model that was imported from Marian's has
+its positions in Marian's order already.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from models import EncoderDecoder
+from models import EncoderDecoder, TransformerConfig
 from models.attention import Attention
 from recipes.translation.atomic_folder import replaced_folder
 from recipes.translation.data.subwords import BOS, EOS, PAD, UNK, Subwords
@@ -57,7 +58,8 @@ def write(translator: Translator, folder: Path) -> None:
 def huggingface_model(translator: Translator) -> PreTrainedModel:
     """Return the model in transformers' own class, with the same weights in float32."""
     model = empty_model(translator)
-    weights = {name: tensor.detach().cpu().float() for name, tensor in entries(translator.model)}
+    order = order_of(transformer_sizes(translator))
+    weights = {name: tensor.detach().cpu().float() for name, tensor in entries(translator.model, order)}
     if not hasattr(model.model, "shared"):  # a Marian model that does not share its embeddings
         del weights["model.shared.weight"]
     missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -66,7 +68,7 @@ def huggingface_model(translator: Translator) -> PreTrainedModel:
     if left or unexpected:
         raise AssertionError(f"weights without a counterpart: {left}, {unexpected}")
     model.tie_weights()
-    model.generation_config = generation_config(translator.config)
+    model.generation_config = generation_config(translator.config, translator.target.symbols.start[0])
     return model.eval()
 
 
@@ -84,15 +86,15 @@ def empty_model(translator: Translator) -> PreTrainedModel:
         "decoder_attention_heads": sizes.heads,
         "encoder_ffn_dim": sizes.d_ff,
         "decoder_ffn_dim": sizes.d_ff,
-        "activation_function": "relu",
+        "activation_function": sizes.activation,
         "dropout": sizes.dropout,
         "scale_embedding": True,
         # A source has its end symbol too, and a target its start symbol
         "max_position_embeddings": max(config.training.max_length, config.decoding.max_length) + 1,
         "pad_token_id": PAD,
-        "bos_token_id": BOS,
+        "bos_token_id": translator.target.symbols.start[0],
         "eos_token_id": EOS,
-        "decoder_start_token_id": BOS,
+        "decoder_start_token_id": translator.target.symbols.start[0],
         "forced_eos_token_id": None,
     }
     if sizes.norm == "post":
@@ -112,11 +114,17 @@ def empty_model(translator: Translator) -> PreTrainedModel:
     return PegasusForConditionalGeneration(PegasusConfig(**shared, tie_word_embeddings=sizes.tie == "all"))
 
 
-def entries(model: EncoderDecoder) -> Iterator[Entry]:
-    """Yield every weight under its name in transformers, with the dimensions of hidden states permuted."""
-    width = model.generator.in_features
+def order_of(sizes: TransformerConfig) -> Tensor:
+    """Return the dimensions of hidden states in transformers' order."""
+    width = torch.arange(sizes.d_model)
+    if sizes.architecture == "marian":
+        return width
     # (sin_0, cos_0, sin_1, cos_1, ...) -> (sin_0, sin_1, ..., cos_0, cos_1, ...)
-    order = torch.cat((torch.arange(0, width, 2), torch.arange(1, width, 2)))
+    return torch.cat((width[0::2], width[1::2]))
+
+
+def entries(model: EncoderDecoder, order: Tensor) -> Iterator[Entry]:
+    """Yield every weight under its name in transformers, with the dimensions of hidden states permuted."""
     yield Entry("model.shared.weight", model.src_embed.lookup.weight[:, order])
     yield Entry("model.encoder.embed_tokens.weight", model.src_embed.lookup.weight[:, order])
     yield Entry("model.decoder.embed_tokens.weight", model.tgt_embed.lookup.weight[:, order])
@@ -170,7 +178,7 @@ def norm_entries(name: str, norm: nn.LayerNorm, order: Tensor) -> Iterator[Entry
     yield Entry(f"{name}.bias", norm.bias[order])
 
 
-def generation_config(config: RunConfig) -> GenerationConfig:
+def generation_config(config: RunConfig, start: int = BOS) -> GenerationConfig:
     """Return the run's settings of translation; transformers divides a log-probability by length^length_penalty."""
     decoding = config.decoding
     settings: dict[str, Any] = {}
@@ -182,11 +190,11 @@ def generation_config(config: RunConfig) -> GenerationConfig:
         **settings,
         num_beams=decoding.beam,
         max_length=decoding.max_length + 1,  # the start symbol is counted there
-        suppress_tokens=[PAD, BOS],
+        suppress_tokens=sorted({PAD, start}),
         pad_token_id=PAD,
-        bos_token_id=BOS,
+        bos_token_id=start,
         eos_token_id=EOS,
-        decoder_start_token_id=BOS,
+        decoder_start_token_id=start,
     )
 
 

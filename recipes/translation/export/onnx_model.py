@@ -15,7 +15,7 @@ import copy
 import json
 from pathlib import Path
 
-from models import EncoderDecoder
+from models import EncoderDecoder, TransformerConfig
 from models.recurrent import RecurrentEncoderDecoder
 from recipes.translation.atomic_folder import replaced_folder
 from recipes.translation.data.subwords import BOS, EOS, PAD, UNK
@@ -23,7 +23,8 @@ from recipes.translation.export import onnx_recurrent, onnx_transformer
 from recipes.translation.export.architecture import check_encoder
 from recipes.translation.export.onnx_check import check
 from recipes.translation.export.onnx_interface import Graphs
-from recipes.translation.run_folder.checkpoint import Translator, save_belongings, subword_names
+from recipes.translation.run_folder.checkpoint import Translator, model_sizes, save_belongings, subword_names
+from recipes.translation.settings.config import ConfigError
 
 
 def write(translator: Translator, folder: Path) -> None:
@@ -32,6 +33,7 @@ def write(translator: Translator, folder: Path) -> None:
     Raises ConfigError for a model with options that the graphs do not know.
     """
     check_encoder(translator)
+    check_architecture(translator)
     model = copy.deepcopy(translator.model).cpu().float()  # the caller keeps its own
     graphs = graphs_of(model)
     with replaced_folder(folder) as new:
@@ -41,6 +43,16 @@ def write(translator: Translator, folder: Path) -> None:
         save_belongings(new, translator)
         facts = json.dumps(facts_of(translator, graphs), indent=2)
         (new / "onnx.json").write_text(facts + "\n", encoding="utf-8")
+
+
+def check_architecture(translator: Translator) -> None:
+    """Raise ConfigError for a Transformer with the positions or the activation of an imported one."""
+    sizes = model_sizes(translator.config.model)
+    if isinstance(sizes, TransformerConfig) and (sizes.architecture, sizes.activation) != ("vaswani", "relu"):
+        raise ConfigError(
+            f"model.preset {translator.config.model.preset} has the architecture {sizes.architecture} with activation "
+            f"{sizes.activation}; as ONNX only vaswani with relu is exported"
+        )
 
 
 def graphs_of(model: EncoderDecoder) -> Graphs:

@@ -16,7 +16,8 @@ class ModelConfig:
         str,
         Help(
             "tiny | multi30k | student | small | base | big (Transformers) | lstm | decoder_only (a language model "
-            "that translates by prompt; needs a joint vocabulary)."
+            "that translates by prompt; needs a joint vocabulary) | opus_mt | m2m100 | mbart (the Transformers of "
+            "published models, as the command import makes them)."
         ),
     ] = "tiny"
     d_model: Annotated[int | None, Help("Width of hidden states; even, and divisible by heads."), Range(at_least=1)] = (
@@ -33,6 +34,15 @@ class ModelConfig:
     tie: Annotated[
         Literal["none", "target", "all"] | None,
         Help("none | target (target embedding = generator) | all (source too; needs a joint vocabulary)."),
+    ] = None
+    activation: Annotated[
+        Literal["relu", "gelu", "swish"] | None,
+        Help("relu | gelu | swish: between the two matrices of the feed-forward networks."),
+    ] = None
+    max_positions: Annotated[
+        int | None,
+        Help("Tokens of the longest sentence, for mbart, whose positions are learned; others have no limit."),
+        Range(at_least=1),
     ] = None
 
 

@@ -118,6 +118,11 @@ CHANGES: dict[str, Sequence[Change]] = {
     "model.dropout": [Change(0.5), Change(0.0)],
     "model.norm": [Change("post")],
     "model.tie": [Change("target"), Change("none")],
+    "model.activation": [Change("gelu"), Change("swish")],
+    "model.max_positions": [
+        Change(500, ("weights",), beside={"model.preset": "mbart"}),
+        Change(9, beside={"model.preset": "mbart"}, refused="training.max_length is 256, but the model has learned 9"),
+    ],
     "training.devices": [Change(("cpu", "cpu"), ("said",))],
     "training.chunk_tokens": [Change(7, ("logits at once",), ("batches",)), Change(8, ("logits at once",))],
     "training.batch_tokens": [Change(300, ("weights", "batches"))],

@@ -1,0 +1,52 @@
+"""The command that makes a run of a published model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes.translation.commands.arguments import PROGRAM, add_run, parser_of, path
+
+
+def import_(argv: Sequence[str]) -> int:
+    """Make a run of a model that others have published: OPUS-MT, M2M-100, NLLB-200 or mBART.
+
+    The folder is one as Hugging Face transformers saves it: config.json, model.safetensors, generation_config.json and
+    all files of the tokenizer. Nothing is downloaded. A model of several languages becomes a run for two of them.
+    """
+    parser = parser_of(
+        import_,
+        f"{PROGRAM} import opus-mt-en-de --run runs/opus\n"
+        f"{PROGRAM} import nllb-200-distilled-600M --run runs/nllb --source eng_Latn --target deu_Latn",
+    )
+    parser.add_argument("model", metavar="FOLDER", type=path, help="the folder of the published model")
+    add_run(parser)
+    parser.add_argument(
+        "--source", metavar="LANGUAGE", default="", help="the language to translate from, as the model calls it"
+    )
+    parser.add_argument("--target", metavar="LANGUAGE", default="", help="the language to translate to, likewise")
+    options = parser.parse(argv)
+
+    from recipes.translation.importing.published_model import import_model
+
+    run = Path(options.run)
+    imported = import_model(Path(options.model), run, options.source, options.target)
+    translator = imported.translator
+    if imported.ignored:
+        print(
+            f"[import] generation_config.json sets {', '.join(imported.ignored)}, which a run does not have: see the "
+            f"options of {PROGRAM} translate",
+            file=sys.stderr,
+        )
+    size = sum(parameter.numel() for parameter in translator.model.parameters()) / 1e6
+    data = translator.config.data
+    print(
+        f"[import] {run / 'best'}: {data.source} to {data.target}, {size:.1f} M parameters, "
+        f"{len(translator.target):,} subwords"
+    )
+    print(
+        f"[import] to train on: {PROGRAM} train --config {run / 'best' / 'config.yaml'} --run NEW "
+        f"--training.start_from {run} --data.train SOURCE TARGET --data.valid SOURCE TARGET"
+    )
+    return 0

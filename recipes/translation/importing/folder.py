@@ -1,0 +1,153 @@
+"""A folder as transformers' `save_pretrained` writes it, read without transformers and without running code from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from recipes.translation.atomic_folder import CheckpointError
+
+WEIGHTS = "model.safetensors"
+PICKLED = "pytorch_model.bin"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Reads the files of a folder; a file that is missing or not what its name says raises CheckpointError."""
+
+    path: Path
+
+    def json(self, name: str) -> dict[str, Any]:
+        """Return what a JSON file says."""
+        content = self.content(name)
+        try:
+            found = json.loads(content)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path / name} is not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{self.path / name} is a JSON {type(found).__name__}, not an object of names")
+        return found
+
+    def json_or_nothing(self, name: str) -> dict[str, Any]:
+        """Return what a JSON file says, and nothing where there is none."""
+        if not (self.path / name).is_file():
+            return {}
+        return self.json(name)
+
+    def content(self, name: str) -> bytes:
+        """Return a file's content."""
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is not a folder: give one with a model as transformers saves it")
+        if not (self.path / name).is_file():
+            raise CheckpointError(
+                f"{self.path} has no {name}: it needs all files of the model and its tokenizer as they were published"
+            )
+        return (self.path / name).read_bytes()
+
+    def subwords(self, name: str) -> bytes:
+        """Return the content of a sentencepiece model."""
+        content = self.content(name)
+        try:
+            sentencepiece.SentencePieceProcessor(model_proto=content)
+        except RuntimeError:
+            raise CheckpointError(f"{self.path / name} is not a sentencepiece model") from None
+        return content
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all weights, in float32 where they are in half precision; of one file, or of several with an index."""
+        names = [WEIGHTS]
+        index = self.json_or_nothing(f"{WEIGHTS}.index.json")
+        if index:
+            names = sorted(set(index.get("weight_map", {}).values()))
+        elif not (self.path / WEIGHTS).is_file():
+            self._refuse_pickled()
+        found: dict[str, Tensor] = {}
+        for name in names:
+            found |= self._tensors_of(name)
+        return found
+
+    def _tensors_of(self, name: str) -> dict[str, Tensor]:
+        if not (self.path / name).is_file():
+            raise CheckpointError(f"{self.path} has no {name}, with weights of the model: copy it there")
+        try:
+            tensors = load_file(self.path / name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path / name} is not a file of safetensors: {error}") from None
+        return {name: _wide(tensor) for name, tensor in tensors.items()}
+
+    def _refuse_pickled(self) -> None:
+        pickled = sorted(self.path.glob("pytorch_model*.bin"))
+        if pickled:
+            raise CheckpointError(
+                f"{pickled[0]} is pickled, and reading it could run any code: convert it to {WEIGHTS} first, where you "
+                "trust it, by transformers' from_pretrained and save_pretrained"
+            )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return tensor.float()
+    return tensor
+
+
+class Weights:
+    """Weights under their names in transformers, each of which must be used."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], path: Path) -> None:
+        self._tensors = dict(tensors)
+        self.path = path
+        self._used: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Return a weight; raise CheckpointError if there is none, or one of another shape."""
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.path} has no weight {name}, which its config.json promises")
+        tensor = self._tensors[name]
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{self.path}: {name} is {tuple(tensor.shape)}, and by config.json it is {shape}: one of the two "
+                "files is of another model"
+            )
+        if not tensor.dtype.is_floating_point:
+            raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}, not numbers with a fraction")
+        self._used.add(name)
+        return tensor
+
+    def take_any(self, name: str) -> Tensor | None:
+        """Return a weight that need not be there, of any shape."""
+        self._used.add(name)
+        return self._tensors.get(name)
+
+    def take_same(self, names: tuple[str, ...], *shape: int) -> Tensor:
+        """Return a weight that may be stored under several names, or under one of them, all with the same bits."""
+        there = [name for name in names if name in self]
+        if not there:
+            raise CheckpointError(f"{self.path} has no weight {names[-1]}, which its config.json promises")
+        first, *others = (self.take(name, *shape) for name in there)
+        for name, other in zip(there[1:], others, strict=True):
+            if not torch.equal(first, other):
+                raise CheckpointError(
+                    f"{self.path}: {there[0]} and {name} differ, and by config.json they are one matrix"
+                )
+        return first
+
+    def check_all_used(self) -> None:
+        """Raise CheckpointError for a weight that nothing has asked for."""
+        left = sorted(self._tensors.keys() - self._used)
+        if left:
+            raise CheckpointError(
+                f"{self.path} has {left[0]}, and {len(left)} such weights in all, for which there is no place: it is "
+                "another architecture than its config.json says, or has parts added to it"
+            )

@@ -1,0 +1,151 @@
+"""Make a run of a model that others have published: weights, subwords and settings of translation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import sentencepiece
+
+from models import PRESETS, TransformerConfig
+from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.data.sentencepiece_file import kind_of_model
+from recipes.translation.data.subwords import Subwords
+from recipes.translation.importing.architectures import published, sizes_of
+from recipes.translation.importing.folder import Folder, Weights
+from recipes.translation.importing.tokenizer import Tokenizer, read_tokenizer
+from recipes.translation.importing.weights import our_weights
+from recipes.translation.run_folder.checkpoint import Translator, build_model, fill_model, save_model
+from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
+
+KNOWN = (
+    "num_beams length_penalty max_length max_new_tokens decoder_start_token_id pad_token_id eos_token_id bos_token_id "
+    "forced_bos_token_id bad_words_ids use_cache transformers_version _from_model_config early_stopping "
+    "forced_eos_token_id renormalize_logits output_attentions output_hidden_states suppress_tokens"
+)
+"""Settings of generation_config.json that a run has, or that change nothing here: padding is never output, the symbols
+are in the subwords, and the search stops as docs/decoding.md says."""
+
+
+class Imported(NamedTuple):
+    """A published model as a translator, and what could not be taken over."""
+
+    translator: Translator
+    ignored: list[str]
+    """Settings of translation that a run does not have."""
+
+
+def import_model(folder: Path, run: Path, source: str = "", target: str = "") -> Imported:
+    """Write the published model in `folder` to the run's `best`.
+
+    `source` and `target` are the languages, which a model of several languages needs.
+
+    Raises CheckpointError for a folder that is not such a model, or a run that has a model already, and ConfigError for
+    a language that the model does not have.
+    """
+    for name in ("best", "last"):
+        if (run / name).exists():
+            raise CheckpointError(f"{run} has a model already, in {run / name}: name another folder with --run")
+    imported = read_model(folder, run, source, target)
+    save_model(run / "best", imported.translator, {"step": 0, "imported_from": folder.resolve().name})
+    return imported
+
+
+def read_model(folder: Path, run: Path, source: str = "", target: str = "") -> Imported:
+    """Return the model in `folder`, as a translator of the run, in float32 or, where it has float64, in float64."""
+    files = Folder(folder)
+    settings = files.json("config.json")
+    where = str(folder / "config.json")
+    sizes = sizes_of(settings, where)
+    # Earlier versions of transformers have the settings of translation in config.json
+    generation = {**settings, **files.json_or_nothing("generation_config.json")}
+    tokenizer = read_tokenizer(files, settings, generation, (source, target))
+    weights = our_weights(Weights(files.tensors(), folder), sizes, tokenizer.source_ids, tokenizer.target_ids)
+    config = run_config(published(settings, where).preset, sizes, tokenizer, generation, run)
+    subwords = (_subwords(tokenizer.source), _subwords(tokenizer.target))
+    model = build_model(sizes, *subwords).to(weights["generator.weight"].dtype)
+    own = model.state_dict()
+    tied = {name: tensor for name, tensor in own.items() if name not in _tied(sizes)}
+    fill_model(model, {name: weights[name] for name in tied}, folder)
+    ignored = _ignored(files.json_or_nothing("generation_config.json"), settings)
+    return Imported(Translator(config, model.eval(), *subwords), ignored)
+
+
+def _ignored(generation: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Return the names of settings of translation that a run does not have."""
+    given = {name for name, value in generation.items() if value is not None}
+    found = given - set(KNOWN.split())
+    symbols = {settings.get("pad_token_id"), settings.get("decoder_start_token_id")}
+    if any(len(words) > 1 or words[0] not in symbols for words in generation.get("bad_words_ids") or ()):
+        found.add("bad_words_ids")
+    if not symbols.issuperset(generation.get("suppress_tokens") or ()):
+        found.add("suppress_tokens")
+    return sorted(found)
+
+
+def _tied(sizes: TransformerConfig) -> tuple[str, ...]:
+    """Return the names of weights that are another one's, in the order of the model's state."""
+    if sizes.tie == "all":
+        return ("tgt_embed.lookup.weight", "generator.weight")
+    if sizes.tie == "target":
+        return ("generator.weight",)
+    return ()
+
+
+def _subwords(model: bytes) -> Subwords:
+    return Subwords(sentencepiece.SentencePieceProcessor(model_proto=model))
+
+
+def run_config(
+    preset: str, sizes: TransformerConfig, tokenizer: Tokenizer, generation: Mapping[str, Any], run: Path
+) -> RunConfig:
+    """Return the settings of the run."""
+    usual = PRESETS[preset]
+    assert isinstance(usual, TransformerConfig)
+    changed = {
+        f"model.{field.name}": getattr(sizes, field.name)
+        for field in fields(ModelConfig)
+        if field.name != "preset" and getattr(sizes, field.name) != getattr(usual, field.name)
+    }
+    given = {
+        "run": str(run),
+        # Not the built-in corpus: whoever trains on names the data
+        "data.format": "text",
+        "data.source": tokenizer.languages[0],
+        "data.target": tokenizer.languages[1],
+        "subwords.vocab_size": len(tokenizer.target_ids),
+        "subwords.joint": False,
+        "subwords.kind": kind_of_model(tokenizer.source),
+        "model.preset": preset,
+        **changed,
+        **_decoding(generation),
+    }
+    return load_config(None, given | _lengths(given, sizes))
+
+
+def _decoding(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of translation; transformers divides by length^length_penalty, 1 unless it is set."""
+    found: dict[str, Any] = {
+        "decoding.beam": generation.get("num_beams") or 1,
+        "decoding.length_norm": "length",
+        "decoding.length_penalty": float(generation.get("length_penalty", 1.0)),
+    }
+    if generation.get("max_new_tokens"):
+        found["decoding.max_length"] = generation["max_new_tokens"]
+    elif generation.get("max_length"):
+        found["decoding.max_length"] = generation["max_length"] - 1  # the start symbol is counted there
+    return found
+
+
+def _lengths(given: Mapping[str, Any], sizes: TransformerConfig) -> dict[str, Any]:
+    """Return lengths that a model with learned positions can read: so many subwords, and three symbols at most."""
+    if sizes.architecture != "mbart":
+        return {}
+    defaults = RunConfig()
+    most = max(1, sizes.max_positions - 3)
+    return {
+        "decoding.max_length": min(most, given.get("decoding.max_length", defaults.decoding.max_length)),
+        "training.max_length": min(most, defaults.training.max_length),
+    }

@@ -1,0 +1,150 @@
+"""An imported run works with the recipe's commands."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import default_limit
+from recipes.translation.alternatives import alternatives
+from recipes.translation.commands import main
+from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.data.subwords import EOS, PAD, UNK, Subwords
+from recipes.translation.forced_decoding import log_probabilities
+from recipes.translation.importing.published_model import import_model, read_model
+from recipes.translation.run_folder.checkpoint import load_weights
+from recipes.translation.search_options import SearchOptions
+from recipes.translation.settings.config import ConfigError, load_config
+from recipes.translation.train import train
+from recipes.translation.training.progress import read_metrics
+from recipes.translation.translate import search
+from tests.recipes.importing import published
+
+PAIRS = [("Two trains leave.", "Zwei fahren."), ("A small dog!", "Ein Hund."), ("one abcdefg", "eins zwei drei")]
+
+
+def files(folder: Path, pairs: list[tuple[str, str]]) -> tuple[str, str]:
+    names = (str(folder / "text.en"), str(folder / "text.de"))
+    for side, name in enumerate(names):
+        Path(name).write_text("".join(f"{pair[side]}\n" for pair in pairs), encoding="utf-8")
+    return names
+
+
+def tuning(run: Path, folder: Path, **changes: object) -> dict[str, object]:
+    text = files(folder, PAIRS)
+    return {
+        "run": str(folder / "tuned"),
+        "training.start_from": str(run),
+        "data.train": text,
+        "data.valid": text,
+        "training.devices": "[cpu]",
+        "training.steps": 1,
+        "training.validate_bleu": 0,
+        "training.label_smoothing": 0.0,
+        "training.learning_rate": 0.0,
+        **{name.replace("__", "."): value for name, value in changes.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "languages"),
+    [(published.marian, ("", "")), (published.mbart, ("en_XX", "de_DE"))],
+    ids=["marian", "mbart"],
+)
+def test_training_goes_on_from_an_imported_run_with_the_loss_of_transformers(
+    make: object, languages: tuple[str, str], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSeq2SeqLM
+
+    folder = make(tmp_path / "model")  # type: ignore[operator]
+    import_model(folder, tmp_path / "run", *languages)
+    config = load_config(tmp_path / "run" / "best" / "config.yaml", tuning(tmp_path / "run", tmp_path))
+    train(config)
+    found, before = load_weights(tmp_path / "tuned" / "last"), load_weights(tmp_path / "run" / "best")
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    tokenizer = published.tokenizer_of(folder)
+    if languages[0]:
+        tokenizer.src_lang, tokenizer.tgt_lang = languages
+    sources, targets = zip(*PAIRS, strict=True)
+    tokens = tokenizer(list(sources), text_target=list(targets), padding=True, return_tensors="pt")
+    labels = tokens.pop("labels")
+    pad = tokenizer.pad_token_id
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        theirs = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+        start = torch.full((len(PAIRS), 1), theirs.config.decoder_start_token_id)
+        given = torch.cat((start, labels[:, :-1]), 1)
+        expected = theirs(**tokens, decoder_input_ids=given, labels=labels.masked_fill(labels == pad, -100)).loss
+    (record,) = (each for each in read_metrics(tmp_path / "tuned" / "metrics.jsonl") if "valid_loss" in each)
+    assert record["valid_loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_commands_work_on_an_imported_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = published.m2m100(tmp_path / "model")
+    run = str(tmp_path / "run")
+    assert main(["import", str(folder), "--run", run, "--source", "en", "--target", "de"]) == 0
+    said = capsys.readouterr().out
+    assert "en to de" in said
+    assert f"train --config {run}/best/config.yaml --run NEW --training.start_from {run}" in said
+    assert main(["translate", "--run", run, "--beam", "2", "--n-best", "2", "--scores", "A small dog!"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    source, target = files(tmp_path, PAIRS)
+    assert main(["score", "--run", run, "--sources", source, "--targets", target]) == 0
+    scores = capsys.readouterr().out.splitlines()
+    assert main(["evaluate", "--run", run, "--sources", source, "--references", target, "--beam", "1"]) == 0
+    assert len(scores) >= len(PAIRS)
+
+
+def test_the_score_of_a_translation_is_that_of_the_search(tmp_path: Path) -> None:
+    """The tag of the target is given, and no part of either."""
+    translator = read_model(published.m2m100(tmp_path / "model"), Path("run"), "en", "de").translator
+    ids = translator.source.encode(["A small dog!"])
+    ((best, *_),) = alternatives(translator, ["A small dog!"], translator.config.decoding, SearchOptions(n_best=2))
+    (tokens,) = search(translator, ids, translator.config.decoding)
+    if len(tokens) < min(default_limit(len(ids[0]) + 1), translator.config.decoding.max_length):
+        tokens = [*tokens, EOS]
+    (found,) = log_probabilities(translator.model, ids, [tokens], translator.source.symbols)
+    assert found == pytest.approx(best.log_probability, rel=1e-5)
+
+
+def test_a_sentence_longer_than_the_learned_positions_is_refused_before_training(tmp_path: Path) -> None:
+    import_model(published.mbart(tmp_path / "model"), tmp_path / "run", "en_XX", "de_DE")
+    given = tuning(tmp_path / "run", tmp_path)
+    best = tmp_path / "run" / "best" / "config.yaml"
+    with pytest.raises(
+        ConfigError, match=r"^training\.max_length is 63, but the model has learned 64 positions, of which"
+    ):
+        train(load_config(best, {**given, "training.max_length": 63}))
+    long = [*PAIRS, ("one " * 70, "eins")]
+    given |= {"data.valid": files(tmp_path / "run", long)}
+    with pytest.raises(
+        DataError, match=r"^data\.valid: the source of pair 4 has \d+ subwords, and the model has learned"
+    ):
+        train(load_config(best, given))
+
+
+def test_a_target_language_before_the_sentence_is_one_subword(tmp_path: Path) -> None:
+    folder = published.marian(tmp_path / "model")
+    translator = read_model(folder, Path("run")).translator
+    (found,) = translator.source.encode([">>xx<< A small dog!"])
+    tokenizer = published.tokenizer_of(folder)
+    expected = tokenizer([">>xx<< A small dog!", "A small dog!"]).input_ids
+    pieces = translator.source.pieces()
+    assert pieces[found[0]] == "\u2581>>xx<<"
+    assert found[1:] == translator.source.encode(["A small dog!"])[0]
+    assert (expected[0][0], expected[0][1:]) == (json.loads((folder / "vocab.json").read_text())[">>xx<<"], expected[1])
+
+
+def test_sampled_subwords_of_an_imported_model_are_of_its_vocabulary_and_spell_the_same(tmp_path: Path) -> None:
+    subwords = read_model(published.marian(tmp_path / "model"), Path("run")).translator.source
+    assert isinstance(subwords, Subwords)
+    text = "Two trains leave at half past seven."
+    drawn = subwords.sample([text] * 200, range(200), 0.2)
+    assert len({tuple(row) for row in drawn}) > 100
+    assert all(PAD < each < len(subwords) for row in drawn for each in row)
+    known = [row for row in drawn if UNK not in row]
+    assert set(subwords.decode(known)) == set(subwords.decode(subwords.encode([text])))
