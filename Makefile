@@ -37,7 +37,7 @@ test-launched: .venv/dev  ## check the recipe over several processes: layouts, l
 	@echo "[test-launched] pytest, the recipe over several processes"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m launched -q --durations=5 tests/recipes/processes
 
-test-tutorial: .venv/dev  ## run the tutorials of docs/ as printed, commands and code (about 4 minutes on 2 cores)
+test-tutorial: .venv/dev  ## run the tutorials of docs/ as printed, commands and code (some minutes on 2 cores)
 	@echo "[test-tutorial] pytest, every block of the tutorials"
 	@$(BIN)/python -m pytest -m tutorial -q --durations=5 tests/tutorials
 
