@@ -4,7 +4,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-launched test-hf check bench bench-gpu clean
+.PHONY: help demo test test-launched test-tutorial test-hf test-browser check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -37,9 +37,17 @@ test-launched: .venv/dev  ## check the recipe over several processes: layouts, l
 	@echo "[test-launched] pytest, the recipe over several processes"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m launched -q --durations=5 tests/recipes/processes
 
+test-tutorial: .venv/dev  ## run the tutorials of docs/ as printed, commands and code (about 4 minutes on 2 cores)
+	@echo "[test-tutorial] pytest, every block of the tutorials"
+	@$(BIN)/python -m pytest -m tutorial -q --durations=5 tests/tutorials
+
 test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Face transformers (about 4 minutes on 2 cores)
 	@echo "[test-hf] pytest, every causal and conditional model class, and decoders under TRL"
 	@$(BIN)/python -m pytest -n $(WORKERS) -m hf_models -q --durations=5 tests/seqpar/integrations
+
+test-browser: .venv/dev  ## check the recipe's pages in headless Chromium, where it is installed (under a minute)
+	@echo "[test-browser] pytest, pages in headless Chromium"
+	@$(BIN)/python -m pytest -m browser -q tests/recipes/browser
 
 check: .venv/dev  ## run the linter, the format check, strict type checks and the import contracts
 	@echo "[check] ruff"

@@ -3,6 +3,10 @@
 Run it with `python -m examples.annotated_2018`. It uses the Transformer in this checkout's `models`.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: waiting threads leave a busy CPU alone
+
 from collections.abc import Iterator
 from typing import NamedTuple
 

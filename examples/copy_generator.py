@@ -6,6 +6,10 @@ The extra inputs are keyword arguments whose first dimensions are those of the t
 devices, cut into chunks and differentiated together with the hidden states.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: waiting threads leave a busy CPU alone
+
 import torch
 from torch import Tensor, nn
 

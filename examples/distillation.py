@@ -6,6 +6,10 @@ could have been stored beforehand), and one from log-probabilities that a functi
 Run it with `python examples/distillation.py`.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: waiting threads leave a busy CPU alone
+
 import torch
 from torch import Tensor, nn
 

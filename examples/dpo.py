@@ -6,6 +6,10 @@ The pairs follow a rule: the chosen response counts on from the prompt's last to
 reference is the policy before training; it is scored without gradients, so no logits and no second product are needed.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: waiting threads leave a busy CPU alone
+
 import copy
 
 import torch

@@ -3,6 +3,10 @@
 Run it with `torchrun --standalone --nproc-per-node 2 examples/fsdp2.py`.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: waiting threads leave a busy CPU alone
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -6,6 +6,10 @@ The task is to repeat three digits backwards; a response's reward is the share o
 starts with random weights and sees nothing but its rewards.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: waiting threads leave a busy CPU alone
+
 import torch
 from torch import Tensor, nn
 

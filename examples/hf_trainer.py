@@ -6,6 +6,10 @@ The stock Trainer's gradient of this model is too large by a factor of accumulat
 applied, it is the gradient of the whole batch on one device. Evaluation and `generate` do not change.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: waiting threads leave a busy CPU alone
+
 import tempfile
 
 import torch

@@ -3,6 +3,10 @@
 Run it with `python examples/lightning_module.py`.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: waiting threads leave a busy CPU alone
+
 import logging
 
 import torch

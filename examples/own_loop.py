@@ -3,6 +3,10 @@
 Run it with `python examples/own_loop.py`.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: waiting threads leave a busy CPU alone
+
 import torch
 from torch import nn
 

@@ -59,9 +59,7 @@ class TransformerConfig:
     """Tokens of the longest source or target, where positions are learned; others have no limit."""
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, below 1: choose 1 or more")
+        check_sizes(self, "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "max_positions")
         if self.d_model % 2:
             raise ValueError(
                 f"d_model {self.d_model} is odd, and positions are pairs of sine and cosine: "
@@ -100,9 +98,7 @@ class RecurrentConfig:
     """none | target (target embedding = generator) | all (source embedding too; Press and Wolf 2017)."""
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "encoder_layers", "decoder_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, below 1: choose 1 or more")
+        check_sizes(self, "d_model", "encoder_layers", "decoder_layers")
         if self.d_model % 2:
             raise ValueError(
                 f"d_model {self.d_model} is odd, and each direction of the encoder has half of it: "
@@ -136,6 +132,13 @@ class DecoderOnlyConfig:
 
 
 Sizes = TransformerConfig | RecurrentConfig | DecoderOnlyConfig
+
+
+def check_sizes(config: TransformerConfig | RecurrentConfig, *names: str) -> None:
+    """Raise ValueError for a size below 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}, below 1: choose 1 or more")
 
 
 def check_dropout(dropout: float) -> None:

@@ -3,7 +3,15 @@
 import os
 import sys
 
-from recipes.translation.commands import main
+from recipes.translation.missing_package import missing_package
+
+try:
+    from recipes.translation.commands import main
+except ModuleNotFoundError as error:
+    if missing := missing_package(error):
+        print(f"error: {missing}", file=sys.stderr)
+        sys.exit(2)
+    raise
 
 if __name__ == "__main__":
     # Torch's CPU threads wait for each other by spinning. Where other processes want the cores too, one that spins

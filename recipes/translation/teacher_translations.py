@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,12 +20,11 @@ from typing import Any
 from recipes.translation.atomic_folder import writing_to
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator, fingerprint, tensors_of
+from recipes.translation.status_line import StatusLine, duration
 from recipes.translation.translate import translate
 
 BLOCK = 1_000
 """Sentences that are translated between two writes: an interruption loses at most these."""
-PATIENCE = 10.0
-"""Seconds between two lines of progress."""
 
 
 def write_translations(
@@ -47,23 +47,20 @@ def write_translations(
         return source, target
     if done:
         print(f"[distil] {target}: going on after {done:,} translations", flush=True)
-    start = time.monotonic()
-    said = start
-    for first in range(done, len(lines), BLOCK):
-        block = [f"{tag} {line}".lstrip() for line in lines[first : first + BLOCK]]
-        found = translate(teacher, block, teacher.config.decoding, ranks)
-        ranks.run_on_main(lambda found=found: append(target, found))  # type: ignore[misc]
-        now = time.monotonic()
-        finished = first + len(block)
-        if now - said >= PATIENCE or finished == len(lines):
-            said = now
-            rate = (finished - done) / max(now - start, 1e-9)
-            left = (len(lines) - finished) / rate
-            print(
-                f"[distil] {target}: {finished:,}/{len(lines):,} sentences, {rate:,.1f} a second, {left / 60:,.1f} "
-                "minutes left",
-                flush=True,
+    began = time.monotonic()
+    with StatusLine(sys.stdout) as status:
+        for first in range(done, len(lines), BLOCK):
+            block = [f"{tag} {line}".lstrip() for line in lines[first : first + BLOCK]]
+            found = translate(teacher, block, teacher.config.decoding, ranks)
+            ranks.run_on_main(lambda found=found: append(target, found))  # type: ignore[misc]
+            finished = first + len(block)
+            rate = (finished - done) / max(time.monotonic() - began, 1e-9)
+            status.show(
+                f"[distil] {finished:,}/{len(lines):,} sentences   {rate:,.1f} sentences/s   "
+                f"{duration((len(lines) - finished) / rate)} left"
             )
+    taken = duration(time.monotonic() - began)
+    print(f"[distil] {target}: {len(lines) - done:,} sentences translated in {taken}", flush=True)
     return source, target
 
 

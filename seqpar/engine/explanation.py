@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
 
 from seqpar.core.chunks import rows_per_chunk
 from seqpar.core.token_loss import wide
@@ -12,13 +15,29 @@ from seqpar.kernels.row_kernel import why_no_kernel
 from seqpar.linear.leaves import product_dtype
 
 
+class LatestCall(NamedTuple):
+    """What the engine remembers of its latest call."""
+
+    tokens: Tensor
+    """How many tokens were not ignored; nobody has waited for the number yet."""
+    dtype: torch.dtype
+    """That of the logits of a pair with a closed form, which autocast decides."""
+
+
 def explanation(
-    head: nn.ModuleDict, facts: LogitFacts | None, tokens: int, chunk_tokens: int | None, chunk_size: int | None
+    head: nn.ModuleDict,
+    facts: LogitFacts | None,
+    latest: LatestCall | None,
+    tokens: int,
+    chunk_tokens: int | None,
+    chunk_size: int | None,
 ) -> str:
     """Return what `LossCompute.explain` says.
 
     Args:
-        facts: those that the latest call found about the logits; None if there was none.
+        facts: those that the latest call found about the logits of a pair without a closed form; None if there was
+            none.
+        latest: the latest call, of any pair.
     """
     match = match_formula(head["generator"], head["criterion"])
     device_type = next((p.device.type for p in head["generator"].parameters()), "cpu")
@@ -26,7 +45,7 @@ def explanation(
     if chunk_size is not None:
         return f"{how}; {chunk_size} time steps of the batch at a time"
     if isinstance(match, FormulaMatch):
-        facts = facts_of(match)
+        facts = facts_of(match, latest)
     return f"{how}; {how_it_is_cut(tokens, chunk_tokens, facts, device_type)}"
 
 
@@ -54,6 +73,9 @@ def how_it_is_cut(tokens: int, chunk_tokens: int | None, facts: LogitFacts | Non
     )
 
 
-def facts_of(match: FormulaMatch) -> LogitFacts:
-    """Return the facts about the logits of a pair with a closed form, which needs no first call."""
-    return LogitFacts(match.vocab_size, product_dtype(match.projection.weight), True)
+def facts_of(match: FormulaMatch, latest: LatestCall | None) -> LogitFacts:
+    """Return the facts about the logits of a pair with a closed form: the latest call's, or those without autocast."""
+    dtype = product_dtype(match.projection.weight)
+    if latest is not None:
+        dtype = latest.dtype
+    return LogitFacts(match.vocab_size, dtype, True)

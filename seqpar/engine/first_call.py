@@ -69,6 +69,8 @@ def logit_facts(
     if recording(hidden.device):
         found = _facts_while_recording(known, situation)
     if found is not None and found.criterion_is_checked:
+        if situation in known:
+            known[situation] = known.pop(situation)  # those of the latest call come last
         check_targets(shards, found.vocab_size)
         return found
     # One shard is enough, because all replicas run the same code; the first may have nothing but padding

@@ -6,6 +6,7 @@ under `torch.compile`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +20,12 @@ from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import inside_unit, is_fsdp_unit, refuse_data_parallel, refuse_sharded
 from seqpar.engine.contract import check_roles
 from seqpar.engine.device_losses import Cut, linear_loss, loss_over_devices
-from seqpar.engine.explanation import explanation
+from seqpar.engine.explanation import LatestCall, explanation
 from seqpar.engine.first_call import LogitFacts, Situation
 from seqpar.engine.formula_match import FormulaMatch, match_formula, match_split
 from seqpar.engine.scores import scores_over_devices
 from seqpar.engine.shards import OneOrScattered
+from seqpar.linear.leaves import product_dtype
 from seqpar.linear.token_scores import TokenScores
 from seqpar.multi_device.devices import Device, check_devices
 
@@ -77,6 +79,7 @@ class LossCompute(nn.Module):
             match_split(self.head)
             _check_split(devices, chunk_size)
         self._facts: dict[Situation, LogitFacts] = {}
+        self._latest: LatestCall | None = None
 
     def forward(
         self,
@@ -114,7 +117,7 @@ class LossCompute(nn.Module):
         if self.vocab is not None:
             refuse_sharded(self.head)
             match = match_split(self.head, per_token)
-            return linear_loss(match, hidden, target, loss_scale, self.chunk_tokens, self.vocab)
+            return self._noted(linear_loss(match, hidden, target, loss_scale, self.chunk_tokens, self.vocab), hidden)
         # A graph of torch.compile cannot contain chunks, whose number depends on the targets. It can contain
         # linear_cross_entropy, which is a single operator there
         one_device = self.devices is None and self.chunk_size is None
@@ -126,8 +129,17 @@ class LossCompute(nn.Module):
         cut = Cut(self.devices, self.chunk_tokens, self.chunk_size)
         arguments = (self.head, cut, self._facts, hidden, target, loss_scale, per_token)
         if is_fsdp_unit(self.head["generator"]):
-            return inside_unit(self.head["generator"], loss_over_devices, *arguments)  # type: ignore[no-any-return]
-        return loss_over_devices(*arguments)
+            loss = inside_unit(self.head["generator"], loss_over_devices, *arguments)
+        else:
+            loss = loss_over_devices(*arguments)
+        return self._noted(loss, hidden)
+
+    def _noted(self, loss: TokenLoss, hidden: Tensor | Sequence[Tensor]) -> TokenLoss:
+        """Remember a call for `explain`; return its loss."""
+        if not isinstance(hidden, Tensor):
+            hidden = hidden[0]
+        self._latest = LatestCall(loss.tokens, product_dtype(hidden))
+        return loss
 
     def token_scores(
         self,
@@ -158,11 +170,25 @@ class LossCompute(nn.Module):
             return inside_unit(self.head["generator"], scores_over_devices, *arguments)  # type: ignore[no-any-return]
         return scores_over_devices(*arguments)
 
-    def explain(self, tokens: int = 4096) -> str:
-        """Describe how one device computes the loss of so many tokens that are not ignored, and why."""
+    def explain(self, tokens: int | None = None) -> str:
+        """Describe how one device computes the loss of so many tokens that are not ignored, and why.
+
+        Without a number, these are the tokens of the latest call, divided evenly among the devices, or 4,096 before
+        there was one. Reading that number waits for the device.
+        """
+        if tokens is None:
+            tokens = self._tokens_of_a_device()
         # The facts that the latest call found, if there was one
         facts = next(reversed(self._facts.values()), None)
-        return explanation(self.head, facts, tokens, self.chunk_tokens, self.chunk_size)
+        return explanation(self.head, facts, self._latest, tokens, self.chunk_tokens, self.chunk_size)
+
+    def _tokens_of_a_device(self) -> int:
+        if self._latest is None:
+            return 4096
+        devices = 1
+        if self.devices is not None:
+            devices = len(self.devices)
+        return max(1, math.ceil(int(self._latest.tokens) / devices))
 
     def extra_repr(self) -> str:
         """Return the settings for `print(module)`."""

@@ -1,5 +1,6 @@
 """Every example runs as its first lines say, and what it trains gets better."""
 
+import ast
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+RECIPE = ROOT / "recipes" / "translation" / "__main__.py"
 RISING = {"grpo": "reward", "minimum_risk": "chrF"}
 """Examples whose figure rises, and its name; those of the others are losses, and fall."""
 
@@ -42,6 +44,14 @@ def test_an_example_runs_as_it_says_and_its_loss_falls(example: Path) -> None:
 def test_an_example_runs_as_it_says_and_its_reward_or_quality_rises(name: str) -> None:
     figures = printed(ROOT / "examples" / f"{name}.py", RISING[name])
     assert figures[-1] > figures[0] + 1 or figures[-1] > 2 * figures[0], figures
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_sets_the_threads_of_the_cpu_as_the_recipe_does(example: Path) -> None:
+    """The variable is read when torch is imported, so that it must be set before anything else is."""
+    (setting,) = [line.strip() for line in RECIPE.read_text().splitlines() if "OMP_WAIT_POLICY" in line]
+    statements = [ast.unparse(each) for each in ast.parse(example.read_text()).body]
+    assert statements[1:3] == ["import os", ast.unparse(ast.parse(setting))]
 
 
 def test_there_is_an_example_for_each_way_to_use_it() -> None:

@@ -305,12 +305,14 @@ def test_an_empty_batch_and_a_source_of_padding_alone_are_computed() -> None:
     torch.testing.assert_close(step, model(src, tgt), rtol=1e-12, atol=1e-12)
 
 
-def test_a_start_symbol_that_is_padding_is_a_token() -> None:
+def test_padding_before_a_real_token_is_a_token() -> None:
     model = model_of()
-    src, tgt = torch.tensor([[3, 4, EOS], [5, EOS, PAD]]), torch.tensor([[PAD, 3, PAD], [PAD, PAD, PAD]])
+    src = padded([[3, 4, EOS], [5, EOS], [6, EOS]])
+    tgt = torch.tensor([[PAD, 3, PAD], [PAD, PAD, PAD], [BOS, PAD, 4]])
     hidden = model(src, tgt)
     torch.testing.assert_close(hidden[0, :2], alone(model, [3, 4, EOS], [PAD, 3]), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(hidden[1, :1], alone(model, [5, EOS], [PAD]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(hidden[2], alone(model, [6, EOS], [BOS, PAD, 4]), rtol=1e-12, atol=1e-12)
 
 
 def split_over(rank: int, world: int) -> str:

@@ -128,6 +128,11 @@ def test_mistakes_do_not_wait_for_torch() -> None:
     assert found.stderr.count("\n") == 1
 
 
+def test_the_list_of_commands_does_not_wait_for_torch() -> None:
+    script = "import sys; from recipes.translation.commands import main; main([]); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+
+
 @pytest.mark.parametrize(
     ("argv", "meant"),
     [

@@ -17,6 +17,8 @@ from tests.recipes.scores.examples import damaged, references
 from tests.recipes.test_cli import refusal
 from tests.recipes.tiny import tiny
 
+pytestmark = pytest.mark.usefixtures("short_validations")
+
 REFERENCES = references(30)
 
 
@@ -81,17 +83,14 @@ def test_what_cannot_be_compared_is_one_line(
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has been evaluated on a test set of eight pairs."""
     folder = tmp_path_factory.mktemp("compare")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-        train(tiny(folder / "run"))
-        assert main(["evaluate", "--run", str(folder / "run")]) == 0
+    train(tiny(folder / "run"))
+    assert main(["evaluate", "--run", str(folder / "run")]) == 0
     return folder / "run"
 
 
 def test_runs_are_compared_by_what_evaluate_wrote(
-    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
     expected = [pair.target for pair in load_pairs(tiny(run).data, "test")]
     file = lines(tmp_path / "oracle", expected)
     found = compare([str(run), file])
@@ -106,10 +105,7 @@ def test_runs_are_compared_by_what_evaluate_wrote(
     assert "has 7 references, that of" in refusal(capsys, "compare", str(run), file, "--references", fewer)
 
 
-def test_translations_of_an_older_model_are_refused(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+def test_translations_of_an_older_model_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = run / "test.translations.txt"
     now = file.stat().st_mtime
     os.utime(file, (1, 1))

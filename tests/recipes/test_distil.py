@@ -17,12 +17,14 @@ from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import corpora_of
 from recipes.translation.data.lines import read_lines
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.distil import sentences_of, student_of
+from recipes.translation.distil import distil, sentences_of, student_of
+from recipes.translation.processes.ranks import joined
 from recipes.translation.run_folder.checkpoint import Translator, load_translator
-from recipes.translation.settings.config import load_config, save_config
+from recipes.translation.settings.config import RunConfig, load_config, save_config
 from recipes.translation.teacher_translations import write_translations
 from recipes.translation.train import train
 from recipes.translation.translate import translate
+from seqpar.testing.ranks import ranks
 from tests.recipes.random_translator import random_translator
 from tests.recipes.tiny import tiny
 
@@ -79,17 +81,20 @@ def test_the_files_have_the_sentences_and_the_teachers_translations_line_by_line
     assert len(set(read_lines(target))) > 5
 
 
-@pytest.mark.parametrize("left", [b"", b"a line without an en", b"a whole line\nand a part"])
+@pytest.mark.parametrize(
+    ("whole_lines", "left", "kept"),
+    [(10, b"", 10), (10, b"a part of a line", 10), (10, b"a whole line\nand a part", 10), (9, b"a part of a line", 5)],
+)
 def test_an_interrupted_translation_goes_on_after_its_last_whole_block(
-    left: bytes, teacher: Translator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole_lines: int, left: bytes, kept: int, teacher: Translator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, target = write_translations(teacher, SENTENCES, tmp_path, "1")
     whole = target.read_bytes()
     lines = whole.splitlines(keepends=True)
-    target.write_bytes(b"".join(lines[:10]) + left)
+    target.write_bytes(b"".join(lines[:whole_lines]) + left)
     seen = counted(monkeypatch)
     write_translations(teacher, SENTENCES, tmp_path, "1")
-    assert seen == SENTENCES[10:]
+    assert seen == SENTENCES[kept:]
     assert target.read_bytes() == whole
 
 
@@ -180,6 +185,18 @@ def test_each_corpus_is_translated_into_its_language_and_keeps_its_weight(tmp_pa
     }
 
 
+def test_files_that_are_the_only_corpus_become_two_corpora(tmp_path: Path) -> None:
+    files = {"data.format": "text", "data.path": str(tmp_path), "data.train": ["en", "de"], "data.valid": ["en", "de"]}
+    student = student_of(tiny(tmp_path / "run", files), [("a", "b")], 0.25)
+    assert student.data.train == ()
+    translations, originals = corpora_of(student)
+    assert (translations.name, translations.data.train, translations.weight) == ("translations", ("a", "b"), 1.0)
+    assert (originals.name, originals.data.train, originals.weight) == ("originals", ("en", "de"), 0.25)
+    assert (originals.data.path, originals.data.format) == (str(tmp_path), "text")
+    (only,) = corpora_of(student_of(tiny(tmp_path / "run", files), [("a", "b")], 0.0))
+    assert only.name == "translations"
+
+
 def test_a_student_is_exported_with_int8_weights(run: Path, tmp_path: Path) -> None:
     train(tiny(tmp_path / "run", {**STUDENT, "model.d_model": 16, "model.d_ff": 16, "training.steps": 1}))
     words = ["export", "--run", str(tmp_path / "run"), "--to", "ctranslate2"]
@@ -211,3 +228,22 @@ def test_a_mistake_is_answered_with_one_line_and_leaves_no_folder(
     assert answer in error
     assert error.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+def told(rank: int, world: int, config: RunConfig) -> int:
+    with pytest.MonkeyPatch.context() as patch:  # undone, for ranks live on
+        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+        with joined(60) as processes:
+            return distil(config, 0.0, False, processes).state.step
+
+
+@pytest.mark.launched
+def test_several_processes_share_the_sentences_and_write_them_in_order(run: Path, tmp_path: Path) -> None:
+    changes = {"model.d_model": 16, "model.d_ff": 16, "model.heads": 2, "training.steps": 1, "training.devices": "auto"}
+    given = {**STUDENT, **changes, "training.teacher": str(run)}
+    for name, world in (("one", 1), ("two", 2)):
+        config = load_config(run / "best" / "config.yaml", {**given, "run": str(tmp_path / name)})
+        assert ranks(world, told, config) == [1] * world
+    one, two = (read_lines(tmp_path / name / "translations" / "1.target.txt") for name in ("one", "two"))
+    assert one == two
+    assert len(one) == 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,29 @@ def test_evaluate_prints_signed_scores_and_writes_them(
     for part in ("BLEU ", "BLEU, lower-cased", "chrF", "TER", "exact match", "|tok:intl|", "case:lc"):
         assert part in text
     assert (run / "valid.scores.json").exists()
+
+
+def test_an_ensemble_is_evaluated_under_a_name_of_its_own(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = random_translator(tmp_path / "other", seed=2)
+    save_model(tmp_path / "other" / "best", other, {"step": 1})
+    (tmp_path / "news.en").write_text(f"{SENTENCE}\nThe number is six.\n")
+    (tmp_path / "news.de").write_text("Der Zug.\nDie Zahl ist sechs.\n")
+    files = ["--sources", str(tmp_path / "news.en"), "--references", str(tmp_path / "news.de")]
+    assert main(["evaluate", "--run", str(run), *files]) == 0
+    alone = (run / "news.en.translations.txt").read_text()
+    assert main(["evaluate", "--run", str(run), "--ensemble", str(tmp_path / "other"), *files]) == 0
+    first = load_translator(run / "best")
+    second = load_translator(tmp_path / "other" / "best")
+    texts = translate(replace(first, others=(second.model,)), [SENTENCE, "The number is six."], first.config.decoding)
+    found = (run / "news.en.ensemble.translations.txt").read_text()
+    assert found == "".join(f"{text}\n" for text in texts)
+    assert found != alone
+    assert (run / "news.en.translations.txt").read_text() == alone
+    capsys.readouterr()
+    words = ["--hypotheses", files[1], "--references", files[3], "--ensemble", str(run)]
+    assert "--ensemble translates, and --hypotheses are translations already" in refusal(capsys, "evaluate", *words)
 
 
 def test_files_of_unequal_length_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,10 +25,11 @@ from recipes.translation.commands.serving import serve
 from recipes.translation.commands.training import DEMO_CONFIG, average, demo, prepare, train
 from recipes.translation.commands.translation import translate
 from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.missing_package import missing_package
 from recipes.translation.processes.launch import automatic, launch
 from recipes.translation.processes.stop import OtherRankError, TrainingError
 from recipes.translation.settings.config import ConfigError
-from recipes.translation.settings.options import fail, unknown
+from recipes.translation.settings.options import FIRST_EXAMPLE, fail, unknown
 
 __all__ = ["COMMANDS", "DEMO_CONFIG", "main"]
 
@@ -81,7 +82,12 @@ def started(name: str, words: Sequence[str]) -> int:
     processes, rest = processes_of(words)
     if processes is not None:
         return launch(processes, [name, *rest])
-    return COMMANDS[name](rest)
+    try:
+        return COMMANDS[name](rest)
+    except ModuleNotFoundError as error:
+        if missing := missing_package(error):
+            raise ConfigError(missing) from error
+        raise
 
 
 def processes_of(words: Sequence[str]) -> tuple[int | None, list[str]]:
@@ -126,9 +132,8 @@ def overview() -> str:
 
 
 def example_of(name: str) -> str:
-    """Return the first example in the help of a command."""
+    """Return the first example in the help of a command, without the rest of the help, for which torch is imported."""
     shown = io.StringIO()
     with redirect_stdout(shown), suppress(SystemExit):
-        COMMANDS[name](["--help"])
-    _, _, examples = shown.getvalue().partition("\nexample:\n")
-    return examples.partition("\n")[0].strip()
+        COMMANDS[name]([FIRST_EXAMPLE])
+    return shown.getvalue().strip()

@@ -85,8 +85,12 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_checkpoint(parser)
-    parser.add_argument("--beam", metavar="N", help=f"beam width; 1 is greedy and fastest ({_own('beam')})")
+    add_beam(parser)
     add_length_options(parser)
+
+
+def add_beam(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--beam", metavar="N", help=f"beam width; 1 is greedy and fastest ({_own('beam')})")
 
 
 def add_length_options(parser: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ from recipes.translation.commands.arguments import (
     parser_of,
     path,
 )
+from recipes.translation.commands.searching import add_ensemble, load_ensemble
 from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser
 
@@ -45,6 +46,7 @@ def evaluate(argv: Sequence[str]) -> int:
     )
     add_processes(parser)
     add_model_options(parser)
+    add_ensemble(parser)
     parser.add_argument("--split", choices=("valid", "test"), help="which data of the run (default: test)")
     add_tokenize(parser)
     parser.add_argument(
@@ -103,7 +105,7 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> tuple[Evaluation, D
         files = Path(options.hypotheses), references, sources if options.sources else None
         evaluation = evaluate_files(*files, options.tokenize or "auto")
     else:
-        translator = load(options, ranks)
+        translator = load_ensemble(options, ranks)
         decoding = translator.config.decoding
         if options.sources:
             lowercase = translator.config.subwords.lowercase
@@ -114,6 +116,8 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> tuple[Evaluation, D
             evaluation = evaluate_split(
                 translator, options.split or "test", decoding, options.tokenize, ranks, "evaluate"
             )
+        if options.ensemble:  # what --run alone has translated stays
+            evaluation = replace(evaluation, name=f"{evaluation.name}.ensemble")
     if options.comet:
         evaluation = _with_comet(Path(options.comet), evaluation, ranks)
     return evaluation, data
@@ -212,6 +216,8 @@ def score(argv: Sequence[str]) -> int:
 
 def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
     """Refuse files that do not go together."""
+    if options.hypotheses and options.ensemble:
+        parser.error("--ensemble translates, and --hypotheses are translations already; give one of them")
     if options.hypotheses and not options.references:
         parser.error("--hypotheses and --references go together")
     if options.sources and not options.references:

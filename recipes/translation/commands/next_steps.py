@@ -9,7 +9,7 @@ from recipes.translation.training.summary import command
 
 PURPOSES = {
     "translate": "type sentences, or add --file FILE",
-    "evaluate": "BLEU, chrF and TER, with confidence intervals",
+    "evaluate": "scores with confidence intervals",
     "report": "a page with curves, scores and translations",
     "serve": "a page that translates, and an endpoint for programs",
 }
@@ -24,6 +24,5 @@ def next_steps(config: RunConfig, known: Collection[str]) -> str:
         words = [name, "--run", config.run]
         if name == "evaluate" and config.data.format != "builtin" and not config.data.test:
             words += ["--split", "valid"]
-            purpose += "; --sources FILE --references FILE for a test set"
         lines.append(f"  {command(*words)}  # {purpose}")
     return "\n".join(["[train] next:", *lines])

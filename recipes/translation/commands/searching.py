@@ -40,13 +40,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         help="words or phrases that each translation must contain: a line for each sentence, separated by tabs, or "
         "empty; --beam 10 or more is advised",
     )
-    search.add_argument(
-        "--ensemble",
-        metavar="FOLDER",
-        type=path,
-        action="append",
-        help="another run that translates together with --run; can be given several times",
-    )
+    add_ensemble(search)
     search.add_argument(
         "--mbr",
         metavar="NAME",
@@ -106,6 +100,17 @@ def as_number(word: str) -> float:
         return float(word)
     except ValueError:
         return math.nan
+
+
+def add_ensemble(options: argparse._ActionsContainer) -> None:
+    """Add the option for further models."""
+    options.add_argument(
+        "--ensemble",
+        metavar="FOLDER",
+        type=path,
+        action="append",
+        help="another run that translates together with --run; can be given several times",
+    )
 
 
 OF_SAMPLING = ("temperature", "top_k", "top_p", "seed")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import (
     PROGRAM,
+    add_beam,
     add_checkpoint,
     add_length_options,
     add_runs,
@@ -45,7 +46,7 @@ def serve(argv: Sequence[str]) -> int:
         help="ctranslate2 is for what export --to ctranslate2 wrote (default: ctranslate2 for a run that has such a "
         "folder, torch for others)",
     )
-    parser.add_argument("--beam", metavar="N", help="beam width; 1 is greedy and fastest (default: as trained for)")
+    add_beam(parser)
     add_length_options(parser)
     parser.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=HOST_HELP)
     parser.add_argument("--port", metavar="N", type=port, default=5000, help="0 takes one that is free (default: 5000)")

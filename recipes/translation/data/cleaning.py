@@ -66,14 +66,6 @@ class Cleaning:
         return f"{sum(self.removed.values()):,} of {self.read:,} pairs dropped: {counts}"
 
 
-def clean(
-    pairs: Iterable[Pair], settings: CleaningConfig, source: str, target: str
-) -> tuple[list[Pair], dict[str, int]]:
-    """Return the pairs that no rule removes, and the number of pairs that each rule has removed."""
-    cleaning = Cleaning(settings, source, target)
-    return list(cleaning.kept(pairs)), cleaning.removed
-
-
 def rules(settings: CleaningConfig, source: str, target: str) -> dict[str, Rule]:
     """Return the rules that are set, by the words of the log, in the order in which they are asked."""
     found: dict[str, Rule] = {EMPTY: lambda pair: not (pair.source.strip() and pair.target.strip())}

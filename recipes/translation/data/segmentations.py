@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import accumulate
 from random import Random
@@ -16,6 +17,10 @@ from typing import Any, NamedTuple
 
 BLANK = "\u2581"
 """What sentencepiece writes for a blank, with which a word begins."""
+
+REMEMBERED = 20_000
+"""Words whose last pieces are kept, those drawn most recently: 50 MB, at 2.6 KB for a word of 9 characters. The
+commonest words are most of a text, so that a larger corpus does not need more."""
 
 
 class Sampler:
@@ -35,11 +40,22 @@ class Sampler:
         self._scores = {piece: processor.get_score(each) for piece, each in self._ids.items()}
         # Merges are numbered: the scores of a bpe model are whole numbers, those of a unigram model logarithms
         self._is_bpe = all(score == int(score) for score in self._scores.values())
-        self._last_pieces: dict[tuple[str, float], list[LastPieces]] = {}
+        self._remember()
+
+    def _remember(self) -> None:
+        """Keep the last pieces of the words that were drawn most recently."""
+        self._last_pieces = lru_cache(REMEMBERED)(self._computed_last_pieces)
+
+    def _computed_last_pieces(self, word: str, exponent: float) -> list[LastPieces]:
+        return last_pieces(word, self._scores, exponent)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs, without what a thread may be adding to just now."""
-        return {**self.__dict__, "_last_pieces": {}}
+        """Return what another process needs, which computes the last pieces itself."""
+        return {name: value for name, value in self.__dict__.items() if name != "_last_pieces"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._remember()
 
     def draw(self, ids: Sequence[int], seed: int, amount: float, whole: Collection[int]) -> list[int]:
         """Draw the subwords of a sentence, given those without sampling; the ids in `whole` are never split."""
@@ -71,10 +87,7 @@ class Sampler:
     def _segmentation(self, word: str, random: Random, amount: float) -> list[str]:
         if self._is_bpe:
             return with_dropout(word, self._scores, amount, random)
-        key = (word, amount)
-        if key not in self._last_pieces:
-            self._last_pieces[key] = last_pieces(word, self._scores, amount)
-        return drawn(word, self._last_pieces[key], random)
+        return drawn(word, self._last_pieces(word, amount), random)
 
 
 def with_dropout(word: str, scores: Mapping[str, float], dropout: float, random: Random) -> list[str]:

@@ -47,7 +47,14 @@ def names_of(data: DataConfig, split: Split) -> tuple[str, ...]:
     elif data.format == "hub":
         what = "one split name"
     if len(names) != needed:
-        raise DataError(f"data.{split} takes {what}, for format {data.format}; got {', '.join(names) or 'nothing'}")
+        way = ""
+        if split == "valid" and not names:
+            way = "; without such data, hold some hundred pairs back from the training data"
+        elif split == "test" and not names:
+            way = "; without a test set, evaluate --split valid scores the validation data"
+        raise DataError(
+            f"data.{split} takes {what}, for format {data.format}; got {', '.join(names) or 'nothing'}{way}"
+        )
     return names
 
 

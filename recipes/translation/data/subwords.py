@@ -109,11 +109,14 @@ def _plain_error(message: str, config: SubwordConfig) -> ValueError:
     # sentencepiece raises RuntimeError for everything, and the sizes that would fit are only in its text
     size = f"subwords.vocab_size {config.vocab_size:,}"
     if found := re.search(r"value <= (\d+)", message):
-        return ConfigError(f"{size} is too large for the training text; the largest possible is {int(found[1]):,}")
+        return ConfigError(
+            f"{size} is too large for the training text; the largest possible is {int(found[1]):,}: set it to that, or "
+            "less"
+        )
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return ConfigError(
             f"{size} is too small: the special subwords, 256 bytes and the characters of the training text "
-            f"are {int(found[1]):,}"
+            f"are {int(found[1]):,}: set it above that"
         )
     if "sentences_.empty()" in message:
         return DataError("there is no training text to make subwords from: every sentence is empty; see data.train")

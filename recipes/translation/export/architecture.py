@@ -7,14 +7,17 @@ from recipes.translation.run_folder.checkpoint import Translator, model_sizes
 from recipes.translation.settings.config import ConfigError
 
 
+def check_encoder(translator: Translator) -> None:
+    """Raise ConfigError for a decoder-only model."""
+    preset = translator.config.model.preset
+    if isinstance(model_sizes(translator.config.model), DecoderOnlyConfig):
+        raise ConfigError(f"model.preset {preset} has no encoder; only encoder-decoders are exported")
+
+
 def transformer_sizes(translator: Translator) -> TransformerConfig:
     """Return the sizes of a Transformer that other programs have; raise ConfigError for any other model."""
+    check_encoder(translator)
     sizes = model_sizes(translator.config.model)
-    if isinstance(sizes, DecoderOnlyConfig):
-        raise ConfigError(
-            f"model.preset {translator.config.model.preset} has no encoder; only encoder-decoder Transformers are "
-            "exported"
-        )
     if not isinstance(sizes, TransformerConfig):
         raise ConfigError(
             f"model.preset {translator.config.model.preset} is not a Transformer; only these are exported"

@@ -20,6 +20,7 @@ from models.recurrent import RecurrentEncoderDecoder
 from recipes.translation.atomic_folder import replaced_folder
 from recipes.translation.data.subwords import BOS, EOS, PAD, UNK
 from recipes.translation.export import onnx_recurrent, onnx_transformer
+from recipes.translation.export.architecture import check_encoder
 from recipes.translation.export.onnx_check import check
 from recipes.translation.export.onnx_interface import Graphs
 from recipes.translation.run_folder.checkpoint import Translator, model_sizes, save_belongings, subword_names
@@ -31,6 +32,7 @@ def write(translator: Translator, folder: Path) -> None:
 
     Raises ConfigError for a model with options that the graphs do not know.
     """
+    check_encoder(translator)
     check_architecture(translator)
     model = copy.deepcopy(translator.model).cpu().float()  # the caller keeps its own
     graphs = graphs_of(model)

@@ -17,8 +17,9 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as MatplotlibPath
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
@@ -40,6 +41,8 @@ STYLES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 """Lines of different runs also differ in their dashes, for those who do not see colours, and on paper."""
 CELL = 17
 """The side of an attention map's cell in CSS pixels."""
+SHADES = 20
+"""Shades of an attention map."""
 
 SETTINGS: Any = {
     "svg.fonttype": "none",
@@ -145,13 +148,13 @@ def attention_chart(title: str, source: Sequence[str], target: Sequence[str], we
     height = top + CELL * len(target) + 6
     figure = Figure(figsize=(width / 72, height / 72))
     axes = figure.add_axes((left / width, 6 / height, CELL * len(source) / width, CELL * len(target) / height))
-    cells = [(row, column) for row, column in np.ndindex(weights.shape) if weights[row, column] >= 0.02]
-    squares = [[(x, y), (x + 1, y), (x + 1, y + 1), (x, y + 1)] for y, x in cells]
-    shades = PolyCollection(
-        squares, facecolors=[matplotlib.colors.to_rgba(SERIES[0], float(weights[cell]) ** 0.7) for cell in cells]
-    )
-    shades.set_edgecolor("none")
-    axes.add_collection(shades)
+    # Squares of one shade are one path, which takes a fifth of the bytes of as many squares
+    shade_TS = np.ceil(SHADES * weights**0.7).astype(int)
+    shade_TS[weights < 0.02] = 0
+    for shade in np.unique(shade_TS[shade_TS > 0]).tolist():
+        squares = [_square(row, column) for row, column in np.argwhere(shade_TS == shade).tolist()]
+        color = matplotlib.colors.to_rgba(SERIES[0], shade / SHADES)
+        axes.add_patch(PathPatch(MatplotlibPath.make_compound_path(*squares), facecolor=color, edgecolor="none"))
     axes.set_xlim(0, len(source))
     axes.set_ylim(len(target), 0)
     axes.xaxis.tick_top()
@@ -209,8 +212,13 @@ def _axes() -> tuple[Figure, Any]:
         axes.spines[side].set_visible(False)
     axes.grid(axis="y")
     axes.set_axisbelow(True)
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     return figure, axes
+
+
+def _square(row: int, column: int) -> MatplotlibPath:
+    corners = [(column, row), (column + 1, row), (column + 1, row + 1), (column, row + 1), (column, row)]
+    return MatplotlibPath(corners, closed=True)
 
 
 def _legend(axes: Any) -> None:

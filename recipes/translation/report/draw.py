@@ -244,13 +244,22 @@ def _differences(runs: Sequence[RunRecords]) -> str:
     facts = [_facts(run) for run in runs]
     names = sorted({name for each in facts for name in each} - {"run"})
     rows = []
+    partly = []
     for name in names:
         values = [each.get(name, "not recorded") for each in facts]
-        if len(set(values)) > 1:
+        if len(set(values)) == 1:
+            continue
+        if all(name in each for each in facts):
             rows.append([name, *values])
-    if not rows:
-        return page.note("All recorded settings are the same.")
-    return page.table(["", *(run.name for run in runs)], rows)
+        else:  # as of runs of different versions
+            partly.append([name, *values])
+    heads = ["", *(run.name for run in runs)]
+    parts = [page.note("All settings that every run has recorded are the same.")]
+    if rows:
+        parts = [page.table(heads, rows)]
+    if partly:
+        parts.append(page.folded(f"{len(partly)} more that not every run has recorded", page.table(heads, partly)))
+    return "\n".join(parts)
 
 
 def _facts(run: RunRecords) -> dict[str, str]:

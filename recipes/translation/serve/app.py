@@ -148,7 +148,7 @@ async def awaited(request: Request, answer: Future[list[Line]], seconds: float) 
             raise ClientDisconnect
         raise RefusedError(504, f"there was no translation within {seconds:g} seconds: send less at a time")
     finally:
-        found.cancel()
+        answer.cancel()  # at once; `found` follows
         gone.cancel()
 
 

@@ -33,7 +33,7 @@ from recipes.translation.data.subwords import PAD
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.settings.config import ConfigError, LayoutConfig, RunConfig, TrainingConfig
 from recipes.translation.training.distillation import Teacher
-from recipes.translation.training.objective import CrossEntropy, Objective, objective_of
+from recipes.translation.training.objective import CrossEntropyObjective, Objective, objective_of
 from seqpar.distributed.collectives import group_sum, rank_in, world_size
 from seqpar.multi_device.devices import check_devices
 
@@ -238,17 +238,17 @@ class Layout:
 
         Without an objective the loss is the usual one.
         """
-        objective = objective or CrossEntropy(self.settings)
+        objective = objective or CrossEntropyObjective(self.settings)
         passes = seqpar.DataParallel(objective.passes(model), self.devices, gather_outputs=False)
         loss = objective.loss(model, self.devices, None)
 
         def forward(batch: Batch) -> seqpar.TokenLoss:
-            outputs = passes(batch.src, batch.tgt_in)
-            more: dict[str, list[Tensor]] = {}
-            if isinstance(outputs[0], tuple):
-                outputs, each = zip(*outputs, strict=True)
-                more = {name: [tensors[name] for tensors in each] for name in each[0]}
-            found: seqpar.TokenLoss = loss(list(outputs), batch.tgt_out, **more)
+            hidden = passes(batch.src, batch.tgt_in)
+            per_token: dict[str, list[Tensor]] = {}
+            if isinstance(hidden[0], tuple):  # with more for each token, on each device
+                hidden, more = zip(*hidden, strict=True)
+                per_token = {name: [tensors[name] for tensors in more] for name in more[0]}
+            found: seqpar.TokenLoss = loss(list(hidden), batch.tgt_out, **per_token)
             return found
 
         return forward

@@ -32,7 +32,7 @@ class Objective(Protocol):
         """Return a module of `(hidden, target, **more)`, or of lists of them for each device, that sums the loss."""
 
 
-class CrossEntropy:
+class CrossEntropyObjective:
     """The usual loss: cross-entropy with label smoothing."""
 
     def __init__(self, settings: TrainingConfig) -> None:
@@ -65,7 +65,7 @@ class CrossEntropy:
         return seqpar.LossCompute(generator, criterion, devices, self.settings.chunk_tokens, vocab=vocab)
 
 
-class TwicePredicted(CrossEntropy):
+class RDropObjective(CrossEntropyObjective):
     """R-Drop: the usual loss of two passes, and their divergence."""
 
     def passes(self, model: EncoderDecoder) -> nn.Module:
@@ -80,7 +80,7 @@ class TwicePredicted(CrossEntropy):
         return self.of(BothLogits(model.generator), criterion, devices, vocab)
 
 
-class Distilled(CrossEntropy):
+class DistillationObjective(CrossEntropyObjective):
     """The usual loss, and the divergence from a teacher's predictions."""
 
     def __init__(self, settings: TrainingConfig, teacher: Teacher) -> None:
@@ -109,7 +109,7 @@ class Distilled(CrossEntropy):
 def objective_of(settings: TrainingConfig, teacher: Teacher | None) -> Objective:
     """Return the objective of the settings."""
     if teacher is not None:
-        return Distilled(settings, teacher)
+        return DistillationObjective(settings, teacher)
     if settings.r_drop:
-        return TwicePredicted(settings)
-    return CrossEntropy(settings)
+        return RDropObjective(settings)
+    return CrossEntropyObjective(settings)

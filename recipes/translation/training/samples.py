@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from models.alignment import attention_weights
-from models.recurrent import RecurrentEncoderDecoder
+from models.transformer import Decoder
 from recipes.translation.atomic_folder import writing_to
 from recipes.translation.data.batches import padded_batch
 from recipes.translation.data.model_text import source_text, target_text
@@ -59,7 +59,8 @@ def attention_map(translator: Translator, source: str, translation: str) -> dict
 
     The last row and column are the end symbols. None for a model that is not a Transformer, and for long sentences.
     """
-    if isinstance(translator.model, RecurrentEncoderDecoder):
+    decoder: object = getattr(translator.model, "decoder", None)
+    if not isinstance(decoder, Decoder):
         return None
     (source_ids,) = translator.source.encode([source_text(translator.config, source)])
     (target_ids,) = translator.target.encode([target_text(translator.config, translation, source)])

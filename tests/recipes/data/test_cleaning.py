@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.translation.data.cleaning import clean
+from recipes.translation.data.cleaning import Cleaning
 from recipes.translation.data.scripts import mostly_in, script_of, scripts_of_language
 from recipes.translation.data.sentence_pairs import DataError, Pair, load_pairs
 from recipes.translation.settings.cleaning import CleaningConfig
@@ -26,6 +27,14 @@ rules = st.builds(
     copies=st.booleans(),
     duplicates=st.booleans(),
 )
+
+
+def clean(
+    pairs: Sequence[Pair], settings: CleaningConfig, source: str, target: str
+) -> tuple[list[Pair], dict[str, int]]:
+    """The pairs that stay, and how many each rule removed, as the reader of training data asks for them."""
+    cleaning = Cleaning(settings, source, target)
+    return list(cleaning.kept(pairs)), cleaning.removed
 
 
 def kept(settings: CleaningConfig, *sides: tuple[str, str], languages: tuple[str, str] = ("en", "de")) -> list[Pair]:

@@ -210,6 +210,17 @@ def test_a_row_with_a_cell_too_many_is_named(tmp_path: Path) -> None:
     assert "a.tsv:3 has 3 columns, the header 2" in answer
 
 
+def test_without_validation_data_it_is_said_where_to_take_it_from() -> None:
+    data = DataConfig(format="text", train=("a.en", "a.de"))
+    assert refusal(data, "valid").endswith(
+        "got nothing; without such data, hold some hundred pairs back from the training data"
+    )
+    assert refusal(replace(data, valid=("a.en",)), "valid").endswith("got a.en")
+    assert refusal(data, "test").endswith(
+        "got nothing; without a test set, evaluate --split valid scores the validation data"
+    )
+
+
 def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "corpora").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))

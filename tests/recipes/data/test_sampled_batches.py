@@ -21,6 +21,7 @@ from recipes.translation.data.batches import Batch, Steps, TokenBatches
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
+from recipes.translation.data.segmentations import Sampler
 from recipes.translation.data.subwords import Subwords, model_path, train_subwords
 from recipes.translation.settings.config import ConfigError, SubwordConfig
 from tests.recipes.tiny import tiny
@@ -300,3 +301,15 @@ def test_a_dropout_of_every_merge_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"^subwords\.sampling is 1: for subwords\.kind bpe .* below 1 \(0\.1 is usual\)$"
     ):
         tiny(tmp_path, {"subwords.kind": "bpe", "subwords.sampling": 1})
+
+
+def test_what_is_kept_of_the_words_does_not_grow_with_the_text(
+    models: dict[str, Subwords], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = models["unigram"]._processor
+    plain = models["unigram"].encode(SOURCES)
+    expected = [Sampler(processor).draw(ids, 3, 0.2, []) for ids in plain]
+    monkeypatch.setattr("recipes.translation.data.segmentations.REMEMBERED", 10)
+    few = Sampler(processor)
+    assert [few.draw(ids, 3, 0.2, []) for ids in plain] == expected
+    assert few._last_pieces.cache_info().currsize == 10

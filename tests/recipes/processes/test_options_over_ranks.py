@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.test_recipe import LAYOUTS, assert_same_weights, records
-from tests.recipes.tiny import tiny
+from tests.recipes.tiny import few_held_out, tiny
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.usefixtures("short_validations")]
 
 OPTIONS: dict[str, Any] = {
     "data.builtin_pairs": 120,
@@ -35,16 +34,8 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def short_validations() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-        yield
-
-
 def trained(rank: int, world: int, config: RunConfig) -> int:
-    with pytest.MonkeyPatch.context() as patch:  # undone, for ranks live on
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+    with few_held_out():  # undone, for ranks live on
         return train(config).state.step
 
 

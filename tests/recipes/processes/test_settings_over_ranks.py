@@ -11,7 +11,7 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics
 from seqpar.testing.ranks import ranks
-from tests.recipes.tiny import tiny
+from tests.recipes.tiny import few_held_out, tiny
 
 pytestmark = pytest.mark.launched
 
@@ -42,8 +42,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def trained(rank: int, world: int, config: RunConfig) -> None:
-    with pytest.MonkeyPatch.context() as patch:  # undone, for ranks live on
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+    with few_held_out():  # undone, for ranks live on
         train(config)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,6 @@ import pytest
 from recipes.translation.train import train
 from tests.recipes.run_folder.made import MADE
 from tests.recipes.tiny import tiny
-
-
-@pytest.fixture(scope="module")
-def short_validations() -> Iterator[None]:
-    """Few validation pairs, as the run was made with."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-        yield
 
 
 @pytest.fixture(scope="module")

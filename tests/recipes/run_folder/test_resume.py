@@ -146,7 +146,7 @@ MAY_CHANGE = (
     ),
     *("training.threads", "layout.data", "layout.shard", "layout.vocab", "layout.sequence", "layout.timeout"),
     *("training.steps", "training.validate_every", "training.validate_bleu", "training.patience"),
-    *("training.keep_checkpoints", "decoding.length_norm"),
+    *("training.keep_checkpoints", "training.report", "training.trackers", "decoding.length_norm"),
     *("decoding.beam", "decoding.length_penalty", "decoding.batch_sentences", "decoding.max_length"),
 )
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from recipes.translation.run_folder.checkpoint import load_facts, load_translato
 from recipes.translation.settings.config import ConfigError, RunConfig
 from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics
-from tests.recipes.tiny import tiny
+from tests.recipes.tiny import few_held_out, tiny
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "subwords.vocab_size": 360, "training.batch_tokens": 400}
 FILES: dict[str, Any] = {
@@ -162,6 +163,8 @@ CHANGES: dict[str, Sequence[Change]] = {
             beside={"training.validate_every": 1, "training.validate_bleu": 8, "training.seed": 3},
         )
     ],
+    "training.report": [Change(True, ("report",), (*NUMBERS, "subwords", "batches"))],
+    "training.trackers": [Change(("tensorboard",), ("tracked",), (*NUMBERS, "subwords", "batches"))],
     "training.ema": [Change(0.5, ("weights", "metrics"), ("batches",))],
     "training.start_from": [Change("start", ("weights", "metrics"), ("batches",))],
     "training.freeze": [
@@ -215,6 +218,7 @@ class Runs:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.done: dict[str, Outcome] = {}
+        self.folders = itertools.count()
 
     def outcome(self, changes: Mapping[str, Any]) -> Outcome:
         """Everything that can be seen of a run with these settings."""
@@ -224,7 +228,7 @@ class Runs:
         return self.done[key]
 
     def config(self, changes: Mapping[str, Any]) -> RunConfig:
-        folder = self.root / "runs" / str(len(self.done)) / str(changes.get("run", "run"))
+        folder = self.root / "runs" / str(next(self.folders)) / str(changes.get("run", "run"))
         given = {**BASE, **{name: value for name, value in changes.items() if name != "run"}}
         if "data.path" in given:
             given["data.path"] = str(self.root / given["data.path"])
@@ -257,6 +261,8 @@ class Runs:
             "best": load_facts(run / "best")["step"],
             "kept": {path.parent.name: digest(path) for path in run.glob("checkpoints/*/model.safetensors")},
             "metrics": records,
+            "report": (run / "report.html").exists(),
+            "tracked": (run / "tensorboard").exists(),
             "batches": [record["tokens"] for record in records if "tokens" in record],
             "subwords": [digest(path) for path in sorted((run / "last").glob("*.model"))],
             "translations": list(found.translations),
@@ -295,9 +301,8 @@ def observed(seen: Outcome) -> Iterator[None]:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), logits:
+        with few_held_out() as patch, contextlib.redirect_stdout(said), logits:
             patch.setattr(dist, "new_group", noted)
-            patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
             yield
         seen["threads"] = torch.get_num_threads()
         seen["waits"] = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in made]
@@ -343,8 +348,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ]
     clean = [f"{en}\t{de}" for en, de in builtin_pairs(100, 7)]
     (root / "one" / "dirty.tsv").write_text("\n".join(["en\tde", *clean, *defects]) + "\n", encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+    with few_held_out():
         train(tiny(root / "start", {**BASE, "training.seed": 9}))
     return Runs(root)
 

@@ -23,7 +23,7 @@ from recipes.translation.run_folder.checkpoint import build_model, load_translat
 from recipes.translation.run_folder.teacher import load_teacher
 from recipes.translation.settings.config import ConfigError, RunConfig
 from recipes.translation.train import dropout_seed, first_model, train
-from recipes.translation.training.distillation import DistillationLoss, Teacher
+from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
 from recipes.translation.training.layout import Axes, Layout
 from recipes.translation.training.progress import read_metrics
 from seqpar.testing.ranks import ranks
@@ -173,6 +173,8 @@ def test_the_teacher_is_no_part_of_the_model_in_training(teacher: Path, tmp_path
     model = first_model(config, corpus, None, ALONE)
     layout = Layout(model, config, Axes(1, 1, 1, 1), [torch.device("cpu")] * 2, ALONE, beside.model)
     own = {id(parameter) for parameter in layout.model.parameters()}
+    both = WithTeacher(layout.model, Teacher(beside.model, layout.devices))
+    assert {id(parameter) for parameter in both.parameters()} == own
     model.train()
     loss = layout.loss_of(corpus.train.batch(corpus.train.epoch(0)[0]))
     (loss.total / loss.tokens).backward()

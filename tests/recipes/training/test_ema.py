@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics
 from tests.recipes.tiny import tiny
 
+pytestmark = pytest.mark.usefixtures("short_validations")
+
 STEPS = 6
 CHANGES: dict[str, Any] = {
     "data.builtin_pairs": 120,
@@ -33,13 +34,6 @@ CHANGES: dict[str, Any] = {
     "training.keep_checkpoints": STEPS,
     "training.precision": "float64",
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short_validations() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,11 @@ from recipes.translation.training.progress import read_metrics
 from tests.recipes.tiny import options, tiny
 from tests.recipes.training.test_lstm import tiny_lstm
 
+pytestmark = pytest.mark.usefixtures("short_validations")
+
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "training.batch_tokens": 400, "training.steps": 2}
 OTHER: dict[str, Any] = {**BASE, "data.builtin_pairs": 150, "model.dropout": 0.0}
 """Other data, for which other subwords would have been made."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short_validations() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,9 @@ from recipes.translation.training.progress import read_metrics
 from recipes.translation.training.r_drop import BothLogits, RDrop, TwoPasses
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.test_recipe import LAYOUTS, assert_same_weights
-from tests.recipes.tiny import tiny
+from tests.recipes.tiny import few_held_out, tiny
 
-
-@pytest.fixture(autouse=True, scope="module")
-def short_validations() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-        yield
+pytestmark = pytest.mark.usefixtures("short_validations")
 
 
 def plain(logits: Tensor, other: Tensor, target: Tensor, alpha: float, smoothing: float) -> Tensor:
@@ -113,8 +107,7 @@ def apart(passes: TwoPasses, src: Tensor, tgt: Tensor) -> tuple[Tensor, dict[str
 
 
 def trained(rank: int, world: int, config: RunConfig) -> int:
-    with pytest.MonkeyPatch.context() as patch:  # undone, for ranks live on
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+    with few_held_out() as patch:  # undone, for ranks live on
         patch.setattr(TwoPasses, "forward", apart)
         return train(config).state.step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from tests.recipes.run_folder.test_checkpoint_files import resealed
 from tests.recipes.tiny import tiny
 from tests.recipes.training.test_lstm import tiny_lstm
 
+pytestmark = pytest.mark.usefixtures("short_validations")
+
 OPTIONS: dict[str, Any] = {
     "data.builtin_pairs": 120,
     "subwords.sampling": 0.3,
@@ -36,13 +38,6 @@ OPTIONS: dict[str, Any] = {
     "training.validate_every": 2,
     "training.steps": 8,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short_validations() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-        yield
 
 
 @pytest.mark.parametrize(("kind", "made"), [("unigram", tiny), ("bpe", tiny_lstm)], ids=["Transformer", "LSTM"])

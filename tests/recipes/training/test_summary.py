@@ -18,6 +18,8 @@ from recipes.translation.training.summary import advice, is_hopeless
 from recipes.translation.training.validation import Validation
 from tests.recipes.tiny import options, tiny
 
+pytestmark = pytest.mark.usefixtures("short_validations")
+
 
 def validation(bleu: float | None, accuracy: float) -> Validation:
     return Validation(1, 3.0, 20.0, accuracy, bleu)
@@ -38,9 +40,8 @@ def test_a_model_is_hopeless_by_bleu_and_accuracy_together(bleu: float | None, a
 
 
 def test_a_run_that_learned_nothing_shows_no_samples_and_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
     run = tmp_path / "run"
     assert main(["train", *options(run, {"training.steps": 1})]) == 0
     text = capsys.readouterr().out
@@ -64,9 +65,8 @@ def test_the_advice_names_steps_before_it_doubts_the_data() -> None:
 
 
 def test_the_demo_skips_its_samples_too_and_still_names_its_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
     assert main(["demo", *options(tmp_path / "demo", {"training.steps": 1})]) == 0
     text = capsys.readouterr().out
     assert "    -> " not in text
@@ -96,7 +96,6 @@ def test_without_a_test_set_evaluate_is_named_with_the_validation_data() -> None
 def test_training_ends_with_the_commands_to_go_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
     monkeypatch.setattr("recipes.translation.training.summary.is_hopeless", lambda best: False)
     run = tmp_path / "run"
     assert main(["train", *options(run, {"training.steps": 1})]) == 0
@@ -110,10 +109,8 @@ def test_training_says_which_of_its_numbers_are_smoothed(
     smoothing: float,
     said: bool,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
     changes = {"training.steps": 1, "training.label_smoothing": smoothing}
     assert main(["train", *options(tmp_path / "run", changes)]) == 0
     text = capsys.readouterr().out

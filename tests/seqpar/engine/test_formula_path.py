@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 
 import seqpar
 from models import Generator
+from seqpar.core.chunks import rows_per_chunk
 from seqpar.engine import device_losses
 from seqpar.engine.formula_match import match_formula
 from seqpar.engine.shards import Shard, one_for_each_device
@@ -124,6 +125,42 @@ def test_explain_has_chunks_and_bytes_and_the_reason():
     )
     assert "hooks" in seqpar.LossCompute(with_hook(nn.Linear(4, 7)), seqpar.CrossEntropy()).explain()
     assert "5 time steps" in seqpar.LossCompute(nn.Linear(4, 7), seqpar.CrossEntropy(), chunk_size=5).explain()
+
+
+def batch(rows, padding, width=4):
+    target = torch.randint(7, (rows,))
+    target[:padding] = -100
+    return torch.randn(rows, width), target
+
+
+@pytest.mark.parametrize("generator", [nn.Linear, Twice])
+def test_explain_speaks_of_the_latest_call(generator):
+    engine = seqpar.LossCompute(generator(4, 7), seqpar.CrossEntropy(ignore_index=-100), chunk_tokens=100)
+    engine(*batch(50, 10))
+    engine(*batch(260, 20))
+    assert "240 tokens in 3 chunks" in engine.explain()
+    assert "50 tokens in 1 chunks" in engine.explain(50)
+    engine(*batch(5, 5))
+    assert "1 tokens in 1 chunks" in engine.explain()  # of a batch without tokens there is nothing to say
+
+
+def test_explain_speaks_of_one_of_the_devices():
+    engine = seqpar.LossCompute(nn.Linear(4, 7), seqpar.CrossEntropy(), ["cpu"] * 3, chunk_tokens=100)
+    engine(*batch(301, 0))
+    assert "101 tokens in 2 chunks" in engine.explain()
+    engine([torch.randn(3, 4), torch.randn(2, 4), torch.randn(1, 4)], [torch.zeros(n).long() for n in (3, 2, 1)])
+    assert "2 tokens in 1 chunks" in engine.explain()
+
+
+@pytest.mark.parametrize("generator", [nn.Linear, Twice])
+def test_explain_has_the_dtype_of_the_latest_call(generator):
+    engine = seqpar.LossCompute(generator(64, 70_000), seqpar.CrossEntropy())
+    sizes = {dtype: rows_per_chunk(70_000, dtype, "cpu") for dtype in (torch.float32, torch.bfloat16)}
+    assert len({*sizes.values()}) == 2
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16), torch.no_grad():
+            engine(*batch(9, 0, 64))
+        assert f"chunks of at most {sizes[dtype]:,}, whose" in engine.explain(100_000)
 
 
 def test_the_formula_path_calls_no_generator(monkeypatch):

@@ -71,7 +71,7 @@ function linesOf(text) {
   return text.split(/\r?\n/);
 }
 
-/** Show what is known, and ask for what is not; an earlier request is given up. */
+/** Show what is known, and ask for what is not. */
 async function update() {
   current.abort();
   current = new AbortController();
@@ -79,7 +79,6 @@ async function update() {
   const lines = linesOf(source.value);
   const place = linesOf(source.value.slice(0, source.selectionEnd)).length - 1;
   const start = performance.now();
-  status.textContent = "Translating…";
   const failures = await Promise.all(panels.map((panel) => updatePanel(panel, lines, place, signal)));
   if (signal.aborted) {
     return;
@@ -110,8 +109,11 @@ async function updatePanel(panel, lines, place, signal) {
   }
 }
 
+/** Give up what was asked for, and ask anew after a pause. */
 function later() {
+  current.abort();
   clearTimeout(timer);
+  status.textContent = "Translating…";
   timer = setTimeout(update, PAUSE);
 }
 

@@ -1,0 +1,141 @@
+"""The page of `serve` in a real browser, by keyboard alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.translation.data.subwords import EOS
+from recipes.translation.run_folder.checkpoint import Translator, save_model
+from recipes.translation.translate import translate
+from tests.recipes.random_translator import random_translator
+from tests.recipes.serve.running import Running, running
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = Path("/usr/bin/chromium")
+SWITCHES = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason="needs /usr/bin/chromium"),
+]
+
+
+def readable_translator(folder: Path, seed: int) -> Translator:
+    """A random one that spells nothing in bytes, and says more than nothing."""
+    made = random_translator(folder, seed)
+    with torch.no_grad():
+        bytes_ = [number for number, piece in enumerate(made.target.pieces()) if piece.startswith("<0x")]
+        made.model.generator.bias[bytes_] = -1e4
+        made.model.generator.bias[EOS] = 0
+    return replace(made, config=replace(made.config, decoding=replace(made.config.decoding, beam=3)))
+
+
+@pytest.fixture(scope="module")
+def translators(tmp_path_factory: pytest.TempPathFactory) -> list[Translator]:
+    folder = tmp_path_factory.mktemp("page")
+    return [readable_translator(folder / name, seed) for seed, name in enumerate("ab", start=1)]
+
+
+@pytest.fixture(scope="module")
+def service(translators: list[Translator]) -> Iterator[Running]:
+    runs = [Path(translator.config.run) for translator in translators]
+    for run, translator in zip(runs, translators, strict=True):
+        save_model(run / "best", translator, {})
+    with running(*runs) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[sync_api.Browser]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=SWITCHES.split())
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(params=[360, 1200])
+def page(request: pytest.FixtureRequest, browser: sync_api.Browser, service: Running) -> Iterator[sync_api.Page]:
+    """A page of this width; afterwards, nothing may be on the console or have gone to another host."""
+    context = browser.new_context(viewport={"width": request.param, "height": 700})
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda sent: sent.url.startswith(service.url) or complaints.append(sent.url))
+    page.goto(service.url)
+    page.get_by_role("textbox").wait_for()
+    yield page
+    context.close()
+    assert complaints == []
+
+
+def translated(page: sync_api.Page, text: str) -> None:
+    """Type into the box, which has the focus, and wait for the translations."""
+    page.locator(".model").first.wait_for()
+    page.keyboard.type(text)
+    sync_api.expect(page.get_by_role("status")).to_have_text(re.compile("^Translated in"), timeout=30_000)
+
+
+def test_by_keyboard_alone_every_model_shows_translation_alternatives_and_alignment(
+    page: sync_api.Page, translators: list[Translator]
+) -> None:
+    text = "The train to Vienna leaves.\n\nTwo <b>trains</b>."
+    translated(page, text)
+    for model, translator in zip(page.locator(".model").all(), translators, strict=True):
+        lines = model.locator(".output p").all_text_contents()
+        assert lines == translate(translator, text.split("\n"), translator.config.decoding)
+        assert lines[2]
+        rows = model.locator("tbody tr")
+        assert rows.count() == 3
+        assert rows.first.locator("td").nth(1).text_content() == lines[2]
+        for row in rows.all():
+            score, log_probability = row.locator(".number").all_text_contents()
+            assert float(log_probability) <= float(score) < 0
+    # The text box has the focus; the first model's translation and its words follow
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    focus = page.locator("button:focus")
+    assert focus.text_content() == "Two"
+    page.keyboard.press("End")
+    assert focus.text_content() == "<b>trains</b>."
+    page.keyboard.press("ArrowLeft")
+    assert focus.text_content() == "Two"
+    page.keyboard.press("Tab")
+    marked = page.locator(".model").first.locator(".words.source .partner").all_text_contents()
+    assert marked
+    assert focus.get_attribute("aria-description") == f"aligned with {', '.join(marked)}"
+
+
+def test_the_line_with_the_cursor_is_the_one_explained(page: sync_api.Page) -> None:
+    translated(page, "Six trains.\nTwo trains leave.")
+    words = page.locator(".model").first.locator(".words.source button")
+    assert words.all_text_contents() == ["Two", "trains", "leave."]
+    page.keyboard.press("ArrowUp")
+    sync_api.expect(words).to_have_text(["Six", "trains."], timeout=30_000)
+
+
+def test_nothing_is_wider_than_the_page(page: sync_api.Page) -> None:
+    translated(page, "The train to Vienna leaves at half past seven. " + "w" * 80)
+    assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+
+
+def test_an_error_of_the_service_is_shown_and_gone_after_a_correction(
+    browser: sync_api.Browser, service: Running
+) -> None:
+    page = browser.new_page()
+    page.goto(service.url)
+    page.locator(".model").first.wait_for()
+    page.get_by_role("textbox").fill("a " * 300)
+    alert = page.get_by_role("alert").first
+    sync_api.expect(alert).to_contain_text("split it into sentences, one a line", timeout=30_000)
+    page.get_by_role("textbox").fill("a")
+    sync_api.expect(alert).to_be_hidden(timeout=30_000)
+    page.close()

@@ -1,0 +1,182 @@
+"""What training writes for the report: the same samples each time, the machine's numbers, and no harm done."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.alignment import attention_weights
+from recipes.translation.report import journal
+from recipes.translation.report.draw import report, write_report
+from recipes.translation.report.earlier import with_samples
+from recipes.translation.report.records import read_run
+from recipes.translation.run_folder.checkpoint import load_facts, load_translator
+from recipes.translation.train import train
+from recipes.translation.training import machine
+from recipes.translation.training.progress import read_metrics
+from recipes.translation.training.samples import attention_map, sample_rows
+from tests.recipes.tiny import tiny
+from tests.recipes.training.test_lstm import tiny_lstm
+
+CHANGES: dict[str, Any] = {
+    "training.report": True,
+    "training.steps": 4,
+    "training.validate_every": 2,
+    "training.validate_bleu": 7,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped after two steps and went on to four."""
+    run = tmp_path_factory.mktemp("journal") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+        train(tiny(run, {**CHANGES, "training.steps": 2}))
+        with (run / "resources.jsonl").open("a") as file:  # as a process leaves it that is killed in the third step
+            file.write('{"step": 3, "seconds": 77.0}\n')
+        train(tiny(run, CHANGES))
+    return run
+
+
+def test_training_draws_the_report_of_all_its_steps(run: Path, tmp_path: Path) -> None:
+    assert write_report([run], tmp_path / "again.html") > 0
+    without_time = [
+        path.read_text().partition("</header>")[2] for path in (run / "report.html", tmp_path / "again.html")
+    ]
+    assert without_time[0] == without_time[1]
+
+
+def test_the_seconds_of_every_step_are_kept_once_and_every_start_is_told(run: Path) -> None:
+    records = read_metrics(run / "resources.jsonl")
+    timed = [record for record in records if "seconds" in record]
+    assert [record["step"] for record in timed] == [1, 2, 3, 4]
+    assert all(0 < record["seconds"] < 60 for record in timed)
+    began = [record for record in records if "began" in record]
+    assert [record["step"] for record in began] == [0, 2]
+    assert began[0]["began"]["settings"]["training.steps"] == 2
+    assert began[0]["began"]["software"]["torch"] == torch.__version__
+    memory = [record["memory"] for record in records if "memory" in record]
+    assert [set(each) for each in memory] == [{"cpu"}, {"cpu"}]
+    assert 2**27 < memory[0]["cpu"] <= memory[1]["cpu"] < 2**36
+
+
+def test_every_validation_keeps_the_same_sentences_and_the_newest_keeps_all(run: Path) -> None:
+    records = read_metrics(run / "samples.jsonl")
+    assert [record["step"] for record in records] == [2, 4]
+    newest = json.loads((run / "validation.json").read_text())
+    assert newest["step"] == 4
+    assert len(newest["translations"]) == 7
+    kept = [newest["sources"][row] for row in sample_rows(7)]
+    assert [[sample["source"] for sample in record["samples"]] for record in records] == [kept, kept]
+    translations = [newest["translations"][row] for row in sample_rows(7)]
+    assert [sample["translation"] for sample in records[1]["samples"]] == translations
+
+
+def test_kept_rows_are_spread_over_the_sentences_and_distinct() -> None:
+    assert [sample_rows(sentences) for sentences in (0, 1, 3)] == [[], [0], [0, 1, 2]]
+    assert sample_rows(600) == [0, 100, 200, 300, 400, 500]
+
+
+def test_a_kept_map_is_the_attention_of_the_translation_that_is_kept(run: Path) -> None:
+    translator = load_translator(run / "last")
+    source, translation = "The number is six.", "Die Zahl ist sechs."
+    found = attention_map(translator, source, translation)
+    assert found is not None
+    ids = [translator.source.encode([source])[0], translator.target.encode([translation])[0]]
+    subwords = translator.target
+    weights = attention_weights(
+        translator.model,
+        torch.tensor([[*ids[0], subwords.eos]]),
+        torch.tensor([[subwords.bos, *ids[1]]]),
+    )[0]
+    assert torch.tensor(found["weights"]).sub(weights).abs().max() < 6e-4  # three decimals
+    assert found["source"] == [*(subwords.pieces()[each] for each in ids[0]), "</s>"]
+    assert len(found["target"]) == len(ids[1]) + 1
+    assert attention_map(translator, "six " * 60, translation) is None
+
+
+def test_the_best_model_of_a_run_that_kept_no_samples_makes_them_for_the_command(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+    monkeypatch.setattr("recipes.translation.report.earlier.SENTENCES", 7)
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    shutil.copy(run / "metrics.jsonl", earlier)
+    shutil.copytree(run / "best", earlier / "best")
+    found = with_samples(read_run(earlier), earlier)
+    assert found.settings["training.steps"] in (2, 4)  # of the checkpoint
+    assert load_facts(run / "best")["step"] == 4
+    kept = read_run(run)
+    assert found.newest == kept.newest
+    assert list(found.samples) == [kept.samples[-1]]
+    assert "Training kept no translations: its best model, of step 4, made these" in report([found])
+    (earlier / "best" / "config.yaml").write_text("damaged")
+    assert "now there can be none" in report([with_samples(read_run(earlier), earlier)])
+    assert with_samples(kept, run) is kept
+
+
+def test_an_lstm_has_samples_and_no_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+    train(tiny_lstm(tmp_path / "run", {**CHANGES, "training.steps": 1, "training.validate_every": 1}))
+    content = report([read_run(tmp_path / "run")])
+    assert "The worst sentences" in content
+    assert "No attention is recorded" in content
+
+
+def test_a_report_that_cannot_be_drawn_is_one_line_and_training_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no\nfonts")
+
+    monkeypatch.setattr("recipes.translation.report.draw.write_report", fail)
+    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+    summary = train(tiny(tmp_path / "run", {**CHANGES, "training.steps": 3}))
+    assert summary.state.step == 3
+    lines = [line for line in capsys.readouterr().out.splitlines() if "report.html" in line]
+    assert set(lines) == {f"[train] {tmp_path / 'run' / 'report.html'} could not be drawn: RuntimeError: no fonts"}
+
+
+def test_drawing_takes_at_most_a_hundredth_of_the_time_between_two_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(journal.time, "monotonic", lambda: now[0])
+
+    def two_seconds(*_: object) -> None:
+        now[0] += 2
+
+    monkeypatch.setattr("recipes.translation.report.draw.write_report", two_seconds)
+    made = journal.Journal.__new__(journal.Journal)
+    made.config = tiny(Path("run"), {"training.report": True})
+    made.run, made.ranks = Path("run"), journal.Ranks()
+    made._draw()
+    assert made.next_drawing == 2 + 200
+
+
+def test_a_new_run_in_the_folder_keeps_nothing_of_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "resources.jsonl").write_text('{"step": 0, "began": {}}\n{"step": 1, "seconds": 1}\n')
+    (run / "samples.jsonl").write_text('{"step": 0, "samples": []}\n')
+    (run / "validation.json").write_text("{}")
+    train(tiny(run, {**CHANGES, "training.steps": 1, "training.validate_bleu": 0, "training.report": False}))
+    assert sum("began" in record for record in read_metrics(run / "resources.jsonl")) == 1
+    assert read_metrics(run / "samples.jsonl") == []
+    assert not (run / "validation.json").exists()
+
+
+def test_peak_memory_of_a_cuda_device_is_that_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100 + device.index)
+    devices = [torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")]
+    found = machine.peak_memory(devices)
+    assert (found["cuda:0"], found["cuda:1"]) == (100, 101)
+    assert set(found) == {"cpu", "cuda:0", "cuda:1"}

@@ -1,0 +1,295 @@
+"""The page of a run: complete and self-contained, whatever the run's text and whatever records it lacks."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from recipes.translation.commands import main
+from recipes.translation.report import figures
+from recipes.translation.report.charts import Series, attention_chart, bins_of, short
+from recipes.translation.report.draw import report, write_report
+from recipes.translation.report.figures import binned, chrf_of_sentences, curves
+from recipes.translation.report.records import RunRecords, read_run
+from recipes.translation.scores.scores import chrf
+from tests.recipes.report.made import SENTENCES, lines, make_run, samples, scores, step, validation
+
+CHARTS = ["Loss", "Perplexity", "Accuracy", "BLEU", "chrF", "Learning rate", "Gradient norm", "Tokens a second"]
+CHARTS += ["Peak memory (GiB)", "Scores of sentences", "Lengths of sentences"]
+
+
+class Page(HTMLParser):
+    """The elements, attributes and text of a page, as a browser reads them."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(content)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def values(self, name: str) -> list[str]:
+        return [value for key, value in self.attributes if key == name]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("report") / "made")
+
+
+@pytest.fixture(scope="module")
+def content(run: Path) -> str:
+    return report([read_run(run)])
+
+
+@pytest.fixture(scope="module")
+def page(content: str) -> Page:
+    return Page(content)
+
+
+def drawn(page: Page) -> list[str]:
+    return page.values("aria-label")
+
+
+def test_every_record_has_its_chart_with_an_accessible_name(page: Page) -> None:
+    assert drawn(page) == [*CHARTS[:9], "Attention, sentence 1", "Attention, sentence 2", *CHARTS[9:]]
+    assert page.tags.count("svg") == page.values("role").count("img") == len(drawn(page))
+
+
+def test_a_page_asks_no_host_and_runs_no_script(page: Page) -> None:
+    assert "script" not in page.tags
+    assert not {"link", "img", "iframe", "object", "image"} & set(page.tags)
+    references = page.values("href") + page.values("src") + page.values("xlink:href")
+    assert references
+    assert all(reference.startswith("#") for reference in references)
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+
+
+def test_text_of_the_data_is_shown_as_it_is_and_is_no_markup(page: Page) -> None:
+    for texts in SENTENCES:
+        for text in texts:
+            assert text in page.text
+    assert "▁<script>" in page.text  # in an attention map
+    assert "$x$" in page.text
+    assert "b" not in page.tags
+
+
+def test_text_of_the_data_has_its_own_direction(content: str) -> None:
+    assert '<span class="text" dir="auto">כלב רץ</span>' in content
+
+
+def test_no_two_elements_have_the_same_id_and_every_reference_has_its_target(page: Page) -> None:
+    ids = page.values("id")
+    assert len(ids) == len(set(ids))
+    assert {reference[1:] for reference in page.values("xlink:href")} <= set(ids)
+
+
+def test_charts_have_the_page_s_colors_and_no_background(run: Path) -> None:
+    charts = [chart.svg for chart in curves([read_run(run)])]
+    assert all("var(--ink)" in svg and "var(--series-0)" in svg for svg in charts)
+    assert not any("#" in style for svg in charts for style in Page(svg).values("style"))
+    assert "var(--series-1)" in charts[0]
+
+
+def test_how_a_translation_changed_is_shown_from_the_first_validation_to_the_newest(page: Page) -> None:
+    assert "ein Hund rennt 10" in page.text
+    assert "ein Hund rennt 40" in page.text
+
+
+def test_the_worst_sentences_come_first(run: Path, page: Page) -> None:
+    newest = read_run(run).newest
+    assert newest is not None
+    each = [chrf([found], [reference], lowercase=False) for _, reference, found in SENTENCES]
+    assert chrf_of_sentences(newest) == pytest.approx(each)
+    text = page.text.partition("The worst sentences")[2]
+    positions = [text.index(SENTENCES[number][2]) for number in sorted(range(4), key=each.__getitem__)[:2]]
+    assert positions == sorted(positions)
+
+
+def test_steps_that_stand_out_are_counted_and_marked(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    calm = curves([read_run(run)])[6]
+    lines(run / "metrics.jsonl", [step(1), step(2, gradient_norm=9.0, stands_out=["gradient_norm"]), step(3)])
+    marked = curves([read_run(run)])[6]
+    assert "stand out: 0" in calm.caption
+    assert "var(--mark)" not in calm.svg
+    assert "stand out: 1," in marked.caption
+    assert "var(--mark)" in marked.svg
+
+
+@pytest.fixture
+def series(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Series]]:
+    """The lines of the charts that are drawn, by title."""
+    found: dict[str, list[Series]] = {}
+
+    def noted(title: str, lines: list[Series], **_: object) -> str:
+        found[title] = lines
+        return "drawn"
+
+    monkeypatch.setattr(figures, "line_chart", noted)
+    return found
+
+
+def test_speed_is_tokens_over_seconds_and_not_a_mean_of_speeds(
+    tmp_path: Path, series: dict[str, list[Series]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "MOST_POINTS", 1)
+    run = make_run(tmp_path / "run")
+    lines(run / "metrics.jsonl", [step(1, tokens=100), step(2, tokens=100), step(3, tokens=90)])
+    lines(run / "resources.jsonl", [{"step": number, "seconds": float(number**2)} for number in (1, 2, 3)])
+    curves([read_run(run)])
+    assert series["Tokens a second"][0].y == pytest.approx([290 / 14])
+
+
+def test_a_curve_is_weighted_means_of_all_its_steps() -> None:
+    x, y = binned(range(1, 8), [1.0, 2, 3, 4, 5, 6, 7], [1, 1, 1, 1, 2, 1, 1], most=3)
+    assert x == [1.5, 3.5, 6.0]
+    assert y == [1.5, 3.5, (2 * 5 + 6 + 7) / 4]
+
+
+def test_whole_numbers_lie_inside_their_bins_and_all_are_counted() -> None:
+    import numpy as np
+
+    for values in ([3.0], [1.0, 2, 2, 9], [0.0, 100], [0.5, 0.7], [2.5]):
+        counts, _ = np.histogram(values, bins_of(np.array(values)))
+        assert counts.sum() == len(values)
+
+
+def test_numbers_of_an_axis_are_short() -> None:
+    assert [short(number) for number in (0.002, 15, 2500, 40_000, 1.5e6)] == ["0.002", "15", "2.5k", "40k", "1.5M"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "damaged"),
+    [("resources.jsonl", False), ("samples.jsonl", True), ("validation.json", True), ("test.scores.json", False)],
+)
+def test_a_record_that_is_missing_or_unreadable_is_named_and_the_rest_is_drawn(
+    missing: str, damaged: bool, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    (run / missing).unlink()
+    if damaged:
+        (run / missing).write_text('{"step": 40, "sources": [1, {"a')
+    page = Page(report([read_run(run)]))
+    said = {
+        "resources.jsonl": "No step's time is recorded",
+        "samples.jsonl": "No translations of a validation are recorded",
+        "validation.json": "Scores of sentences: No translations of a validation are recorded",
+        "test.scores.json": "There are no results of the command evaluate yet",
+    }
+    assert said[missing] in page.text
+    assert set(CHARTS[:7]) <= set(drawn(page))
+
+
+def test_a_run_before_its_first_validation_says_so(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(json.dumps(step(1)) + '\n{"step": 2, "lo')  # a line that is being written
+    page = Page(report([read_run(run)]))
+    assert drawn(page) == ["Loss", "Learning rate", "Gradient norm"]
+    assert "Perplexity: There has been no validation yet." in page.text
+
+
+def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path, series: dict[str, list[Series]]) -> None:
+    run = make_run(tmp_path / "run")
+    odd = [step(1, loss=float("nan")), step(2, gradient_norm=float("inf")), step(3, loss="high", tokens=None)]
+    lines(
+        run / "metrics.jsonl", [*odd, step(4), validation(4, valid_bleu=None), validation(5, valid_loss=float("nan"))]
+    )
+    curves([read_run(run)])
+    training, validations = series["Loss"]
+    assert (training.x, training.y) == ([2, 4], pytest.approx([5.0, 3.5]))
+    assert validations.x == [4]
+    assert (series["Gradient norm"][0].x, series["Perplexity"][0].x) == ([4], [4])
+    assert "BLEU" not in series
+
+
+def test_several_runs_are_compared_and_only_what_differs_is_listed(tmp_path: Path) -> None:
+    one = make_run(tmp_path / "a" / "run", settings={"model.d_model": 64, "training.seed": 1})
+    two = make_run(tmp_path / "b" / "run", 20, settings={"model.d_model": 96, "training.seed": 1, "new.one": 5})
+    (two / "test.scores.json").write_text(json.dumps(scores(31.5)))
+    page = Page(report([read_run(one), read_run(two)]))
+    assert "run (1)" in page.text
+    assert "run (2)" in page.text
+    assert "model.d_model6496" in page.text
+    assert "training.seed" not in page.text
+    assert "30.00 [29.00, 31.00]31.50 [30.50, 32.50]" in page.text
+    assert "1 more that not every run has recorded" in page.text
+    assert "ein Hund rennt 40" in page.text
+    assert "ein Hund rennt 20" in page.text
+    assert {"Training loss", "Validation loss", *CHARTS[1:]} == set(drawn(page))
+
+
+def test_the_largest_page_stays_below_a_megabyte(tmp_path: Path) -> None:
+    runs = []
+    long = "wort " * 150
+    for number in range(8):
+        run = make_run(tmp_path / f"run {number} {'x' * 60}", 300)
+        newest = {"step": 600, "sources": [long] * 12, "references": [long] * 12, "translations": [long] * 12}
+        (run / "validation.json").write_text(json.dumps(newest))
+        record = samples(600)
+        for sample in record["samples"]:
+            sample["translation"] = "wort " * 20_000
+            sample["attention"] = {
+                "source": ["▁Wörter"] * 40,
+                "target": ["▁Wörter"] * 40,
+                "weights": [[0.025] * 40] * 40,
+            }
+        lines(run / "samples.jsonl", [record] * 10)
+        runs.append(run)
+    assert write_report(runs, tmp_path / "comparison.html") < 1_000_000
+    assert write_report(runs[:1], tmp_path / "one.html") < 1_000_000
+
+
+def test_an_attention_map_keeps_every_script_as_text_without_a_warning() -> None:
+    import numpy as np
+
+    texts = ["▁ไทย", "▁हिन्दी", "▁日本", "$x^2$", "\x0b$\\frac{1}{", "</s>"]
+    svg = attention_chart("Attention", texts, texts, np.eye(6))
+    text = Page(svg).text
+    for each in texts[:4]:
+        assert text.count(each) == 2
+    assert "�$\\frac{1}{" in text
+
+
+def test_the_command_writes_beside_the_run_or_where_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = make_run(tmp_path / "one")
+    two = make_run(tmp_path / "two")
+    for words, path in (
+        ([str(one)], one / "report.html"),
+        ([str(one), str(two)], tmp_path / "comparison.html"),
+        ([str(one), "--output", str(tmp_path / "x.html")], tmp_path / "x.html"),
+    ):
+        assert main(["report", *words]) == 0
+        assert capsys.readouterr().out.startswith(f"[report] {path}: ")
+        assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_folder_without_a_run_and_too_many_runs_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path} has no records of training (metrics.jsonl): name the folder of a run\n"
+    )
+    for words in ([], ["run"] * 9):
+        with pytest.raises(SystemExit, match="2"):
+            main(["report", *words])
+        assert f"name from 1 to 8 runs; got {len(words)}" in capsys.readouterr().err
+
+
+def test_a_run_without_settings_is_still_a_page() -> None:
+    run = RunRecords("empty", [step(1)], [], [], [], None, {}, {})
+    assert "No settings are recorded." in Page(report([run])).text

@@ -1,0 +1,45 @@
+"""A model for tests that waits at a gate, and notes what it was given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from recipes.translation.alternatives import Translation
+from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.serve.models import Line
+from recipes.translation.settings.config import DecodingConfig, RunConfig
+
+
+@dataclass
+class Recorder:
+    """Translates into capitals once its gate is open."""
+
+    source: str = "en"
+    target: str = "de"
+    gate: threading.Event = field(default_factory=threading.Event)
+    begun: threading.Event = field(default_factory=threading.Event)
+    batches: list[list[str]] = field(default_factory=list)
+    config: RunConfig = field(default_factory=lambda: RunConfig(decoding=DecodingConfig(batch_sentences=4)))
+
+    def check(self, lines: Sequence[str]) -> None:
+        """Refuse the line "long"."""
+        if "long" in lines:
+            raise DataError("too long")
+
+    def translate(self, lines: Sequence[str], n_best: int, links: bool) -> list[Line]:
+        """Wait at the gate; the line "poison" is an error."""
+        self.begun.set()
+        assert self.gate.wait(20)
+        self.batches.append(list(lines))
+        if "poison" in lines:
+            raise RuntimeError("poison")
+        return [Line([Translation(line.upper(), 0.0, 0.0)], []) for line in lines]
+
+
+@contextmanager
+def unprepared(models: object) -> Iterator[None]:
+    """Prepare nothing."""
+    yield

@@ -1,0 +1,140 @@
+"""The application with small limits and a model that waits: what a real service would take too long to show."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from recipes.translation.serve.app import application
+from recipes.translation.serve.batching import Batcher
+from recipes.translation.serve.bodies import Limits
+from recipes.translation.serve.guard import Guard
+from tests.recipes.serve.recorder import Recorder, unprepared
+
+GOOD = {"q": "a", "source": "en", "target": "de"}
+
+
+@contextmanager
+def serving(model: Recorder, **limits: Any) -> Iterator[Guard]:
+    """The application around one model."""
+    models: Any = [model]
+    bounds = Limits(**limits)
+    batcher = Batcher(models, bounds.queued_lines, unprepared)
+    try:
+        yield application(models, batcher, bounds, loopback=False)
+    finally:
+        model.gate.set()
+        batcher.close(20)
+
+
+def client_of(app: Guard) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://service", timeout=30)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_a_full_queue_and_too_many_requests_are_told_to_try_again() -> None:
+    async def clients(app: Guard) -> None:
+        async with client_of(app) as client:
+            begun = asyncio.ensure_future(client.post("/translate", json=GOOD))
+            await until(model.begun.is_set)
+            waits = asyncio.ensure_future(client.post("/translate", json={**GOOD, "q": "b\nc"}))
+            await until(lambda: app.present == 2)
+            await asyncio.sleep(0.05)
+            full = await client.post("/translate", json={**GOOD, "q": "d\ne"})
+            assert (full.status_code, full.headers["retry-after"]) == (503, "1")
+            assert "2 lines are waiting, and 2 more would be above 3" in full.json()["error"]
+            third = asyncio.ensure_future(client.post("/translate", json=GOOD))
+            await until(lambda: app.present == 3)
+            many = await client.get("/health")
+            assert (many.status_code, many.headers["retry-after"]) == (503, "1")
+            assert "3 requests are being answered, which is the limit" in many.json()["error"]
+            model.gate.set()
+            assert [(await one).json()["translatedText"] for one in (begun, waits, third)] == ["A", "B\nC", "A"]
+
+    model = Recorder()
+    with serving(model, queued_lines=3, requests=3) as app:
+        asyncio.run(clients(app))
+
+
+def test_a_body_that_stalls_is_given_up() -> None:
+    async def stalling() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(20)
+        yield b"}"
+
+    async def post(app: Guard) -> httpx.Response:
+        async with client_of(app) as client:
+            return await client.post("/translate", content=stalling(), headers={"Content-Type": "application/json"})
+
+    with serving(Recorder(), body_seconds=0.05) as app:
+        answer = asyncio.run(post(app))
+    assert (answer.status_code, answer.headers["connection"]) == (408, "close")
+    assert "did not arrive within 0.05 seconds" in answer.json()["error"]
+
+
+def test_a_translation_that_takes_too_long_is_given_up_and_not_begun_later() -> None:
+    async def clients(app: Guard) -> None:
+        async with client_of(app) as client:
+            first, second = await asyncio.gather(
+                client.post("/translate", json=GOOD), client.post("/translate", json={**GOOD, "q": "b"})
+            )
+        assert (first.status_code, second.status_code) == (504, 504)
+        assert "no translation within 0.2 seconds" in first.json()["error"]
+
+    model = Recorder()
+    with serving(model, answer_seconds=0.2) as app:
+        asyncio.run(clients(app))
+    assert model.batches in ([["a"]], [["a", "b"]])
+
+
+def test_work_of_a_client_that_has_gone_is_not_begun() -> None:
+    async def gone(app: Guard) -> None:
+        async with client_of(app) as client:
+            first = asyncio.ensure_future(client.post("/translate", json=GOOD))
+            await until(model.begun.is_set)
+            messages = [
+                {"type": "http.request", "body": json.dumps({**GOOD, "q": "gone"}).encode(), "more_body": False},
+                {"type": "http.disconnect"},
+            ]
+
+            async def receive() -> dict[str, Any]:
+                return messages.pop(0)
+
+            async def send(message: Any) -> None:
+                pass
+
+            headers = [(b"content-type", b"application/json"), (b"host", b"service")]
+            scope = {"type": "http", "method": "POST", "path": "/translate", "headers": headers, "query_string": b""}
+            await app(scope, receive, send)
+            model.gate.set()
+            assert (await first).json() == {"translatedText": "A"}
+            assert (await client.post("/translate", json={**GOOD, "q": "next"})).status_code == 200
+
+    model = Recorder()
+    with serving(model) as app:
+        asyncio.run(gone(app))
+    assert model.batches == [["a"], ["next"]]
+
+
+def test_an_error_of_the_service_is_answered_as_one() -> None:
+    async def post(app: Guard) -> httpx.Response:
+        async with client_of(app) as client:
+            return await client.post("/translate", json={**GOOD, "q": "poison"})
+
+    model = Recorder()
+    model.gate.set()
+    with serving(model) as app:
+        answer = asyncio.run(post(app))
+    assert answer.status_code == 500
+    assert answer.json() == {"error": "the service failed; its own output says how"}

@@ -1,0 +1,127 @@
+"""The queue and its thread, with a model that says what it was given."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.serve.batching import Batcher, QueueFullError, StoppedError, Wanted
+from recipes.translation.serve.models import Line
+from tests.recipes.serve.recorder import Recorder, unprepared
+
+
+@contextmanager
+def batching(model: Recorder, most: int = 100) -> Iterator[Batcher]:
+    """A batcher whose thread is busy with a first line, so that what follows waits."""
+    models: Any = [model, model]
+    batcher = Batcher(models, most, unprepared)
+    try:
+        batcher.submit(Wanted(0), ["first"])
+        assert model.begun.wait(20)
+        yield batcher
+    finally:
+        model.gate.set()
+        batcher.close(20)
+
+
+def texts(lines: Sequence[Line]) -> list[str]:
+    return [line.translations[0].text for line in lines]
+
+
+def test_a_batch_has_a_line_of_each_request_in_turn() -> None:
+    model = Recorder()
+    with batching(model) as batcher:
+        long = batcher.submit(Wanted(0), ["a1", "a2", "a3", "a4", "a5"])
+        short = batcher.submit(Wanted(0), ["b1"])
+        model.gate.set()
+        assert texts(long.result(20)) == ["A1", "A2", "A3", "A4", "A5"]
+        assert texts(short.result(20)) == ["B1"]
+    assert model.batches == [["first"], ["a1", "b1", "a2", "a3"], ["a4", "a5"]]
+
+
+def test_requests_of_another_model_or_of_other_wishes_share_no_batch_and_take_turns() -> None:
+    model = Recorder()
+    with batching(model) as batcher:
+        answers = [batcher.submit(Wanted(0), [f"a{number}" for number in range(6)])]
+        answers.append(batcher.submit(Wanted(1), ["b"]))
+        answers.append(batcher.submit(Wanted(0, 2), ["c"]))
+        model.gate.set()
+        for answer in answers:
+            answer.result(20)
+    assert model.batches[1:] == [["a0", "a1", "a2", "a3"], ["b"], ["c"], ["a4", "a5"]]
+
+
+def test_a_full_queue_refuses_and_has_room_again_afterwards() -> None:
+    model = Recorder()
+    with batching(model, most=3) as batcher:
+        waiting = batcher.submit(Wanted(0), ["a", "b"])
+        with pytest.raises(QueueFullError, match="2 lines are waiting, and 2 more would be above 3"):
+            batcher.submit(Wanted(0), ["c", "d"])
+        assert batcher.waiting == 2
+        model.gate.set()
+        waiting.result(20)
+        batcher.submit(Wanted(0), ["c", "d"]).result(20)
+
+
+def test_what_a_client_gave_up_is_not_translated() -> None:
+    model = Recorder()
+    with batching(model) as batcher:
+        given_up = batcher.submit(Wanted(0), ["gone"])
+        kept = batcher.submit(Wanted(0), ["kept"])
+        assert given_up.cancel()
+        assert batcher.waiting == 1
+        model.gate.set()
+        kept.result(20)
+    assert model.batches == [["first"], ["kept"]]
+
+
+def test_a_line_that_is_too_long_fails_its_own_request_alone() -> None:
+    model = Recorder()
+    with batching(model) as batcher:
+        bad = batcher.submit(Wanted(0), ["fine", "long"])
+        good = batcher.submit(Wanted(0), ["good"])
+        model.gate.set()
+        assert texts(good.result(20)) == ["GOOD"]
+        with pytest.raises(DataError, match="too long"):
+            bad.result(20)
+
+
+def test_an_error_in_a_batch_fails_the_request_that_causes_it_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Recorder()
+    with batching(model) as batcher:
+        bad = batcher.submit(Wanted(0), ["poison"])
+        good = batcher.submit(Wanted(0), ["good"])
+        model.gate.set()
+        assert texts(good.result(20)) == ["GOOD"]
+        with pytest.raises(RuntimeError, match="poison"):
+            bad.result(20)
+        assert batcher.alive
+    assert "RuntimeError: poison" in capsys.readouterr().err
+
+
+def test_closing_drops_what_waits_and_refuses_more() -> None:
+    model = Recorder()
+    with batching(model) as batcher:
+        waiting = batcher.submit(Wanted(0), ["a"])
+        threading.Timer(0.05, model.gate.set).start()
+        batcher.close(20)
+        assert not batcher.alive
+        with pytest.raises(StoppedError):
+            waiting.result(20)
+        with pytest.raises(StoppedError):
+            batcher.submit(Wanted(0), ["b"])
+    assert model.batches == [["first"]]
+
+
+def test_nothing_to_translate_is_answered_at_once() -> None:
+    model = Recorder()
+    with batching(model) as batcher:
+        start = time.monotonic()
+        assert batcher.submit(Wanted(0), []).result(20) == []
+        assert time.monotonic() - start < 10

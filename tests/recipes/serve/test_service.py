@@ -1,0 +1,285 @@
+"""The service as its clients see it: the real process, over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from recipes.translation.alignments import align
+from recipes.translation.alternatives import alternatives
+from recipes.translation.commands import main
+from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.run_folder.checkpoint import Translator, save_model
+from recipes.translation.search_options import SearchOptions
+from recipes.translation.translate import translate
+from tests.recipes.random_translator import random_translator
+from tests.recipes.serve.running import Running, running
+
+SENTENCES = [pair.source for pair in pairs(40, 3)]
+LANGUAGES = {"source": "en", "target": "de"}
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> Translator:
+    made = random_translator(tmp_path_factory.mktemp("serve"))
+    config = replace(made.config, decoding=replace(made.config.decoding, beam=3))
+    return replace(made, config=config)
+
+
+@pytest.fixture(scope="module")
+def run(translator: Translator) -> Path:
+    folder = Path(translator.config.run)
+    save_model(folder / "best", translator, {})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(run: Path) -> Iterator[Running]:
+    with running(run, run) as found:
+        yield found
+
+
+@pytest.fixture
+def client(service: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.url, timeout=60) as client:
+        yield client
+
+
+def translated(client: httpx.Client, q: object, **fields: object) -> Any:
+    answer = client.post("/translate", json={"q": q, **LANGUAGES, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_concurrent_requests_are_answered_with_the_translations_of_the_command(
+    service: Running, translator: Translator
+) -> None:
+    expected = translate(translator, SENTENCES, translator.config.decoding)
+    assert len(set(expected)) > 5
+
+    async def all_at_once() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(base_url=service.url, timeout=120, limits=limits) as client:
+            texts = [SENTENCES[number % len(SENTENCES)] for number in range(200)]
+            return await asyncio.gather(*[client.post("/translate", json={"q": q, **LANGUAGES}) for q in texts])
+
+    answers = asyncio.run(all_at_once())
+    assert [answer.status_code for answer in answers] == [200] * 200
+    assert [answer.json()["translatedText"] for answer in answers] == expected * 5
+
+
+def test_a_document_keeps_its_lines(client: httpx.Client, translator: Translator) -> None:
+    one, two = translate(translator, SENTENCES[:2], translator.config.decoding)
+    text = f"{SENTENCES[0]}\r\n\r\n\n{SENTENCES[1]}\n"
+    assert translated(client, text)["translatedText"] == f"{one}\r\n\r\n\n{two}\n"
+    assert translated(client, "")["translatedText"] == ""
+
+
+def test_a_list_is_answered_with_a_list_and_with_alternatives_of_each(client: httpx.Client) -> None:
+    single = [translated(client, q, alternatives=2) for q in SENTENCES[:2]]
+    assert [len(set(one["alternatives"])) for one in single] == [2, 2]
+    assert translated(client, SENTENCES[:2], alternatives=2) == {
+        "translatedText": [one["translatedText"] for one in single],
+        "alternatives": [one["alternatives"] for one in single],
+    }
+
+
+def test_a_form_is_answered_as_json_is(client: httpx.Client) -> None:
+    form = client.post("/translate", data={"q": SENTENCES[0], **LANGUAGES, "alternatives": "1", "api_key": ""})
+    assert form.json() == translated(client, SENTENCES[0], alternatives=1)
+
+
+def test_the_page_gets_the_alternatives_and_alignments_of_the_command(
+    client: httpx.Client, translator: Translator
+) -> None:
+    asked = {"model": 1, "lines": SENTENCES[:4], "n_best": 3, "links": True}
+    found = client.post("/lines", json=asked).json()["lines"]
+    decoding = translator.config.decoding
+    expected = alternatives(translator, SENTENCES[:4], decoding, SearchOptions(n_best=3))
+    texts = [[one["text"] for one in line["translations"]] for line in found]
+    assert texts == [[one.text for one in row] for row in expected]
+    for line, row in zip(found, expected, strict=True):
+        assert [one["score"] for one in line["translations"]] == pytest.approx([one.score for one in row], rel=1e-4)
+        shown = [one["log_probability"] for one in line["translations"]]
+        assert shown == pytest.approx([one.log_probability for one in row], rel=1e-4)
+    links = align(translator, SENTENCES[:4], [row[0] for row in texts], decoding)
+    assert any(links)
+    assert [[tuple(link) for link in line["links"]] for line in found] == links
+    assert [line["source_words"] for line in found] == [sentence.split() for sentence in SENTENCES[:4]]
+    assert [line["target_words"] for line in found] == [row[0].split() for row in texts]
+
+
+def test_script_in_the_input_is_text_in_the_answer_and_the_page_forbids_it(client: httpx.Client) -> None:
+    answer = client.post("/lines", json={"lines": ["<script>alert(1)</script>"]})
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.json()["lines"][0]["source_words"] == ["<script>alert(1)</script>"]
+    page = client.get("/")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "unsafe" not in page.headers["content-security-policy"]
+    assert "http" not in page.text
+    for path in ("/page.js", "/view.js", "/page.css", "/icon.svg"):
+        assert client.get(path).status_code == 200
+
+
+GOOD: dict[str, object] = {"q": "a", **LANGUAGES}
+
+
+@pytest.mark.parametrize(
+    ("status", "fields", "message"),
+    [
+        (400, {"source": "en", "target": "de"}, "q is the text to translate"),
+        (400, {**GOOD, "q": [1]}, "q is the text to translate"),
+        (400, {**GOOD, "source": "fr"}, "'fr' to 'de' is not supported: the models here translate en to de"),
+        (400, {**GOOD, "target": "\ud800"}, "is not supported"),
+        (400, {**GOOD, "source": "auto"}, "languages are not detected here"),
+        (400, {"q": "a", "target": "de"}, "source is missing: name a language, one of en"),
+        (400, {**GOOD, "format": "html"}, "format is 'html': only text is translated"),
+        (400, {**GOOD, "alternatives": 3}, "alternatives is 3: send a whole number from 0 to 2"),
+        (400, {**GOOD, "alternatives": True}, "alternatives is True"),
+        (400, {**GOOD, "altrnatives": 1}, "unknown field 'altrnatives'; did you mean alternatives?"),
+        (400, {**GOOD, "q": "a\n\ud800"}, "sentence 2 is not UTF-8 text"),
+        (400, {**GOOD, "q": "a \n" + "a " * 300}, "line 2 has 3"),
+        (413, {**GOOD, "q": "\n" * 1000}, "the text has 1,001 lines, and at most 1,000 are"),
+        (413, {**GOOD, "q": "a" * 50_001}, "the text has 50,001 characters, and at most 50,000 are"),
+    ],
+)
+def test_what_cannot_be_translated_is_answered_with_one_line(
+    status: int, fields: dict[str, object], message: str, client: httpx.Client
+) -> None:
+    body = json.dumps(fields)  # in ASCII, with escapes
+    answer = client.post("/translate", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status, answer.text
+    assert message in answer.json()["error"]
+    assert "\n" not in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "body", "message"),
+    [
+        (400, "application/json", b"{", "the body is not JSON"),
+        (400, "application/json", b"[" * 100_000, "the body is not JSON"),
+        (400, "application/json", b"[]", "the body is not a JSON object"),
+        (400, "application/json", b'{"q": "\xff"}', "the body is not UTF-8 text, at byte 7"),
+        (400, "application/x-www-form-urlencoded", b"q=%ff", "the body is not a form in UTF-8"),
+        (400, "application/x-www-form-urlencoded", b"q=a&q=b", "given twice"),
+        (415, "text/plain", b"{}", "Content-Type is text/plain"),
+        (413, "application/json", b" " * (2**20 + 1), "the body has 1,048,577 bytes, and at most 1,048,576 are read"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_answered_with_one_line(
+    status: int, kind: str, body: bytes, message: str, client: httpx.Client
+) -> None:
+    answer = client.post("/translate", content=body, headers={"Content-Type": kind})
+    assert answer.status_code == status, answer.text
+    assert message in answer.json()["error"]
+
+
+def connected(service: Running) -> socket.socket:
+    at = urlsplit(service.url)
+    return socket.create_connection((at.hostname, at.port), timeout=30)
+
+
+HEAD = b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def test_an_announced_size_above_the_limit_is_refused_before_the_body(service: Running) -> None:
+    with connected(service) as connection:
+        connection.sendall(HEAD + b"Content-Length: 99999999999\r\n\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 413"
+
+
+def test_a_body_without_a_length_is_refused_at_the_limit(service: Running, client: httpx.Client) -> None:
+    with connected(service) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(b"100000\r\n" + b" " * 2**20 + b"\r\n1\r\n \r\n")
+        assert connection.recv(12) == b"HTTP/1.1 413"
+
+
+def test_a_slow_client_does_not_hold_up_others(service: Running, client: httpx.Client) -> None:
+    body = json.dumps(GOOD).encode()
+    with connected(service) as slow:
+        slow.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode())
+        for number in range(len(body)):
+            slow.sendall(body[number : number + 1])
+            if number % 10 == 0:
+                translated(client, "a")
+        assert slow.recv(12) == b"HTTP/1.1 200"
+
+
+def test_another_sites_name_for_this_machine_is_refused(client: httpx.Client) -> None:
+    assert client.get("/health", headers={"Host": "evil.example:80"}).status_code == 421
+    assert client.get("/health", headers={"Host": "localhost.evil.example"}).status_code == 421
+    for host in ("localhost:5000", "127.0.0.1", "[::1]:80"):
+        assert client.get("/health", headers={"Host": host}).json() == {"status": "ok"}
+
+
+def test_languages_models_and_what_does_not_exist(client: httpx.Client) -> None:
+    assert client.get("/languages").json() == [{"code": "en", "name": "en", "targets": ["de"]}]
+    assert [(one["engine"], one["beam"], one["aligns"]) for one in client.get("/models").json()] == [
+        ("torch", 3, True)
+    ] * 2
+    assert client.post("/detect", data={"q": "a"}).status_code == 501
+    assert client.get("/nothing").json()["error"].startswith("GET /nothing does not exist here")
+    assert client.get("/translate").status_code == 405
+
+
+def test_metrics_count_requests_errors_lines_and_seconds(client: httpx.Client) -> None:
+    def numbers() -> dict[str, float]:
+        lines = [line for line in client.get("/metrics").text.splitlines() if not line.startswith("#")]
+        return {name: float(number) for name, number in (line.rsplit(" ", 1) for line in lines)}
+
+    before = numbers()
+    translated(client, "a\nb\nc")
+    client.get("/nothing")
+    after = numbers()
+    for name, more in {
+        'seqpar_requests_total{path="/translate",status="200"}': 1,
+        "seqpar_errors_total": 1,
+        "seqpar_lines_total": 3,
+        'seqpar_translation_seconds_bucket{le="+Inf"}': 1,
+        "seqpar_translation_seconds_count": 1,
+    }.items():
+        assert after[name] == before[name] + more, name
+    assert after["seqpar_queued_lines"] == 0
+    ends = [number for name, number in after.items() if "_bucket" in name]
+    assert ends == sorted(ends)
+
+
+def test_a_port_in_use_is_one_line(service: Running, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    port = str(urlsplit(service.url).port)
+    assert main(["serve", str(run), "--port", port]) == 2
+    assert f"port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
+
+
+def stopped(service: Running, number: signal.Signals) -> int:
+    """Send a signal while a request's body is on its way; check that it is answered, and return the exit status."""
+    with connected(service) as connection:
+        body = json.dumps({**GOOD, "q": "\n".join(SENTENCES)}).encode()
+        connection.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body[:-1])
+        time.sleep(0.3)
+        service.process.send_signal(number)
+        time.sleep(0.3)
+        connection.sendall(body[-1:])
+        assert connection.recv(12) == b"HTTP/1.1 200"
+    return service.process.wait(30)
+
+
+def test_ctrl_c_answers_what_has_arrived_and_ends_with_130(run: Path) -> None:
+    with running(run) as service:
+        assert stopped(service, signal.SIGINT) == 130
+
+
+def test_sigterm_answers_what_has_arrived_and_ends_with_0(service: Running) -> None:
+    assert stopped(service, signal.SIGTERM) == 0  # the last test: the service has ended
