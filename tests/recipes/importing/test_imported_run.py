@@ -12,6 +12,8 @@ import torch
 from models import default_limit
 from recipes.translation.alternatives import alternatives
 from recipes.translation.commands import main
+from recipes.translation.data.batches import TokenBatches
+from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.data.subwords import EOS, PAD, UNK, Subwords
 from recipes.translation.forced_decoding import log_probabilities
@@ -19,6 +21,7 @@ from recipes.translation.importing.published_model import import_model, read_mod
 from recipes.translation.run_folder.checkpoint import load_weights
 from recipes.translation.search_options import SearchOptions
 from recipes.translation.settings.config import ConfigError, load_config
+from recipes.translation.settings.noise import NoiseConfig
 from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics
 from recipes.translation.translate import search
@@ -148,3 +151,15 @@ def test_sampled_subwords_of_an_imported_model_are_of_its_vocabulary_and_spell_t
     assert all(PAD < each < len(subwords) for row in drawn for each in row)
     known = [row for row in drawn if UNK not in row]
     assert set(subwords.decode(known)) == set(subwords.decode(subwords.encode([text])))
+
+
+def test_batches_with_noise_have_the_symbols_of_the_imported_model(tmp_path: Path) -> None:
+    translator = read_model(published.m2m100(tmp_path / "model"), Path("run"), "en", "de").translator
+    source, target = translator.source, translator.target
+    sides = (source.encode([pair[0] for pair in PAIRS]), target.encode([pair[1] for pair in PAIRS]))
+    plain = TokenBatches(*sides, batch_tokens=100, symbols=source.symbols)
+    drawn = DrawnBatches(plain, Drawing(source, noise=NoiseConfig(swap=0.5)), Drawing(target))
+    batch = drawn.batch([0, 1, 2])
+    assert batch.src[:, 0].tolist() == [source.symbols.prefix[0]] * 3
+    assert batch.tgt_in[:, :2].tolist() == [list(source.symbols.start)] * 3
+    assert torch.equal(batch.tgt_out, plain.batch([0, 1, 2]).tgt_out)
