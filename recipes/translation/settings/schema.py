@@ -209,7 +209,11 @@ class Schema:
                 reason = f": {error}"
             except ValueError:
                 continue
-        raise ConfigError(self._refusal(key, location, _shown(node)) + reason)
+        got = _shown(node)
+        if self.settings[key].choices and isinstance(node, yaml.SequenceNode):
+            wrong = [each for each in node.value if _shown(each).strip("'") not in self.settings[key].choices]
+            got = ", ".join(_shown(each) for each in wrong)
+        raise ConfigError(self._refusal(key, location, got) + reason)
 
     def _named_sections(self, key: str, node: yaml.Node, location: str) -> dict[str, Any]:
         """Read sections whose names the user has chosen."""
