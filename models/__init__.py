@@ -7,6 +7,7 @@ from models.constraints import Phrase
 from models.decoder_only import make_decoder_only
 from models.decoding import beam_search, greedy
 from models.decoding_rules import DeadEndError, ForcedPrefixes, MinimumLength, NoRepeatedNgrams
+from models.embedding import sinusoidal_positions
 from models.ensemble import evaluating
 from models.hypotheses import Hypothesis, default_limit, length_normaliser
 from models.presets import PRESETS, DecoderOnlyConfig, RecurrentConfig, TransformerConfig
@@ -16,7 +17,6 @@ from models.transformer import (
     EncoderDecoder,
     Generator,
     make_transformer,
-    sinusoidal_positions,
 )
 
 __all__ = [

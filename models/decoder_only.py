@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from models.attention import KeyValues, added_scores, check_mask, padding_mask, subsequent_mask
 from models.cache import DecoderCache, LayerCache
+from models.embedding import Embedding, sinusoidal_positions
 from models.presets import DecoderOnlyConfig, TransformerConfig
 from models.sequence_packing import own_cells_mask, pack
 from models.transformer import (
-    Embedding,
     EncoderDecoder,
     EncoderLayer,
     Generator,
@@ -37,7 +37,6 @@ from models.transformer import (
     check_tokens,
     final_norm,
     initialize,
-    sinusoidal_positions,
     tie_embeddings,
 )
 

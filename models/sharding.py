@@ -32,7 +32,8 @@ from torch.distributed import ProcessGroup
 import seqpar
 from models.attention import Attention, subsequent_mask
 from models.decoder_only import DecoderOnly
-from models.transformer import Embedding, EncoderDecoder, FeedForward
+from models.embedding import Embedding
+from models.transformer import EncoderDecoder, FeedForward
 from seqpar.distributed.collectives import (
     copy_to_group,
     gather_numbers,

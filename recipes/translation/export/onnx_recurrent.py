@@ -13,8 +13,8 @@ import torch
 from onnx import TensorProto
 from torch import Tensor, nn
 
+from models.embedding import Embedding
 from models.recurrent import RecurrentDecoder, RecurrentEncoderDecoder
-from models.transformer import Embedding
 from recipes.translation.export.onnx_graph import Graph, Value
 from recipes.translation.export.onnx_interface import (
     MASK,

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from torch import nn
 
 from models import Attention, EncoderDecoder
-from models.transformer import DecoderLayer, Embedding, EncoderLayer, FeedForward, Residual, frequencies
+from models.embedding import Embedding, frequencies
+from models.transformer import DecoderLayer, EncoderLayer, FeedForward, Residual
 from recipes.translation.export.onnx_graph import Graph, Value
 from recipes.translation.export.onnx_interface import (
     MASK,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from models import TransformerConfig
+from models.embedding import positions_in_halves
 from models.presets import ARCHITECTURES
-from models.transformer import positions_in_halves
 from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.importing.folder import Weights
 

@@ -1,0 +1,92 @@
+"""Vectors of tokens and of their positions, which the first layer reads (Vaswani et al. 2017, sections 3.4 and 3.5).
+
+Shapes: B sentences, T time, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from models.dropout import Dropout
+from models.presets import ARCHITECTURES, TransformerConfig
+
+
+def sinusoidal_positions(start: int, stop: int, d_model: int, *, like: Tensor) -> Tensor:
+    """Compute PE(pos, 2i) = sin(pos / 10000^(2i/d)) and PE(pos, 2i+1) = cos of the same: (stop - start, D).
+
+    These are the positions of section 3.5. They are computed at each use, in float32 or wider: so no sentence is too
+    long, and there is no buffer on which checkpoints, replicas or ranks could disagree.
+    """
+    wide = torch.promote_types(like.dtype, torch.float32)
+    position = torch.arange(start, stop, device=like.device, dtype=wide)
+    angle = position[:, None] * frequencies(d_model, like=position)
+    # (T, D/2, 2) -> (T, D): sine and cosine of a frequency alternate
+    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(like.dtype)
+
+
+def frequencies(d_model: int, *, like: Tensor) -> Tensor:
+    """Compute 1 / 10000^(2i/d), the angle from one position to the next: (D/2,)."""
+    pairs = torch.arange(0, d_model, 2, device=like.device, dtype=like.dtype)
+    # 1 / 10000^(2i/d) = exp(-2i ln(10000) / d)
+    return torch.exp(pairs * (-math.log(10_000.0) / d_model))
+
+
+def positions_in_halves(start: int, stop: int, d_model: int, *, like: Tensor, steps: int) -> Tensor:
+    """Compute PE(pos, i) = sin(pos / 10000^(i / steps)) and PE(pos, D/2 + i) = cos of the same: (stop - start, D).
+
+    With D/2 steps the frequencies are those of `sinusoidal_positions`, as in Marian; tensor2tensor and fairseq have
+    D/2 - 1, so that the lowest is 1 / 10000.
+    """
+    wide = torch.promote_types(like.dtype, torch.float32)
+    position = torch.arange(start, stop, device=like.device, dtype=wide)
+    index = torch.arange(d_model // 2, device=like.device, dtype=wide)
+    angle = position[:, None] * torch.exp(index * (-math.log(10_000.0) / steps))
+    return torch.cat((angle.sin(), angle.cos()), dim=-1).to(like.dtype)
+
+
+class Embedding(nn.Module):
+    """Token vectors times sqrt(D), plus positions, with dropout on the sum (sections 3.4, 3.5, 5.4).
+
+    Positions, and a layer norm of the sum, are those of the configuration's architecture.
+    """
+
+    def __init__(self, vocab: int, config: TransformerConfig) -> None:
+        super().__init__()
+        how = ARCHITECTURES[config.architecture]
+        self.lookup = nn.Embedding(vocab, config.d_model)
+        self.dropout = Dropout(config.dropout)
+        self.positions = how.positions
+        if how.positions == "learned":
+            self.learned = nn.Embedding(config.max_positions, config.d_model)
+        self.norm: nn.Module = nn.Identity()
+        if how.norm:
+            self.norm = nn.LayerNorm(config.d_model)
+
+    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """Embed ids (B, T), the first of them at position `start`: (B, T, D)."""
+        vectors = self.lookup(tokens)
+        d_model = vectors.size(-1)
+        positions = self.positions_of(start, start + tokens.size(1), like=vectors)
+        embedded: Tensor = self.dropout(self.norm(vectors * math.sqrt(d_model) + positions))
+        return embedded
+
+    def positions_of(self, start: int, stop: int, *, like: Tensor) -> Tensor:
+        """Return what is added to the vectors from position `start` to `stop`, (stop - start, D)."""
+        d_model = like.size(-1)
+        if self.positions == "pairs":
+            return sinusoidal_positions(start, stop, d_model, like=like)
+        if self.positions == "halves":
+            return positions_in_halves(start, stop, d_model, like=like, steps=d_model // 2)
+        if self.positions == "halves_from_2":
+            # fairseq counts from the id of padding, which is 1 in these models, plus 1
+            return positions_in_halves(start + 2, stop + 2, d_model, like=like, steps=d_model // 2 - 1)
+        if stop > self.learned.num_embeddings:
+            raise ValueError(
+                f"a sentence has {stop} tokens, with its start and end symbols, but the model has learned "
+                f"{self.learned.num_embeddings} positions: cut or split it"
+            )
+        learned: Tensor = self.learned.weight[start:stop]
+        return learned
