@@ -14,9 +14,11 @@ import seqpar
 from models import EncoderDecoder, length_normaliser
 from recipes.translation.data.batches import padded
 from recipes.translation.data.model_text import target_text
+from recipes.translation.data.positions import most_subwords
+from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.data.subwords import EOS, ORDINARY, PAD, Symbols
 from recipes.translation.processes.ranks import ALONE, Ranks
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.checkpoint import Translator, model_sizes
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.translate import check_unicode, in_batches, source_ids
 
@@ -53,6 +55,7 @@ def score_pairs(
     config = translator.config
     source_rows = source_ids(translator.source, config, sources, decoding)
     target_rows = target_ids(translator, sources, targets)
+    check_lengths(translator, target_rows)
 
     def score_rows(rows: list[int]) -> list[float]:
         some_sources = [source_rows[row] for row in rows]
@@ -74,6 +77,17 @@ def target_ids(translator: Translator, sources: Sequence[str], targets: Sequence
     config = translator.config
     texts = [target_text(config, target, source) for source, target in zip(sources, targets, strict=True)]
     return [[*ids, EOS] for ids in translator.target.encode(texts)]
+
+
+def check_lengths(translator: Translator, target_rows: Sequence[Sequence[int]]) -> None:
+    """Raise DataError for a target, with its end symbol, that is longer than the positions which the model learned."""
+    most = most_subwords(model_sizes(translator.config.model), translator.source.symbols)
+    for number, ids in enumerate(target_rows, start=1):
+        if most is not None and len(ids) > most + 1:
+            raise DataError(
+                f"target {number:,} has {len(ids) - 1:,} subwords, and the model has learned positions for {most:,}: "
+                "split the sentence, or leave it out"
+            )
 
 
 @torch.no_grad()

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from models import TransformerConfig
-from models.presets import ARCHITECTURES, Sizes
+from models.presets import Sizes
 from recipes.translation.data.corpus import Corpus
+from recipes.translation.data.positions import most_subwords
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.settings.config import ConfigError, RunConfig
 
 
 def check_positions(config: RunConfig, sizes: Sizes, corpus: Corpus) -> None:
     """Raise ConfigError or DataError where a sentence could have more tokens than the model has learned positions."""
-    if not isinstance(sizes, TransformerConfig) or ARCHITECTURES[sizes.architecture].positions != "learned":
+    most = most_subwords(sizes, corpus.source.symbols)
+    if most is None:
         return
-    symbols = corpus.source.symbols
-    around = max(len(symbols.source([])), len(symbols.target([])) - 1)
-    most = sizes.max_positions - around
     for name in ("training", "decoding"):
         given = getattr(config, name).max_length
         if given > most:
             raise ConfigError(
-                f"{name}.max_length is {given}, but the model has learned {sizes.max_positions} positions, of which "
-                f"start and end symbols take {around}: set it to {most} or less"
+                f"{name}.max_length is {given}, but the model has learned positions for {most} subwords beside start "
+                f"and end symbols: set it to {most} or less"
             )
     for side, lengths in (("source", corpus.valid.source_lengths), ("target", corpus.valid.target_lengths)):
         if lengths.max() > most:

@@ -16,7 +16,7 @@ from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.data.subwords import EOS, PAD, UNK, Subwords
-from recipes.translation.forced_decoding import log_probabilities
+from recipes.translation.forced_decoding import log_probabilities, score_pairs
 from recipes.translation.importing.published_model import import_model, read_model
 from recipes.translation.run_folder.checkpoint import load_weights
 from recipes.translation.search_options import SearchOptions
@@ -119,7 +119,7 @@ def test_a_sentence_longer_than_the_learned_positions_is_refused_before_training
     given = tuning(tmp_path / "run", tmp_path)
     best = tmp_path / "run" / "best" / "config.yaml"
     with pytest.raises(
-        ConfigError, match=r"^training\.max_length is 63, but the model has learned 64 positions, of which"
+        ConfigError, match=r"^training\.max_length is 63, but the model has learned positions for 62 subwords"
     ):
         train(load_config(best, {**given, "training.max_length": 63}))
     long = [*PAIRS, ("one " * 70, "eins")]
@@ -128,6 +128,18 @@ def test_a_sentence_longer_than_the_learned_positions_is_refused_before_training
         DataError, match=r"^data\.valid: the source of pair 4 has \d+ subwords, and the model has learned"
     ):
         train(load_config(best, given))
+
+
+def test_a_target_longer_than_the_learned_positions_is_not_scored(tmp_path: Path) -> None:
+    translator = read_model(published.mbart(tmp_path / "model"), tmp_path / "run", "en_XX", "de_DE").translator
+    fits = max(range(1, 63), key=lambda words: (len(translator.target.encode(["one " * words])[0]) <= 62) * words)
+    decoding = translator.config.decoding
+    (found,) = score_pairs(translator, ["one"], ["one " * fits], decoding)
+    assert found.tokens > 50
+    with pytest.raises(
+        DataError, match=r"^target 2 has \d+ subwords, and the model has learned positions for 62: split"
+    ):
+        score_pairs(translator, ["one", "two"], ["one", "one " * 70], decoding)
 
 
 def test_a_target_language_before_the_sentence_is_one_subword(tmp_path: Path) -> None:
