@@ -121,7 +121,11 @@ CHANGES: dict[str, Sequence[Change]] = {
     "model.activation": [Change("gelu"), Change("swish")],
     "model.max_positions": [
         Change(500, ("weights",), beside={"model.preset": "mbart"}),
-        Change(9, beside={"model.preset": "mbart"}, refused="training.max_length is 256, but the model has learned 9"),
+        Change(
+            9,
+            beside={"model.preset": "mbart"},
+            refused="training.max_length is 256, but the model has learned positions for 8",
+        ),
     ],
     "training.devices": [Change(("cpu", "cpu"), ("said",))],
     "training.chunk_tokens": [Change(7, ("logits at once",), ("batches",)), Change(8, ("logits at once",))],
