@@ -26,6 +26,8 @@ from recipes.translation.translate import translate
 from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.running import Running, running
 
+pytestmark = pytest.mark.launched
+
 SENTENCES = [pair.source for pair in pairs(40, 3)]
 LANGUAGES = {"source": "en", "target": "de"}
 
