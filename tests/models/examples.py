@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
+import seqpar
 from models import EncoderDecoder, TransformerConfig, make_transformer
 
 PAD, BOS, EOS = 0, 1, 2
@@ -54,3 +56,16 @@ def random_batch(seed: int, size: int = 5, width: int = 6, vocab: int = 11) -> T
     for row in range(1, size):
         tokens[row, 1 + int(torch.randint(width, (), generator=generator)) :] = PAD
     return tokens
+
+
+def assert_loss_over_replicas_is_plain(model: EncoderDecoder, src: Tensor, tgt: Tensor, target: Tensor) -> None:
+    """Compare the gradients of two replicas and a loss in chunks with those of one model and all logits."""
+    criterion = seqpar.LabelSmoothing(0.1, "torch", ignore_index=PAD)
+    hidden = seqpar.DataParallel(model, ["cpu", "cpu"], gather_outputs=False)(src, tgt)
+    seqpar.LossCompute(model.generator, criterion, ["cpu", "cpu"], chunk_tokens=2)(hidden, target).total.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    logits = model.generator(model(src, tgt)).flatten(0, 1)
+    F.cross_entropy(logits, target.flatten(), ignore_index=PAD, reduction="sum", label_smoothing=0.1).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-12)

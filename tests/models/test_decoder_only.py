@@ -34,7 +34,7 @@ from models.sequence_packing import own_cells_mask, pack
 from models.sharding import split_time_steps
 from seqpar.testing import assert_same_results
 from seqpar.testing.ranks import ranks
-from tests.models.examples import BOS, EOS, PAD, small_transformer
+from tests.models.examples import BOS, EOS, PAD, assert_loss_over_replicas_is_plain, small_transformer
 from tests.models.plain_search import every_hypothesis, plain_beam_search, same
 
 TINY = DecoderOnlyConfig(d_model=16, d_ff=24, heads=4, decoder_layers=2, dropout=0.0, norm="pre", tie="all")
@@ -284,15 +284,7 @@ def test_the_loss_over_replicas_is_the_plain_loss() -> None:
     model = model_of()
     src, tgt = padded([[3, 4, EOS], [5, EOS], [EOS]]), padded([[BOS, 5, 6], [BOS, 8], [BOS, 4]])
     target = padded([[5, 6, EOS], [8, EOS], [4, EOS]])
-    criterion = seqpar.LabelSmoothing(0.1, "torch", ignore_index=PAD)
-    hidden = seqpar.DataParallel(model, ["cpu", "cpu"], gather_outputs=False)(src, tgt)
-    seqpar.LossCompute(model.generator, criterion, ["cpu", "cpu"], chunk_tokens=2)(hidden, target).total.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    logits = model.generator(model(src, tgt)).flatten(0, 1)
-    F.cross_entropy(logits, target.flatten(), ignore_index=PAD, reduction="sum", label_smoothing=0.1).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-12)
+    assert_loss_over_replicas_is_plain(model, src, tgt, target)
 
 
 def test_an_empty_batch_and_a_source_of_padding_alone_are_computed() -> None:

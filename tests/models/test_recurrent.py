@@ -16,6 +16,7 @@ from models import RecurrentConfig, beam_search, greedy, make_recurrent, padding
 from models.alignment import attention_weights
 from models.recurrent import RecurrentEncoderDecoder
 from seqpar.testing import assert_same_loss
+from tests.models.examples import assert_loss_over_replicas_is_plain
 
 PAD, BOS, EOS = 0, 2, 3
 TINY = RecurrentConfig(d_model=6, encoder_layers=1, decoder_layers=1, dropout=0.0, tie="none")
@@ -135,15 +136,7 @@ def test_the_loss_over_replicas_is_the_plain_loss() -> None:
     model = model_of(replace(TINY, tie="all"))
     src, tgt = padded([[4, 5, 6], [7, 8], [9]]), padded([[BOS, 5, 6], [BOS, 9], [BOS, 4]])
     target = padded([[5, 6, EOS], [9, EOS], [4, EOS]])
-    criterion = seqpar.LabelSmoothing(0.1, "torch", ignore_index=PAD)
-    hidden = seqpar.DataParallel(model, ["cpu", "cpu"], gather_outputs=False)(src, tgt)
-    seqpar.LossCompute(model.generator, criterion, ["cpu", "cpu"], chunk_tokens=2)(hidden, target).total.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    logits = model.generator(model(src, tgt)).flatten(0, 1)
-    F.cross_entropy(logits, target.flatten(), ignore_index=PAD, reduction="sum", label_smoothing=0.1).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-12)
+    assert_loss_over_replicas_is_plain(model, src, tgt, target)
 
 
 def test_the_engine_agrees_on_its_hidden_states() -> None:
