@@ -81,7 +81,7 @@ def test_a_saved_model_is_the_model(subwords: Subwords, model_file: Path, tmp_pa
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_a_vocabulary_too_large_is_answered_with_the_largest_that_fits(kind: str, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"subwords\.vocab_size 90,000 is too large .* possible is ([\d,]+)$"
+        ConfigError, match=r"subwords\.vocab_size 90,000 is too large .* possible is ([\d,]+): set it to that, or less$"
     ) as caught:
         train_subwords(SENTENCES[:200], tmp_path / "a", SubwordConfig(vocab_size=90_000, kind=kind))
     largest = int(str(caught.value).rpartition(" ")[2].replace(",", ""))
@@ -90,7 +90,7 @@ def test_a_vocabulary_too_large_is_answered_with_the_largest_that_fits(kind: str
 
 
 def test_a_vocabulary_too_small_is_answered_with_the_smallest_possible(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"subwords\.vocab_size 262 is too small: .* are \d+$"):
+    with pytest.raises(ConfigError, match=r"subwords\.vocab_size 262 is too small: .* are \d+: set it above that$"):
         train_subwords(SENTENCES[:200], tmp_path / "a", SubwordConfig(vocab_size=262))
     assert not list(tmp_path.iterdir())
 

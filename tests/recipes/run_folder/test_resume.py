@@ -146,6 +146,7 @@ MAY_CHANGE = (
     ),
     *("training.threads", "layout.data", "layout.shard", "layout.vocab", "layout.sequence", "layout.timeout"),
     *("training.steps", "training.validate_every", "training.validate_bleu", "training.patience"),
+    "training.teacher",  # where it lies: another model, or none, is refused by its weights
     *("training.keep_checkpoints", "training.report", "training.trackers", "decoding.length_norm"),
     *("decoding.beam", "decoding.length_penalty", "decoding.batch_sentences", "decoding.max_length"),
 )
