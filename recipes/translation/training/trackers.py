@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,6 +69,30 @@ class Logged:
         self.run.finish()
 
 
+class Forgiving:
+    """A tracker that is left out after its first error, so that a lost network or a full disk ends no training."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.name = name
+        self.tracker: Tracker | None = tracker
+
+    def log(self, values: Mapping[str, object]) -> None:
+        self._try(lambda tracker: tracker.log(values))
+
+    def close(self) -> None:
+        self._try(lambda tracker: tracker.close())
+
+    def _try(self, call: Callable[[Tracker], None]) -> None:
+        if self.tracker is None:
+            return
+        try:
+            call(self.tracker)
+        except Exception as error:  # each package has errors of its own
+            self.tracker = None
+            what = f"{type(error).__name__}: {error}"
+            print(f"[train] {self.name} gets no more numbers ({what}); metrics.jsonl has them all", flush=True)
+
+
 def check_installed(names: Iterable[str]) -> None:
     """Raise ConfigError unless the packages of these trackers are installed."""
     for name in names:
@@ -92,15 +116,17 @@ def open_trackers(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
         known = json.loads(path.read_text(encoding="utf-8"))
     found: list[Tracker] = []
     for name in names:
+        tracker: Tracker
         try:
             if name == "tensorboard":
-                found.append(TensorBoard(run, resumed_at))
+                tracker = TensorBoard(run, resumed_at)
             elif name == "wandb":
-                found.append(Logged(_wandb_run(config, known["id"]), _sent(run, name in known["begun"], resumed_at)))
+                tracker = Logged(_wandb_run(config, known["id"]), _sent(run, name in known["begun"], resumed_at))
             else:
-                found.append(Logged(_trackio_run(config, known["id"]), _sent(run, name in known["begun"], resumed_at)))
+                tracker = Logged(_trackio_run(config, known["id"]), _sent(run, name in known["begun"], resumed_at))
         except Exception as error:  # each package has errors of its own
             raise ConfigError(f"training.trackers: {name} does not begin: {type(error).__name__}: {error}") from error
+        found.append(Forgiving(name, tracker))
     known["begun"] = sorted({*known["begun"], *names})
     with writing_to(path):
         path.write_text(json.dumps(known) + "\n", encoding="utf-8")

@@ -156,6 +156,39 @@ def test_a_tracker_that_cannot_begin_is_one_line(tmp_path: Path, monkeypatch: py
         open_trackers(tiny(tmp_path / "run", {"training.trackers": ["wandb"]}), None)
 
 
+def test_a_tracker_that_fails_later_is_one_line_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Lost:
+        logged = 0
+        closed = 0
+
+        def log(self, values: object, step: int) -> None:
+            self.logged += 1
+            if step == 2:
+                raise ConnectionError("no network")
+
+        def finish(self) -> None:
+            self.closed += 1
+            raise OSError("disk full")
+
+    lost, full = Lost(), Lost()
+    monkeypatch.setattr(trackers, "_wandb_run", lambda *_: lost)
+    monkeypatch.setattr(trackers, "_trackio_run", lambda *_: full)
+    monkeypatch.setattr(full, "log", lambda values, step: None)
+    (tmp_path / "run").mkdir()
+    opened = open_trackers(tiny(tmp_path / "run", {"training.trackers": ["wandb", "trackio"]}), None)
+    with Metrics(tmp_path / "run" / "metrics.jsonl", after_step=0, trackers=opened) as metrics:
+        for step in (1, 2, 3):
+            metrics.write(**record(step))
+    assert capsys.readouterr().out.splitlines() == [
+        "[train] wandb gets no more numbers (ConnectionError: no network); metrics.jsonl has them all",
+        "[train] trackio gets no more numbers (OSError: disk full); metrics.jsonl has them all",
+    ]
+    assert (lost.logged, lost.closed, full.closed) == (2, 0, 1)
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
 def test_nothing_is_tracked_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert tiny(tmp_path).training.trackers == ()
     assert open_trackers(tiny(tmp_path), None) == []
