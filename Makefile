@@ -4,7 +4,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-launched test-formats test-tutorial test-hf test-browser check bench bench-gpu clean
+.PHONY: help demo test test-launched test-tutorial test-hf test-browser check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -29,23 +29,19 @@ help:  ## list the targets
 demo: .venv/recipes  ## train, evaluate and try a translation model on the built-in corpus (2 to 4 minutes on 2 cores)
 	@$(BIN)/python -m recipes.translation demo --processes auto
 
-test: check  ## run the checks and the tests (about 15 minutes on 2 cores)
+test: check  ## run the checks and the tests (about 12 minutes on 2 cores)
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
 	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
-test-launched: .venv/dev  ## check the recipe over several processes: layouts, launchers, signals, lost processes, two machines (some minutes on 2 cores)
+test-launched: .venv/dev  ## check the recipe over several processes: layouts, launchers, signals, lost processes, two machines, the service (about 7 minutes on 2 cores)
 	@echo "[test-launched] pytest, the recipe over several processes"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m launched -q --durations=5 tests/recipes
 
-test-tutorial: .venv/dev  ## run the tutorials of docs/ as printed, commands and code (some minutes on 2 cores)
+test-tutorial: .venv/dev  ## run the tutorials of docs/ as printed, commands and code (about 2 minutes on 2 cores)
 	@echo "[test-tutorial] pytest, every block of the tutorials"
 	@$(BIN)/python -m pytest -m tutorial -q --durations=5 tests/tutorials
 
-test-formats: .venv/dev  ## check imports from and exports to other programs' formats against these programs (about 2 minutes on 2 cores)
-	@echo "[test-formats] pytest, models of Hugging Face transformers, CTranslate2 and ONNX"
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m formats -q --durations=5 tests/recipes/importing tests/recipes/export
-
-test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Face transformers (about 4 minutes on 2 cores)
+test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Face transformers (about a minute on 2 cores)
 	@echo "[test-hf] pytest, every causal and conditional model class, and decoders under TRL"
 	@$(BIN)/python -m pytest -n $(WORKERS) -m hf_models -q --durations=5 tests/seqpar/integrations
 
