@@ -4,7 +4,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-launched test-tutorial test-hf test-browser check bench bench-gpu clean
+.PHONY: help demo test test-launched test-formats test-tutorial test-hf test-browser check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -40,6 +40,10 @@ test-launched: .venv/dev  ## check the recipe over several processes: layouts, l
 test-tutorial: .venv/dev  ## run the tutorials of docs/ as printed, commands and code (about 2 minutes on 2 cores)
 	@echo "[test-tutorial] pytest, every block of the tutorials"
 	@$(BIN)/python -m pytest -m tutorial -q --durations=5 tests/tutorials
+
+test-formats: .venv/dev  ## check imports from and exports to other programs' formats against these programs (under a minute)
+	@echo "[test-formats] pytest, models of Hugging Face transformers, CTranslate2 and ONNX"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m formats -q --durations=5 tests/recipes/importing tests/recipes/export
 
 test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Face transformers (about a minute on 2 cores)
 	@echo "[test-hf] pytest, every causal and conditional model class, and decoders under TRL"

@@ -22,6 +22,8 @@ from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.translate import translate
 from tests.recipes.tiny import tiny
 
+pytestmark = pytest.mark.formats
+
 SENTENCES = [pair.source for pair in pairs(64, 3)]
 
 

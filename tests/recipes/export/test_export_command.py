@@ -13,6 +13,8 @@ from recipes.translation.train import train
 from tests.recipes.tiny import tiny
 from tests.recipes.training.test_lstm import tiny_lstm
 
+pytestmark = pytest.mark.formats
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -18,6 +18,8 @@ from recipes.translation.translate import translate
 from tests.recipes.export.test_ctranslate2 import SENTENCES, random_translator
 from tests.recipes.tiny import tiny
 
+pytestmark = pytest.mark.formats
+
 
 @pytest.fixture(scope="module")
 def joint(tmp_path_factory: pytest.TempPathFactory) -> Subwords:

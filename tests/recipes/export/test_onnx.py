@@ -33,6 +33,8 @@ from recipes.translation.run_folder.checkpoint import Translator, build_model, m
 from recipes.translation.settings.config import ConfigError, ModelConfig
 from tests.recipes.random_translator import random_translator
 
+pytestmark = pytest.mark.formats
+
 VOCAB = 30
 DOCUMENT = Path(__file__).parents[3] / "docs/export.md"
 

@@ -16,6 +16,8 @@ from recipes.translation.commands import main
 from recipes.translation.data.sentencepiece_file import Kind, fields_of, pieces_of
 from tests.recipes.importing import published
 
+pytestmark = pytest.mark.formats
+
 Damage = Callable[[Path], None]
 
 

@@ -17,6 +17,8 @@ from recipes.translation.settings.config import ConfigError
 from recipes.translation.translate import translate
 from tests.recipes.importing import published
 
+pytestmark = pytest.mark.formats
+
 SENTENCES = [
     "The train to Vienna leaves at half past seven.",
     "A small dog!",

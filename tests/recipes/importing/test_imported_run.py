@@ -27,6 +27,8 @@ from recipes.translation.training.progress import read_metrics
 from recipes.translation.translate import search
 from tests.recipes.importing import published
 
+pytestmark = pytest.mark.formats
+
 PAIRS = [("Two trains leave.", "Zwei fahren."), ("A small dog!", "Ein Hund."), ("one abcdefg", "eins zwei drei")]
 
 

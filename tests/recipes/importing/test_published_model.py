@@ -26,6 +26,8 @@ from recipes.translation.run_folder.checkpoint import Translator, load_translato
 from recipes.translation.translate import translate
 from tests.recipes.importing import published
 
+pytestmark = pytest.mark.formats
+
 SENTENCES = [
     "The train to Vienna leaves at half past seven.",
     "A small dog!",
