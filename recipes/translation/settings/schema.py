@@ -210,7 +210,7 @@ class Schema:
             except ValueError:
                 continue
         got = _shown(node)
-        if self.settings[key].choices and isinstance(node, yaml.SequenceNode):
+        if self.settings[key].choices and _is_list(alternatives[0]) and isinstance(node, yaml.SequenceNode):
             wrong = [each for each in node.value if _shown(each).strip("'") not in self.settings[key].choices]
             got = ", ".join(_shown(each) for each in wrong)
         raise ConfigError(self._refusal(key, location, got) + reason)

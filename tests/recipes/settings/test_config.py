@@ -182,6 +182,7 @@ def test_null_keeps_the_preset(written: Callable[[str], Path]) -> None:
         ("training:\n  steps: '100'", ["a whole number", "'100'"]),
         ("training:\n  steps:", ["training.steps", "got nothing"]),
         ("training:\n  steps: [1]", ["a whole number", "a list of 1"]),
+        ("training:\n  schedule: [noam]", ["one of inverse_sqrt", "a list of 1"]),
         ("training:\n  steps: 0", ["from 1 up", "'0'"]),
         ("training: {learning_rate: .nan}", ["training.learning_rate", "a number"]),
         ("training: {learning_rate: -1}", ["from 0 up"]),
