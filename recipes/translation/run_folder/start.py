@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from torch import Tensor
 
+from models import RecurrentConfig
 from recipes.translation.atomic_folder import CheckpointError, verified_folder, whole_folder
 from recipes.translation.data.prepare import SHAPING, prepare
 from recipes.translation.data.subwords import Subwords
@@ -19,7 +21,32 @@ def starting_weights(config: RunConfig) -> dict[str, Tensor] | None:
     """Return the weights of the model that a new run starts from; None if it starts from random ones."""
     if not config.training.start_from:
         return None
-    return load_weights(fitting_start(config))
+    folder = fitting_start(config)
+    theirs = saved_config(folder)
+    assert theirs is not None  # `fitting_start` has checked it
+    weights = load_weights(folder)
+    own_layers = _layers(config)
+    for stack, layers in _layers(theirs).items():
+        weights = spaced_layers(weights, stack, layers, own_layers[stack])
+    return weights
+
+
+def spaced_layers(weights: Mapping[str, Tensor], stack: str, layers: int, kept: int) -> dict[str, Tensor]:
+    """Return the weights of a model with `kept` of the `layers` layers of `stack`, "encoder" or "decoder".
+
+    They are as far apart as can be, the first and the last one among them; of a single one, it is the first (Shleifer
+    and Rush 2020, "shrink and fine-tune", where a model that was shrunk in this way is the start of a student).
+    """
+    spaced = [round(place * (layers - 1) / max(kept - 1, 1)) for place in range(kept)]
+    new = {f"{stack}.layers.{old}": f"{stack}.layers.{place}" for place, old in enumerate(spaced)}
+    found = {}
+    for name, tensor in weights.items():
+        *layer, rest = name.split(".", maxsplit=3)
+        if not name.startswith(f"{stack}.layers."):
+            found[name] = tensor
+        elif ".".join(layer) in new:
+            found[f"{new['.'.join(layer)]}.{rest}"] = tensor
+    return found
 
 
 def run_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
@@ -38,7 +65,8 @@ def run_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
 def fitting_start(config: RunConfig) -> Path:
     """Return the folder of the model to start from, a run's `best` or a checkpoint itself, if the settings fit it.
 
-    Raises CheckpointError if there is none, and ConfigError, naming the setting, if its subwords or sizes are others.
+    A Transformer with fewer layers fits (see `spaced_layers`). Raises CheckpointError if there is no model, and
+    ConfigError, naming the setting, if its subwords or other sizes differ.
     """
     folder = Path(config.training.start_from)
     if whole_folder(folder) is None:
@@ -51,15 +79,26 @@ def fitting_start(config: RunConfig) -> Path:
         )
     given = _identity(config)
     needed = _identity(theirs)
+    layers = _layers(theirs)
+    fewer = {f"model.{stack}_layers" for stack, own in _layers(config).items() if own < layers.get(stack, 0)}
     for name in [*needed, *given]:  # an LSTM has other sizes than a Transformer
         own = given.get(name)
         other = needed.get(name)
-        if own != other:
+        if own != other and name not in fewer:
             raise ConfigError(
                 f"{name} is {own!r}, but {folder}, to start from, has {other!r}: set it to the same, or begin with all "
                 f"its settings by --config {folder / 'config.yaml'}"
             )
     return folder
+
+
+def _layers(config: RunConfig) -> dict[str, int]:
+    """Return the number of layers of each stack that a model can begin with some of; an LSTM has none."""
+    sizes = model_sizes(config.model)
+    if isinstance(sizes, RecurrentConfig):
+        return {}
+    names = {"encoder": "encoder_layers", "decoder": "decoder_layers"}
+    return {stack: getattr(sizes, name) for stack, name in names.items() if hasattr(sizes, name)}
 
 
 def _identity(config: RunConfig) -> dict[str, object]:

@@ -158,7 +158,8 @@ class TrainingConfig:
         str,
         Help(
             "Begin with the weights and subwords of another run (its best model), or of a checkpoint folder; the data "
-            "may be other data. Empty begins with random weights."
+            "may be other data. A Transformer with fewer layers begins with some of the other's. Empty begins with "
+            "random weights."
         ),
     ] = ""
     freeze: Annotated[

@@ -118,6 +118,43 @@ def test_a_model_that_does_not_fit_is_refused_by_the_setting(
     assert not (tmp_path / "run" / "last").exists()
 
 
+@pytest.mark.parametrize(
+    ("layers", "kept"), [(1, [0]), (2, [0, 4]), (3, [0, 2, 4]), (4, [0, 1, 3, 4]), (5, [0, 1, 2, 3, 4])]
+)
+def test_a_shallower_model_begins_with_spaced_layers_of_the_other_run(
+    layers: int, kept: list[int], deep: Path, tmp_path: Path
+) -> None:
+    """Its outputs are those of the deep model from which the other layers have been taken out."""
+    changes = {"training.start_from": str(deep), "training.learning_rate": 0, "model.decoder_layers": layers}
+    train(tiny(tmp_path / "run", {**OTHER, **changes, "training.steps": 1}))
+    begun = load_translator(tmp_path / "run" / "last").model
+    expected = load_translator(deep / "best").model
+    expected.decoder.layers = torch.nn.ModuleList(expected.decoder.layers[place] for place in kept)
+    expected.encoder.layers = torch.nn.ModuleList(expected.encoder.layers[:1])
+    src, tgt = torch.randint(4, 300, (3, 7)), torch.randint(4, 300, (3, 5))
+    assert torch.equal(begun.generator(begun(src, tgt)), expected.generator(expected(src, tgt)))
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("deep") / "run"
+    train(tiny(run, {**BASE, "training.steps": 1, "model.encoder_layers": 3, "model.decoder_layers": 5}))
+    return run
+
+
+def test_a_deeper_model_is_refused(deep: Path, tmp_path: Path) -> None:
+    changes = {"training.start_from": str(deep), "model.decoder_layers": 6}
+    with pytest.raises(ConfigError, match=r"^model\.decoder_layers is 6, but .* has 5: set it to the same"):
+        train(tiny(tmp_path / "run", {**BASE, **changes}))
+
+
+def test_an_lstm_with_fewer_layers_is_refused(tmp_path: Path) -> None:
+    """The second layer of its encoder reads both directions of the first, and cannot take its place."""
+    train(tiny_lstm(tmp_path / "deep", {**BASE, "training.steps": 1, "model.encoder_layers": 2}))
+    with pytest.raises(ConfigError, match=r"^model\.encoder_layers is 1, but .* has 2: set it to the same"):
+        train(tiny_lstm(tmp_path / "run", {**BASE, "training.start_from": str(tmp_path / "deep")}))
+
+
 def test_a_model_of_another_architecture_is_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^model\.d_ff is None, but .* has 16: set it to the same, or begin with"):
         train(tiny_lstm(tmp_path / "run", {**BASE, "training.start_from": str(base)}))
