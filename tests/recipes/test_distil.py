@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,8 @@ from recipes.translation.data.lines import read_lines
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.distil import distil, sentences_of, student_of
 from recipes.translation.processes.ranks import joined
-from recipes.translation.run_folder.checkpoint import Translator, load_translator
-from recipes.translation.settings.config import RunConfig, load_config, save_config
+from recipes.translation.run_folder.checkpoint import Translator, load_facts, load_translator
+from recipes.translation.settings.config import CorpusConfig, RunConfig, load_config, moved_to, save_config
 from recipes.translation.teacher_translations import write_translations
 from recipes.translation.train import train
 from recipes.translation.translate import translate
@@ -152,6 +153,65 @@ def test_one_command_makes_a_student_with_the_teachers_subwords_data_and_transla
     assert "40 translations reused" in capsys.readouterr().out
     mixed = corpora_of(load_translator(student / "best").config)
     assert [(each.name, each.weight) for each in mixed] == [("translations", 1.0), ("originals", 0.5)]
+
+
+def test_a_student_that_was_moved_is_resumed_averaged_and_evaluated(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a relative path is wrong from anywhere else
+    words = ["distil", "--teacher", str(run), "--run", "first", *SMALL, "--training.keep_checkpoints", "5"]
+    assert main([*words, "--training.steps", "1"]) == 0
+    (tmp_path / "first").rename(tmp_path / "second")
+    assert main(["train", "--run", "second", "--training.steps", "2"]) == 0
+    assert "[train] resuming from step 1" in capsys.readouterr().out
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copytree(tmp_path / "second", tmp_path / "elsewhere" / "copy")
+    shutil.rmtree(tmp_path / "second")
+    monkeypatch.chdir("/")
+    copy = str(tmp_path / "elsewhere" / "copy")
+    assert main(["distil", "--run", copy, "--training.steps", "3"]) == 0
+    assert "[train] resuming from step 2" in capsys.readouterr().out
+    # Of the three models, one was kept in each folder
+    assert main(["average", "--run", copy, "--last", "3"]) == 0
+    assert load_facts(Path(copy) / "averaged")["averaged_steps"] == [1, 2, 3]
+    assert main(["evaluate", "--run", copy, "--checkpoint", "averaged"]) == 0
+    assert (Path(copy) / "test.scores.json").is_file()
+    (corpus,) = corpora_of(load_translator(Path(copy) / "last").config)
+    assert corpus.data.path == f"{copy}/translations"
+    assert not (tmp_path / "first").exists()
+
+
+def test_a_teacher_that_was_moved_is_one_line_and_its_new_place_is_taken(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    student = str(tmp_path / "student")
+    shutil.copytree(run, tmp_path / "teacher")
+    words = ["distil", "--teacher", str(tmp_path / "teacher"), "--run", student, *SMALL, "--training.steps", "1"]
+    assert main(words) == 0
+    (tmp_path / "teacher").rename(tmp_path / "moved")
+    again = ["train", "--run", student, "--training.steps", "2"]
+    capsys.readouterr()
+    assert main(again) == 2
+    told = capsys.readouterr().err
+    assert f"training.teacher is {tmp_path}/teacher, but there is no trained model in {tmp_path}/teacher/best" in told
+    assert main([*again, "--training.teacher", str(tmp_path / "moved")]) == 0
+    assert "[train] resuming from step 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("runs/student/translations", "/new/translations"),
+        ("runs/./student/a/b", "/new/a/b"),
+        ("runs/student2/translations", "runs/student2/translations"),
+        ("/data/runs/student/x", "/data/runs/student/x"),
+        (None, None),
+    ],
+)
+def test_only_corpora_inside_a_runs_folder_move_with_it(path: str | None, expected: str | None, tmp_path: Path) -> None:
+    config = replace(tiny(tmp_path), run="runs/student", corpora={"a": CorpusConfig(path=path, weight=2.0)})
+    assert moved_to(config, "/new").corpora == {"a": CorpusConfig(path=expected, weight=2.0)}
+    assert moved_to(config, "runs/student").corpora == {"a": CorpusConfig(path=path and str(Path(path)), weight=2.0)}
 
 
 def test_each_corpus_is_translated_into_its_language_and_keeps_its_weight(tmp_path: Path) -> None:

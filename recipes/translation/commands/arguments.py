@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.translation.atomic_folder import CheckpointError, whole_folder
-from recipes.translation.settings.config import ConfigError, DecodingConfig, RunConfig, load_config
+from recipes.translation.settings.config import ConfigError, DecodingConfig, RunConfig, load_config, moved_to
 from recipes.translation.settings.options import ALSO, OneLineParser, overrides
 
 if TYPE_CHECKING:
@@ -116,9 +117,17 @@ def run_config(options: argparse.Namespace) -> RunConfig:
     if path is None:
         run = str(given.get("run", RunConfig().run))
         if begun := whole_folder(Path(run) / "last"):
-            path = begun / "config.yaml"
-            given["run"] = run  # the folder may have been moved
+            return with_folder(resumed_config(begun / "config.yaml", run, given))
     return with_folder(load_config(path, given))
+
+
+def resumed_config(path: Path, run: str, given: dict[str, object]) -> RunConfig:
+    """Read the settings of a run, which may have been moved to the folder `run`, with those given in their place."""
+    config = load_config(path, {**given, "run": run})
+    saved = load_config(path)
+    if config.corpora != saved.corpora:
+        return config
+    return replace(config, corpora=moved_to(saved, run).corpora)
 
 
 def with_folder(config: RunConfig) -> RunConfig:

@@ -23,7 +23,7 @@ from recipes.translation.run_folder.checkpoint import (
     subword_names,
 )
 from recipes.translation.run_folder.kept_models import kept_in, kept_models
-from recipes.translation.run_folder.resume import MAY_CHANGE, flat
+from recipes.translation.run_folder.resume import MAY_CHANGE, flat, without_paths
 
 
 class Averaged(NamedTuple):
@@ -143,7 +143,7 @@ def identity_of(folder: Path) -> dict[str, object]:
     """Return what all models of a run share: its settings, except those in MAY_CHANGE, and its subwords' SHA-256."""
     config = saved_config(folder)
     assert config is not None  # `kept_models` returns complete folders only
-    settings = {name: value for name, value in flat(config).items() if name not in MAY_CHANGE}
+    settings = {name: value for name, value in flat(without_paths(config)).items() if name not in MAY_CHANGE}
     whole = whole_folder(folder) or folder
     files = {f"the SHA-256 of {name}.model": sha256(whole / f"{name}.model") for name in subword_names(config)}
     return {**settings, **files}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from recipes.translation.atomic_folder import (
@@ -92,8 +92,8 @@ def check_same_settings(config: RunConfig, folder: Path) -> None:
     """Raise ConfigError if the checkpoint in `folder` was trained with other settings, except those in MAY_CHANGE."""
     saved = saved_config(folder)
     assert saved is not None  # the callers check that there is a checkpoint
-    before = flat(saved)
-    now = flat(config)
+    before = flat(without_paths(saved))
+    now = flat(without_paths(config))
     may_change = MAY_CHANGE
     if config.training.best_by != "loss":
         may_change = MAY_CHANGE - SCORING
@@ -141,6 +141,11 @@ def remove_run(run: Path) -> None:
         remove_folder(folder)
     with suppress(OSError):  # there is none, or other files are in it
         kept_in(run).rmdir()
+
+
+def without_paths(config: RunConfig) -> RunConfig:
+    """Return the settings without the folders of corpora, which may change as data.path may."""
+    return replace(config, corpora={name: replace(corpus, path=None) for name, corpus in config.corpora.items()})
 
 
 def flat(config: RunConfig) -> dict[str, object]:

@@ -37,6 +37,7 @@ __all__ = [
     "SubwordConfig",
     "TrainingConfig",
     "load_config",
+    "moved_to",
     "save_config",
 ]
 
@@ -162,3 +163,13 @@ def _with_lists(value: object) -> object:
     if isinstance(value, tuple):
         return list(value)
     return value
+
+
+def moved_to(config: RunConfig, run: str) -> RunConfig:
+    """Return the settings of a run whose folder is now `run`: corpora inside it, as translations are, went with it."""
+    corpora = {}
+    for name, corpus in config.corpora.items():
+        if corpus.path and config.run and Path(config.run) in Path(corpus.path).parents:
+            corpus = dataclasses.replace(corpus, path=str(Path(run) / Path(corpus.path).relative_to(config.run)))
+        corpora[name] = corpus
+    return dataclasses.replace(config, run=run, corpora=corpora)
