@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recipes.translation.commands import main
+from recipes.translation.commands.distillation import student_config
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.run_folder.average import average
 from recipes.translation.run_folder.checkpoint import fill_model, load_translator, load_weights
 from recipes.translation.run_folder.kept_models import kept_models
 from recipes.translation.run_folder.start import run_subwords
 from recipes.translation.settings.config import ConfigError
+from recipes.translation.settings.options import add_config_options
 from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics
 from tests.recipes.tiny import options, tiny
@@ -223,6 +226,15 @@ def test_an_lstm_is_refused(tmp_path: Path) -> None:
     changes = {**BASE, "training.start_from": str(tmp_path / "base"), "training.lora_rank": 2}
     with pytest.raises(ConfigError, match=r"^training\.lora_rank is 2, but model\.preset lstm is no Transformer: set"):
         train(tiny_lstm(tmp_path / "run", changes))
+
+
+def test_a_student_of_such_a_run_is_trained_without_lora(tuned: Path, tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config")
+    add_config_options(parser)
+    words = ["--training.teacher", str(tuned), "--run", str(tmp_path / "student")]
+    training = student_config(parser.parse_args(words), False).training
+    assert (training.lora_rank, training.lora_alpha, training.start_from) == (0, 16, "")
 
 
 def test_the_rank_cannot_change_in_a_run(tuned: Path, base: Path) -> None:
