@@ -32,16 +32,14 @@ NAMES = {
     "outer": ["fc2"],
     "self_attention": ["self_attn"],
     "memory_attention": ["encoder_attn"],
+    "feed_forward": [],
 }
 
 
 def their_names(name: str) -> list[str]:
     """PEFT's names for an A or B of ours: two for the keys and values."""
     *outer, attention, own, kind = name.split(".")
-    if attention == "feed_forward":
-        path = [*outer]
-    else:
-        path = [*outer, *NAMES[attention]]
+    path = outer + NAMES[attention]
     return ["base_model.model.model." + ".".join([*path, each, kind, "default.weight"]) for each in NAMES[own]]
 
 
