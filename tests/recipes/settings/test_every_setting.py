@@ -178,6 +178,16 @@ CHANGES: dict[str, Sequence[Change]] = {
         Change(("encoder",)),
         Change(("target_embedding", "source_embedding", "generator")),
     ],
+    "training.lora_rank": [
+        Change(4, ("weights", "metrics", "said"), ("batches", "subwords"), beside={"training.start_from": "start"}),
+        Change(4, refused="training.start_from names no model"),
+    ],
+    "training.lora_alpha": [
+        Change(
+            3.0, ("weights", "metrics"), ("batches",), beside={"training.start_from": "start", "training.lora_rank": 4}
+        ),
+        Change(3.0, refused="training.lora_rank is 0"),
+    ],
     "training.seed": [Change(2, ("weights", "batches"))],
     "training.threads": [Change(3, ("threads",), ("batches",))],
     "layout.data": [Change(2, refused="layout data 2 x shard 1 x sequence 1 x vocab 1 is 2 processes, but 1")],
