@@ -38,11 +38,9 @@ NAMES = {
 def their_names(name: str) -> list[str]:
     """PEFT's names for an A or B of ours: two for the keys and values."""
     *outer, attention, own, kind = name.split(".")
-    if attention == "feed_forward":
-        path = [*outer]
-    else:
-        path = [*outer, *NAMES[attention]]
-    return ["base_model.model.model." + ".".join([*path, each, kind, "default.weight"]) for each in NAMES[own]]
+    if attention != "feed_forward":
+        outer += NAMES[attention]
+    return ["base_model.model.model." + ".".join([*outer, each, kind, "default.weight"]) for each in NAMES[own]]
 
 
 def lora_of(run: Path) -> dict[str, Tensor]:
