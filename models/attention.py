@@ -8,7 +8,10 @@ Masks are boolean, True = may attend, with four dims that broadcast to (B, H, qu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -150,7 +153,27 @@ class Attention(nn.Module):
         mixed: Tensor = self.output(mixed_BHQK.transpose(1, 2).reshape(rows, time, width))
         return mixed
 
+    def log_weights(self, x: Tensor, lookup: KeyValues, mask: Tensor | None = None) -> Tensor:
+        """Compute log softmax(Q K^T / sqrt(d_k)), which `forward` does not keep: x (B, T, D) -> (B, H, T, S)."""
+        query_BHTK = self._split(self.query(x))
+        scores_BHTS: Tensor = query_BHTK @ lookup.keys.mT / query_BHTK.size(-1) ** 0.5
+        added = added_scores(mask, scores_BHTS)
+        if added is not None:
+            scores_BHTS = scores_BHTS + added.to(scores_BHTS.dtype)
+        return scores_BHTS.log_softmax(-1)
+
     def _split(self, states: Tensor) -> Tensor:
         """Split the width into heads: (B, S, D) -> (B, H, S, K)."""
         batch, time, d_model = states.shape
         return states.view(batch, time, self.heads, d_model // self.heads).transpose(1, 2)
+
+
+@contextmanager
+def inputs_of(attention: nn.Module) -> Iterator[list[tuple[Any, ...]]]:
+    """Within the block, collect the arguments of each call of an attention."""
+    inputs: list[tuple[Any, ...]] = []
+    hook = attention.register_forward_pre_hook(lambda _, given: inputs.append(given))
+    try:
+        yield inputs
+    finally:
+        hook.remove()

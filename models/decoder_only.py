@@ -24,7 +24,15 @@ import math
 import torch
 from torch import Tensor, nn
 
-from models.attention import KeyValues, added_scores, check_mask, padding_mask, subsequent_mask
+from models.attention import (
+    Attention,
+    KeyValues,
+    added_scores,
+    check_mask,
+    inputs_of,
+    padding_mask,
+    subsequent_mask,
+)
 from models.cache import DecoderCache, LayerCache
 from models.embedding import Embedding, sinusoidal_positions
 from models.presets import DecoderOnlyConfig, TransformerConfig
@@ -34,9 +42,11 @@ from models.transformer import (
     EncoderLayer,
     Generator,
     check_beams,
+    check_pairs,
     check_tokens,
     final_norm,
     initialize,
+    layer_of,
     tie_embeddings,
 )
 
@@ -99,6 +109,10 @@ class DecoderOnly(EncoderDecoder):
     """A model of p(target | source) whose `forward` returns hidden states, before the generator."""
 
     decoder: CausalDecoder  # type: ignore[assignment]
+    attention_read = (
+        "the mean over the heads of the penultimate layer. A decoder-only model attends to source and translation at "
+        "once: shown is the part on the source, divided by its sum"
+    )
 
     def __init__(self, decoder: CausalDecoder, embed: Embedding, generator: Generator, pad: int = 0) -> None:
         nn.Module.__init__(self)  # without the encoder that EncoderDecoder has
@@ -125,10 +139,7 @@ class DecoderOnly(EncoderDecoder):
 
         Raises TypeError or ValueError for ids or masks of another dtype or shape.
         """
-        check_tokens("src", src)
-        check_tokens("tgt", tgt)
-        if src.size(0) != tgt.size(0):
-            raise ValueError(f"src has {src.size(0)} sentences, tgt {tgt.size(0)}: pair them row by row")
+        check_pairs(src, tgt)
         check_no_mask(tgt_mask)
         prompt_BS = self._prompt(src, src_mask)
         real_BT = up_to_the_last(tgt, self.pad)
@@ -202,6 +213,25 @@ class DecoderOnly(EncoderDecoder):
         x = self._embed(tgt, place_RT, stop=source_time + cache.length)
         hidden: Tensor = self.decoder(x, mask, cache)
         return hidden
+
+    def source_attention(self, src: Tensor, tgt: Tensor, layer: int | None = None) -> Tensor:
+        """Compute the attention to the prompt in one layer, averaged over its heads: (B, T, S).
+
+        A token of the target attends to the source and to the target up to itself. This is the mean over the heads of
+        its attention to the source, divided by its sum: each row sums to 1 here, too. A head that attends to the target
+        alone thus has hardly a say.
+        """
+        check_pairs(src, tgt)
+        attention = layer_of(self.decoder.layers, layer).self_attention
+        assert isinstance(attention, Attention)
+        src_mask = padding_mask(src, self.pad)
+        memory = self.encode(src, src_mask)
+        with inputs_of(attention) as calls:
+            self.decode(memory, src_mask, tgt)
+        ((x_BTD, lookup, mask),) = calls
+        # The prompt is in the first slots; in logarithms, a small share of it does not underflow
+        log_BHTS = attention.log_weights(x_BTD, lookup, mask)[..., : src.size(1)]
+        return log_BHTS.logsumexp(1).softmax(-1)
 
     def _prompt(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
         """Return which tokens of the source are read, (B, S)."""

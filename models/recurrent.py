@@ -25,7 +25,15 @@ from models.attention import added_scores, check_mask, padding_mask
 from models.cache import DecoderCache
 from models.dropout import Dropout
 from models.presets import RecurrentConfig
-from models.transformer import EncoderDecoder, Generator, check_beams, check_tokens, initialize, tie_embeddings
+from models.transformer import (
+    EncoderDecoder,
+    Generator,
+    check_beams,
+    check_pairs,
+    check_tokens,
+    initialize,
+    tie_embeddings,
+)
 
 State = tuple[Tensor, Tensor]
 """The hidden and the cell state of the decoder's layers, each (L, R, D)."""
@@ -107,15 +115,20 @@ class RecurrentDecoder(nn.Module):
             return x, state
         h_RTD, state = self.lstm(x, state)
         h_RTD = self.dropout(h_RTD)
+        attention_BQS = self.attention(h_RTD, memory, real_BS)
+        context_RTD = (attention_BQS @ memory).reshape(h_RTD.shape)
+        hidden_RTD: Tensor = self.dropout(self.output(torch.cat((context_RTD, h_RTD), -1)).tanh())
+        return hidden_RTD, state
+
+    def attention(self, h_RTD: Tensor, memory: Tensor, real_BS: Tensor) -> Tensor:
+        """Compute how much each state attends to the memory (equations 7 and 8): (R, T, D) -> (B, beams x T, S)."""
         # The beams of a sentence are queries to the same memory: (R, T, D) -> (B, beams x T, D)
         query_BQD = self.score(h_RTD).reshape(len(memory), -1, h_RTD.size(2))
         scores_BQS = query_BQD @ memory.mT
         added_B11S = added_scores(real_BS[:, None, None, :], scores_BQS)
         assert added_B11S is not None
-        attention_BQS = (scores_BQS + added_B11S[:, 0]).softmax(-1)
-        context_RTD = (attention_BQS @ memory).reshape(h_RTD.shape)
-        hidden_RTD: Tensor = self.dropout(self.output(torch.cat((context_RTD, h_RTD), -1)).tanh())
-        return hidden_RTD, state
+        shares_BQS: Tensor = (scores_BQS + added_B11S[:, 0]).softmax(-1)
+        return shares_BQS
 
 
 @dataclass
@@ -154,6 +167,7 @@ class RecurrentEncoderDecoder(EncoderDecoder):
 
     encoder: RecurrentEncoder  # type: ignore[assignment]
     decoder: RecurrentDecoder  # type: ignore[assignment]
+    attention_read = "the attention of the LSTM, which has one"
 
     def encode(self, src: Tensor, src_mask: Tensor | None = None) -> Tensor:
         """Compute the memory: (B, S) ids -> (B, S, D). Padding is at the end; another `src_mask` is refused."""
@@ -204,6 +218,18 @@ class RecurrentEncoderDecoder(EncoderDecoder):
             cache.sentences = memory.size(0)
             cache.length += tgt.size(1)
         return hidden
+
+    def source_attention(self, src: Tensor, tgt: Tensor, layer: int | None = None) -> Tensor:
+        """Compute the attention to the source (equation 7), which follows the last LSTM layer: (B, T, S)."""
+        if layer not in (None, 0):
+            raise ValueError(f"layer is {layer}, but an LSTM attends to the source once, after its layers: use 0")
+        check_pairs(src, tgt)
+        memory = self.encode(src)
+        real_BS = padding_mask(src, self.pad)[:, 0, 0]
+        if not len(src):
+            return memory.new_zeros(0, tgt.size(1), src.size(1))
+        h_BTD, _ = self.decoder.lstm(self.tgt_embed(tgt), self.decoder.first_state(memory, real_BS, 1))
+        return self.decoder.attention(self.decoder.dropout(h_BTD), memory, real_BS)
 
 
 def inner_dropout(layers: int, dropout: float) -> float:

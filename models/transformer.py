@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import Attention, added_scores, check_mask, padding_mask
+from models.attention import Attention, added_scores, check_mask, inputs_of, padding_mask
 from models.cache import DecoderCache, LayerCache
 from models.dropout import Dropout
 from models.embedding import Embedding
@@ -204,6 +204,9 @@ class Generator(nn.Linear):
 class EncoderDecoder(nn.Module):
     """A model of p(target | source) whose `forward` returns hidden states, before the generator (section 3.1)."""
 
+    attention_read = "the mean over the heads of the penultimate decoder layer"
+    """What `source_attention` returns by default, in words for its readers."""
+
     def __init__(
         self,
         encoder: Encoder,
@@ -232,10 +235,7 @@ class EncoderDecoder(nn.Module):
 
         Raises TypeError or ValueError for ids or masks of another dtype or shape.
         """
-        check_tokens("src", src)
-        check_tokens("tgt", tgt)
-        if src.size(0) != tgt.size(0):
-            raise ValueError(f"src has {src.size(0)} sentences, tgt {tgt.size(0)}: pair them row by row")
+        check_pairs(src, tgt)
         if src_mask is None:
             src_mask = padding_mask(src, self.pad)
         return self.decode(self.encode(src, src_mask), src_mask, tgt, tgt_mask)
@@ -277,6 +277,19 @@ class EncoderDecoder(nn.Module):
         hidden: Tensor = self.decoder(self.tgt_embed(tgt, start), memory, src_mask, tgt_mask, cache)
         return hidden
 
+    def source_attention(self, src: Tensor, tgt: Tensor, layer: int | None = None) -> Tensor:
+        """Compute the attention to the source in one decoder layer, averaged over its heads: (B, T, S).
+
+        `models.alignment.attention_weights` describes arguments, rows and errors; it calls this in eval mode.
+        """
+        attention = layer_of(self.decoder.layers, layer).memory_attention
+        assert isinstance(attention, Attention)
+        with inputs_of(attention) as calls:
+            self(src, tgt)
+        ((x_BTD, lookup, mask),) = calls
+        mean_BTS: Tensor = attention.log_weights(x_BTD, lookup, mask).exp().mean(1)
+        return mean_BTS
+
 
 def check_tokens(name: str, tokens: Tensor) -> None:
     """Raise unless `tokens` is a (batch, time) tensor of ids."""
@@ -284,6 +297,23 @@ def check_tokens(name: str, tokens: Tensor) -> None:
         raise TypeError(f"{name} is {tokens.dtype}, not torch.long: pass token ids")
     if tokens.dim() != 2:
         raise ValueError(f"{name} has shape {tuple(tokens.shape)}, {tokens.dim()} dims, not 2: pass (batch, time)")
+
+
+def check_pairs(src: Tensor, tgt: Tensor) -> None:
+    """Raise unless `src` and `tgt` are ids of as many sentences."""
+    check_tokens("src", src)
+    check_tokens("tgt", tgt)
+    if src.size(0) != tgt.size(0):
+        raise ValueError(f"src has {src.size(0)} sentences, tgt {tgt.size(0)}: pair them row by row")
+
+
+def layer_of(layers: nn.ModuleList, number: int | None) -> nn.Module:
+    """Return the layer of this number, counted from 0; None means the penultimate one, or the only one."""
+    if number is None:
+        number = max(0, len(layers) - 2)
+    if not 0 <= number < len(layers):
+        raise ValueError(f"layer is {number}, outside [0, {len(layers) - 1}]: the decoder has {len(layers)} layers")
+    return layers[number]
 
 
 def check_beams(memory: Tensor, tgt: Tensor) -> None:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from models.alignment import attention_weights
-from models.transformer import Decoder
 from recipes.translation.data.batches import padded_batch
 from recipes.translation.data.model_text import source_text, target_text
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
-from recipes.translation.settings.config import ConfigError, DecodingConfig
+from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.translate import check_unicode, in_batches
 
 Link = tuple[int, int]
@@ -31,12 +30,8 @@ def align(
 
     Each subword of the target is linked to the subword of the source that the model attends to most when it predicts
     it, without the end symbol; two words are linked if any of their subwords are (Garg et al. 2019). Of an ensemble the
-    first model is asked. Raises ConfigError for a model that is not an encoder-decoder Transformer.
+    first model is asked. `models.alignment` says which attention that is in each architecture.
     """
-    if not isinstance(translator.model.decoder, Decoder):
-        raise ConfigError(
-            f"--alignments: model.preset {translator.config.model.preset} is not an encoder-decoder Transformer"
-        )
     check_unicode(sources)
     check_unicode(targets)
     config = translator.config

@@ -163,8 +163,8 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
                     save_models(run, ordinary, found, better)
                 metrics.write(**found.as_dict())
                 save(translator, found.as_dict(), moments, state, ranks)
-                journal.validated(ordinary, corpus, found)
-                progress.validated(state, found)
+                journal.validated(ordinary, found)
+                progress.validated(state, found, found.parts)
         if stopped_by:
             translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
             save(translator, {"step": state.step}, moments, state, ranks)

@@ -61,6 +61,34 @@ def padded(rows: list[list[int]], more: int = 0, left: bool = False) -> Tensor:
 
 def alone(model: DecoderOnly, source: list[int], target: list[int]) -> Tensor:
     """Hidden states of the target, by torch's own encoder layers on one unpadded sequence."""
+    hidden: Tensor = model.decoder.norm(states_alone(model, source, target)[-1])[len(source) :]
+    return hidden
+
+
+def attention_alone(model: DecoderOnly, source: list[int], target: list[int], number: int) -> Tensor:
+    """The share of the source in a layer's attention, (T, S), computed head by head and position by position."""
+    x_LD = states_alone(model, source, target)[number]
+    layer = model.decoder.layers[number]
+    attention = layer.self_attention
+    if layer.residuals[0].pre:
+        x_LD = layer.residuals[0].norm(x_LD)
+    width = x_LD.size(1) // attention.heads
+    query_LD = x_LD @ attention.query.weight.T + attention.query.bias
+    key_LD = x_LD @ attention.key_value.weight[: x_LD.size(1)].T + attention.key_value.bias[: x_LD.size(1)]
+    shares = torch.zeros(len(target), len(source), dtype=x_LD.dtype)
+    for t in range(len(target)):
+        own = len(source) + t
+        for head in range(attention.heads):
+            part = slice(head * width, (head + 1) * width)
+            scores = [float(query_LD[own, part] @ key_LD[other, part]) / width**0.5 for other in range(own + 1)]
+            exponentials = [math.exp(score) for score in scores]
+            for s in range(len(source)):
+                shares[t, s] += exponentials[s] / sum(exponentials)
+    return shares / shares.sum(1, keepdim=True)
+
+
+def states_alone(model: DecoderOnly, source: list[int], target: list[int]) -> list[Tensor]:
+    """What each layer reads, (S + T, D), and the states after the last one, by torch's own encoder layers."""
     tokens = torch.tensor([*source, *target])
     d_model = model.generator.in_features
     positions = torch.tensor(
@@ -75,6 +103,7 @@ def alone(model: DecoderOnly, source: list[int], target: list[int]) -> Tensor:
     )
     x = (model.tgt_embed.lookup.weight[tokens] * d_model**0.5 + positions)[None]
     after = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
+    states = [x[0]]
     for layer in model.decoder.layers:
         attention, feed_forward, (first, second) = layer.self_attention, layer.feed_forward, layer.residuals
         plain = nn.TransformerEncoderLayer(
@@ -99,8 +128,8 @@ def alone(model: DecoderOnly, source: list[int], target: list[int]) -> Tensor:
         }
         weights |= {f"{name}.{what}": getattr(module, what) for name, module in modules.items() for what in WHAT}
         x = functional_call(plain, weights, (x,), {"src_mask": after})
-    hidden: Tensor = model.decoder.norm(x)[0, len(source) :]
-    return hidden
+        states.append(x[0])
+    return states
 
 
 WHAT = ("weight", "bias")
@@ -318,6 +347,38 @@ def test_its_time_steps_are_never_split() -> None:
     assert ranks(2, split_over) == [message] * 2
 
 
+@given(
+    PAIRS, st.integers(0, 2), st.sampled_from(["pre", "post"]), st.sampled_from([None, *range(3)]), st.integers(0, 9)
+)
+@settings(deadline=None)
+def test_its_alignment_weights_are_the_sources_share_of_the_attention_computed_by_hand(
+    pairs: list[tuple[list[int], list[int]]], more: int, norm: str, layer: int | None, seed: int
+) -> None:
+    model = model_of(seed, norm=norm, decoder_layers=3, dropout=0.5)
+    both = [([*source, EOS], [BOS, *target]) for source, target in pairs]
+    found = attention_weights(model, *(padded(list(side), more) for side in zip(*both, strict=True)), layer)
+    assert model.training
+    number = 1
+    if layer is not None:
+        number = layer
+    model.eval()
+    with torch.no_grad():
+        for row, (source, target) in zip(found, both, strict=True):
+            expected = attention_alone(model, source, target, number)
+            torch.testing.assert_close(row[: len(target), : len(source)], expected, rtol=1e-9, atol=1e-12)
+            assert not row[:, len(source) :].any()  # padding
+    torch.testing.assert_close(found.sum(2), torch.ones(found.shape[:2], dtype=found.dtype), rtol=1e-12, atol=0)
+
+
+def test_a_share_of_the_source_too_small_for_a_float_is_still_divided() -> None:
+    model = model_of(3, spread=9.0)
+    src, tgt = torch.tensor([[3, 4, 5, EOS]]), torch.tensor([[BOS, 6, 7, 8, 3]])
+    expected = attention_weights(model, src, tgt)
+    found = attention_weights(model.float(), src, tgt)
+    torch.testing.assert_close(found.sum(2), torch.ones(1, 5), rtol=1e-6, atol=0)
+    assert torch.equal(found.argmax(2), expected.argmax(2))
+
+
 def test_what_it_cannot_obey_is_refused() -> None:
     model = model_of()
     src, tgt = torch.tensor([[3, EOS]]), torch.tensor([[BOS, 4]])
@@ -327,8 +388,10 @@ def test_what_it_cannot_obey_is_refused() -> None:
         model(src, tgt, torch.ones(1, 1, 2, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="src has 1 sentences, tgt 2"):
         model(src, tgt.expand(2, 2))
-    with pytest.raises(ValueError, match="a Transformer's decoder, and the model has a CausalDecoder"):
-        attention_weights(model, src, tgt)
+    with pytest.raises(ValueError, match="src has 1 sentences, tgt 2"):
+        attention_weights(model, src, tgt.expand(2, 2))
+    with pytest.raises(ValueError, match=r"layer is 2, outside \[0, 1\]: the decoder has 2 layers"):
+        attention_weights(model, src, tgt, 2)
     with pytest.raises(ValueError, match="heads 3"):
         replace(TINY, heads=3)
     with pytest.raises(ValueError, match="decoder_layers is 0, below 1"):

@@ -76,7 +76,7 @@ def plain_weights(model: EncoderDecoder, adapted: EncoderDecoder, scale: float) 
     padding=st.integers(0, 2),
     ignored=st.booleans(),
 )
-def test_loss_and_gradients_of_a_and_b_are_those_of_the_plain_weights(
+def test_loss_and_gradients_of_both_matrices_are_those_of_the_plain_weights(
     made: object, src: list[list[int]], tgt: st.DataObject, rank: int, alpha: float, chunk: int, padding: int,
     ignored: bool,
 ) -> None:  # fmt: skip
@@ -115,7 +115,7 @@ def test_a_model_begins_as_it_was_and_shares_its_weights(made: object) -> None:
     assert all(kept[name] is each for name, each in model.named_parameters())
 
 
-def test_a_is_drawn_as_by_the_authors_and_b_is_0() -> None:
+def test_the_first_matrix_is_drawn_as_by_the_authors_and_the_second_is_0() -> None:
     torch.manual_seed(2)
     base = nn.Linear(50, 400)
     lora = LoraLinear(base, 200, 16.0, blocks=2)

@@ -20,6 +20,7 @@ from tests.models.examples import assert_loss_over_replicas_is_plain
 
 PAD, BOS, EOS = 0, 2, 3
 TINY = RecurrentConfig(d_model=6, encoder_layers=1, decoder_layers=1, dropout=0.0, tie="none")
+WORDS = st.lists(st.integers(4, 10), max_size=5)
 
 
 def model_of(config: RecurrentConfig = TINY, vocab: int = 11, seed: int = 0) -> RecurrentEncoderDecoder:
@@ -36,8 +37,8 @@ def padded(sentences: list[list[int]]) -> Tensor:
     return torch.tensor([[*ids, *[PAD] * (width - len(ids))] for ids in sentences])
 
 
-def by_hand(model: RecurrentEncoderDecoder, source: list[int], target: list[int]) -> Tensor:
-    """The equations of Luong et al. for one sentence and one layer, one step at a time."""
+def by_hand(model: RecurrentEncoderDecoder, source: list[int], target: list[int]) -> tuple[Tensor, Tensor]:
+    """The equations of Luong et al. for one sentence and one layer, step by step: hidden states and attention."""
 
     def cell(lstm: nn.LSTM, end: str, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         weights = {name: getattr(lstm, f"{name}{end}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
@@ -61,11 +62,13 @@ def by_hand(model: RecurrentEncoderDecoder, source: list[int], target: list[int]
     h = model.decoder.start(memory.mean(0)).tanh()
     c = torch.zeros_like(h)
     outputs = []
+    attended = []
     for token in target:
         h, c = cell(model.decoder.lstm, "_l0", model.tgt_embed.lookup.weight[token] * width**0.5, h, c)
         weights = (memory @ model.decoder.score(h)).softmax(-1)
         outputs.append(model.decoder.output(torch.cat((weights @ memory, h))).tanh())
-    return torch.stack(outputs)
+        attended.append(weights)
+    return torch.stack(outputs), torch.stack(attended)
 
 
 @given(
@@ -80,7 +83,9 @@ def test_every_step_is_that_of_the_published_equations(lengths: list[tuple[int, 
     model = model_of(seed=seed).eval()
     hidden = model(padded([source for source, _ in pairs]), padded([target for _, target in pairs]))
     for row, (source, target) in enumerate(pairs):
-        torch.testing.assert_close(hidden[row, : len(target)], by_hand(model, source, target), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            hidden[row, : len(target)], by_hand(model, source, target)[0], rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -155,9 +160,31 @@ def test_masks_that_an_lstm_cannot_obey_are_refused() -> None:
         model(src, tgt, None, torch.ones(1, 1, 1, 1, dtype=torch.bool))
 
 
-def test_alignments_are_not_read_from_it() -> None:
-    with pytest.raises(ValueError, match="a Transformer's decoder, and the model has a RecurrentDecoder"):
-        attention_weights(model_of(), torch.tensor([[4, 5]]), torch.tensor([[BOS]]))
+@given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), st.integers(0, 9))
+def test_its_alignment_weights_are_the_attention_computed_by_hand(
+    pairs: list[tuple[list[int], list[int]]], seed: int
+) -> None:
+    model = model_of(replace(TINY, dropout=0.5), seed=seed)
+    both = [([*source, EOS], [BOS, *target]) for source, target in pairs]
+    found = attention_weights(model, *(padded(list(side)) for side in zip(*both, strict=True)))
+    assert model.training
+    with torch.no_grad():
+        for row, (source, target) in zip(found, both, strict=True):
+            expected = by_hand(model, source, target)[1]
+            torch.testing.assert_close(row[: len(target), : len(source)], expected, rtol=1e-12, atol=1e-14)
+            assert not row[:, len(source) :].any()  # padding
+    torch.testing.assert_close(found.sum(2), torch.ones(found.shape[:2], dtype=found.dtype), rtol=1e-12, atol=0)
+
+
+def test_alignments_are_refused_where_there_is_no_attention() -> None:
+    src, tgt = torch.tensor([[4, 5]]), torch.tensor([[BOS]])
+    assert torch.equal(attention_weights(model_of(), src, tgt, 0), attention_weights(model_of(), src, tgt))
+    for layer in (-1, 1):
+        with pytest.raises(ValueError, match=f"layer is {layer}, but an LSTM attends to the source once, after"):
+            attention_weights(model_of(replace(TINY, decoder_layers=2)), src, tgt, layer)
+    with pytest.raises(ValueError, match="src has 1 sentences, tgt 2"):
+        attention_weights(model_of(), src, tgt.expand(2, 1))
+    assert attention_weights(model_of(), src[:0], tgt[:0]).shape == (0, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ BEST = {
     "valid_bleu": "BLEU",
     "valid_chrf": "chrF",
 }
+TRANSFORMER = "the mean over the heads of the penultimate decoder layer"
+"""What earlier versions recorded, which did so for Transformers alone."""
 SMALLER_IS_BETTER = ("valid_loss", "valid_perplexity")
 
 
@@ -175,13 +177,14 @@ def _attention(run: RunRecords) -> list[str]:
     if not found:
         return [
             page.note(
-                "No attention is recorded. It is at each validation that translates, for Transformers, and for "
-                "sentences of at most 40 subwords."
+                "No attention is recorded. It is at each validation that translates, for sentences of at most 40 "
+                "subwords."
             )
         ]
+    read = found[0][1]["attention"].get("read", TRANSFORMER)
     said = (
         "How much the model attends to each source subword (columns) when it writes a subword of its translation "
-        "(rows): the mean over the heads of the penultimate decoder layer."
+        f"(rows): {read}."
     )
     return [
         page.note(said),

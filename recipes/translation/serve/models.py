@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from models import evaluating
-from models.transformer import Decoder
 from recipes.translation.alignments import Link, align
 from recipes.translation.alternatives import Translation, alternatives
 from recipes.translation.data.corpora import corpora_of
@@ -61,8 +60,8 @@ class Model:
 
     @property
     def aligns(self) -> bool:
-        """Return whether the model can link words: it is a Transformer in torch."""
-        return self.translator is not None and isinstance(self.translator.model.decoder, Decoder)
+        """Return whether the model can link words: its run is there, and not an export alone."""
+        return self.translator is not None
 
     def check(self, lines: Sequence[str]) -> None:
         """Raise DataError for a line that is not Unicode, or longer than the model reads."""
@@ -80,7 +79,7 @@ class Model:
         """Translate lines; link the words of each with its best translation if wanted and possible."""
         found = self.search(lines, n_best)
         linked: list[list[Link]] = [[] for _ in lines]
-        if links and self.translator and self.aligns:
+        if links and self.translator:
             best = [row[0].text for row in found]
             linked = align(self.translator, lines, best, self.config.decoding)
         return [Line(*each) for each in zip(found, linked, strict=True)]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from models.alignment import attention_weights
-from models.transformer import Decoder
 from recipes.translation.atomic_folder import writing_to
 from recipes.translation.data.batches import padded_batch
 from recipes.translation.data.model_text import source_text, target_text
@@ -57,11 +56,8 @@ def samples_of(translator: Translator, pairs: Sequence[Pair], translations: Sequ
 def attention_map(translator: Translator, source: str, translation: str) -> dict[str, Any] | None:
     """Return the attention of each subword of a translation to those of its source, with three decimals.
 
-    The last row and column are the end symbols. None for a model that is not a Transformer, and for long sentences.
+    The last row and column are the end symbols. None for empty and for long sentences.
     """
-    decoder: object = getattr(translator.model, "decoder", None)
-    if not isinstance(decoder, Decoder):
-        return None
     (source_ids,) = translator.source.encode([source_text(translator.config, source)])
     (target_ids,) = translator.target.encode([target_text(translator.config, translation, source)])
     if not source_ids or not target_ids or max(len(source_ids), len(target_ids)) > LONGEST:
@@ -72,6 +68,7 @@ def attention_map(translator: Translator, source: str, translation: str) -> dict
     return {
         "source": [*_pieces(translator.source, source_ids), "</s>"],
         "target": [*_pieces(translator.target, target_ids), "</s>"],
+        "read": translator.model.attention_read,
         "weights": [[round(weight, 3) for weight in row] for row in weights_BTS[0].tolist()],
     }
 

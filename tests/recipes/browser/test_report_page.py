@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipes.translation.report.draw import write_report
-from tests.recipes.report.made import make_run
+from tests.recipes.report.made import attention, lines, make_run, samples
 
 pytestmark = pytest.mark.browser
 ARGUMENTS = [
@@ -39,9 +40,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     one = make_run(folder / "one", settings={"data.train": "a-long-name/" * 30, "model.d_model": 64})
     two = make_run(folder / "two" / ("x" * 80), settings={"data.train": "b", "model.d_model": 128})
-    write_report([one], folder / "report.html")
-    write_report([one, two], folder / "comparison.html")
-    return {"report": folder / "report.html", "comparison": folder / "comparison.html"}
+    three = make_run(folder / "three")
+    record = samples(50)
+    record["samples"][0]["attention"] = attention(["▁subword"] * 41, ["▁subword"] * 41)
+    lines(three / "samples.jsonl", [record])
+    found = {name: folder / f"{name}.html" for name in ("report", "comparison", "large")}
+    write_report([one], found["report"])
+    write_report([one, two], found["comparison"])
+    write_report([three], found["large"])
+    return found
 
 
 def luminance(color: str) -> float:
@@ -88,6 +95,48 @@ def test_paper_is_white_whatever_the_screen(browser: Any, pages: dict[str, Path]
     assert luminance(background) > 0.9
     assert luminance(text) < 0.1
     assert page.pdf(format="A4").startswith(b"%PDF")
+    page.close()
+
+
+PRINTABLE = 688
+"""CSS pixels between the margins of A4: 210 mm - 2 x 14 mm."""
+HEADING = re.compile(rb"/Dest \[\d+ 0 R /XYZ ([\d.]+) ([\d.]+) ")
+"""In a PDF's outline, a heading's distance from the left and the lower edge of its page, in points."""
+
+
+@pytest.mark.parametrize(("name", "most"), [("report", 7), ("comparison", 6)])
+def test_on_paper_no_heading_is_alone_at_the_end_of_a_page_wherever_pages_end(
+    name: str, most: int, browser: Any, pages: dict[str, Path]
+) -> None:
+    page = browser.new_page()
+    page.goto(pages[name].as_uri())
+    for moved in range(0, 900, 150):  # everything further down, so that pages end elsewhere
+        page.evaluate(f"document.querySelector('header').style.paddingTop = '{moved}px'")
+        pdf = page.pdf(format="A4", outline=True, tagged=True)
+        assert 3 <= len(re.findall(rb"/Type /Page\b", pdf)) <= most
+        places = [(float(x), float(y)) for x, y in HEADING.findall(pdf)]
+        assert len(places) > 10
+        assert min(x for x, _ in places) > 39  # 14 mm
+        assert min(y for _, y in places) > 75, moved  # two lines below it, and the margin
+    page.close()
+
+
+@pytest.mark.parametrize("name", ["report", "comparison", "large"])
+def test_on_paper_nothing_is_cut_or_folded(name: str, browser: Any, pages: dict[str, Path]) -> None:
+    page = browser.new_page(viewport={"width": PRINTABLE, "height": 1000})
+    page.goto(pages[name].as_uri())
+    folded = "[...document.querySelectorAll('details table')].map(e => e.checkVisibility())"
+    assert not any(page.evaluate(folded))
+    page.emulate_media(media="print")
+    assert all(page.evaluate(folded))
+    assert page.evaluate("document.documentElement.scrollWidth") == PRINTABLE
+    assert max(box[0] for box in page.evaluate(BOXES)) <= PRINTABLE
+    # Two attention maps with their sentences on a page, whose height is 1017 pixels
+    assert max(box[1] for box in page.evaluate(BOXES)) < 340
+    kept = "[...document.querySelectorAll('figure, .card, tr, .tiles div')].map(e => getComputedStyle(e).breakInside)"
+    assert set(page.evaluate(kept)) == {"avoid"}
+    followed = "[...document.querySelectorAll('h2, h3, h2 + p, h3 + p')].map(e => getComputedStyle(e).breakAfter)"
+    assert set(page.evaluate(followed)) == {"avoid"}
     page.close()
 
 

@@ -32,15 +32,15 @@ NAMES = {
     "outer": ["fc2"],
     "self_attention": ["self_attn"],
     "memory_attention": ["encoder_attn"],
+    "feed_forward": [],
 }
 
 
 def their_names(name: str) -> list[str]:
     """PEFT's names for an A or B of ours: two for the keys and values."""
     *outer, attention, own, kind = name.split(".")
-    if attention != "feed_forward":
-        outer += NAMES[attention]
-    return ["base_model.model.model." + ".".join([*outer, each, kind, "default.weight"]) for each in NAMES[own]]
+    path = outer + NAMES[attention]
+    return ["base_model.model.model." + ".".join([*path, each, kind, "default.weight"]) for each in NAMES[own]]
 
 
 def lora_of(run: Path) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from recipes.translation.report.draw import report, write_report
 from recipes.translation.report.earlier import with_samples
 from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
+from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training import machine
 from recipes.translation.training.progress import read_metrics
 from recipes.translation.training.samples import attention_map, sample_rows
 from tests.recipes.tiny import tiny
+from tests.recipes.training.test_decoder_only import tiny_decoder_only
 from tests.recipes.training.test_lstm import tiny_lstm
 
 CHANGES: dict[str, Any] = {
@@ -122,12 +125,28 @@ def test_the_best_model_of_a_run_that_kept_no_samples_makes_them_for_the_command
     assert with_samples(kept, run) is kept
 
 
-def test_an_lstm_has_samples_and_no_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tiny_one", "said"),
+    [
+        (tiny_lstm, "(rows): the attention of the LSTM, which has one.</p>"),
+        (tiny_decoder_only, "shown is the part on the source, divided by its sum.</p>"),
+    ],
+)
+def test_every_architecture_has_samples_and_maps_which_the_page_explains(
+    tiny_one: Callable[..., RunConfig], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-    train(tiny_lstm(tmp_path / "run", {**CHANGES, "training.steps": 1, "training.validate_every": 1}))
+    train(tiny_one(tmp_path / "run", {**CHANGES, "training.steps": 1, "training.validate_every": 1}))
     content = report([read_run(tmp_path / "run")])
     assert "The worst sentences" in content
-    assert "No attention is recorded" in content
+    assert said in content
+    assert "penultimate decoder layer" not in content
+    (record,) = read_metrics(tmp_path / "run" / "samples.jsonl")
+    maps = [sample["attention"] for sample in record["samples"] if "attention" in sample]
+    assert maps
+    for each in maps:
+        sums = [sum(row) for row in each["weights"]]
+        assert sums == pytest.approx([1.0] * len(each["target"]), abs=1e-3 * len(each["source"]))
 
 
 def test_a_report_that_cannot_be_drawn_is_one_line_and_training_goes_on(

@@ -79,7 +79,9 @@ def test_text_of_the_data_is_shown_as_it_is_and_is_no_markup(page: Page) -> None
     for texts in SENTENCES:
         for text in texts:
             assert text in page.text
-    assert "▁<script>" in page.text  # in an attention map
+    for label in ("▁<script>", "▁כלב", "▁犬", "走る"):  # in attention maps
+        assert label in page.text
+    assert "the mean over the heads of the penultimate decoder layer." in page.text  # as earlier versions recorded it
     assert "$x$" in page.text
     assert "b" not in page.tags
 
@@ -212,6 +214,23 @@ def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path, series: dict[s
     assert validations.x == [4]
     assert (series["Gradient norm"][0].x, series["Perplexity"][0].x) == ([4], [4])
     assert "BLEU" not in series
+
+
+def test_each_corpus_with_validation_data_has_its_curve(tmp_path: Path, series: dict[str, list[Series]]) -> None:
+    run = make_run(tmp_path / "run")
+    names = [f"en-{number}" for number in range(8)]
+    ours = {f"valid_{name}.{part}": 2.0 + n for n, part in enumerate(names) for name in ("loss", "bleu", "perplexity")}
+    lines(run / "metrics.jsonl", [step(1), validation(1, **ours), validation(2, **ours)])
+    charts = {chart.title: chart for chart in curves([read_run(run)])}
+    shown = names[: figures.MOST_PARTS]
+    assert [each.label for each in series["Loss"]] == ["training", "validation", *shown]
+    assert [each.label for each in series["BLEU"]] == ["the mean", *shown]
+    assert [each.label for each in series["Perplexity"]] == ["all together", *shown]
+    assert series["BLEU"][2].y == [3.0, 3.0]
+    assert len({each.color for each in series["Loss"]}) == 2 + len(shown)
+    assert "the others are the first 6 of 8 corpora" in charts["BLEU"].caption
+    curves([read_run(run), read_run(run)])
+    assert len(series["BLEU"]) == 2
 
 
 def test_several_runs_are_compared_and_only_what_differs_is_listed(tmp_path: Path) -> None:

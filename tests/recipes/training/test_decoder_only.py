@@ -85,6 +85,25 @@ def test_the_command_score_gives_the_probability_of_the_pair_alone(
         assert log_probability == pytest.approx(float(each.sum()), rel=1e-4)
 
 
+def test_every_word_of_its_translations_is_linked(
+    learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = pairs(3, 3)
+    sources = [pair.source for pair in some]
+    prefixes = tmp_path / "prefixes"  # the model has hardly learned, and says nothing of itself
+    prefixes.write_text("".join(f"{pair.target.split()[0]}\n" for pair in some), encoding="utf-8")
+    files = ["--prefixes", str(prefixes), "--alignments", str(tmp_path / "links")]
+    assert main(["translate", "--run", str(learned), *sources, *files]) == 0
+    translations = capsys.readouterr().out.splitlines()
+    assert all(translations)
+    for line, source, translation in zip(
+        (tmp_path / "links").read_text().splitlines(), sources, translations, strict=True
+    ):
+        links = [tuple(map(int, link.split("-"))) for link in line.split()]
+        assert {word for _, word in links} == set(range(len(translation.split())))
+        assert {word for word, _ in links} <= set(range(len(source.split())))
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("one") / "run"
@@ -151,11 +170,8 @@ def test_a_setting_that_it_does_not_have_is_named() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        *(
-            (["export", "--to", to], "model.preset decoder_only has no encoder; only encoder-decoders are exported")
-            for to in ("ctranslate2", "onnx")
-        ),
-        (["translate", "six", "--alignments", "a.txt"], "model.preset decoder_only is not an encoder-decoder Transf"),
+        (["export", "--to", to], "model.preset decoder_only has no encoder; only encoder-decoders are exported")
+        for to in ("ctranslate2", "onnx")
     ],
 )
 def test_what_needs_an_encoder_is_refused_in_one_line(

@@ -136,11 +136,12 @@ def test_every_step_has_the_loss_and_gradient_of_plain_pytorch(base: Path, tuned
 
 def test_what_is_validated_is_what_is_saved(base: Path, tuned: Path) -> None:
     corpus = load_corpus(tiny(tuned, {**LORA, "training.start_from": str(base)}), subwords_of=run_subwords)
+    (valid,) = corpus.valid
     model = load_translator(tuned / "last").model.double()
     total, tokens = 0.0, 0
     with torch.no_grad():
-        for indices in corpus.valid.epoch(0):
-            batch = corpus.valid.batch(indices)
+        for indices in valid.batches.epoch(0):
+            batch = valid.batches.batch(indices)
             logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
             target = batch.tgt_out.flatten()
             total += F.cross_entropy(logits, target, ignore_index=0, label_smoothing=0.1, reduction="sum").item()
