@@ -11,9 +11,8 @@ from pathlib import Path
 
 from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.data.bleu_tokenizers import tokenizer_for
-from recipes.translation.data.builtin_corpus import Split
+from recipes.translation.data.held_out import HeldOutSplit, the_one_of
 from recipes.translation.data.lines import DataError, read_lines
-from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.run_folder.checkpoint import saved_config
 from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, intervals
 from recipes.translation.scores.paired_tests import TRIALS, Comparison, compared
@@ -84,7 +83,7 @@ class Table:
 
 
 def compare(
-    systems: Sequence[str], references: Path | None = None, split: Split = "test", tokenize: str | None = None
+    systems: Sequence[str], references: Path | None = None, split: HeldOutSplit = "test", tokenize: str | None = None
 ) -> Table:
     """Compare each system with the first one, in BLEU, chrF and TER.
 
@@ -126,7 +125,7 @@ def table(names: Sequence[str], measured: Sequence[Sequence[Measured]]) -> Table
     return Table(names, len(baseline[0].statistics), metrics)
 
 
-def _system(name: str, split: Split) -> System:
+def _system(name: str, split: HeldOutSplit) -> System:
     path = Path(name)
     if not path.is_dir():
         if not path.exists():
@@ -137,14 +136,14 @@ def _system(name: str, split: Split) -> System:
         raise DataError(f"{name} is no run: it has none of {', '.join(MODELS)}; name runs, or files of translations")
     config = saved_config(model)
     assert config is not None
+    data = the_one_of(config, split)
     file = path / f"{split}.translations.txt"
     again = f"evaluate --run {name} --split {split}"
     if not file.exists():
         raise DataError(f"there is no {file}: make it with {again}")
     if file.stat().st_mtime < (model / "model.safetensors").stat().st_mtime:
         raise DataError(f"{file} is older than the model in {model}: {again}, or name the file itself")
-    pairs = load_pairs(config.data, split, config.subwords.lowercase)
-    return System(name, read_lines(file), [pair.target for pair in pairs], config)
+    return System(name, read_lines(file), [pair.target for pair in data.pairs()], config)
 
 
 def _references(systems: Sequence[System], path: Path | None) -> Sequence[str]:

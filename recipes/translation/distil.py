@@ -111,9 +111,13 @@ def student_of(config: RunConfig, names: list[tuple[str, ...]], originals: float
             weight=corpus.weight,
         )
         if originals:
-            original = config.corpora.get(corpus.name) or CorpusConfig(config.data.train, config.data.format)
+            original = config.corpora.get(corpus.name) or CorpusConfig(config.data.train, format=config.data.format)
             weight = corpus.weight * originals
-            corpora[f"{prefix}originals"] = dataclasses.replace(original, weight=weight)
+            corpora[f"{prefix}originals"] = dataclasses.replace(original, weight=weight, valid=(), test=())
+    # Under their own names and without the teacher's translations, which are no references
+    for name, corpus_config in config.corpora.items():
+        if corpus_config.valid or corpus_config.test:
+            corpora[name] = dataclasses.replace(corpus_config, train=(), weight=1.0)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, train=()), corpora=corpora)
 
 

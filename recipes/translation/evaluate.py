@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 
 from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
-from recipes.translation.data.builtin_corpus import Split
+from recipes.translation.data.held_out import HeldOut, HeldOutSplit, the_one_of
 from recipes.translation.data.lines import DataError, read_lines
 from recipes.translation.data.sentence_pairs import Pair, load_pairs
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
-from recipes.translation.scores.groups import Parts, parts_by_label, parts_by_length, scores_of_parts
+from recipes.translation.scores.groups import Parts, parts_by_label, parts_by_length, scores_of_parts, scores_of_sets
 from recipes.translation.scores.scores import Scores, measure, score, scores_of
 from recipes.translation.scores.statistics import Measured
 from recipes.translation.settings.config import DataConfig, DecodingConfig
@@ -24,12 +24,14 @@ __all__ = [
     "Evaluation",
     "Scores",
     "evaluate",
+    "evaluate_each",
     "evaluate_files",
     "evaluate_pairs",
     "labels_of",
     "parts_of",
     "read_pairs",
     "score",
+    "sets_table",
 ]
 
 
@@ -43,6 +45,8 @@ class Evaluation:
     translations: Sequence[str]
     measured: Sequence[Measured]
     """Every metric, with the statistics of each sentence."""
+    held_out: HeldOut | None = None
+    """Which of the run's data it is; None for other files."""
 
     @cached_property
     def scores(self) -> Scores:
@@ -62,7 +66,7 @@ class Evaluation:
 
 def evaluate(
     translator: Translator,
-    split: Split,
+    split: HeldOutSplit,
     decoding: DecodingConfig,
     tokenize: str | None = None,
     ranks: Ranks = ALONE,
@@ -70,11 +74,29 @@ def evaluate(
 ) -> Evaluation:
     """Translate a split of the model's data, each rank some of the sentences, and score all translations.
 
-    `tokenize` overrides the setting `data.tokenize`; `label` is as in `translate`.
+    `tokenize` overrides the setting `data.tokenize`; `label` is as in `translate`. Raises DataError where the model has
+    the data of several corpora: see `evaluate_each`.
     """
-    config = translator.config
-    pairs = ranks.run_on_main(lambda: load_pairs(config.data, split, config.subwords.lowercase))
-    return evaluate_pairs(translator, split, pairs, decoding, tokenize, ranks, label)
+    return evaluate_each(translator, [the_one_of(translator.config, split)], decoding, tokenize, ranks, label)[0]
+
+
+def evaluate_each(
+    translator: Translator,
+    sets: Sequence[HeldOut],
+    decoding: DecodingConfig,
+    tokenize: str | None = None,
+    ranks: Ranks = ALONE,
+    label: str = "",
+) -> list[Evaluation]:
+    """Do the same for several sets of the model's data; the name of each is its split, or "split.corpus"."""
+    found = []
+    for each in sets:
+        pairs = ranks.run_on_main(each.pairs)
+        name: str = each.split
+        if len(sets) > 1:
+            name = f"{each.split}.{each.name}"
+        found.append(evaluate_pairs(translator, name, pairs, decoding, tokenize, ranks, label, each))
+    return found
 
 
 def evaluate_pairs(
@@ -85,16 +107,25 @@ def evaluate_pairs(
     tokenize: str | None = None,
     ranks: Ranks = ALONE,
     label: str = "",
+    held_out: HeldOut | None = None,
 ) -> Evaluation:
-    """Do the same for a test set in memory; what is written has this name."""
+    """Do the same for a test set in memory; what is written has this name.
+
+    `held_out` says which of the run's data it is; other pairs are in the languages of the section data.
+    """
     config = translator.config
+    language = config.data.target
+    spoken = pairs
+    if held_out:
+        language = held_out.data.target
+        spoken = held_out.spoken(pairs)
     references = [pair.target for pair in pairs]
-    tokenize = tokenizer_for(tokenize or config.data.tokenize, config.data.target, references)
+    tokenize = tokenizer_for(tokenize or config.data.tokenize, language, references)
     check_tokenizer(tokenize)  # before the work of translating
-    translations = translate(translator, [pair.source for pair in pairs], decoding, ranks, label)
+    translations = translate(translator, [pair.source for pair in spoken], decoding, ranks, label)
     lowercase = config.subwords.lowercase
     measured = ranks.run_on_main(lambda: measure(translations, references, lowercase=lowercase, tokenize=tokenize))
-    return Evaluation(name, pairs, translations, measured)
+    return Evaluation(name, pairs, translations, measured, held_out)
 
 
 def evaluate_files(
@@ -119,7 +150,14 @@ def parts_of(evaluation: Evaluation, by: str, labels: Sequence[str]) -> Parts:
     return scores_of_parts(evaluation.measured, "label", parts_by_label(labels, by, len(evaluation.pairs)))
 
 
-def labels_of(by: str, data: DataConfig | None, split: Split) -> list[str]:
+def sets_table(evaluations: Sequence[Evaluation]) -> str:
+    """Return a table with a line for each of several test sets and one for their mean, and the signatures of BLEU."""
+    table = scores_of_sets({one.name: one.measured for one in evaluations})
+    signatures = [f"  BLEU of {one.name}: {one.scores.bleu_signature}" for one in evaluations]
+    return "\n".join([str(table), *signatures])
+
+
+def labels_of(by: str, data: DataConfig | None, split: HeldOutSplit) -> list[str]:
     """Read the label of each sentence from the file `by`, or from the column of this name in a split of the data.
 
     Raises DataError where there is neither; `data` is None where the test set is not the run's.

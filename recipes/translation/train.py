@@ -47,6 +47,7 @@ from recipes.translation.training.best import note_validation, out_of_patience
 from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.frozen import freeze
 from recipes.translation.training.layout import Axes, Layout, axes_of, devices_of
+from recipes.translation.training.lora import adapt, merged
 from recipes.translation.training.outliers import Outliers
 from recipes.translation.training.positions import check_positions
 from recipes.translation.training.progress import Metrics, Progress
@@ -152,17 +153,18 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
             journal.step_done(state.step, seconds)
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
                 translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
-                loss_of = layout.whole_forward(translator.model)
-                found = validate(translator, corpus, loss_of, state.step, ranks.for_steps())
+                ordinary = merged(translator)
+                loss_of = layout.whole_forward(ordinary.model)
+                found = validate(ordinary, corpus, loss_of, state.step, ranks.for_steps())
                 if not math.isfinite(found.loss):
                     raise spoiled(state.step, f"the validation loss is {found.loss}", run)
                 better = note_validation(state, found, settings.best_by)
                 if ranks.is_main:
-                    save_models(run, translator, found, better)
+                    save_models(run, ordinary, found, better)
                 metrics.write(**found.as_dict())
                 save(translator, found.as_dict(), moments, state, ranks)
-                journal.validated(translator, corpus, found)
-                progress.validated(state, found)
+                journal.validated(ordinary, found)
+                progress.validated(state, found, found.parts)
         if stopped_by:
             translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
             save(translator, {"step": state.step}, moments, state, ranks)
@@ -182,22 +184,23 @@ def first_model(config: RunConfig, corpus: Corpus, saved: SavedTraining | None, 
     # Every rank draws the same weights, so that none need be sent
     torch.manual_seed(settings.seed)
     model = build_model(model_sizes(config.model), corpus.source, corpus.target).to(WEIGHTS[settings.precision])
+    if saved is None and (start := ranks.run_on_main(lambda: starting_weights(config))):
+        fill_model(model, start, settings.start_from)
     freeze(model, settings.freeze)
+    adapt(model, config)
     if saved:
         last = Path(config.run) / "last"
         fill_model(model, saved.weights, last)
         check_moments(model, saved, last)
-    elif start := ranks.run_on_main(lambda: starting_weights(config)):
-        fill_model(model, start, settings.start_from)
     return model
 
 
 def size_of(model: EncoderDecoder) -> str:
-    """Return the number of parameters, and how many of them are frozen, as text."""
-    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    """Return the number of parameters, and how many of them are trained, as text."""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     size = f"{parameters_of(model)} parameters"
-    if frozen:
-        size += f" ({frozen / 1e6:.1f} M frozen)"
+    if trained < sum(parameter.numel() for parameter in model.parameters()):
+        size += f" ({trained / 1e6:.2f} M trained)"
     return size
 
 
@@ -245,6 +248,7 @@ def whole_translator(config: RunConfig, corpus: Corpus, average: WeightAverage) 
         return Translator(config, layout.model, corpus.source, corpus.target)
     model = build_model(model_sizes(config.model), corpus.source, corpus.target)
     model = model.to(layout.device, layout.model.generator.weight.dtype)
+    adapt(model, config)
     fill_model(model, dict(average.whole_averages()), "the layout")
     return Translator(config, model, corpus.source, corpus.target)
 

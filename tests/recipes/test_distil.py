@@ -16,6 +16,7 @@ from recipes.translation.commands import main
 from recipes.translation.commands.distillation import STUDENT
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import corpora_of
+from recipes.translation.data.held_out import HeldOutSplit, held_out
 from recipes.translation.data.lines import read_lines
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.distil import distil, sentences_of, student_of
@@ -30,6 +31,7 @@ from tests.recipes.random_translator import random_translator
 from tests.recipes.tiny import tiny
 
 SENTENCES = [pair.source for pair in builtin_pairs(23, 4)]
+SPLITS: tuple[HeldOutSplit, ...] = ("valid", "test")
 SMALL = ["--model.d_model", "16", "--model.d_ff", "16", "--model.heads", "2"]
 
 
@@ -243,6 +245,19 @@ def test_each_corpus_is_translated_into_its_language_and_keeps_its_weight(tmp_pa
         "back.translations": (("c", "d"), folder, ("<2en>",), 1.0),
         "back.originals": (("de", "en"), str(tmp_path), ("<2en>", "<bt>"), 0.5),
     }
+
+
+def test_a_student_is_validated_and_tested_on_the_files_of_each_corpus(tmp_path: Path) -> None:
+    held_out_files = {"valid": ["en", "de"], "test": ["x", "y"], "tag": "<bt>"}
+    corpora = {"news": {"train": ["en", "de"], "weight": 2, **held_out_files}, "new": {"valid": ["v", "w"]}}
+    config = tiny(tmp_path / "run", {"data.path": str(tmp_path), "corpora": corpora})
+    for originals in (0.0, 1.0):
+        student = student_of(config, [("a", "b")], originals)
+        assert [held_out(student, split) for split in SPLITS] == [
+            [replace(each, config=student, data=replace(each.data, train=())) for each in held_out(config, split)]
+            for split in SPLITS
+        ]
+        assert "news" not in [each.name for each in corpora_of(student)]
 
 
 def test_files_that_are_the_only_corpus_become_two_corpora(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from recipes.translation.evaluate import Evaluation
     from recipes.translation.processes.ranks import Ranks
     from recipes.translation.scores.groups import Parts
-    from recipes.translation.settings.data import DataConfig
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -82,63 +82,76 @@ def evaluate(argv: Sequence[str]) -> int:
     if options.comet:  # before the work of translating
         check_comet(Path(options.comet))
     with joined(LayoutConfig().timeout) as ranks:
-        evaluation, data = _evaluated(options, ranks)
-        print(evaluation.scores)
+        found = _evaluated(options, ranks)
+        print(_table(found))
         if ranks.is_main and not options.hypotheses:
             with writing_to(Path(options.run)):
-                written = evaluation.write(Path(options.run))
+                written = [path for evaluation in found for path in evaluation.write(Path(options.run))]
             print("[evaluate] written:", *written)
         if options.by:
-            print(f"\n{_parts(options, evaluation, data, ranks)}")
+            for evaluation in found:
+                print(f"\n{evaluation.name}, by {options.by}:" if len(found) > 1 else "")
+                print(_parts(options, evaluation, ranks))
     return 0
 
 
-def _evaluated(options: argparse.Namespace, ranks: Ranks) -> tuple[Evaluation, DataConfig | None]:
-    """Translate and score what the options name; return the run's data too, if the test set is part of it."""
-    from recipes.translation.evaluate import evaluate as evaluate_split
-    from recipes.translation.evaluate import evaluate_files, evaluate_pairs, read_pairs
+def _table(evaluations: Sequence[Evaluation]) -> str:
+    from recipes.translation.evaluate import sets_table
 
-    data = None
+    if len(evaluations) > 1:
+        return sets_table(evaluations)
+    return str(evaluations[0].scores)
+
+
+def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
+    """Translate and score what the options name: one test set, or those of several corpora."""
+    from recipes.translation.data.held_out import held_out
+    from recipes.translation.evaluate import evaluate_each, evaluate_files, evaluate_pairs, read_pairs
+
     references = Path(options.references or "")
     sources = Path(options.sources or "")
     if options.hypotheses:
         files = Path(options.hypotheses), references, sources if options.sources else None
-        evaluation = evaluate_files(*files, options.tokenize or "auto")
+        found = [evaluate_files(*files, options.tokenize or "auto")]
     else:
         translator = load_ensemble(options, ranks)
         decoding = translator.config.decoding
         if options.sources:
             lowercase = translator.config.subwords.lowercase
             pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
-            evaluation = evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks, "evaluate")
+            found = [evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks, "evaluate")]
         else:
-            data = translator.config.data
-            evaluation = evaluate_split(
-                translator, options.split or "test", decoding, options.tokenize, ranks, "evaluate"
-            )
+            sets = held_out(translator.config, options.split or "test")
+            found = evaluate_each(translator, sets, decoding, options.tokenize, ranks, "evaluate")
         if options.ensemble:  # what --run alone has translated stays
-            evaluation = replace(evaluation, name=f"{evaluation.name}.ensemble")
+            found = [replace(evaluation, name=f"{evaluation.name}.ensemble") for evaluation in found]
     if options.comet:
-        evaluation = _with_comet(Path(options.comet), evaluation, ranks)
-    return evaluation, data
+        found = _with_comet(Path(options.comet), found, ranks)
+    return found
 
 
-def _with_comet(model: Path, evaluation: Evaluation, ranks: Ranks) -> Evaluation:
-    """Add the scores of a COMET model, which rank 0 alone computes."""
+def _with_comet(model: Path, evaluations: Sequence[Evaluation], ranks: Ranks) -> list[Evaluation]:
+    """Add the scores of a COMET model, which rank 0 alone computes, for all test sets together."""
     from recipes.translation.scores.comet import comet_scores, measured_comet
 
-    sources = [pair.source for pair in evaluation.pairs]
-    references = [pair.target for pair in evaluation.pairs]
-    scores = ranks.run_on_main(lambda: comet_scores(model, sources, evaluation.translations, references))
-    return replace(evaluation, measured=[*evaluation.measured, measured_comet(model, scores)])
+    sources = [pair.source for evaluation in evaluations for pair in evaluation.pairs]
+    references = [pair.target for evaluation in evaluations for pair in evaluation.pairs]
+    translations = [text for evaluation in evaluations for text in evaluation.translations]
+    scores = iter(ranks.run_on_main(lambda: comet_scores(model, sources, translations, references)))
+    found = []
+    for evaluation in evaluations:
+        measured = measured_comet(model, list(islice(scores, len(evaluation.pairs))))
+        found.append(replace(evaluation, measured=[*evaluation.measured, measured]))
+    return found
 
 
-def _parts(options: argparse.Namespace, evaluation: Evaluation, data: DataConfig | None, ranks: Ranks) -> Parts:
+def _parts(options: argparse.Namespace, evaluation: Evaluation, ranks: Ranks) -> Parts:
     """Score the parts that --by names."""
     from recipes.translation.evaluate import labels_of, parts_of
 
     labels: list[str] = []
     if options.by != "length":
+        data = evaluation.held_out.data if evaluation.held_out else None
         labels = ranks.run_on_main(lambda: labels_of(options.by, data, options.split or "test"))
     return parts_of(evaluation, options.by, labels)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from recipes.translation.data.held_out import has_held_out
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.training.summary import command
 
@@ -22,7 +23,7 @@ def next_steps(config: RunConfig, known: Collection[str]) -> str:
         if name not in known:
             continue
         words = [name, "--run", config.run]
-        if name == "evaluate" and config.data.format != "builtin" and not config.data.test:
+        if name == "evaluate" and not has_held_out(config, "test"):
             words += ["--split", "valid"]
         lines.append(f"  {command(*words)}  # {purpose}")
     return "\n".join(["[train] next:", *lines])

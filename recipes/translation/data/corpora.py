@@ -20,7 +20,7 @@ from recipes.translation.data.segmentations import BLANK
 from recipes.translation.data.sentence_pairs import DataError, Pair, each_training_pair, fingerprint
 from recipes.translation.data.split_files import check_named
 from recipes.translation.data.subwords import Subwords, symbols_of
-from recipes.translation.settings.config import ConfigError, DataConfig, RunConfig, format_of_files
+from recipes.translation.settings.config import ConfigError, CorpusConfig, DataConfig, RunConfig, format_of_files
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,23 @@ def corpora_of(config: RunConfig) -> list[TrainingCorpus]:
             "data.streaming is for data of format hub, and there is none: leave it out, or set data.format hub"
         )
     if not config.corpora:
-        return [TrainingCorpus("", config.data, _language_tags(config, config.data.target), 1.0)]
+        return [TrainingCorpus("", config.data, language_tags(config, config.data.target), 1.0)]
     if config.data.train:
         raise ConfigError(
             f"data.train ({' '.join(config.data.train)}) and corpora ({', '.join(config.corpora)}) are both given: "
             "make data.train one of the corpora"
         )
-    if not any(corpus.weight for corpus in config.corpora.values()):
-        raise ConfigError(f"every weight of corpora ({', '.join(config.corpora)}) is 0: give one of them more")
-    return [_training_corpus(name, config) for name in config.corpora]
+    names = [name for name, corpus in config.corpora.items() if not only_held_out(corpus)]
+    if not any(config.corpora[name].weight for name in names):
+        if not names:
+            raise ConfigError(f"no corpus of corpora ({', '.join(config.corpora)}) has train: name its training files")
+        raise ConfigError(f"every weight of corpora ({', '.join(names)}) is 0: give one of them more")
+    return [_training_corpus(name, config) for name in names]
+
+
+def only_held_out(corpus: CorpusConfig) -> bool:
+    """Return whether a corpus has validation or test data and nothing to train on."""
+    return not corpus.train and bool(corpus.valid or corpus.test)
 
 
 def _formats(config: RunConfig) -> set[str | None]:
@@ -63,18 +71,31 @@ def _formats(config: RunConfig) -> set[str | None]:
 
 
 def _training_corpus(name: str, config: RunConfig) -> TrainingCorpus:
+    data = data_of(name, config)
+    return TrainingCorpus(name, data, corpus_tags(name, config), config.corpora[name].weight)
+
+
+def data_of(name: str, config: RunConfig) -> DataConfig:
+    """Return the files and languages of the corpus of this name."""
     corpus = config.corpora[name]
     own: dict[str, Any] = {
         key: getattr(corpus, key) for key in ("path", "source", "target") if getattr(corpus, key) is not None
     }
-    own["format"] = corpus.format or format_of_files(f"corpora.{name}.train", corpus.train) or "builtin"
+    splits = {split: getattr(corpus, split) for split in ("train", "valid", "test")}
+    formats = (format_of_files(f"corpora.{name}.{split}", names) for split, names in splits.items() if names)
+    own["format"] = corpus.format or next(formats, None) or "builtin"
     if own["format"] == "builtin":  # which has no files: data.path is that of the others
         own.setdefault("path", "")
-    data = dataclasses.replace(config.data, train=corpus.train, valid=(), test=(), **own)
-    tags = _language_tags(config, data.target)
+    return dataclasses.replace(config.data, **splits, **own)
+
+
+def corpus_tags(name: str, config: RunConfig) -> tuple[str, ...]:
+    """Return what stands in front of each source sentence of the corpus of this name."""
+    corpus = config.corpora[name]
+    tags = language_tags(config, corpus.target or config.data.target)
     if corpus.tag:
         tags = (*tags, corpus.tag)
-    return TrainingCorpus(name, data, tags, corpus.weight)
+    return tags
 
 
 def each_corpus(config: RunConfig) -> Iterator[tuple[TrainingCorpus, Iterator[Pair]]]:
@@ -84,7 +105,7 @@ def each_corpus(config: RunConfig) -> Iterator[tuple[TrainingCorpus, Iterator[Pa
 
 
 def _each_pair(corpus: TrainingCorpus, config: RunConfig) -> Iterator[Pair]:
-    with _named(corpus):
+    with named(corpus.name):
         name = corpus.name or "train"
         for pair in each_training_pair(corpus.data, config.subwords.lowercase, config.cleaning, name):
             yield masked_pair(pair, config.subwords.placeholders)
@@ -93,7 +114,7 @@ def _each_pair(corpus: TrainingCorpus, config: RunConfig) -> Iterator[Pair]:
 def check_training_data(config: RunConfig) -> None:
     """Raise an error where the training data is not named as its format needs; the files are not read."""
     for corpus in corpora_of(config):
-        with _named(corpus):
+        with named(corpus.name):
             check_named(corpus.data, "train")
 
 
@@ -103,12 +124,12 @@ def identity(config: RunConfig) -> object:
     for corpus in corpora_of(config):
         names = ("format", "source", "target", "builtin_pairs")
         known = {name: getattr(corpus.data, name) for name in names}
-        with _named(corpus):
+        with named(corpus.name):
             known["text"] = fingerprint(corpus.data, "train")
         found.append(known)
     if not config.corpora:
         return found[0]
-    return dict(zip(config.corpora, found, strict=True))
+    return dict(zip([corpus.name for corpus in corpora_of(config)], found, strict=True))
 
 
 def mixture_of(config: RunConfig, sizes: Sequence[int]) -> Mixture | None:
@@ -121,8 +142,8 @@ def mixture_of(config: RunConfig, sizes: Sequence[int]) -> Mixture | None:
 
 def tags_of(config: RunConfig) -> tuple[str, ...]:
     """Return every tag of the run, each once."""
-    tags = [tag for corpus in corpora_of(config) for tag in corpus.tags]
-    return tuple(dict.fromkeys([*_language_tags(config, config.data.target), *tags]))
+    tags = [tag for name in config.corpora for tag in corpus_tags(name, config)]
+    return tuple(dict.fromkeys([*language_tags(config, config.data.target), *tags]))
 
 
 def with_language_tag(config: RunConfig, sentence: str) -> str:
@@ -164,18 +185,19 @@ def _tag(language: str) -> str:
     return f"<2{language}>"
 
 
-def _language_tags(config: RunConfig, language: str) -> tuple[str, ...]:
+def language_tags(config: RunConfig, language: str) -> tuple[str, ...]:
+    """Return the tag of a target language, if the run has such tags."""
     if config.data.language_tags:
         return (_tag(language),)
     return ()
 
 
 @contextmanager
-def _named(corpus: TrainingCorpus) -> Iterator[None]:
-    """Add the corpus's name to an error."""
+def named(corpus: str) -> Iterator[None]:
+    """Add a corpus's name, if it has one, to an error."""
     try:
         yield
     except (DataError, ConfigError) as error:
-        if not corpus.name:
+        if not corpus:
             raise
-        raise type(error)(f"corpora.{corpus.name}: {error}") from error
+        raise type(error)(f"corpora.{corpus}: {error}") from error

@@ -19,17 +19,29 @@ from recipes.translation.data.corpora import (
     each_corpus,
     identity,
     mixture_of,
-    with_language_tag,
 )
 from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
+from recipes.translation.data.held_out import HeldOut, check_held_out, held_out
 from recipes.translation.data.placeholders import masked_pair
 from recipes.translation.data.prepare import prepare
-from recipes.translation.data.sentence_pairs import DataError, Pair, check_held_out, load_pairs
+from recipes.translation.data.sentence_pairs import DataError, Pair
 from recipes.translation.data.split_files import expanded
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.data.token_store import TokenStore, check_store, key_of, write_store
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.config import RunConfig
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Validation data of one pair of languages."""
+
+    held_out: HeldOut
+    batches: TokenBatches
+    pairs: Sequence[Pair]
+    """Their sources as `translate` takes them: under the tags of a corpus."""
+    tokenize: str
+    """sacreBLEU's tokeniser."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +51,8 @@ class Corpus:
     source: Subwords
     target: Subwords
     train: TokenBatches | DrawnBatches
-    valid: TokenBatches
-    valid_pairs: Sequence[Pair]
-    tokenize: str
-    """sacreBLEU's tokeniser for validation."""
+    valid: Sequence[ValidationSet]
+    """One, or that of several pairs of languages."""
     fingerprint: str
     """SHA-256 of all ids, without noise, and of draws where subwords are sampled, which a resumed run compares."""
 
@@ -80,18 +90,20 @@ def _prepared(
 ) -> tuple[Subwords, Subwords]:
     """Return the subwords, after a check that validation data and its tokeniser are available."""
     check_training_data(config)
-    tokenize = _tokenizer(config, check_held_out(config.data))
-    if config.training.validate_bleu:
-        check_tokenizer(tokenize)
-    if tokenize != "13a":
-        print(f"[data] BLEU by sacreBLEU's tokeniser {tokenize} (data.tokenize {config.data.tokenize})", flush=True)
+    pairs = check_held_out(config)
+    tokenizers = [_tokenizer(each, valid) for each, valid in zip(held_out(config, "valid"), pairs, strict=True)]
+    for tokenize in dict.fromkeys(tokenizers):
+        if config.training.validate_bleu:
+            check_tokenizer(tokenize)
+        if tokenize != "13a":
+            print(f"[data] BLEU by sacreBLEU's tokeniser {tokenize} (data.tokenize {config.data.tokenize})", flush=True)
     source, target = subwords_of(config)
     check_known(config, source, target)
     return source, target
 
 
-def _tokenizer(config: RunConfig, valid: Sequence[Pair]) -> str:
-    return tokenizer_for(config.data.tokenize, config.data.target, [pair.target for pair in valid])
+def _tokenizer(held_out: HeldOut, valid: Sequence[Pair]) -> str:
+    return tokenizer_for(held_out.data.tokenize, held_out.data.target, [pair.target for pair in valid])
 
 
 def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | None) -> Corpus:
@@ -117,18 +129,27 @@ def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | N
     batches = drawn_batches(config, train, source, target)
     if isinstance(batches, DrawnBatches) and batches.sampled:
         digest.update(repr(batches.probe()).encode())
-    pairs = load_pairs(config.data, "valid", config.subwords.lowercase)
-    encoded = [masked_pair(pair, config.subwords.placeholders) for pair in pairs]
-    sides = (
-        source.encode([with_language_tag(config, pair.source) for pair in encoded]),
-        target.encode([pair.target for pair in encoded]),
-    )
-    digest.update(repr(sides).encode())
+    valid = [_validation_set(each, source, target) for each in held_out(config, "valid")]
+    for each in valid:
+        digest.update(repr((each.batches.sources, each.batches.targets)).encode())
+    return Corpus(source, target, batches, valid, digest.hexdigest())
+
+
+def _validation_set(held_out: HeldOut, source: Subwords, target: Subwords) -> ValidationSet:
+    settings = held_out.config.training
+    pairs = held_out.pairs()
+    encoded = [masked_pair(pair, held_out.config.subwords.placeholders) for pair in pairs]
     # Validation has every pair, or its scores would be of easier sentences
-    valid = TokenBatches(*sides, batch_tokens=settings.batch_tokens, seed=settings.seed, symbols=source.symbols)
-    if not len(valid):
-        raise DataError("there is no pair to validate on; see data.valid")
-    return Corpus(source, target, batches, valid, pairs, _tokenizer(config, pairs), digest.hexdigest())
+    batches = TokenBatches(
+        source.encode([held_out.read_as(pair.source) for pair in encoded]),
+        target.encode([pair.target for pair in encoded]),
+        batch_tokens=settings.batch_tokens,
+        seed=settings.seed,
+        symbols=source.symbols,
+    )
+    if not len(batches):
+        raise DataError(f"there is no pair to validate on; see {held_out.setting}")
+    return ValidationSet(held_out, batches, held_out.spoken(pairs), _tokenizer(held_out, pairs))
 
 
 class _Tokenised(NamedTuple):

@@ -26,7 +26,7 @@ from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import DataConfig
 from recipes.translation.settings.schema import shortened
 
-__all__ = ["DataError", "Pair", "Pairs", "check_held_out", "fingerprint", "load_pairs"]
+__all__ = ["DataError", "Pair", "Pairs", "fingerprint", "load_pairs"]
 
 BUILTIN_SEED = 1
 BUILTIN_HELD_OUT = 1_000
@@ -94,21 +94,6 @@ def _cleaned(
         if cleaning.removed[EMPTY] == dropped:
             raise DataError(f"data.train has no pair with text on both sides ({dropped:,} pairs read)")
         raise DataError(f"the rules of cleaning leave no pair of data.train: {cleaning}")
-
-
-def check_held_out(data: DataConfig) -> Pairs:
-    """Read validation and test data, so that mistakes are found before the training; return the validation pairs.
-
-    The built-in corpus needs no check, and no pairs of it are returned. Raises DataError as `load_pairs` does;
-    validation data is required, test data is optional.
-    """
-    check_format(data)
-    if data.format == "builtin":
-        return Pairs()
-    valid = load_pairs(data, "valid")
-    if data.test:
-        load_pairs(data, "test")
-    return valid
 
 
 def fingerprint(data: DataConfig, split: Split) -> str:

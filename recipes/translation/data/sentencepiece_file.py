@@ -14,11 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-PIECES, TRAINER, OURS = 1, 2, 200
+PIECES, TRAINER, NORMALIZER, OURS = 1, 2, 3, 200
 """The fields of a model that are read or written here. The last one has our own notes, as JSON."""
 MODEL_TYPE, UNK_SURFACE, UNK, BOS, EOS, PAD = 3, 44, 45, 46, 47, 48
 """The fields of the trainer's settings, likewise: what an unknown piece is decoded as, and the names of the special
 pieces."""
+
+
+NORMALIZER_NAME, CHARSMAP = 1, 2
+"""The fields of the normaliser's settings: a name, and the rules, compiled by sentencepiece."""
+NUMBERS = {"unigram": 1, "bpe": 2, "word": 3, "char": 4}
+"""The values of MODEL_TYPE."""
 
 
 class Kind(IntEnum):
@@ -86,7 +92,7 @@ def kind_of_model(model: bytes) -> str:
     for field in fields_of(_joined(model, TRAINER)):
         if field.number == MODEL_TYPE and isinstance(field.value, int):
             number = field.value
-    return {1: "unigram", 2: "bpe", 3: "word", 4: "char"}.get(number, str(number))
+    return {value: name for name, value in NUMBERS.items()}.get(number, str(number))
 
 
 def notes_of(model: bytes) -> Mapping[str, object]:
@@ -108,6 +114,14 @@ def with_pieces(model: bytes, pieces: Sequence[Piece], names: Mapping[int, str],
     trainer = b"".join(_field(number, text.encode()) for number, text in {**names, UNK_SURFACE: ""}.items())
     own = [_field(TRAINER, trainer), _field(OURS, json.dumps(notes, sort_keys=True).encode())]
     return b"".join([*(_field(PIECES, _encoded(piece)) for piece in pieces), *kept, *own])
+
+
+def new_model(kind: str, pieces: Sequence[Piece], charsmap: bytes) -> bytes:
+    """Return a model of these pieces and rules of normalisation, all other settings as sentencepiece has them."""
+    trainer = _varint(MODEL_TYPE << 3) + _varint(NUMBERS[kind])
+    normalizer = _field(NORMALIZER_NAME, b"given") + _field(CHARSMAP, charsmap)
+    own = [_field(TRAINER, trainer), _field(NORMALIZER, normalizer)]
+    return b"".join([*(_field(PIECES, _encoded(piece)) for piece in pieces), *own])
 
 
 def _joined(model: bytes, number: int) -> bytes:

@@ -56,10 +56,7 @@ class Folder:
     def subwords(self, name: str) -> bytes:
         """Return the content of a sentencepiece model."""
         content = self.content(name)
-        try:
-            sentencepiece.SentencePieceProcessor(model_proto=content)
-        except RuntimeError:
-            raise CheckpointError(f"{self.path / name} is not a sentencepiece model") from None
+        check_subwords(content, f"{self.path / name} is not a sentencepiece model")
         return content
 
     def tensors(self) -> dict[str, Tensor]:
@@ -91,6 +88,14 @@ class Folder:
                 f"{pickled[0]} is pickled, and reading it could run any code: convert it to {WEIGHTS} first, where you "
                 "trust it, by transformers' from_pretrained and save_pretrained"
             )
+
+
+def check_subwords(model: bytes, otherwise: str) -> None:
+    """Raise CheckpointError with the message `otherwise` if sentencepiece cannot load the model."""
+    try:
+        sentencepiece.SentencePieceProcessor(model_proto=model)
+    except RuntimeError:
+        raise CheckpointError(otherwise) from None
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.data.sentencepiece_file import Kind, pieces_of, with_pieces
 from recipes.translation.data.subwords import EOS, Symbols
 from recipes.translation.importing.folder import Folder
+from recipes.translation.importing.tokenizer_json import sentencepiece_model
 from recipes.translation.importing.vocabulary import Special, Vocabulary, names_of, order_of, pieces_in_order
 from recipes.translation.settings.config import ConfigError
 
@@ -140,8 +141,11 @@ def _marian(folder: Folder, settings: Mapping[str, Any], own: Mapping[str, Any])
 
 def _multilingual(folder: Folder, settings: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Side, dict[str, str]]:
     """Return the subwords that both languages share, and the tag of each language."""
-    model = folder.subwords(SPM)
     special = _special(own)
+    if not (folder.path / SPM).is_file() and (folder.path / "tokenizer.json").is_file():
+        model = sentencepiece_model(folder.json("tokenizer.json"), special, str(folder.path / "tokenizer.json"))
+    else:
+        model = folder.subwords(SPM)
     if settings["model_type"] == "m2m_100" and (folder.path / "vocab.json").is_file():
         ids, tags = _m2m100(folder.json("vocab.json"), settings, own)
         where = "vocab.json"

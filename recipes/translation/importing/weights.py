@@ -55,10 +55,13 @@ def _of_vocabulary(
         names["out"] = names["tgt"]
     width = sizes.d_model
     # Their rows are as many as there are ids, of which each is a row here
-    yield "src_embed.lookup.weight", theirs.take_same(names["src"], len(source_ids), width)[list(source_ids)]
-    yield "tgt_embed.lookup.weight", theirs.take_same(names["tgt"], len(target_ids), width)[list(target_ids)]
-    weight_VD = theirs.take_same(names["out"], len(target_ids), width)
-    yield "generator.weight", weight_VD[list(target_ids)]
+    weight_VD = theirs.take_same(names["out"], len(target_ids), width)[list(target_ids)]
+    yield "generator.weight", weight_VD
+    for side, ids, name in (("src", source_ids, "src_embed"), ("tgt", target_ids, "tgt_embed")):
+        if names[side] == names["out"]:  # one matrix, which may take gigabytes
+            yield f"{name}.lookup.weight", weight_VD
+        else:
+            yield f"{name}.lookup.weight", theirs.take_same(names[side], len(ids), width)[list(ids)]
     bias_V = weight_VD.new_zeros(len(target_ids))
     if "final_logits_bias" in theirs:
         bias_V = theirs.take("final_logits_bias", 1, len(target_ids))[0]

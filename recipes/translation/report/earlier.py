@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from recipes.translation.atomic_folder import CheckpointError, whole_folder
-from recipes.translation.data.sentence_pairs import DataError, load_pairs
+from recipes.translation.data.held_out import held_out
+from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.report.records import RunRecords, Sentences
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.settings.config import ConfigError
@@ -25,7 +26,8 @@ def with_samples(run: RunRecords, folder: Path) -> RunRecords:
         translator = load_translator(folder / "best")
         step = load_facts(folder / "best").get("step", 0)
         config = translator.config
-        pairs = load_pairs(config.data, "valid", config.subwords.lowercase)[:SENTENCES]
+        sets = held_out(config, "valid")
+        pairs = [pair for each in sets for pair in each.spoken(each.pairs()[: SENTENCES // len(sets)])]
     except (CheckpointError, ConfigError, DataError, OSError) as error:
         return replace(run, note=f"Training kept no translations, and now there can be none: {error}")
     greedy = replace(config.decoding, beam=1)

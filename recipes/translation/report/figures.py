@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from recipes.translation.scores.statistics import Array, chrf_of_sums, measure_c
 
 MOST_POINTS = 200
 """Points of a curve; those of several runs share twice as many."""
+
+MOST_PARTS = 6
+"""Corpora whose validations a chart shows beside that of all; with the training loss these are eight colors."""
 
 NO_TRANSLATIONS = "No translations of a validation are recorded (validate_bleu is 0, or none has taken place yet)."
 
@@ -131,10 +134,12 @@ def _loss(runs: Sequence[RunRecords]) -> list[Chart]:
     series = [Series("training", x, y, 0)]
     if run.validations:
         series.append(_validation_series(run, "valid_loss", 1, "validation"))
+        series += _part_series(run, "valid_loss", 2)
     if not x and not run.validations:
         return [Chart("Loss", "No step is recorded yet.")]
     svg = line_chart("Loss", series, legend=True)
-    return [Chart("Loss", f"{caption}, means of consecutive steps. Validation: without dropout.", svg)]
+    caption += f", means of consecutive steps. Validation: without dropout.{_on_parts(run, 'all together')}"
+    return [Chart("Loss", caption, svg)]
 
 
 def _of_steps(runs: Sequence[RunRecords], title: str, name: str, caption: str, weighted: bool = True) -> Chart:
@@ -150,14 +155,39 @@ def _of_steps(runs: Sequence[RunRecords], title: str, name: str, caption: str, w
 
 def _of_validations(runs: Sequence[RunRecords], title: str, name: str, caption: str, log: bool = False) -> Chart:
     series = [_validation_series(run, name, number, run.name) for number, run in enumerate(runs)]
+    several = len(runs) == 1 and bool(runs[0].parts)
+    if several:
+        whole = "all together"
+        if name in ("valid_bleu", "valid_chrf"):
+            whole = "the mean"
+        series = [replace(series[0], label=whole), *_part_series(runs[0], name, 1)]
+        caption += _on_parts(runs[0], whole)
     series = [each for each in series if each.x]
     if series:
-        return Chart(title, caption, line_chart(title, series, log=log))
+        return Chart(title, caption, line_chart(title, series, log=log, legend=several))
     if any(run.validations for run in runs):
         return Chart(
             title, "The validations have no such number (validate_bleu is 0, or an earlier version made them)."
         )
     return Chart(title, "There has been no validation yet.")
+
+
+def _part_series(run: RunRecords, name: str, color: int) -> list[Series]:
+    """Return a curve for each of the first corpora that have validation data, where several have some."""
+    return [
+        _validation_series(run, f"{name}.{part}", color + number, part)
+        for number, part in enumerate(run.parts[:MOST_PARTS])
+    ]
+
+
+def _on_parts(run: RunRecords, whole: str) -> str:
+    """Return what a caption says of the curves of single corpora; `whole` is what that of all of them shows."""
+    if not run.parts:
+        return ""
+    which = f"each of {len(run.parts)} corpora"
+    if len(run.parts) > MOST_PARTS:
+        which = f"the first {MOST_PARTS} of {len(run.parts)} corpora"
+    return f" One curve of validations is {whole}; the others are {which}."
 
 
 def _gradient_norm(runs: Sequence[RunRecords]) -> Chart:

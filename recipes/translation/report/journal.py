@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Self
 
-from recipes.translation.data.corpus import Corpus
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.run_folder.resume import flat
@@ -66,7 +65,7 @@ class Journal:
         self.machine.write(step=step, seconds=round(seconds, 6))
         self.drawn = False
 
-    def validated(self, translator: Translator, corpus: Corpus, found: Validation) -> None:
+    def validated(self, translator: Translator, found: Validation) -> None:
         """Note the memory that every rank has used, and keep translations of the validation; every rank calls this."""
         everyone = gather_objects(peak_memory(self.devices), self.ranks.for_steps().group)
         memory = {
@@ -78,9 +77,8 @@ class Journal:
         if not self.ranks.is_main:
             return
         if found.translations:
-            pairs = corpus.valid_pairs[: len(found.translations)]
-            self.samples.write(step=found.step, samples=samples_of(translator, pairs, found.translations))
-            write_newest(self.run / "validation.json", found.step, pairs, found.translations)
+            self.samples.write(step=found.step, samples=samples_of(translator, found.sentences, found.translations))
+            write_newest(self.run / "validation.json", found.step, found.sentences, found.translations)
         if time.monotonic() >= self.next_drawing:
             self._draw()
 

@@ -58,6 +58,12 @@ class RunRecords:
         return max((record["step"] for record in (*self.steps, *self.validations)), default=0)
 
     @property
+    def parts(self) -> list[str]:
+        """Return the names of the corpora that have validation data, where several have some."""
+        names = (name for record in self.validations for name in record if name.startswith("valid_loss."))
+        return [name.removeprefix("valid_loss.") for name in dict.fromkeys(names)]
+
+    @property
     def began(self) -> Record:
         """Return what the newest start of training said of itself; empty if it said nothing."""
         return next((each["began"] for each in reversed(self.machine) if isinstance(each.get("began"), dict)), {})

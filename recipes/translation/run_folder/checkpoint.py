@@ -4,7 +4,8 @@
 
     config.yaml              every setting, resolved
     joint.model              the subwords, or source.model and target.model
-    model.safetensors        the weights; a tied one is stored once
+    model.safetensors        the weights; a tied one is stored once. With training.lora_rank `last` has LoRA's matrices
+                             beside the weights, and they are added up when it is read, except to train on
     model.json               the step, its validation, and the SHA-256 of settings, subwords and weights
     training.safetensors     last only: the optimizer's moments; with training.ema also the weights, of which
                              model.safetensors has the average
@@ -40,6 +41,7 @@ from models import (
     make_recurrent,
     make_transformer,
 )
+from models.lora import merged_tensors
 from models.presets import Sizes
 from recipes.translation.atomic_folder import CheckpointError, replaced_folder, sha256, verified_folder, whole_folder
 from recipes.translation.data.subwords import PAD, Subwords
@@ -189,7 +191,7 @@ def load_translator(
 ) -> Translator:
     """Read and verify the model in `folder`, in eval mode on `device`; `overrides` are those of `load_config`."""
     whole = verified_folder(folder)
-    weights = _read_weights(whole)
+    weights = load_weights(folder)
     config, source, target = load_belongings(whole, overrides)
     model = build_model(model_sizes(config.model), source, target)
     fill_model(model, weights, whole)
@@ -198,7 +200,9 @@ def load_translator(
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Read and verify the weights of the model in `folder`, in the dtype in which they were saved."""
-    return _read_weights(verified_folder(folder))
+    whole = verified_folder(folder)
+    weights = _read_weights(whole)
+    return merged_tensors(weights, load_config(whole / "config.yaml").training.lora_alpha)
 
 
 def load_facts(folder: Path) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from recipes.translation.data.bleu_tokenizers import tokenizer_for
 from recipes.translation.data.lines import DataError
-from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, intervals
+from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, interval, intervals, resampled_scores
 from recipes.translation.scores.scores import drawn
 from recipes.translation.scores.statistics import Measured
 
@@ -60,8 +62,29 @@ def scores_of_parts(measured: Sequence[Measured], heading: str, parts: Mapping[s
     for label, rows in parts.items():
         of_part = [one.subset(rows) for one in shown]
         found.append(Part(label, len(rows), [one.score for one in of_part], intervals(of_part)))
-    titles = [{"multi_bleu_lowercase": "m-bleu"}.get(one.name, one.title) for one in shown]
-    return Parts(heading, titles, found)
+    return Parts(heading, _titles(shown), found)
+
+
+def scores_of_sets(sets: Mapping[str, Sequence[Measured]]) -> Parts:
+    """Score several test sets, and the mean of their scores, which weighs each set alike.
+
+    Resamples of the mean are the means of the sets' own, which draw the same rows where two sets are equally long: sets
+    that translate the same sentences into several languages are easy or difficult together.
+    """
+    shown = {name: [one for one in measured if one.name in SHOWN] for name, measured in sets.items()}
+    parts = []
+    for name, measured in shown.items():
+        rows = len(measured[0].statistics)
+        parts.append(Part(name, rows, [one.score for one in measured], intervals(measured)))
+    drawn_MR = np.mean([resampled_scores(measured) for measured in shown.values()], axis=0)
+    scores_M = np.mean([part.scores for part in parts], axis=0)
+    sentences = sum(part.sentences for part in parts)
+    mean = Part("mean", sentences, scores_M.tolist(), [interval(scores_R) for scores_R in drawn_MR])
+    return Parts("test set", _titles(next(iter(shown.values()))), [*parts, mean])
+
+
+def _titles(measured: Sequence[Measured]) -> list[str]:
+    return [{"multi_bleu_lowercase": "m-bleu"}.get(one.name, one.title) for one in measured]
 
 
 def parts_by_length(sources: Sequence[str]) -> tuple[str, dict[str, list[int]]]:

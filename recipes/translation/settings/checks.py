@@ -51,6 +51,7 @@ def check_together(config: RunConfig) -> None:
     if config.model.preset in DECODER_ONLY:
         check_decoder_only(config)
     check_teacher(training)
+    check_lora(config)
     for name in training.freeze:
         if name not in PARTS:
             raise ConfigError(f"training.freeze names {name!r}; it can name {', '.join(PARTS)}")
@@ -92,4 +93,31 @@ def check_teacher(training: TrainingConfig) -> None:
         raise ConfigError(
             f"training.r_drop is {training.r_drop:g} and training.teacher {training.teacher}: each has a loss of its "
             "own; set training.r_drop 0, or training.teacher_weight 0"
+        )
+
+
+def check_lora(config: RunConfig) -> None:
+    """Raise ConfigError for settings of LoRA that do not go together."""
+    training = config.training
+    rank = training.lora_rank
+    if not rank:
+        if training.lora_alpha != TrainingConfig().lora_alpha:
+            raise ConfigError(
+                f"training.lora_alpha is {training.lora_alpha:g}, but training.lora_rank is 0: set the rank, or leave "
+                "training.lora_alpha out"
+            )
+    elif not training.start_from:
+        raise ConfigError(
+            f"training.lora_rank is {rank}, but training.start_from names no model: LoRA keeps the weights that a run "
+            "begins with, which would be random; name a run, or set training.lora_rank 0"
+        )
+    elif training.freeze:
+        raise ConfigError(
+            f"training.lora_rank is {rank} and training.freeze {', '.join(training.freeze)}: LoRA keeps all weights as "
+            "they are, and changes every layer; leave one of the two out"
+        )
+    elif config.layout.vocab > 1:
+        raise ConfigError(
+            f"training.lora_rank is {rank} and layout.vocab {config.layout.vocab}: LoRA's matrices are not split over "
+            "processes; use layout.data, layout.shard or layout.sequence, or set training.lora_rank 0"
         )

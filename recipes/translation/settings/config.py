@@ -54,8 +54,8 @@ class RunConfig:
         Mapping[str, CorpusConfig],
         Help(
             "Training corpora instead of data.train, each under a name: {news: {train: [a.en, a.de], weight: 2}}. The "
-            "settings of a corpus are train, format, path, source and target, as in data; weight, of its share of an "
-            "epoch; and tag, a word in front of its sources."
+            "settings of a corpus are train, valid, test, format, path, source and target, as in data; weight, of its "
+            "share of an epoch; and tag, a word in front of its sources."
         ),
     ] = field(default_factory=dict)
     cleaning: CleaningConfig = field(default_factory=CleaningConfig)
@@ -94,7 +94,8 @@ def load_config(path: str | Path | None, overrides: Mapping[str, object] | None 
         sections.setdefault(section, {})[name] = setting.value
     # After the overrides: the names of the files may have come from the command line
     if "data.format" not in given:
-        sections.setdefault("data", {})["format"] = format_of(DataConfig(**sections.get("data", {})))
+        corpora = sections.get("", {}).get("corpora", {})
+        sections.setdefault("data", {})["format"] = format_of(DataConfig(**sections.get("data", {})), bool(corpora))
     config = RunConfig(**sections.pop("", {}))
     changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
     config = dataclasses.replace(config, **changed)
@@ -111,10 +112,13 @@ def named_format(name: str) -> str | None:
     return FORMATS.get(Path(name.lower().removesuffix(".gz")).suffix)
 
 
-def format_of(data: DataConfig) -> str:
-    """Return the format of the data files, or builtin without files; raise ConfigError if their names do not tell."""
+def format_of(data: DataConfig, corpora: bool = False) -> str:
+    """Return the format of the data files, or builtin without files; raise ConfigError if their names do not tell.
+
+    `corpora` says whether there are any, whose files may be in the folder `data.path`.
+    """
     splits = {split: getattr(data, split) for split in ("train", "valid", "test") if getattr(data, split)}
-    if data.path and not splits:
+    if data.path and not splits and not corpora:
         raise ConfigError(
             f"data.path is {data.path}, but no file is named: set data.train and data.valid, or leave data.path out "
             "to train on the built-in corpus"

@@ -1,4 +1,4 @@
-"""Settings of one of several training corpora."""
+"""Settings of one of several corpora."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from recipes.translation.settings.schema import Help, Range
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """One of several training corpora; what is not set is as in the section data."""
+    """One of several corpora; what is not set is as in the section data."""
 
     train: Annotated[tuple[str, ...], Help("Training file(s), as data.train.")] = ()
+    valid: Annotated[tuple[str, ...], Help("Validation file(s), as data.valid.")] = ()
+    test: Annotated[tuple[str, ...], Help("Test file(s), as data.test.")] = ()
     format: Annotated[
         Literal["builtin", "text", "tsv", "jsonl", "parquet", "hub"] | None,
         Help("As data.format; by default the files decide."),

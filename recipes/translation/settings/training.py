@@ -169,6 +169,17 @@ class TrainingConfig:
             "that share a weight (model.tie) are frozen together."
         ),
     ] = ()
+    lora_rank: Annotated[
+        int,
+        Help(
+            "LoRA: train a change of this rank for every matrix of attention and feed-forward networks, and keep all "
+            "weights of the model in start_from as they are; 16 is usual, and 0 trains the weights."
+        ),
+        Range(at_least=0),
+    ] = 0
+    lora_alpha: Annotated[
+        float, Help("Divided by lora_rank, what LoRA's change is multiplied by."), Range(at_least=0.01, below=1e6)
+    ] = 16.0
     seed: Annotated[
         int, Help("Of the first weights, dropout, and the order of the data."), Range(at_least=0, below=2**63)
     ] = 1

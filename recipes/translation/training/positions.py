@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from models.presets import Sizes
-from recipes.translation.data.corpus import Corpus
+from recipes.translation.data.corpus import Corpus, ValidationSet
 from recipes.translation.data.positions import most_subwords
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.settings.config import ConfigError, RunConfig
@@ -21,9 +21,16 @@ def check_positions(config: RunConfig, sizes: Sizes, corpus: Corpus) -> None:
                 f"{name}.max_length is {given}, but the model has learned positions for {most} subwords beside start "
                 f"and end symbols: set it to {most} or less"
             )
-    for side, lengths in (("source", corpus.valid.source_lengths), ("target", corpus.valid.target_lengths)):
+    for valid in corpus.valid:
+        check_validation_set(valid, most)
+
+
+def check_validation_set(valid: ValidationSet, most: int) -> None:
+    """Raise DataError where a sentence has more than `most` subwords."""
+    where = valid.held_out.setting
+    for side, lengths in (("source", valid.batches.source_lengths), ("target", valid.batches.target_lengths)):
         if lengths.max() > most:
             raise DataError(
-                f"data.valid: the {side} of pair {int(lengths.argmax()) + 1:,} has {int(lengths.max()):,} subwords, "
+                f"{where}: the {side} of pair {int(lengths.argmax()) + 1:,} has {int(lengths.max()):,} subwords, "
                 f"and the model has learned positions for {most:,}: split the sentence, or leave it out"
             )

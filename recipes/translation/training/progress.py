@@ -7,9 +7,10 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from recipes.translation.atomic_folder import writing_to
@@ -18,6 +19,8 @@ from recipes.translation.status_line import StatusLine, duration
 
 if TYPE_CHECKING:
     from recipes.translation.training.trackers import Tracker
+
+NO_PARTS: Mapping[str, object] = MappingProxyType({})
 
 
 class Progress:
@@ -48,12 +51,12 @@ class Progress:
         self.status.show(self.line(state.step))
         return seconds
 
-    def validated(self, state: TrainingState, found: object) -> None:
-        """Show the result of a validation; its seconds do not count as training."""
+    def validated(self, state: TrainingState, found: object, parts: Mapping[str, object] = NO_PARTS) -> None:
+        """Show the result of a validation and that of each corpus; its seconds do not count as training."""
         line = f"[valid] step {state.step:>6,}   {found}"
         if state.best_step == state.step:
             line += "   best so far"
-        self.say(line)
+        self.say(line, *(f"[valid]   {part}: {of_part}" for part, of_part in parts.items()))
         # The clock starts anew, so that the next step is not charged with the validation
         self._tick(state)
 

@@ -6,6 +6,7 @@ import shlex
 import signal
 import sys
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 
 from recipes.translation.atomic_folder import whole_folder
@@ -114,9 +115,10 @@ def advice(config: RunConfig, state: TrainingState) -> str:
 
 
 def translated(folder: Path, corpus: Corpus) -> tuple[Sample, ...]:
-    """Translate the first validation sentences by the model in `folder`."""
+    """Translate the first validation sentences, in turn of each set, by the model in `folder`."""
     translator = load_translator(folder)
-    pairs = corpus.valid_pairs[:SAMPLES]
+    in_turn = chain.from_iterable(zip_longest(*(valid.pairs[:SAMPLES] for valid in corpus.valid)))
+    pairs = [pair for pair in in_turn if pair is not None][:SAMPLES]
     found = translate(translator, [pair.source for pair in pairs], translator.config.decoding)
     return tuple(Sample(pair.source, text, pair.target) for pair, text in zip(pairs, found, strict=True))
 

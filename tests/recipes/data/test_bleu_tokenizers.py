@@ -156,7 +156,7 @@ def test_validation_in_training_uses_the_tokeniser_of_the_language(
     config = chinese(tmp_path)
     corpus = load_corpus(config)
     assert "BLEU by sacreBLEU's tokeniser zh" in capsys.readouterr().out
-    references = [pair.target for pair in corpus.valid_pairs[:10]]
+    references = [pair.target for pair in corpus.valid[0].pairs[:10]]
     said = [*references[:9], references[9][1:]]
     found = validated(config, corpus, said, monkeypatch)
     assert found.bleu == sacrebleu.corpus_bleu(said, [references], tokenize="zh").score
@@ -170,7 +170,7 @@ def test_validation_scores_what_the_model_says_against_the_references(
 ) -> None:
     config = tiny(tmp_path / "run", {"training.validate_bleu": 3, "subwords.lowercase": lowercase})
     corpus = load_corpus(config)
-    references = [pair.target for pair in corpus.valid_pairs[:3]]
+    references = [pair.target for pair in corpus.valid[0].pairs[:3]]
     assert any(text != text.lower() for text in references) != lowercase
     said = [f"{references[0].upper()} und noch etwas mehr als das", *references[1:]]
     found = validated(config, corpus, said, monkeypatch)

@@ -44,7 +44,7 @@ def test_each_corpus_has_its_languages_and_its_tags_as_single_subwords(tmp_path:
     forward, back, translated, translated_back = (texts[start : start + 100] for start in range(0, 400, 100))
     assert back == [f"<2en> <bt> {text}" for text in translated]
     assert forward == [f"<2de> {text}" for text in translated_back]
-    assert {tuple(pieces(corpus.source, ids[:1])) for ids in corpus.valid.sources} == {("\u2581<2de>",)}
+    assert {tuple(pieces(corpus.source, ids[:1])) for ids in corpus.valid[0].batches.sources} == {("\u2581<2de>",)}
 
 
 def test_only_sources_have_tags_where_each_side_has_its_own_subwords(tmp_path: Path) -> None:

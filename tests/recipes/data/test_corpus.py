@@ -19,9 +19,9 @@ def test_training_pairs_above_max_length_are_left_out_and_validation_keeps_every
     assert 0 < len(short) < len(corpus.train.sources)
     assert sorted(index for batch in corpus.train.epoch(0) for index in batch) == short
     assert corpus.train.dropped == len(corpus.train.sources) - len(short)
-    assert whole.train.dropped == corpus.valid.dropped == 0
-    assert max(map(len, corpus.valid.sources)) > 20
-    assert len(corpus.valid.sources) == len(corpus.valid_pairs) == 1_000
+    assert whole.train.dropped == corpus.valid[0].batches.dropped == 0
+    assert max(map(len, corpus.valid[0].batches.sources)) > 20
+    assert len(corpus.valid[0].batches.sources) == len(corpus.valid[0].pairs) == 1_000
 
 
 def test_a_max_length_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_a_max_length_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lowercase", [False, True])
 def test_both_splits_are_lower_cased_or_neither(lowercase: bool, tmp_path: Path) -> None:
     corpus = load_corpus(tiny(tmp_path / "run", {"subwords.lowercase": lowercase}))
-    for batches, side in ((corpus.train, corpus.source), (corpus.valid, corpus.source)):
+    for batches, side in ((corpus.train, corpus.source), (corpus.valid[0].batches, corpus.source)):
         texts = side.decode([list(ids) for ids in batches.sources[:50]])
         assert any(text != text.lower() for text in texts) != lowercase
-    assert any(text != text.lower() for pair in corpus.valid_pairs for text in pair) != lowercase
+    assert any(text != text.lower() for pair in corpus.valid[0].pairs for text in pair) != lowercase

@@ -93,7 +93,7 @@ def test_two_files_without_a_format_are_what_is_trained_on(tmp_path: Path) -> No
     given = {**write_text(tmp_path), "data.builtin_pairs": 40_000}
     config = tiny(tmp_path / "run", given)
     corpus = load_corpus(config)
-    assert corpus.valid_pairs[0] == ("line 0 is here", "line 0 is here")
+    assert corpus.valid[0].pairs[0] == ("line 0 is here", "line 0 is here")
     assert len(corpus.train.sources) == 60
 
 

@@ -83,7 +83,7 @@ def test_training_validation_and_translation_see_single_subwords(tmp_path: Path)
     )
     corpus = load_corpus(config)
     number = corpus.source.pieces().index("<url1>")
-    for batches in (corpus.train, corpus.valid):
+    for batches in (corpus.train, corpus.valid[0].batches):
         for ids in (*batches.sources, *batches.targets):
             assert list(ids).count(number) == 1
     train(config)

@@ -287,8 +287,8 @@ def test_validation_is_never_sampled_and_the_fingerprint_tells_every_difference(
     }.items():
         corpus = load_corpus(tiny(tmp_path / "run", {"data.builtin_pairs": 120, **changes}))
         assert isinstance(corpus.train, DrawnBatches) == (name != "plain")
-        assert corpus.valid.sources == corpus.source.encode([pair.source for pair in corpus.valid_pairs])
-        assert corpus.valid.targets == corpus.target.encode([pair.target for pair in corpus.valid_pairs])
+        assert corpus.valid[0].batches.sources == corpus.source.encode([pair.source for pair in corpus.valid[0].pairs])
+        assert corpus.valid[0].batches.targets == corpus.target.encode([pair.target for pair in corpus.valid[0].pairs])
         prints.add(corpus.fingerprint)
     assert len(prints) == 6
     assert load_corpus(tiny(tmp_path / "run", {"data.builtin_pairs": 120, **changes})).fingerprint in prints

@@ -73,3 +73,17 @@ def test_layouts_one_after_the_other_give_the_weights_and_averages_of_one_device
         found, expected = records(tmp_path / "run", kind), records(one_process, kind)
         # The first layout ended with a validation of its own
         assert [found[0], found[-1]] == pytest.approx(expected, rel=1e-10), kind
+
+
+def test_lora_gives_the_same_weights_in_every_layout(start: Path, tmp_path: Path) -> None:
+    """Sharded, then by time steps, then copied: each goes on from what the one before has saved."""
+    changes = {**OPTIONS, "training.freeze": (), "training.start_from": str(start), "training.lora_rank": 3}
+    train(tiny(tmp_path / "one", {**changes, "training.devices": "[cpu]"}))
+    for layout, steps in (("shard 2", 2), ("sequence 2", 4), ("data 2", 6)):
+        world, sizes = LAYOUTS[layout]
+        config = tiny(tmp_path / "run", {**changes, **sizes, "training.steps": steps})
+        assert ranks(world, trained, config) == [steps] * world
+    assert_same_weights(tmp_path / "run", tmp_path / "one", 1e-9)
+    for kind in ("loss", "gradient_norm", "tokens"):
+        found, expected = records(tmp_path / "run", kind), records(tmp_path / "one", kind)
+        assert found == pytest.approx(expected, rel=1e-10), kind

@@ -216,6 +216,23 @@ def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path, series: dict[s
     assert "BLEU" not in series
 
 
+def test_each_corpus_with_validation_data_has_its_curve(tmp_path: Path, series: dict[str, list[Series]]) -> None:
+    run = make_run(tmp_path / "run")
+    names = [f"en-{number}" for number in range(8)]
+    ours = {f"valid_{name}.{part}": 2.0 + n for n, part in enumerate(names) for name in ("loss", "bleu", "perplexity")}
+    lines(run / "metrics.jsonl", [step(1), validation(1, **ours), validation(2, **ours)])
+    charts = {chart.title: chart for chart in curves([read_run(run)])}
+    shown = names[: figures.MOST_PARTS]
+    assert [each.label for each in series["Loss"]] == ["training", "validation", *shown]
+    assert [each.label for each in series["BLEU"]] == ["the mean", *shown]
+    assert [each.label for each in series["Perplexity"]] == ["all together", *shown]
+    assert series["BLEU"][2].y == [3.0, 3.0]
+    assert len({each.color for each in series["Loss"]}) == 2 + len(shown)
+    assert "the others are the first 6 of 8 corpora" in charts["BLEU"].caption
+    curves([read_run(run), read_run(run)])
+    assert len(series["BLEU"]) == 2
+
+
 def test_several_runs_are_compared_and_only_what_differs_is_listed(tmp_path: Path) -> None:
     one = make_run(tmp_path / "a" / "run", settings={"model.d_model": 64, "training.seed": 1})
     two = make_run(tmp_path / "b" / "run", 20, settings={"model.d_model": 96, "training.seed": 1, "new.one": 5})

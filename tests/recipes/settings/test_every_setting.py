@@ -43,6 +43,7 @@ FILES: dict[str, Any] = {
 }
 DIRTY: dict[str, Any] = {**FILES, "data.train": ("dirty.tsv",)}
 TWO: dict[str, Any] = {"a": {}, "b": {"format": "tsv", "path": "one", "train": ["small.tsv"]}}
+KEPT = ("weights", "subwords")
 NUMBERS = ("weights", "metrics", "translations")
 
 
@@ -78,6 +79,8 @@ CHANGES: dict[str, Sequence[Change]] = {
         Change(TWO, ("weights", "subwords")),
         Change({**TWO, "b": {**TWO["b"], "weight": 3}}, ("weights",), ("subwords",), beside={"corpora": TWO}),
         Change({**TWO, "b": {**TWO["b"], "tag": "<bt>"}}, ("weights", "subwords"), beside={"corpora": TWO}),
+        Change({**TWO, "b": {**TWO["b"], "valid": ["valid.tsv"]}}, ("metrics",), KEPT, beside={"corpora": TWO}),
+        Change({**TWO, "b": {**TWO["b"], "test": ["test.tsv"]}}, ("scores",), KEPT, beside={"corpora": TWO}),
     ],
     "cleaning.max_words": [Change(60, beside=DIRTY)],
     "cleaning.max_characters": [Change(300, beside=DIRTY)],
@@ -174,6 +177,16 @@ CHANGES: dict[str, Sequence[Change]] = {
     "training.freeze": [
         Change(("encoder",)),
         Change(("target_embedding", "source_embedding", "generator")),
+    ],
+    "training.lora_rank": [
+        Change(4, ("weights", "metrics", "said"), ("batches", "subwords"), beside={"training.start_from": "start"}),
+        Change(4, refused="training.start_from names no model"),
+    ],
+    "training.lora_alpha": [
+        Change(
+            3.0, ("weights", "metrics"), ("batches",), beside={"training.start_from": "start", "training.lora_rank": 4}
+        ),
+        Change(3.0, refused="training.lora_rank is 0"),
     ],
     "training.seed": [Change(2, ("weights", "batches"))],
     "training.threads": [Change(3, ("threads",), ("batches",))],

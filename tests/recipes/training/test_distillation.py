@@ -153,7 +153,7 @@ def test_a_step_follows_the_gradient_of_the_teacher_without_and_the_student_with
     assert records[0]["gradient_norm"] == pytest.approx(norm.item(), rel=1e-10)
     # Validation has the usual loss, with the references
     made = load_translator(tmp_path / "run" / "best").model
-    held_out = [corpus.valid.batch(rows) for rows in corpus.valid.epoch(0)]
+    held_out = [corpus.valid[0].batches.batch(rows) for rows in corpus.valid[0].batches.epoch(0)]
     logits = torch.cat([made.generator(made(each.src, each.tgt_in)).flatten(0, 1) for each in held_out])
     target = torch.cat([each.tgt_out.flatten() for each in held_out])
     usual = F.cross_entropy(logits, target, ignore_index=PAD, label_smoothing=0.1)

@@ -91,8 +91,8 @@ def test_the_average_is_what_is_validated(tmp_path: Path) -> None:
         model = translator.model.double()
         total, tokens = 0.0, 0
         with torch.no_grad():
-            for indices in corpus.valid.epoch(0):
-                batch = corpus.valid.batch(indices)
+            for indices in corpus.valid[0].batches.epoch(0):
+                batch = corpus.valid[0].batches.batch(indices)
                 logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
                 total += F.cross_entropy(logits, batch.tgt_out.flatten(), ignore_index=0, reduction="sum").item()
                 tokens += batch.tokens

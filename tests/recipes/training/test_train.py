@@ -223,14 +223,14 @@ def test_perplexity_is_that_of_the_unsmoothed_likelihood(tmp_path: Path) -> None
     model = load_translator(tmp_path / "run" / "last").model
     nll, correct, tokens = 0.0, 0, 0
     with torch.no_grad():
-        for indices in corpus.valid.epoch(0):
-            batch = corpus.valid.batch(indices)
+        for indices in corpus.valid[0].batches.epoch(0):
+            batch = corpus.valid[0].batches.batch(indices)
             logits = model.generator(model(batch.src, batch.tgt_in)).flatten(0, 1)
             target = batch.tgt_out.flatten()
             nll += F.cross_entropy(logits, target, ignore_index=0, reduction="sum").item()
             correct += int(((logits.argmax(-1) == target) & (target != 0)).sum())
             tokens += batch.tokens
-    assert tokens == sum(len(ids) + 1 for ids in corpus.target.encode([pair.target for pair in corpus.valid_pairs]))
+    assert tokens == sum(len(ids) + 1 for ids in corpus.target.encode([pair.target for pair in corpus.valid[0].pairs]))
     (found,) = validations_of(tmp_path / "run")
     assert found["valid_perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-4)
     assert found["valid_accuracy"] == pytest.approx(100 * correct / tokens, abs=0.02)
@@ -241,7 +241,7 @@ def test_validation_bleu_is_that_of_the_translations_against_the_references(
 ) -> None:
     """Translations too short by a word: BLEU is another number where the two sides change places."""
     config = tiny(tmp_path / "run", {"training.steps": 1, "training.validate_bleu": 9})
-    pairs = load_corpus(config).valid_pairs[:9]
+    pairs = load_corpus(config).valid[0].pairs[:9]
     sources, references = [pair.source for pair in pairs], [pair.target for pair in pairs]
     short = [text.rpartition(" ")[0] or text for text in references]
     monkeypatch.setattr(validation, "translate", lambda _, sentences, *__: short if sentences == sources else [])

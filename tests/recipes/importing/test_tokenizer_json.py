@@ -1,0 +1,211 @@
+"""Folders with tokenizer.json alone: the subwords are those of the sentencepiece model, and of transformers."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.data.sentencepiece_file import fields_of, pieces_of
+from recipes.translation.data.subwords import UNK
+from recipes.translation.importing.published_model import read_model
+from recipes.translation.importing.tokenizer import SPM
+from recipes.translation.importing.tokenizer_json import sentencepiece_model
+from recipes.translation.importing.vocabulary import Special
+from recipes.translation.run_folder.checkpoint import Translator
+from tests.recipes.importing import published
+
+pytestmark = pytest.mark.formats
+
+LATIN, GREEK, CYRILLIC = "abcdefghijklmnopqrstuvwxyzäöüßéñ", "αβγδεζηθικλμν", "абвгдежзийклмн"
+CHINESE, ARABIC, HINDI = "".join(map(chr, range(0x4E00, 0x4E0C))), "".join(map(chr, range(0x627, 0x632))), "हिन्दीभाषा"
+SCRIPTS = (LATIN, GREEK, CYRILLIC, CHINESE, ARABIC, HINDI)
+"""Letters of the pieces; combining signs and letters that join among them."""
+OTHERS = "\ufb01\uff21\uff42\u2460\xbd\u2026\u201c\u201d\u0149\u01c5\U0001f642" + "0123456789.,!?-"
+"""What normalisation changes, or no piece has."""
+BLANKS = "\u3000\u200b\xa0\u2581\x00\u0301"
+"""What becomes a blank or nothing, and a combining mark. At the ends of a text transformers has a piece for a blank,
+and it leaves out a mark behind a character that normalisation changes."""
+
+
+@cache
+def spm(side: int, kind: str = "unigram") -> bytes:
+    """A sentencepiece model of made-up words in several scripts."""
+    draw, model = Random(side), io.BytesIO()
+    words = ["".join(draw.choices(letters, k=draw.randint(1, 5))) for letters in SCRIPTS for _ in range(150)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(" ".join(draw.choices(words, k=5)) + "." for _ in range(600)),
+        model_writer=model,
+        vocab_size=420,
+        model_type=kind,
+        character_coverage=1.0,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+class Case(NamedTuple):
+    """A folder with all files, and one without the sentencepiece model."""
+
+    whole: Path
+    alone: Path
+    languages: tuple[str, str]
+
+
+MADE: dict[str, tuple[Callable[[Path], Path], tuple[str, str]]] = {
+    "nllb": (published.nllb, ("eng_Latn", "deu_Latn")),
+    "mbart-50": (published.mbart, ("en_XX", "de_DE")),
+}
+
+
+@pytest.fixture(scope="module", params=MADE)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    make, languages = MADE[request.param]
+    folder = tmp_path_factory.mktemp("json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(published, "spm", spm)
+        whole = make(folder / "whole")
+    alone = shutil.copytree(whole, folder / "alone")
+    (alone / SPM).unlink()
+    return Case(whole, alone, languages)
+
+
+@pytest.fixture(scope="module")
+def ours(case: Case) -> Translator:
+    return read_model(case.alone, Path("run"), *case.languages).translator
+
+
+@pytest.fixture(scope="module")
+def theirs(case: Case) -> Any:
+    tokenizer = published.tokenizer_of(case.alone)
+    tokenizer.src_lang = case.languages[0]
+    return tokenizer
+
+
+def test_pieces_scores_and_rules_are_those_of_the_sentencepiece_model(case: Case) -> None:
+    found = sentencepiece_model(json.loads((case.alone / "tokenizer.json").read_text()), Special(), "tokenizer.json")
+    expected = (case.whole / SPM).read_bytes()
+    assert pieces_of(found) == pieces_of(expected)
+    rules = [
+        {field.number: field.value for each in fields_of(model) if each.number == 3 for field in fields_of(each.value)}  # type: ignore[arg-type]
+        for model in (found, expected)
+    ]
+    assert rules[0].pop(1) == b"given"
+    assert rules[1].pop(1) == b"nmt_nfkc"
+    assert rules[0] == rules[1]
+
+
+def texts(*letters: str) -> st.SearchStrategy[str]:
+    """Sentences of words with letters of one of these, between single blanks."""
+    word = st.one_of(*(st.text(each, max_size=6) for each in letters))
+    return st.lists(word, max_size=6).map(lambda words: " ".join(" ".join(words).split()))
+
+
+@settings(deadline=None, max_examples=200)
+@given(sentence=texts(*SCRIPTS, OTHERS, BLANKS, HINDI + OTHERS + BLANKS))
+def test_subwords_are_those_of_the_sentencepiece_model(case: Case, ours: Translator, sentence: str) -> None:
+    found, expected = (each.source.encode([sentence]) for each in (ours, read_whole(case)))
+    assert found == expected, sentence
+
+
+@settings(deadline=None, max_examples=200)
+@given(sentence=texts(*SCRIPTS, OTHERS))
+def test_subwords_are_those_of_transformers(ours: Translator, theirs: Any, sentence: str) -> None:
+    pieces = ours.source.pieces()
+    (found,) = ours.source.encode([sentence])
+    names = theirs.convert_ids_to_tokens(theirs(sentence).input_ids[1:-1])
+    assert ["<unk>" if each == UNK else pieces[each] for each in found] == names, sentence
+
+
+@cache
+def read_whole(case: Case) -> Translator:
+    return read_model(case.whole, Path("run"), *case.languages).translator
+
+
+def changed(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    def change(found: dict[str, Any]) -> None:
+        for path, value in changes.items():
+            *outer, last = path.split("__")
+            inner = found
+            for name in outer:
+                inner = inner[name]
+            inner[last] = value
+
+    return change
+
+
+def swap_merges(found: dict[str, Any]) -> None:
+    merges = found["model"].get("merges") or []
+    merges[:2] = merges[1::-1]
+
+
+def swap_first(found: dict[str, Any]) -> None:
+    vocab = found["model"]["vocab"]
+    if isinstance(vocab, dict):
+        vocab |= {"<s>": 1, "<pad>": 0}
+    else:
+        vocab[:2] = vocab[1::-1]
+
+
+def drop_merge(found: dict[str, Any]) -> None:
+    del found["model"]["merges"][-1]
+
+
+def repeat_piece(found: dict[str, Any]) -> None:
+    found["model"]["vocab"][5] = found["model"]["vocab"][6]
+
+
+BAD: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
+    "another normalizer": ("both", changed(normalizer={"type": "NFKC"}), "its normalizer is not Precompiled"),
+    "no normalizer": ("both", changed(normalizer=None), "AttributeError"),
+    "another step of it": (
+        "both",
+        lambda found: found["normalizer"]["normalizers"].append({"type": "Lowercase"}),
+        "its normalizer is not Precompiled",
+    ),
+    "another mark": ("both", changed(pre_tokenizer__replacement="_"), "its pre_tokenizer is not Metaspace"),
+    "bytes": ("both", changed(model__byte_fallback=True), "it has byte_fallback"),
+    "another kind": ("both", changed(model__type="WordPiece"), "its model is WordPiece, not Unigram or BPE"),
+    "no model": ("both", lambda found: found.pop("model"), "KeyError"),
+    "special subwords elsewhere": ("both", swap_first, "begins with <pad>, <s>, </s>, <unk>: the vocabulary of"),
+    "rules that are none": (
+        "both",
+        lambda found: found["normalizer"]["normalizers"][0].update(precompiled_charsmap="?"),
+        "is not what transformers makes of a sentencepiece model",
+    ),
+    "merges in another order": ("nllb", swap_merges, r"merges are not in the order of its pieces, or not all"),
+    "a merge less": ("nllb", drop_merge, r"merges are not in the order of its pieces, or not all"),
+    "a piece twice": ("mbart-50", repeat_piece, "has pieces that are empty or there twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_that_is_no_sentencepiece_model_is_refused(name: str, case: Case, tmp_path: Path) -> None:
+    kind, change, message = BAD[name]
+    if kind not in ("both", next(each for each, (_, languages) in MADE.items() if languages == case.languages)):
+        return
+    folder = shutil.copytree(case.alone, tmp_path / "folder")
+    found = json.loads((folder / "tokenizer.json").read_text())
+    change(found)
+    (folder / "tokenizer.json").write_text(json.dumps(found))
+    with pytest.raises(CheckpointError, match=message):
+        read_model(folder, Path("run"), *case.languages)
+
+
+def test_a_folder_with_neither_file_is_refused(case: Case, tmp_path: Path) -> None:
+    folder = shutil.copytree(case.alone, tmp_path / "folder")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=rf"has no {SPM}: it needs all files"):
+        read_model(folder, Path("run"), *case.languages)
