@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 from collections.abc import Sequence
 from datetime import date
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.loss.peers import versions
+from recipes.translation.training.machine import processor
 
 Results = dict[str, Any]
 Entry = dict[str, Any]
@@ -86,9 +86,7 @@ def hardware(device: str) -> str:
     """Return the name of the processor and its cores, or of the GPU."""
     if device != "cpu":
         return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":")[1].strip() for line in info if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+    return f"{processor()}, {os.cpu_count()} cores"
 
 
 def floor_seconds(entry: Entry) -> float:

@@ -95,6 +95,14 @@ def whole_folder(target: Path) -> Path | None:
     return folder
 
 
+def model_folder(named: str | Path, model: str = "best") -> Path:
+    """Return the folder of a model that is named by itself or by its run; whether there is a model, is not checked."""
+    folder = Path(named)
+    if whole_folder(folder) is None:  # it is not a checkpoint itself, so it is the run that contains one
+        folder = folder / model
+    return folder
+
+
 def verified_folder(target: Path) -> Path:
     """Return `whole_folder(target)` after a check of every file's hash; raise CheckpointError if any is damaged."""
     folder = whole_folder(target)

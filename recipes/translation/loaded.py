@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from recipes.translation.alternatives import Translation, alternatives
-from recipes.translation.atomic_folder import CheckpointError, whole_folder
+from recipes.translation.atomic_folder import CheckpointError, model_folder, whole_folder
 from recipes.translation.run_folder import checkpoint
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.search_options import SearchOptions
@@ -84,10 +84,10 @@ def load_translator(folder: str | Path, device: str | torch.device = "cpu") -> L
 
     Raises CheckpointError where there is no model, or a damaged one.
     """
-    path = Path(folder)
-    if whole_folder(path) is None and whole_folder(path / "best") is not None:
-        path /= "best"
+    path = model_folder(folder)
     whole = whole_folder(path)
+    if whole is None:
+        path = Path(folder)  # the error is to name what was given
     if whole is not None and not (whole / "model.safetensors").is_file():
         raise CheckpointError(
             f"{folder} has no model.safetensors, so it is for another program: open a folder that export --to "

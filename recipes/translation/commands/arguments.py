@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.translation.atomic_folder import CheckpointError, whole_folder
+from recipes.translation.atomic_folder import CheckpointError, model_folder, whole_folder
 from recipes.translation.settings.config import ConfigError, DecodingConfig, RunConfig, load_config, moved_to
 from recipes.translation.settings.options import ALSO, OneLineParser, overrides
 
@@ -153,9 +153,7 @@ def require(package: str) -> None:
 
 def checkpoint_folder(options: argparse.Namespace) -> Path:
     """Return the folder of the model that --run and --checkpoint name; raise CheckpointError if there is none."""
-    folder = Path(options.run)
-    if not whole_folder(folder):  # it is not a checkpoint itself, so it is the run that contains one
-        folder = folder / options.checkpoint
+    folder = model_folder(options.run, options.checkpoint)
     if whole_folder(folder) is None and not folder.exists():
         way = "train one"
         if options.checkpoint == "averaged":

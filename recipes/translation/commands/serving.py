@@ -115,7 +115,7 @@ def exported_models(run: str, exported: Path, options: argparse.Namespace) -> li
 
     import torch
 
-    from recipes.translation.atomic_folder import whole_folder
+    from recipes.translation.atomic_folder import model_folder, whole_folder
     from recipes.translation.export import ctranslate2_engine
     from recipes.translation.processes.ranks import ALONE
     from recipes.translation.serve.models import ctranslate2_models
@@ -125,9 +125,7 @@ def exported_models(run: str, exported: Path, options: argparse.Namespace) -> li
     overrides = decoding_overrides(options)
     found = ctranslate2_engine.load(exported, threads=torch.get_num_threads(), overrides=overrides)
     translator = None
-    checkpoint = Path(run)
-    if whole_folder(checkpoint) is None:
-        checkpoint /= options.checkpoint
+    checkpoint = model_folder(run, options.checkpoint)
     if exported != Path(run) and whole_folder(checkpoint):
         translator = load(argparse.Namespace(**{**vars(options), "run": run}), ALONE)
     models = ctranslate2_models(run, found, translator)

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from models import RecurrentConfig
-from recipes.translation.atomic_folder import CheckpointError, verified_folder, whole_folder
+from recipes.translation.atomic_folder import CheckpointError, model_folder, verified_folder, whole_folder
 from recipes.translation.data.prepare import SHAPING, prepare
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.run_folder.checkpoint import load_belongings, load_weights, model_sizes, saved_config
@@ -68,9 +68,7 @@ def fitting_start(config: RunConfig) -> Path:
     A Transformer with fewer layers fits (see `spaced_layers`). Raises CheckpointError if there is no model, and
     ConfigError, naming the setting, if its subwords or other sizes differ.
     """
-    folder = Path(config.training.start_from)
-    if whole_folder(folder) is None:
-        folder = folder / "best"
+    folder = model_folder(config.training.start_from)
     theirs = saved_config(folder)
     if theirs is None:
         raise CheckpointError(

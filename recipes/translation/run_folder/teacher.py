@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from models import EncoderDecoder
-from recipes.translation.atomic_folder import CheckpointError, verified_folder, whole_folder
+from recipes.translation.atomic_folder import CheckpointError, model_folder, verified_folder, whole_folder
 from recipes.translation.data.prepare import SHAPING
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.run_folder.checkpoint import (
@@ -36,9 +36,7 @@ class TeacherModel(NamedTuple):
 
 def teacher_folder(name: str) -> Path:
     """Return the folder of the model that `training.teacher` names; raise CheckpointError if there is none."""
-    folder = Path(name)
-    if whole_folder(folder) is None:
-        folder = folder / "best"
+    folder = model_folder(name)
     if whole_folder(folder) is None:
         raise CheckpointError(
             f"training.teacher is {name}, but there is no trained model in {folder}: name the folder of a run, or of "

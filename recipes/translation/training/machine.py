@@ -25,7 +25,7 @@ def hardware(devices: Sequence[torch.device], processes: int) -> dict[str, objec
     names = [torch.cuda.get_device_name(device) for device in devices if device.type == "cuda"]
     return {
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "memory (GiB)": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "accelerators": ", ".join(names) or "none",
@@ -69,7 +69,7 @@ def _peak_resident_set() -> int:
     return 1024 * peak  # Linux counts in KiB
 
 
-def _processor() -> str:
+def processor() -> str:
     """Return the name of the processor; on Linux `platform` does not know it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
