@@ -4,7 +4,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-launched test-formats test-tutorial test-hf test-browser check bench bench-gpu clean
+.PHONY: help demo test test-launched test-formats test-tutorial test-hf test-browser test-comet check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -52,6 +52,15 @@ test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Fac
 test-browser: .venv/dev  ## check the recipe's pages in headless Chromium, where it is installed (under a minute)
 	@echo "[test-browser] pytest, pages in headless Chromium"
 	@$(BIN)/python -m pytest -m browser -q tests/recipes/browser
+
+.venv-comet/made:
+	@echo "[env] creating .venv-comet: unbabel-comet needs older packages than the tests (a minute or two, once)"
+	@$(PYTHON) -m venv .venv-comet
+	@.venv-comet/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 unbabel-comet==2.2.7 'setuptools<81' sentencepiece==0.2.0
+	@touch $@
+
+test-comet: .venv-comet/made  ## check the scores of evaluate --comet against the package COMET, with a tiny random model (under a minute)
+	@.venv-comet/bin/python -W ignore -m tests.recipes.scores.real_comet
 
 check: .venv/dev  ## run the linter, the format check, strict type checks and the import contracts
 	@echo "[check] ruff"

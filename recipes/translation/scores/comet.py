@@ -1,15 +1,18 @@
 """COMET and its kin: scores of a neural network that is on this disk (Rei et al. 2020, 2022).
 
-The package `comet` (pip install unbabel-comet) is optional. Nothing is ever downloaded.
+The package `comet` (pip install unbabel-comet) is optional. Nothing is ever downloaded, and no code that a checkpoint
+contains is run.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from recipes.translation.scores.statistics import Measured, mean_of
 from recipes.translation.settings.config import ConfigError
 
 BATCH = 16
+FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 def check_comet(path: Path) -> None:
@@ -57,10 +61,28 @@ def _loaded(checkpoint: Path) -> Any:
     os.environ["TRANSFORMERS_OFFLINE"] = "1"
     comet = importlib.import_module("comet")
     try:
-        return comet.load_from_checkpoint(str(checkpoint), local_files_only=True)
+        with _weights_only():
+            return comet.load_from_checkpoint(str(checkpoint), local_files_only=True)
+    except UnpicklingError as error:
+        raise ConfigError(
+            f"--comet: {checkpoint} contains more than weights and plain settings, which could run any code, and is "
+            "not loaded: save it again from a program that you trust, with its state_dict and hyper_parameters alone"
+        ) from error
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"--comet: {checkpoint} cannot be loaded without the network: {reason}") from error
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """Let torch.load read weights and plain settings alone, whatever the caller asks: a checkpoint is a pickle."""
+    before = {name: os.environ.pop(name, None) for name in (FORCE, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")}
+    os.environ[FORCE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[FORCE]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def _checkpoint(path: Path) -> Path:

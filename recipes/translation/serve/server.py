@@ -20,8 +20,6 @@ from recipes.translation.settings.config import ConfigError
 
 FINISH_SECONDS = 30
 """How long the requests that have arrived can take after the signal to stop."""
-HEADER_SECONDS = 10.0
-"""How long a connection can be without a request whose headers have arrived."""
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -59,10 +57,19 @@ def is_loopback(taken: socket.socket) -> bool:
 
 def serve(app: Guard, taken: socket.socket, started: Callable[[], None]) -> int:
     """Serve until SIGINT or SIGTERM; answer what has arrived, and return the exit status: 130 or 0."""
+    server = server_of(app, Connection, started)
+    asyncio.run(server.serve(sockets=[taken]))
+    if server.stopped_by == signal.SIGINT:
+        return 130
+    return 0
+
+
+def server_of(app: Guard, connection: type[Connection], started: Callable[[], None]) -> Server:
+    """Return a server that calls `started` once it accepts connections."""
     config = uvicorn.Config(
         app,
         loop="asyncio",
-        http=Connection,
+        http=connection,
         ws="none",
         lifespan="off",
         log_level="warning",
@@ -71,11 +78,7 @@ def serve(app: Guard, taken: socket.socket, started: Callable[[], None]) -> int:
         server_header=False,
         timeout_graceful_shutdown=FINISH_SECONDS,
     )
-    server = Server(config, started)
-    asyncio.run(server.serve(sockets=[taken]))
-    if server.stopped_by == signal.SIGINT:
-        return 130
-    return 0
+    return Server(config, started)
 
 
 class Server(uvicorn.Server):
@@ -116,11 +119,14 @@ class Server(uvicorn.Server):
 class Connection(H11Protocol):
     """A connection that is closed when the headers of a request do not arrive: uvicorn would wait for ever."""
 
+    header_seconds = 10.0
+    """How long a connection can be without a request whose headers have arrived."""
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to look for requests."""
         super().connection_made(transport)
         self._seen: object = None
-        self._timer = self.loop.call_later(HEADER_SECONDS, self._look)
+        self._timer = self.loop.call_later(self.header_seconds, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Look no longer."""
@@ -134,4 +140,4 @@ class Connection(H11Protocol):
             self.transport.close()
             return
         self._seen = self.cycle
-        self._timer = self.loop.call_later(HEADER_SECONDS, self._look)
+        self._timer = self.loop.call_later(self.header_seconds, self._look)

@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from recipes.translation.commands import main
 from tests.recipes.test_cli import refusal
@@ -36,6 +37,8 @@ def load_from_checkpoint(path: str, *, local_files_only: bool) -> StandIn:
     assert os.environ["HF_HUB_OFFLINE"] == os.environ["TRANSFORMERS_OFFLINE"] == "1"
     if "broken" in path:
         raise OSError("no tokeniser\nin the cache")
+    if "code" in path:
+        torch.load(path, weights_only=False)  # as versions of Lightning do
     return StandIn()
 
 
@@ -87,6 +90,35 @@ def test_a_model_that_is_not_on_disk_is_one_line(
     assert f"there is no {tmp_path / 'checkpoints' / 'model.ckpt'}" in line
     line = refusal(capsys, "evaluate", *files, "--comet", str(tmp_path / "broken"))
     assert line.endswith("cannot be loaded without the network: no tokeniser in the cache")
+
+
+class Code:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.usefixtures("installed")
+def test_code_in_a_checkpoint_is_never_run(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "code" / "checkpoints").mkdir(parents=True)
+    path = tmp_path / "code" / "checkpoints" / "model.ckpt"
+    torch.save({"hyper_parameters": Code(tmp_path / "made")}, path)
+    torch.load(path, weights_only=False)
+    (tmp_path / "made").rmdir()
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    line = refusal(capsys, "evaluate", *files, "--comet", str(tmp_path / "code"))
+    assert f"{path} contains more than weights and plain settings, which could run any code, and is not loaded" in line
+    assert not (tmp_path / "made").exists()
+    assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+    torch.save({"hyper_parameters": {"layer": "mix"}}, path)
+    assert main(["evaluate", *files, "--comet", str(tmp_path / "code")]) == 0
 
 
 def test_without_the_package_it_says_how_to_install_it(

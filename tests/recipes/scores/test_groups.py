@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.evaluate import labels_of
-from recipes.translation.scores.groups import BOUNDS, parts_by_label, parts_by_length
+from recipes.translation.scores.groups import BOUNDS, parts_by_label, parts_by_length, scores_of_sets
+from recipes.translation.scores.scores import measure
 from recipes.translation.settings.config import DataConfig
 
 LENGTHS = st.lists(st.integers(0, 75), min_size=1, max_size=12)
@@ -63,3 +65,25 @@ def test_labels_come_from_a_file_or_from_a_column_of_the_data(tmp_path: Path) ->
         labels_of("topic", data, "test")
     with pytest.raises(DataError, match=r"^--by topic: there is no such file"):
         labels_of("topic", None, "test")
+
+
+def test_several_test_sets_have_a_line_each_and_one_for_the_mean_of_their_scores() -> None:
+    references = ["the dog runs home now", "a small cat sleeps here", "the train leaves at six"]
+    near = ["the dog runs home", "a small cat sleeps here", "the train leaves at seven"]
+    far = ["a dog ran home now", "cat sleeps", "trains leave at six or so"]
+    one, two = (measure(texts, references) for texts in (near, far))
+    table = scores_of_sets({"first": one, "second": [each.subset([0, 1]) for each in two]})
+    alone = [scores_of_sets({"one": one}), scores_of_sets({"two": [each.subset([0, 1]) for each in two]})]
+    assert [(part.label, part.sentences) for part in table.parts] == [("first", 3), ("second", 2), ("mean", 5)]
+    assert [table.parts[0], table.parts[1]] == [
+        replace(found.parts[0], label=label) for label, found in zip(("first", "second"), alone, strict=True)
+    ]
+    expected = [sum(scores) / 2 for scores in zip(table.parts[0].scores, table.parts[1].scores, strict=True)]
+    assert table.parts[2].scores == pytest.approx(expected, rel=1e-12)
+    assert len(set(expected)) == len(expected)
+    assert alone[0].parts[1].scores == alone[0].parts[0].scores
+    assert alone[0].parts[1].intervals == alone[0].parts[0].intervals
+    first, second, mean = (part.intervals for part in table.parts)
+    for bounds, lower, upper in zip(mean, first, second, strict=True):
+        assert min(lower.low, upper.low) <= bounds.low <= bounds.high <= max(lower.high, upper.high)
+    assert str(table).splitlines()[3].split()[:2] == ["mean", "5"]

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import seqpar
+from recipes.translation import evaluate
 from recipes.translation.commands import main
 from recipes.translation.commands.next_steps import next_steps
 from recipes.translation.compare import compare
@@ -87,6 +89,14 @@ def both(trained: tuple[RunConfig, str]) -> RunConfig:
     return trained[0]
 
 
+@pytest.fixture(scope="module")
+def forward(folder: Path) -> RunConfig:
+    """The same run with the validation and test data of one corpus alone."""
+    config = given(folder / "forward", {"forward": {**FORWARD, **FORWARD_HELD_OUT}, "back": BACK})
+    train(config)
+    return config
+
+
 def validations(config: RunConfig) -> list[dict[str, Any]]:
     return [record for record in read_metrics(Path(config.run) / "metrics.jsonl") if "valid_loss" in record]
 
@@ -95,11 +105,12 @@ def figures(record: dict[str, Any], suffix: str = "") -> list[Any]:
     return [record[f"valid_{name}{suffix}"] for name in NAMES]
 
 
-def test_each_corpus_has_the_figures_of_a_run_with_its_validation_data_alone(both: RunConfig, folder: Path) -> None:
-    forward = given(folder / "forward", {"forward": {**FORWARD, **FORWARD_HELD_OUT}, "back": BACK})
+def test_each_corpus_has_the_figures_of_a_run_with_its_validation_data_alone(
+    both: RunConfig, forward: RunConfig, folder: Path
+) -> None:
     back = given(folder / "back", {"forward": FORWARD, "back": {**BACK, **BACK_HELD_OUT}})
+    train(back)
     for config, suffix in ((forward, ".forward"), (back, ".back")):
-        train(config)
         assert len(validations(config)) == 2
         for alone, together in zip(validations(config), validations(both), strict=True):
             assert figures(alone) == figures(together, suffix)
@@ -107,17 +118,14 @@ def test_each_corpus_has_the_figures_of_a_run_with_its_validation_data_alone(bot
     assert figures(validations(both)[0], ".forward") != figures(validations(both)[0], ".back")
 
 
-def test_the_only_corpus_with_validation_data_gives_what_the_section_data_gives(folder: Path) -> None:
-    ways = {
-        "corpus": given(folder / "corpus", {"forward": {**FORWARD, "valid": ["a.en", "a.de"]}, "back": BACK}),
-        "data": given(folder / "data", {"forward": FORWARD, "back": BACK}, **{"data.valid": ["a.en", "a.de"]}),
-    }
-    written = {}
-    for name, config in ways.items():
-        train(config)
-        written[name] = (Path(config.run) / "metrics.jsonl").read_bytes()
-    assert written["corpus"] == written["data"]
-    assert len({load_corpus(config).fingerprint for config in ways.values()}) == 1
+def test_the_only_corpus_with_validation_data_gives_what_the_section_data_gives(
+    forward: RunConfig, folder: Path
+) -> None:
+    data = given(folder / "data", {"forward": FORWARD, "back": BACK}, **{"data.valid": ["a.en", "a.de"]})
+    train(data)
+    written = [(Path(config.run) / "metrics.jsonl").read_bytes() for config in (forward, data)]
+    assert written[0] == written[1]
+    assert load_corpus(forward).fingerprint == load_corpus(data).fingerprint
 
 
 def test_figures_together_are_those_of_all_tokens_and_bleu_is_the_mean(both: RunConfig) -> None:
@@ -237,10 +245,31 @@ def test_evaluate_scores_each_test_set_by_itself_and_their_mean(both: RunConfig,
     assert not (run / "test.scores.json").exists()
 
 
-def test_the_only_test_set_keeps_its_name(both: RunConfig, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = folder / "forward" / "run"
-    assert main(["evaluate", "--run", str(run)]) == 0
-    assert (run / "test.scores.json").exists()
+def test_test_sets_are_translated_under_their_tags_and_scored_in_their_languages(
+    both: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def repeated(_: Any, sentences: list[str], *__: Any) -> list[str]:
+        seen.extend(sentences)
+        return sentences
+
+    monkeypatch.setattr(evaluate, "translate", repeated)
+    forward, back = held_out(both, "test")
+    chinese = replace(forward, name="zh", data=replace(forward.data, target="zh"), tags=("<2zh>",))
+    translator = load_translator(Path(both.run) / "last")
+    found = evaluate.evaluate_each(translator, [forward, back, chinese], translator.config.decoding)
+    assert [" ".join(text.split()[:2]) for text in seen[6:14]] == ["<2en> <back>"] * 8
+    assert {text.split()[0] for text in seen[:6]} == {"<2de>"}
+    assert {text.split()[0] for text in seen[14:]} == {"<2zh>"}
+    assert [text.removeprefix("<2en> <back> ") for text in seen[6:14]] == [pair.source for pair in back.pairs()]
+    assert found[1].pairs == back.pairs()
+    assert ["|tok:zh|" in each.scores.bleu_signature for each in found] == [False, False, True]
+
+
+def test_the_only_test_set_keeps_its_name(forward: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--run", forward.run]) == 0
+    assert (Path(forward.run) / "test.scores.json").exists()
     assert "exact match" in capsys.readouterr().out
 
 

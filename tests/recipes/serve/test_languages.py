@@ -1,0 +1,112 @@
+"""A service with several pairs of languages: of one model with language tags, and of several models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from recipes.translation.alternatives import Translation
+from recipes.translation.data.model_text import source_text
+from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.serve import models as served
+from recipes.translation.serve.app import application
+from recipes.translation.serve.batching import Batcher
+from recipes.translation.serve.bodies import Limits
+from recipes.translation.serve.models import language_pairs, torch_models
+from tests.recipes.serve.recorder import Recorder, unprepared
+from tests.recipes.tiny import tiny
+
+CORPORA = {"a": {}, "b": {"target": "fr"}, "c": {"source": "nl", "target": "fr"}}
+
+
+@contextmanager
+def asking(models: Sequence[Any]) -> Iterator[Any]:
+    """A function that sends a request to a service of these models, by GET or with fields by POST."""
+    batcher = Batcher(models, 100, unprepared)
+    app = application(models, batcher, Limits(), loopback=False)
+
+    async def sent(path: str, fields: dict[str, object] | None) -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
+            if fields is None:
+                return await client.get(path)
+            return await client.post(path, json=fields)
+
+    try:
+        yield lambda path, **fields: asyncio.run(sent(path, fields or None))
+    finally:
+        batcher.close(20)
+
+
+def opened(source: str, target: str) -> Recorder:
+    """A model whose gate is open."""
+    model = Recorder(source, target)
+    model.gate.set()
+    return model
+
+
+def test_the_models_of_several_pairs_are_one_list_of_languages_and_the_pair_chooses_the_first() -> None:
+    models = [opened("en", "de"), opened("en", "fr"), opened("fr", "en"), opened("en", "de")]
+    with asking(models) as ask:
+        assert ask("/languages").json() == [
+            {"code": "en", "name": "en", "targets": ["de", "fr"]},
+            {"code": "fr", "name": "fr", "targets": ["en"]},
+        ]
+        for number, pair in enumerate([("en", "de"), ("en", "fr"), ("fr", "en")]):
+            answer = ask("/translate", q=f"text {number}", source=pair[0], target=pair[1])
+            assert answer.json() == {"translatedText": f"TEXT {number}"}
+    assert [model.batches for model in models] == [[["text 0"]], [["text 1"]], [["text 2"]], []]
+
+
+@pytest.mark.parametrize(("source", "target"), [("de", "en"), ("en", "es"), ("fr", "de")])
+def test_a_pair_that_no_model_has_is_refused_in_one_line_with_those_that_there_are(source: str, target: str) -> None:
+    models = [opened("en", "de"), opened("fr", "en"), opened("en", "fr")]
+    with asking(models) as ask:
+        answer = ask("/translate", q="a", source=source, target=target)
+    assert answer.status_code == 400
+    assert answer.json() == {
+        "error": f"'{source}' to '{target}' is not supported: the models here translate en to de, en to fr, fr to en"
+    }
+    assert not any(model.batches for model in models)
+
+
+@pytest.mark.parametrize(
+    ("tags", "pairs"), [(True, [("en", "de"), ("en", "fr"), ("nl", "fr")]), (False, [("en", "de")])]
+)
+def test_only_a_model_with_language_tags_translates_into_the_other_targets_of_its_corpora(
+    tags: bool, pairs: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    assert language_pairs(tiny(tmp_path, {"corpora": CORPORA, "data.language_tags": tags})) == pairs
+
+
+def test_the_target_that_is_asked_for_is_the_tag_that_the_model_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(translator: Translator, lines: Sequence[str], *_: object) -> list[list[Translation]]:
+        return [[Translation(source_text(translator.config, line), 0.0, 0.0)] for line in lines]
+
+    class Counting:
+        def encode(self, lines: Sequence[str]) -> list[list[int]]:
+            return [[4] * len(line.split()) for line in lines]
+
+    monkeypatch.setattr(served, "alternatives", read)
+    subwords: Any = Counting()
+    model: Any = torch.nn.Linear(1, 1)
+    config = tiny(tmp_path, {"corpora": CORPORA, "data.language_tags": True})
+    with asking(torch_models("run", Translator(config, model, subwords, subwords))) as ask:
+        assert ask("/languages").json() == [
+            {"code": "en", "name": "en", "targets": ["de", "fr"]},
+            {"code": "nl", "name": "nl", "targets": ["fr"]},
+        ]
+        for source, target in (("en", "fr"), ("en", "de"), ("nl", "fr")):
+            answer = ask("/translate", q="a house", source=source, target=target)
+            assert answer.json() == {"translatedText": f"<2{target}> a house"}
+        refused = ask("/translate", q="a house", source="nl", target="de")
+        assert refused.status_code == 400
+        assert refused.json()["error"].startswith("'nl' to 'de' is not supported: the models here translate en to de, ")
