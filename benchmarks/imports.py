@@ -104,7 +104,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             rows.append([name, *measured(name, Path(folder))])
         print(rows[-1], flush=True)
-    titles = ["", "parameters", "vocabulary", "folder", "import", "its memory", "load", "its memory", "logits apart"]
+    titles = ["", "parameters", "vocabulary", "folder", "import, CPU time", "its memory", "load, CPU time"]
+    titles += ["its memory", "logits apart"]
     print(markdown_table(titles, rows))
     print(
         f"\n{date.today()}, {hardware('cpu')}, {torch.get_num_threads()} threads; torch {torch.__version__}, "
