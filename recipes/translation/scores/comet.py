@@ -65,8 +65,9 @@ def _loaded(checkpoint: Path) -> Any:
             return comet.load_from_checkpoint(str(checkpoint), local_files_only=True)
     except UnpicklingError as error:
         raise ConfigError(
-            f"--comet: {checkpoint} contains more than weights and plain settings, which could run any code, and is "
-            "not loaded: save it again from a program that you trust, with its state_dict and hyper_parameters alone"
+            f"--comet: {checkpoint} is not loaded: it is no checkpoint, or contains more than weights and plain "
+            "settings, which could run any code: copy it anew, or save it again from a program that you trust, with its "
+            "state_dict and hyper_parameters alone"
         ) from error
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
