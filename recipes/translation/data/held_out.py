@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from recipes.translation.data.corpora import (
@@ -146,5 +147,8 @@ def _check_builtin(config: RunConfig, split: HeldOutSplit) -> None:
 
 
 def _all_from_files(config: RunConfig) -> bool:
-    """Return whether there are corpora, and none of them is the built-in one."""
-    return bool(config.corpora) and all(corpus.data.format != "builtin" for corpus in corpora_of(config))
+    """Return whether there are corpora, and none of them is the built-in one, or a teacher's translations of it."""
+    run = Path(config.run)
+    return bool(config.corpora) and all(
+        corpus.data.format != "builtin" and run not in Path(corpus.data.path).parents for corpus in corpora_of(config)
+    )
