@@ -66,7 +66,7 @@ def _loaded(checkpoint: Path) -> Any:
     except UnpicklingError as error:
         raise ConfigError(
             f"--comet: {checkpoint} is not loaded: it is no checkpoint, or contains more than weights and plain "
-            "settings, which could run any code: copy it anew, or save it again from a program that you trust, with its "
+            "settings, which could run any code: copy it anew, or save it again in a program you trust, with its "
             "state_dict and hyper_parameters alone"
         ) from error
     except Exception as error:
