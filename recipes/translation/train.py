@@ -48,6 +48,7 @@ from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.frozen import freeze
 from recipes.translation.training.layout import Axes, Layout, axes_of, devices_of
 from recipes.translation.training.lora import adapt, merged
+from recipes.translation.training.machine import return_free_memory
 from recipes.translation.training.outliers import Outliers
 from recipes.translation.training.positions import check_positions
 from recipes.translation.training.progress import Metrics, Progress
@@ -165,6 +166,7 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
                 save(translator, found.as_dict(), moments, state, ranks)
                 journal.validated(ordinary, found)
                 progress.validated(state, found, found.parts)
+                return_free_memory()
         if stopped_by:
             translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
             save(translator, {"step": state.step}, moments, state, ranks)

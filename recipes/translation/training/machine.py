@@ -5,6 +5,7 @@ These numbers differ between two runs that are equal in everything else, which i
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
@@ -60,6 +61,17 @@ def peak_memory(devices: Sequence[torch.device]) -> dict[str, int]:
         if device.type == "cuda":
             found[str(device)] = torch.cuda.max_memory_allocated(device)
     return found
+
+
+def return_free_memory() -> None:
+    """Return to the system what this process has freed; without glibc, whose allocator keeps it, do nothing.
+
+    Batches have tensors of many sizes, and the gaps between those that live longer are kept in the heap: in a thousand
+    steps of a small model with R-Drop on the CPU the resident set grew from 3 to 8 GB, and 0.5 GB were in use.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _peak_resident_set() -> int:
