@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import ctranslate2
+import torch
 
 from models import Hypothesis, default_limit, length_normaliser
 from models.hypotheses import best_first
@@ -31,11 +33,18 @@ class ExportedTranslator(NamedTuple):
 def load(
     folder: Path, device: str = "cpu", threads: int = 0, overrides: Mapping[str, object] | None = None
 ) -> ExportedTranslator:
-    """Read the model that `export --to ctranslate2` wrote; `threads` 0 takes CTranslate2's own choice."""
+    """Read the model that `export --to ctranslate2` wrote.
+
+    On a CPU `threads` batches are translated at the same time, each by one thread; 0 takes as many as torch. Several
+    threads for one batch were slower than one, for models of width 128 and 512 (docs/export.md).
+    """
     whole = verified_folder(folder)
     config, source, target = load_belongings(whole, overrides)
     try:
-        engine = ctranslate2.Translator(str(whole), device=device, intra_threads=threads)
+        batches = 1
+        if device == "cpu":
+            batches = threads or torch.get_num_threads()
+        engine = ctranslate2.Translator(str(whole), device=device, inter_threads=batches, intra_threads=1)
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{folder} cannot be opened by CTranslate2: {error}") from error
     return ExportedTranslator(config, engine, source, target)
@@ -100,9 +109,10 @@ def _search(
 ) -> list[ctranslate2.TranslationResult]:
     pieces = subwords.pieces()
     never = {PAD, *subwords.symbols.start}
+    share = math.ceil(len(sources) / engine.num_translators)
     found: list[ctranslate2.TranslationResult] = engine.translate_batch(
         sources,
-        max_batch_size=decoding.batch_sentences,
+        max_batch_size=min(decoding.batch_sentences, share),
         beam_size=decoding.beam,
         num_hypotheses=decoding.beam,
         length_penalty=0,

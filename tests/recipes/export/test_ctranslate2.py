@@ -58,6 +58,18 @@ def exported(
     return ctranslate2_engine.load(folder)
 
 
+def test_each_thread_translates_batches_of_its_own(subwords: Subwords, tmp_path: Path) -> None:
+    translator = random_translator(subwords, tmp_path / "run", {}, end=0.0)
+    alone = exported(translator, tmp_path / "exported")
+    three = ctranslate2_engine.load(tmp_path / "exported", threads=3)
+    assert alone.engine.num_translators == torch.get_num_threads()
+    assert three.engine.num_translators == 3
+    for count in (1, 2, 7, len(SENTENCES)):
+        some = SENTENCES[:count]
+        found = ctranslate2_engine.translate(three, some, translator.config.decoding)
+        assert found == translate(translator, some, translator.config.decoding)
+
+
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("tie", ["none", "target", "all"])
 def test_log_probabilities_and_greedy_translations_are_those_of_the_model(
