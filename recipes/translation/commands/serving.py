@@ -113,8 +113,6 @@ def exported_models(run: str, exported: Path, options: argparse.Namespace) -> li
     """Read what a run was exported to, and the run itself for alignments, where it is there."""
     require("ctranslate2")
 
-    import torch
-
     from recipes.translation.atomic_folder import model_folder, whole_folder
     from recipes.translation.export import ctranslate2_engine
     from recipes.translation.processes.ranks import ALONE
@@ -123,7 +121,7 @@ def exported_models(run: str, exported: Path, options: argparse.Namespace) -> li
     if not exported.exists():
         raise ConfigError(f"there is no {exported}; write it with {PROGRAM} export --run {run} --to ctranslate2")
     overrides = decoding_overrides(options)
-    found = ctranslate2_engine.load(exported, threads=torch.get_num_threads(), overrides=overrides)
+    found = ctranslate2_engine.load(exported, overrides=overrides)
     translator = None
     checkpoint = model_folder(run, options.checkpoint)
     if exported != Path(run) and whole_folder(checkpoint):

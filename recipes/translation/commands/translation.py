@@ -94,8 +94,6 @@ def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: ar
         raise ConfigError("--engine ctranslate2 uses threads, not several processes: start it without torchrun")
     require("ctranslate2")
 
-    import torch
-
     from recipes.translation.export import ctranslate2_engine
 
     folder = Path(options.run)
@@ -103,7 +101,7 @@ def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: ar
         folder /= "ctranslate2"
     if not folder.exists():
         raise ConfigError(f"there is no {folder}; write it with {PROGRAM} export --run {options.run} --to ctranslate2")
-    translator = ctranslate2_engine.load(folder, threads=torch.get_num_threads(), overrides=decoding_overrides(options))
+    translator = ctranslate2_engine.load(folder, overrides=decoding_overrides(options))
     decoding = translator.config.decoding
     if typing:
         for sentence in typed(f"{translator.config.data.source}> "):
