@@ -29,6 +29,8 @@ STUDENT: dict[str, object] = {
     "training.lora_rank": 0,
     "training.lora_alpha": 16,
     "training.r_drop": 0,
+    "training.risk_samples": 0,
+    "training.risk_weight": 0.75,
     "layout.data": 0,
     **{f"layout.{axis}": 1 for axis in ("shard", "vocab", "sequence")},
     "decoding.beam": 1,

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 from models import EncoderDecoder
 from recipes.translation.data.subwords import PAD
+from recipes.translation.training.by_device import summed_by_device
 
 
 class Teacher:
@@ -130,20 +131,13 @@ class DistillationLoss(nn.Module):
             divergence = self._divergence(self.generator, hidden, target, teacher)
         else:
             assert not isinstance(teacher, Tensor)
-            divergence = self._over_devices(_by_device(hidden, target, teacher))
+            shares = _by_device(hidden, target, teacher)
+            divergence = summed_by_device(self._divergence, self.generator, shares)
         total = self.weight * self.temperature**2 * divergence.total
         if self.weight == 1:
             return seqpar.TokenLoss(total, divergence.tokens)
         usual: seqpar.TokenLoss = self.usual(hidden, target)
         return usual._replace(total=(1 - self.weight) * usual.total + total)
-
-    def _over_devices(self, shares: Sequence[_Rows]) -> seqpar.TokenLoss:
-        devices = [share.hidden_BTD.device for share in shares]
-        generators = seqpar.replicate(self.generator, devices)
-        arguments = [(generator, *share) for generator, share in zip(generators, shares, strict=True)]
-        losses = seqpar.parallel_apply([self._divergence] * len(shares), arguments, devices=devices)
-        moved = [seqpar.TokenLoss(loss.total.to(devices[0]), loss.tokens.to(devices[0])) for loss in losses]
-        return sum(moved[1:], start=moved[0])
 
     def _divergence(
         self, generator: nn.Linear, hidden_BTD: Tensor, target_BT: Tensor, teacher_BTE: Tensor

@@ -29,7 +29,7 @@ from models.recurrent import RecurrentEncoderDecoder
 from models.sharding import cut, cut_of, join_over, split_time_steps, split_weights
 from models.transformer import DecoderLayer, EncoderLayer
 from recipes.translation.data.batches import Batch
-from recipes.translation.data.subwords import PAD
+from recipes.translation.data.subwords import PAD, Subwords
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.settings.config import ConfigError, LayoutConfig, RunConfig, TrainingConfig
 from recipes.translation.training.distillation import Teacher
@@ -153,6 +153,7 @@ class Layout:
         devices: from `devices_of`.
         ranks: the processes.
         teacher: the model to learn from, whole, with the same weights on every rank.
+        target: the target's subwords, for training with minimum risk.
 
     Raises:
         ConfigError: a layout that does not fit the model.
@@ -166,6 +167,7 @@ class Layout:
         devices: list[torch.device],
         ranks: Ranks,
         teacher: EncoderDecoder | None = None,
+        target: Subwords | None = None,
     ) -> None:
         self.settings = config.training
         self.axes = axes
@@ -181,7 +183,7 @@ class Layout:
         beside = None
         if teacher is not None:
             beside = Teacher(teacher, devices, self.groups.sequence)
-        objective = objective_of(self.settings, beside)
+        objective = objective_of(config, beside, target)
         if ranks.world == 1:
             self.forward = self.whole_forward(model, objective)
         else:

@@ -14,9 +14,10 @@ from torch import nn
 
 import seqpar
 from models import EncoderDecoder
-from recipes.translation.data.subwords import PAD
-from recipes.translation.settings.config import TrainingConfig
+from recipes.translation.data.subwords import PAD, Subwords
+from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
+from recipes.translation.training.minimum_risk import RiskLoss, SentenceBleu, Utility, WithSamples
 from recipes.translation.training.r_drop import BothLogits, RDrop, TwoPasses
 
 
@@ -80,6 +81,30 @@ class RDropObjective(CrossEntropyObjective):
         return self.of(BothLogits(model.generator), criterion, devices, vocab)
 
 
+class MinimumRiskObjective(CrossEntropyObjective):
+    """The usual loss, and the risk of translations that the model samples."""
+
+    def __init__(self, settings: TrainingConfig, utility: Utility, start: tuple[int, ...]) -> None:
+        super().__init__(settings)
+        self.utility = utility
+        self.start = start
+
+    def passes(self, model: EncoderDecoder) -> nn.Module:
+        """Return passes of the targets and of the samples."""
+        return WithSamples(model, self.utility, self.settings.risk_samples, self.start)
+
+    def loss(
+        self, model: EncoderDecoder, devices: Sequence[torch.device] | None, vocab: seqpar.VocabShard | None
+    ) -> nn.Module:
+        """Return the weighted sum of loss and risk."""
+        return RiskLoss(
+            self.of(model.generator, self.criterion(), devices, vocab),
+            model.generator,
+            weight=self.settings.risk_weight,
+            chunk_tokens=self.settings.chunk_tokens,
+        )
+
+
 class DistillationObjective(CrossEntropyObjective):
     """The usual loss, and the divergence from a teacher's predictions."""
 
@@ -106,10 +131,15 @@ class DistillationObjective(CrossEntropyObjective):
         )
 
 
-def objective_of(settings: TrainingConfig, teacher: Teacher | None) -> Objective:
-    """Return the objective of the settings."""
+def objective_of(config: RunConfig, teacher: Teacher | None, target: Subwords | None) -> Objective:
+    """Return the objective of the settings; minimum risk needs the target's subwords."""
+    settings = config.training
     if teacher is not None:
         return DistillationObjective(settings, teacher)
     if settings.r_drop:
         return RDropObjective(settings)
+    if settings.risk_samples:
+        assert target is not None
+        utility = SentenceBleu(target, config.data)
+        return MinimumRiskObjective(settings, utility, target.symbols.start)
     return CrossEntropyObjective(settings)
