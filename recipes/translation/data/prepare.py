@@ -36,11 +36,16 @@ def prepare(config: RunConfig) -> tuple[Subwords, Subwords]:
         ready = verified_folder(folder)
     else:
         print(f"[prepare] subword models of {folder} reused", flush=True)
-    names = ("source", "target")
-    if config.subwords.joint:
-        names = ("joint", "joint")
+    names = _names(config.subwords)
     models = {name: Subwords.load(ready / f"{name}.model") for name in set(names)}
     return models[names[0]], models[names[1]]
+
+
+def _names(subwords: SubwordConfig) -> tuple[str, str]:
+    """Return the names of the models of source and target."""
+    if subwords.joint:
+        return "joint", "joint"
+    return "source", "target"
 
 
 def _settings(config: RunConfig) -> dict[str, object]:
@@ -92,9 +97,9 @@ def _train(config: RunConfig, folder: Path, settings: dict[str, object]) -> None
             # Only sources have tags
             train_subwords(sentences, new / name, config.subwords, () if name == "target" else tags)
         if config.subwords.kind == "word":
-            names = dict(zip(("source", "target"), [*texts] * 2, strict=False))
-            for side, sentences in (("source", sources), ("target", targets)):
-                print(f"[prepare] {side}: {_unknown(new / f'{names[side]}.model', sentences)}", flush=True)
+            of_source, of_target = _names(config.subwords)
+            print(f"[prepare] source: {_unknown(new / f'{of_source}.model', sources)}", flush=True)
+            print(f"[prepare] target: {_unknown(new / f'{of_target}.model', targets)}", flush=True)
         (new / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     print(f"[prepare] written to {folder} in {time.monotonic() - start:.1f} s", flush=True)
 

@@ -11,9 +11,11 @@ from recipes.translation.data.segmentations import BLANK
 from recipes.translation.settings.config import ConfigError, SubwordConfig
 
 UNKNOWN = "<unk>"
-"""How a word outside the vocabulary is written; such a word of a text is outside every vocabulary."""
+"""How a word outside the vocabulary is written."""
 SPECIAL = 4
 """Padding, the unknown word, start and end symbol, which are part of `subwords.vocab_size`."""
+RESERVED = (UNKNOWN, "<pad>", "<s>", "</s>", "\u2585")
+"""What sentencepiece keeps for itself: a word of a text that contains one of these is unknown."""
 
 
 def chosen_words(sentences: Iterable[str], config: SubwordConfig, symbols: Sequence[str] = ()) -> dict[str, int]:
@@ -27,12 +29,9 @@ def chosen_words(sentences: Iterable[str], config: SubwordConfig, symbols: Seque
     counts = counted_words(sentences)
     if not counts:
         return {}
-    del counts[UNKNOWN]
-    often = max(counts.values(), default=1)
-    for symbol in symbols:
-        del counts[symbol]
+    often = max(counts.values())
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    frequent = [item for item in ranked if item[1] >= config.min_count]
+    frequent = [item for item in ranked if item[1] >= config.min_count and is_word(item[0]) and item[0] not in symbols]
     kept = frequent[: max(config.vocab_size - SPECIAL - len(symbols), 0)]
     if not kept:
         raise ConfigError(
@@ -41,6 +40,11 @@ def chosen_words(sentences: Iterable[str], config: SubwordConfig, symbols: Seque
             f"{SPECIAL + len(symbols):,} places are taken by special words and symbols"
         )
     return {**dict.fromkeys(symbols, often), **dict(kept)}
+
+
+def is_word(word: str) -> bool:
+    """Return whether a word of a text can be in a vocabulary."""
+    return not any(name in word for name in RESERVED)
 
 
 def counted_words(sentences: Iterable[str]) -> Counter[str]:
