@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from models import Phrase
 from recipes.translation.data.model_text import target_text
 from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.data.subwords import UNK
 from recipes.translation.run_folder.checkpoint import Translator
 
 BLANK = "▁"
@@ -17,7 +18,18 @@ BLANK = "▁"
 def prefix_ids(translator: Translator, prefixes: Sequence[str], sentences: Sequence[str]) -> list[list[int]]:
     """Return the subwords of each beginning, that of the translation of its sentence."""
     config = translator.config
-    return translator.target.encode([target_text(config, *each) for each in zip(prefixes, sentences, strict=True)])
+    found = translator.target.encode([target_text(config, *each) for each in zip(prefixes, sentences, strict=True)])
+    for number, (ids, prefix) in enumerate(zip(found, prefixes, strict=True), start=1):
+        check_in_vocabulary(translator, ids, f"the beginning {prefix!r} of sentence {number:,}")
+    return found
+
+
+def check_in_vocabulary(translator: Translator, ids: Sequence[int], what: str) -> None:
+    """Raise DataError for a text that a model of whole words could only write as `<unk>`."""
+    if translator.target.by_words and UNK in ids:
+        raise DataError(
+            f"{what} has a word outside the vocabulary, which this model can only write as <unk>: leave the word out"
+        )
 
 
 def phrases_of(
@@ -38,6 +50,7 @@ def phrases_of(
 def phrase_of(translator: Translator, text: str, sentence: str, pieces: Sequence[str], where: str) -> Phrase:
     """Return one phrase of the sentence's translation as subwords."""
     ids = translator.target.encode([target_text(translator.config, text, sentence)])[0]
+    check_in_vocabulary(translator, ids, f"--constraints: {text!r} of {where}")
     if ids and pieces[ids[0]] == BLANK and not in_words(text[0]):
         ids = ids[1:]
     if not ids:
@@ -47,7 +60,10 @@ def phrase_of(translator: Translator, text: str, sentence: str, pieces: Sequence
 
 def word_boundaries(translator: Translator) -> list[int]:
     """Return the subwords that do not continue the word before them."""
-    return [number for number, piece in enumerate(translator.target.pieces()) if begins_anew(piece)]
+    pieces = translator.target.pieces()
+    if translator.target.by_words:
+        return list(range(len(pieces)))  # <unk> too is a word of its own
+    return [number for number, piece in enumerate(pieces) if begins_anew(piece)]
 
 
 def begins_anew(piece: str) -> bool:

@@ -12,12 +12,12 @@ from pathlib import Path
 from recipes.translation.atomic_folder import CheckpointError, replaced_folder, verified_folder
 from recipes.translation.data.corpora import check_symbols, each_corpus, identity, tags_of
 from recipes.translation.data.sentence_pairs import Pair
-from recipes.translation.data.subwords import Subwords, symbols_of, train_subwords
+from recipes.translation.data.subwords import UNK, Subwords, symbols_of, train_subwords
 from recipes.translation.settings.cleaning import CleaningConfig
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import RunConfig, SubwordConfig
 
 SETTINGS = "settings.json"
-SHAPING = ("vocab_size", "joint", "kind", "lowercase")
+SHAPING = ("vocab_size", "joint", "kind", "min_count", "lowercase")
 """The settings of `subwords` on which the models depend; those of sampling only use them."""
 
 
@@ -36,11 +36,16 @@ def prepare(config: RunConfig) -> tuple[Subwords, Subwords]:
         ready = verified_folder(folder)
     else:
         print(f"[prepare] subword models of {folder} reused", flush=True)
-    names = ("source", "target")
-    if config.subwords.joint:
-        names = ("joint", "joint")
+    names = _names(config.subwords)
     models = {name: Subwords.load(ready / f"{name}.model") for name in set(names)}
     return models[names[0]], models[names[1]]
+
+
+def _names(subwords: SubwordConfig) -> tuple[str, str]:
+    """Return the names of the models of source and target."""
+    if subwords.joint:
+        return "joint", "joint"
+    return "source", "target"
 
 
 def _settings(config: RunConfig) -> dict[str, object]:
@@ -51,6 +56,8 @@ def _settings(config: RunConfig) -> dict[str, object]:
     subwords = {name: getattr(config.subwords, name) for name in SHAPING}
     settings: dict[str, object] = {"data": identity(config), "subwords": subwords}
     # What is not set is left out: models of earlier versions, which did not have it, are still good
+    if config.subwords.min_count == SubwordConfig().min_count:
+        del subwords["min_count"]
     if symbols := symbols_of(config.subwords):
         settings["symbols"] = symbols
     if config.subwords.train_pairs:
@@ -84,14 +91,36 @@ def _train(config: RunConfig, folder: Path, settings: dict[str, object]) -> None
     texts = {"source": sources, "target": targets}
     if config.subwords.joint:
         texts = {"joint": sources + targets}
-    size = f"{config.subwords.vocab_size:,} {config.subwords.kind} subwords"
-    print(f"[prepare] {' and '.join(texts)}: {size} from {len(pairs):,} pairs", flush=True)
+    print(f"[prepare] {' and '.join(texts)}: {_what(config.subwords)} from {len(pairs):,} pairs", flush=True)
     with replaced_folder(folder) as new:
         for name, sentences in texts.items():
             # Only sources have tags
             train_subwords(sentences, new / name, config.subwords, () if name == "target" else tags)
+        if config.subwords.kind == "word":
+            of_source, of_target = _names(config.subwords)
+            print(f"[prepare] source: {_unknown(new / f'{of_source}.model', sources)}", flush=True)
+            print(f"[prepare] target: {_unknown(new / f'{of_target}.model', targets)}", flush=True)
         (new / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     print(f"[prepare] written to {folder} in {time.monotonic() - start:.1f} s", flush=True)
+
+
+def _what(subwords: SubwordConfig) -> str:
+    if subwords.kind == "word":
+        return f"at most {subwords.vocab_size:,} words that occur {subwords.min_count:,} times or more"
+    return f"{subwords.vocab_size:,} {subwords.kind} subwords"
+
+
+def _unknown(model: Path, sentences: list[str]) -> str:
+    """Describe how many words a vocabulary has, and how many of the text's it does not have."""
+    subwords = Subwords.load(model)
+    rows = subwords.encode(sentences)
+    total = sum(len(row) for row in rows)
+    unknown = sum(row.count(UNK) for row in rows)
+    share = 100 * unknown / max(total, 1)
+    return (
+        f"{len(subwords):,} words, special ones included; {unknown:,} of {total:,} running words ({share:.2f} %) are "
+        "outside, <unk>"
+    )
 
 
 def drawn(pairs: Iterable[Pair], count: int) -> list[Pair]:

@@ -7,7 +7,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -17,7 +17,8 @@ import sentencepiece
 from recipes.translation.data.placeholders import placeholder_symbols
 from recipes.translation.data.segmentations import BLANK, Sampler
 from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.data.sentencepiece_file import notes_of
+from recipes.translation.data.sentencepiece_file import kind_of_model, notes_of
+from recipes.translation.data.word_vocabulary import SPECIAL, UNKNOWN, as_training_text, chosen_words
 from recipes.translation.settings.config import ConfigError, SubwordConfig
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
@@ -61,26 +62,28 @@ def train_subwords(
     (256 of the subwords), so that no text is ever unknown. Each symbol and placeholder of the settings is one subword,
     and each of the `tags` together with the blank before it. Sentences above MAX_BYTES are left out, with a note on
     stderr. For a vocabulary that does not fit the text, ConfigError gives the size that would.
+
+    With `subwords.kind: word` the subwords are whole words, those of `chosen_words`, and every other word is unknown.
     """
     model = io.BytesIO()
     sentences = list(sentences)
-    if long := sum(len(sentence.encode()) > MAX_BYTES for sentence in sentences):
-        print(
-            f"[prepare] sentences above {MAX_BYTES:,} bytes, left out of the subwords' text: {long:,}", file=sys.stderr
-        )
+    if config.kind == "word":
+        words = chosen_words(sentences, config, [*tags, *symbols_of(config)])
+        sentences = as_training_text(words)
+        options = _options_of_words(words)
+    else:
+        _note_long(sentences)
+        options = _options_of_subwords(config, tags)
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),
             model_writer=model,
-            vocab_size=config.vocab_size,
             model_type=config.kind,
             pad_id=PAD,
             unk_id=UNK,
             bos_id=BOS,
             eos_id=EOS,
-            user_defined_symbols=[*(BLANK + tag for tag in tags), *symbols_of(config)],
-            byte_fallback=True,
-            character_coverage=0.9999,  # leaves out rare characters of a large corpus, and none of a small one
+            **options,
             max_sentence_length=MAX_BYTES,
             num_threads=4,  # fixed, because the rounding of sums over threads changes the result
             minloglevel=2,
@@ -92,6 +95,35 @@ def train_subwords(
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_bytes(model.getvalue())
     os.replace(unfinished, path)  # in one step: a process that is killed leaves no half of a model
+
+
+def _note_long(sentences: Sequence[str]) -> None:
+    if long := sum(len(sentence.encode()) > MAX_BYTES for sentence in sentences):
+        print(
+            f"[prepare] sentences above {MAX_BYTES:,} bytes, left out of the subwords' text: {long:,}", file=sys.stderr
+        )
+
+
+def _options_of_subwords(config: SubwordConfig, tags: Sequence[str]) -> dict[str, object]:
+    """Return the options of sentencepiece's trainer for pieces of words."""
+    return {
+        "vocab_size": config.vocab_size,
+        "user_defined_symbols": [*(BLANK + tag for tag in tags), *symbols_of(config)],
+        "byte_fallback": True,
+        "character_coverage": 0.9999,  # leaves out rare characters of a large corpus, and none of a small one
+    }
+
+
+def _options_of_words(words: Mapping[str, int]) -> dict[str, object]:
+    """Return the options of sentencepiece's trainer for all of these words, given with their counts."""
+    return {
+        "vocab_size": SPECIAL + len(words),
+        "hard_vocab_limit": False,
+        "use_all_vocab": True,
+        "input_format": "tsv",
+        "character_coverage": 1.0,
+        "unk_surface": f" {UNKNOWN}",
+    }
 
 
 def symbols_of(config: SubwordConfig) -> list[str]:
@@ -138,6 +170,7 @@ class Subwords:
         self.symbols = ORDINARY
         self._size = int(processor.get_piece_size())
         self._imported = bool(notes)
+        self.by_words = not notes and kind_of_model(self.serialized()) == "word"
         if notes:
             self.symbols = Symbols(*(tuple(cast(list[int], notes[name])) for name in Symbols._fields))
             self._size = cast(int, notes["size"])
@@ -171,10 +204,23 @@ class Subwords:
 
     def encode(self, sentences: list[str], threads: int = 1) -> list[list[int]]:
         """Encode each sentence as ids, without start and end symbol."""
+        if self.by_words:
+            rows: list[list[str]] = self._processor.encode(sentences, out_type=str, num_threads=threads)
+            return [self._word_ids(row) for row in rows]
         ids: list[list[int]] = self._processor.encode(sentences, num_threads=threads)
         if not self._imported:
             return ids
         return [self._by_text(sentence, row) for sentence, row in zip(sentences, ids, strict=True)]
+
+    def _word_ids(self, pieces: Sequence[str]) -> list[int]:
+        """Return one id for each word: sentencepiece has a single piece for unknown words that follow each other."""
+        found: list[int] = []
+        for piece in pieces:
+            if piece in self._ids:
+                found.append(self._ids[piece])
+            else:
+                found += [UNK] * piece.count(BLANK)
+        return found
 
     def _by_text(self, sentence: str, ids: list[int]) -> list[int]:
         """Return the ids of an imported model's subwords by their text, as those who trained it have found them.
@@ -212,10 +258,12 @@ class Subwords:
         return Sampler(self._processor)
 
     def decode(self, ids: list[list[int]]) -> list[str]:
-        """Decode each list of ids; padding, start and end symbol are ignored."""
+        """Decode each list of ids; padding, start and end symbol are ignored, and an unknown word is `<unk>`."""
         if not ids:
             return []
         sentences: list[str] = self._processor.decode(ids, num_threads=1)
+        if self.by_words:
+            return [sentence.removeprefix(" ") for sentence in sentences]  # an unknown word has its blank before it
         return sentences
 
     def pieces(self) -> list[str]:

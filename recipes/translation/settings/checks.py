@@ -20,6 +20,7 @@ def check_together(config: RunConfig) -> None:
             f"subwords.sampling is {subwords.sampling:g}: for subwords.kind bpe it is the probability of leaving out a "
             "merge, and must be below 1 (0.1 is usual)"
         )
+    check_words(config)
     capitals = [symbol for symbol in subwords.symbols if symbol != symbol.lower()]
     if subwords.lowercase and capitals:
         raise ConfigError(
@@ -56,6 +57,29 @@ def check_together(config: RunConfig) -> None:
     for name in training.freeze:
         if name not in PARTS:
             raise ConfigError(f"training.freeze names {name!r}; it can name {', '.join(PARTS)}")
+
+
+def check_words(config: RunConfig) -> None:
+    """Raise ConfigError for settings that a vocabulary of whole words excludes, or needs."""
+    subwords = config.subwords
+    if subwords.kind != "word":
+        if subwords.min_count > 1:
+            raise ConfigError(
+                f"subwords.min_count is {subwords.min_count}, but subwords.kind is {subwords.kind}, which spells rare "
+                "words in pieces: set subwords.kind word, or leave subwords.min_count out"
+            )
+        return
+    if subwords.sampling:
+        raise ConfigError(
+            f"subwords.sampling is {subwords.sampling:g}, but subwords.kind is word: a word is never divided, so there "
+            "is nothing to sample; set subwords.sampling 0, or subwords.kind bpe or unigram"
+        )
+    if config.training.risk_samples:
+        raise ConfigError(
+            f"training.risk_samples is {config.training.risk_samples}, but subwords.kind is word: an <unk> would be "
+            "right wherever the reference has a word outside the vocabulary; set training.risk_samples 0, or "
+            "subwords.kind bpe or unigram"
+        )
 
 
 def check_decoder_only(config: RunConfig) -> None:

@@ -192,6 +192,13 @@ def test_null_keeps_the_preset(written: Callable[[str], Path]) -> None:
         ("training: {label_smoothing: 1}", ["below 1"]),
         ("subwords: {joint: 1}", ["subwords.joint", "true or false"]),
         ("subwords: {vocab_size: 100}", ["from 261 up"]),
+        ("subwords: {min_count: 0}", ["subwords.min_count", "from 1 up"]),
+        ("subwords: {kind: bpe, min_count: 2}", ["subwords.min_count is 2", "kind is bpe", "set subwords.kind word"]),
+        ("subwords: {kind: word, sampling: 0.1}", ["subwords.sampling is 0.1", "never divided", "sampling 0"]),
+        (
+            "subwords: {kind: word}\ntraining: {risk_samples: 4, start_from: runs/a}",
+            ["training.risk_samples is 4", "subwords.kind is word", "<unk>", "risk_samples 0"],
+        ),
         ("data: {format: txt}", ["data.format", "builtin, text, tsv", "did you mean text?"]),
         ("data: {train: [[a]]}", ["data.train", "a list, each text"]),
         ("data: {path: null}", ["data.path", "text", "got nothing"]),
