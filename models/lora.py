@@ -97,6 +97,11 @@ def without_lora(model: Model) -> Model:
     return plain
 
 
+def has_lora(tensors: Mapping[str, Tensor]) -> bool:
+    """Tell whether there are matrices of LoRA among a model's tensors."""
+    return any(name.endswith(".lora_A") for name in tensors)
+
+
 @torch.no_grad()
 def merged_tensors(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
     """Return the tensors of `without_lora(model)`, given those of the model by their names."""

@@ -1,7 +1,7 @@
 """Sampling of translations: by temperature, from the most probable tokens, or from the nucleus.
 
 Shapes: B sentences, N samples of each, R = rows still being sampled (B x N at first), C tokens to draw from, T target
-time so far, V vocabulary.
+time so far, W blocks of the vocabulary, M tokens of a block, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.candidates import Beams, logits_blocks
+from models.candidates import BLOCK, Beams, best_tokens, logits_blocks, maxima_and_totals
 from models.decoding import check_alive
 from models.decoding_rules import Forbidden, Rule, Task
 from models.ensemble import Batch, Models, Start, evaluating, members
@@ -107,16 +107,19 @@ def extended(
     hiddens = batch.next_hidden(beams.prefixes[:, 0, -1])
     tokens: list[Tensor] = []
     scores = []
+    start = 0
     for block in logits_blocks(batch, beams, hiddens):
         logits_RV = block.logits
+        end = start + len(logits_RV)
         # Before anything is forbidden: log p = z - log sum exp z over the whole vocabulary
-        total_R = logits_RV.logsumexp(-1)
+        _, total_R = maxima_and_totals(logits_RV)
         forbidden.mask(logits_RV, block.prefixes, block.sentences)
-        check_alive(logits_RV, block.sentences)
-        start = sum(len(found) for found in tokens)
-        token_R = draw(logits_RV, uniform_R[start : start + len(logits_RV)], temperature, top_k, top_p)
+        if forbidden.rules:
+            check_alive(logits_RV, block.sentences)
+        token_R = draw(logits_RV, uniform_R[start:end], temperature, top_k, top_p)
         tokens.append(token_R)
         scores.append(logits_RV.gather(1, token_R[:, None])[:, 0] - total_R)
+        start = end
     prefixes_R1T = torch.cat((beams.prefixes, torch.cat(tokens)[:, None, None]), dim=2)
     return Beams(prefixes_R1T, beams.scores + torch.cat(scores)[:, None])
 
@@ -124,23 +127,104 @@ def extended(
 def draw(logits_RV: Tensor, uniform_R: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
     """Return the token at which the cumulative probability exceeds a uniform number from [0, 1): (R,).
 
-    In float64: the rounding errors of a float32 sum over a large vocabulary are larger than many of its probabilities.
+    The probabilities have the precision of the logits; their cumulative sums are in float64, since the rounding errors
+    of a float32 sum over a large vocabulary are larger than many of its probabilities.
     """
-    scaled_RC = logits_RV.double() / temperature
-    tokens_RC = None
-    if top_k is not None or top_p < 1:
-        vocab = scaled_RC.size(1)
-        scaled_RC, tokens_RC = scaled_RC.topk(min(top_k or vocab, vocab))
-    p_RC = scaled_RC.softmax(-1)
+    found = [
+        drawn_from_rows(rows_RV, uniform, temperature, top_k, top_p)
+        for rows_RV, uniform in zip(logits_RV.split(ROWS), uniform_R.split(ROWS), strict=True)
+    ]
+    return torch.cat(found)
+
+
+ROWS = 64
+"""Rows whose tokens are drawn at a time: so few that their probabilities fit into a cache."""
+
+
+def drawn_from_rows(logits_RV: Tensor, uniform_R: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
+    """Return the token drawn in each of a few rows, (R,)."""
+    scaled_RV = logits_RV
+    if temperature != 1:
+        # The largest becomes 0 first, so that no quotient overflows
+        scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / max(temperature, COLDEST)
+    if top_k is None and top_p == 1:
+        return first_exceeding(scaled_RV.softmax(-1), uniform_R)
+    p_RC, tokens_RC = most_probable(scaled_RV, top_k, top_p)
     if top_p < 1:
         # A token belongs to the nucleus if the more probable ones do not reach p without it
         p_RC = p_RC.masked_fill(p_RC.cumsum(-1) - p_RC >= top_p, 0)
-    cumulative_RC = p_RC.cumsum(-1)
-    # The first of which more than u of the total lies at or before it; so none of probability 0 is drawn
-    drawn_R1 = torch.searchsorted(cumulative_RC, uniform_R[:, None] * cumulative_RC[:, -1:], right=True)
-    if tokens_RC is None:
-        return drawn_R1[:, 0]
-    return tokens_RC.gather(1, drawn_R1)[:, 0]
+    drawn_R = first_exceeding(p_RC, uniform_R)
+    return tokens_RC.gather(1, drawn_R[:, None])[:, 0]
+
+
+COLDEST = 1e-30
+"""A lower temperature has the same effect, and as a float32 it might be 0."""
+
+
+def first_exceeding(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    """Compute `torch.searchsorted(c, u * c[:, -1:], right=True)` with `c = p_RV.double().cumsum(-1)`: (R,).
+
+    Blocks of the vocabulary are added up first. The block is found by a cumulative sum over their probabilities, the
+    token by one over the block's own, of which it takes the part that u took of the block. So each token is drawn with
+    its probability, to the relative precision of p, however improbable it is. One of probability 0 never is.
+    """
+    rows, vocab = p_RV.shape
+    whole = vocab // BLOCK * BLOCK
+    sums_RW = p_RV[:, :whole].reshape(rows, -1, BLOCK).sum(-1)
+    if whole < vocab:
+        sums_RW = torch.cat((sums_RW, p_RV[:, whole:].sum(-1, keepdim=True)), 1)
+    block_R1, rest_R1 = found_at(sums_RW, uniform_R[:, None])
+    inside_RM = block_R1 * BLOCK + torch.arange(min(BLOCK, vocab), device=p_RV.device)
+    # The last block may be shorter; what is read beyond its end counts nothing
+    inside_p_RM = p_RV.gather(1, inside_RM.clamp(max=vocab - 1)).masked_fill(inside_RM >= vocab, 0)
+    token_R1, _ = found_at(inside_p_RM, rest_R1)
+    return (block_R1 * BLOCK + token_R1)[:, 0]
+
+
+BELOW_ONE = 1 - 2**-53
+"""The largest float64 below 1."""
+
+
+def found_at(p_RC: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the cumulative sum exceeds u of the total, and which part of that entry lies below u: two (R, 1).
+
+    The part is in [0, 1). The first entry of whose sum more than u of the total lies at or before it is never 0.
+    """
+    cumulative_RC = p_RC.cumsum(-1, dtype=torch.float64)
+    target_R1 = uniform_R1 * cumulative_RC[:, -1:]
+    index_R1 = torch.searchsorted(cumulative_RC, target_R1, right=True)
+    end_R1 = cumulative_RC.gather(1, index_R1)
+    start_R1 = cumulative_RC.gather(1, (index_R1 - 1).clamp(min=0)).masked_fill(index_R1 == 0, 0)
+    # Rounding may make the quotient 1
+    return index_R1, ((target_R1 - start_R1) / (end_R1 - start_R1)).clamp(max=BELOW_ONE)
+
+
+def most_probable(scaled_RV: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
+    """Return the most probable tokens' probabilities in float64, best first, and the tokens themselves: two (R, C).
+
+    With `top_k` there are so many, and their probabilities sum to 1. Otherwise there are enough to reach p.
+    """
+    vocab = scaled_RV.size(1)
+    count = NUCLEUS
+    if top_k is not None:
+        count = top_k
+    if count * BLOCK >= vocab:
+        best_RC, tokens_RC = scaled_RV.topk(min(top_k or vocab, vocab))
+        return best_RC.double().softmax(-1), tokens_RC
+    maxima_RW, total_R = maxima_and_totals(scaled_RV)
+    zero_R1 = scaled_RV.new_zeros(len(scaled_RV), 1)
+    best_RC, tokens_RC = best_tokens(zero_R1, zero_R1, scaled_RV, maxima_RW, count)
+    if top_k is not None:
+        return best_RC.double().softmax(-1), tokens_RC
+    p_RC = (best_RC.double() - total_R[:, None]).exp()
+    if bool((p_RC.sum(-1) < top_p).any()):
+        best_RC, tokens_RC = scaled_RV.sort(-1, descending=True)
+        return best_RC.double().softmax(-1), tokens_RC
+    return p_RC, tokens_RC
+
+
+NUCLEUS = 64
+"""Tokens among which a nucleus is looked for before the whole vocabulary is sorted."""
 
 
 def hypothesis_of(beams: Beams, row: int, eos: int) -> Hypothesis:

@@ -17,7 +17,7 @@ from recipes.translation.importing.architectures import published, sizes_of
 from recipes.translation.importing.folder import Folder, Weights
 from recipes.translation.importing.tokenizer import Tokenizer, read_tokenizer
 from recipes.translation.importing.weights import our_weights
-from recipes.translation.run_folder.checkpoint import Translator, build_model, fill_model, save_model
+from recipes.translation.run_folder.checkpoint import Translator, fill_model, model_to_fill, save_model
 from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
 
 KNOWN = (
@@ -65,7 +65,7 @@ def read_model(folder: Path, run: Path, source: str = "", target: str = "") -> I
     weights = our_weights(Weights(files.tensors(), folder), sizes, tokenizer.source_ids, tokenizer.target_ids)
     config = run_config(published(settings, where).preset, sizes, tokenizer, generation, run)
     subwords = (_subwords(tokenizer.source), _subwords(tokenizer.target))
-    model = build_model(sizes, *subwords).to(weights["generator.weight"].dtype)
+    model = model_to_fill(sizes, *subwords).to(weights["generator.weight"].dtype)
     own = model.state_dict()
     tied = {name: tensor for name, tensor in own.items() if name not in _tied(sizes)}
     fill_model(model, {name: weights[name] for name in tied}, folder)

@@ -1,18 +1,19 @@
-"""The average of a run's last models: the arithmetic mean of their weights.
+"""The average of a run's last models, or of related runs: the arithmetic mean of their weights.
 
 Vaswani et al. 2017, "Attention Is All You Need", section 6.1: the reported models are averages of the last checkpoints.
+Wortsman et al. 2022, "Model soups": so are models that were trained on, in different ways, from the same weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from recipes.translation.atomic_folder import CheckpointError, sha256, whole_folder
+from recipes.translation.atomic_folder import CheckpointError, model_folder, sha256, whole_folder
 from recipes.translation.run_folder.checkpoint import (
     fill_model,
     load_facts,
@@ -24,6 +25,8 @@ from recipes.translation.run_folder.checkpoint import (
 )
 from recipes.translation.run_folder.kept_models import kept_in, kept_models
 from recipes.translation.run_folder.resume import MAY_CHANGE, flat, without_paths
+from recipes.translation.run_folder.start import sizes_and_subwords
+from recipes.translation.settings.config import RunConfig
 
 
 class Averaged(NamedTuple):
@@ -47,7 +50,25 @@ def average(run: Path, last: int | None = None, best: int | None = None) -> Aver
     if best is not None:
         better = best_first(kept)[:best]
         chosen = [folder for folder in kept if folder in better]
+    check_same(chosen, identity_of, "only models of one run can be averaged; move the others away")
     return write_average(run / "averaged", chosen)
+
+
+def average_of_runs(run: Path, models: Sequence[str]) -> Averaged:
+    """Write `<run>/averaged`, the mean of models of several runs, each named by its run (its best) or its own folder.
+
+    It has the settings of the last one. Raises CheckpointError where there is no model, or they do not belong together.
+    """
+    folders = [model_folder(name) for name in models]
+    for name, folder in zip(models, folders, strict=True):
+        if saved_config(folder) is None:
+            raise CheckpointError(
+                f"--models names {name}, but there is no trained model in {folder}: name the folder of a run, or of "
+                "one of its checkpoints"
+            )
+    check_same(folders, kin_of, "only models of the same sizes and subwords can be averaged")
+    check_related(folders)
+    return write_average(run / "averaged", folders)
 
 
 def check_enough(kept: Sequence[Path], last: int | None, best: int | None, run: Path) -> None:
@@ -80,7 +101,6 @@ def best_first(folders: Sequence[Path]) -> list[Path]:
 
 def write_average(target: Path, folders: Sequence[Path]) -> Averaged:
     """Write the mean of the models in `folders` to `target`, with the settings and subwords of the last one."""
-    check_same_run(folders)
     weights = mean_of_weights(folders)
     newest = load_translator(folders[-1])
     dtype = next(iter(weights.values())).dtype
@@ -126,17 +146,42 @@ def _shape_of(weights: Mapping[str, Tensor], name: str) -> str:
     return f"{tuple(weights[name].shape)} {weights[name].dtype}"
 
 
-def check_same_run(folders: Sequence[Path]) -> None:
-    """Raise CheckpointError unless all models were trained with the same settings and have the same subwords."""
-    first = identity_of(folders[0])
+def check_same(folders: Sequence[Path], facts_of: Callable[[Path], Mapping[str, object]], advice: str) -> None:
+    """Raise CheckpointError, naming the first difference, unless the facts of all models are the same."""
+    first = facts_of(folders[0])
     for folder in folders[1:]:
-        other = identity_of(folder)
+        other = facts_of(folder)
         for key in sorted(first.keys() | other.keys()):
             if first.get(key) != other.get(key):
                 raise CheckpointError(
-                    f"{key} is {other.get(key)!r} in {folder} and {first.get(key)!r} in {folders[0]}: only models of "
-                    "one run can be averaged; move the others away"
+                    f"{key} is {other.get(key)!r} in {folder} and {first.get(key)!r} in {folders[0]}: {advice}"
                 )
+
+
+LEAST_COSINE = 0.5
+"""Between the weights of related models. Trainings from different random weights have hardly more than 0, since random
+vectors of so many dimensions are orthogonal; a model and its continuation have 0.9 and more."""
+
+
+def check_related(folders: Sequence[Path]) -> None:
+    """Raise CheckpointError where a model's weights are far from the first one's: their mean would be no model.
+
+    What is compared are all matrices together, by the cosine of the angle between them; norms and biases begin alike in
+    every training.
+    """
+    first = load_weights(folders[0])
+    for folder in folders[1:]:
+        weights = load_weights(folder)
+        check_same_tensors(first, weights, folders[0], folder)
+        names = [name for name, tensor in first.items() if tensor.dim() > 1]
+        here, there = (torch.cat([tensors[name].flatten().double() for name in names]) for tensors in (first, weights))
+        cosine = float(torch.nn.functional.cosine_similarity(here, there, dim=0))
+        if cosine < LEAST_COSINE:
+            raise CheckpointError(
+                f"the weights of {folders[0]} and {folder} have a cosine of {cosine:.2f}, less than {LEAST_COSINE}: a "
+                "mean is a model only where one was trained on from the other (training.start_from), or both from a "
+                "third"
+            )
 
 
 def identity_of(folder: Path) -> dict[str, object]:
@@ -144,6 +189,17 @@ def identity_of(folder: Path) -> dict[str, object]:
     config = saved_config(folder)
     assert config is not None  # `kept_models` returns complete folders only
     settings = {name: value for name, value in flat(without_paths(config)).items() if name not in MAY_CHANGE}
+    return {**settings, **subwords_in(folder, config)}
+
+
+def kin_of(folder: Path) -> dict[str, object]:
+    """Return what related models share: the sizes and settings of the subwords, and these files' SHA-256."""
+    config = saved_config(folder)
+    assert config is not None  # `average_of_runs` has looked
+    return {**sizes_and_subwords(config), **subwords_in(folder, config)}
+
+
+def subwords_in(folder: Path, config: RunConfig) -> dict[str, str]:
+    """Return the SHA-256 of each subword model in a model's folder."""
     whole = whole_folder(folder) or folder
-    files = {f"the SHA-256 of {name}.model": sha256(whole / f"{name}.model") for name in subword_names(config)}
-    return {**settings, **files}
+    return {f"the SHA-256 of {name}.model": sha256(whole / f"{name}.model") for name in subword_names(config)}

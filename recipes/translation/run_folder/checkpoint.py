@@ -41,8 +41,9 @@ from models import (
     make_recurrent,
     make_transformer,
 )
-from models.lora import merged_tensors
+from models.lora import has_lora, merged_tensors
 from models.presets import Sizes
+from models.undrawn import undrawn
 from recipes.translation.atomic_folder import CheckpointError, replaced_folder, sha256, verified_folder, whole_folder
 from recipes.translation.data.subwords import PAD, Subwords
 from recipes.translation.settings.config import ConfigError, ModelConfig, RunConfig, load_config, save_config
@@ -120,6 +121,12 @@ def build_model(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDeco
         raise ConfigError(f"model: {error}") from error
 
 
+def model_to_fill(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDecoder:
+    """Build a model for `fill_model`: no weight is drawn, and the random numbers of the run stay where they are."""
+    with undrawn():
+        return build_model(sizes, source, target)
+
+
 WEIGHTS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
 """The dtype of weights and moments, by `training.precision`."""
 
@@ -191,18 +198,24 @@ def load_translator(
 ) -> Translator:
     """Read and verify the model in `folder`, in eval mode on `device`; `overrides` are those of `load_config`."""
     whole = verified_folder(folder)
-    weights = load_weights(folder)
+    weights = _merged_weights(whole)
     config, source, target = load_belongings(whole, overrides)
-    model = build_model(model_sizes(config.model), source, target)
+    model = model_to_fill(model_sizes(config.model), source, target)
     fill_model(model, weights, whole)
     return Translator(config, model.to(device).eval(), source, target)
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Read and verify the weights of the model in `folder`, in the dtype in which they were saved."""
-    whole = verified_folder(folder)
-    weights = _read_weights(whole)
-    return merged_tensors(weights, load_config(whole / "config.yaml").training.lora_alpha)
+    return _merged_weights(verified_folder(folder))
+
+
+def _merged_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the weights of a verified folder; LoRA's change is added to them."""
+    weights = _read_weights(folder)
+    if not has_lora(weights):
+        return weights
+    return merged_tensors(weights, load_config(folder / "config.yaml").training.lora_alpha)
 
 
 def load_facts(folder: Path) -> dict[str, Any]:

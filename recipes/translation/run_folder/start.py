@@ -75,8 +75,8 @@ def fitting_start(config: RunConfig) -> Path:
             f"training.start_from is {config.training.start_from}, but there is no trained model in {folder}: name "
             "the folder of a run, or of one of its checkpoints"
         )
-    given = _identity(config)
-    needed = _identity(theirs)
+    given = sizes_and_subwords(config)
+    needed = sizes_and_subwords(theirs)
     layers = _layers(theirs)
     fewer = {f"model.{stack}_layers" for stack, own in _layers(config).items() if own < layers.get(stack, 0)}
     for name in [*needed, *given]:  # an LSTM has other sizes than a Transformer
@@ -99,7 +99,7 @@ def _layers(config: RunConfig) -> dict[str, int]:
     return {stack: getattr(sizes, name) for stack, name in names.items() if hasattr(sizes, name)}
 
 
-def _identity(config: RunConfig) -> dict[str, object]:
+def sizes_and_subwords(config: RunConfig) -> dict[str, object]:
     """Return the settings without which weights mean nothing: those of the subwords, and all sizes of the model."""
     sizes = asdict(model_sizes(config.model))
     del sizes["dropout"]

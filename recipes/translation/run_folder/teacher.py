@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from models import EncoderDecoder
 from recipes.translation.atomic_folder import CheckpointError, model_folder, verified_folder, whole_folder
 from recipes.translation.data.prepare import SHAPING
@@ -14,12 +12,12 @@ from recipes.translation.data.subwords import Subwords
 from recipes.translation.run_folder.checkpoint import (
     WEIGHTS,
     TrainingState,
-    build_model,
     fill_model,
     fingerprint,
     load_belongings,
     load_weights,
     model_sizes,
+    model_to_fill,
     saved_config,
 )
 from recipes.translation.settings.config import ConfigError, RunConfig
@@ -80,9 +78,7 @@ def load_teacher(config: RunConfig, source: Subwords, target: Subwords) -> Teach
                 "and predictions of other subwords cannot be compared: choose a teacher with the same ones, or begin a "
                 "new run without training.start_from, which takes the teacher's"
             )
-    # The random weights, which are replaced, must not move the random numbers of the run
-    with torch.random.fork_rng(devices=[]):
-        model = build_model(model_sizes(theirs.model), source, target).to(WEIGHTS[settings.precision])
+    model = model_to_fill(model_sizes(theirs.model), source, target).to(WEIGHTS[settings.precision])
     fill_model(model, weights, folder)
     return TeacherModel(folder, model, fingerprint(weights))
 

@@ -126,11 +126,7 @@ def check_risk(config: RunConfig) -> None:
     training = config.training
     samples = training.risk_samples
     if not samples:
-        if training.risk_weight != TrainingConfig().risk_weight:
-            raise ConfigError(
-                f"training.risk_weight is {training.risk_weight:g}, but training.risk_samples is 0: set the number of "
-                "samples, or leave training.risk_weight out"
-            )
+        check_no_risk(training)
         return
     if samples == 1:
         raise ConfigError(
@@ -158,6 +154,17 @@ def check_risk(config: RunConfig) -> None:
             raise ConfigError(
                 f"training.risk_samples is {samples} and layout.{axis} {size}: translations are sampled from a whole "
                 "model; use layout.data, or set training.risk_samples 0"
+            )
+
+
+def check_no_risk(training: TrainingConfig) -> None:
+    """Raise ConfigError for a setting that matters with samples alone."""
+    for name in ("risk_weight", "risk_temperature"):
+        value = getattr(training, name)
+        if value != getattr(TrainingConfig(), name):
+            raise ConfigError(
+                f"training.{name} is {value:g}, but training.risk_samples is 0: set the number of samples, or leave "
+                f"training.{name} out"
             )
 
 

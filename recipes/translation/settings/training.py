@@ -92,7 +92,15 @@ class TrainingConfig:
             "loss, which is not computed for 1."
         ),
         Range(at_least=0),
-    ] = 0.75
+    ] = 0.9
+    risk_temperature: Annotated[
+        float,
+        Help(
+            "Divides the logits from which the samples are drawn: below 1 they are nearer to what a search would find, "
+            "and it is the risk of these that falls."
+        ),
+        Range(at_least=0.01),
+    ] = 0.5
     teacher: Annotated[
         str,
         Help(

@@ -1,13 +1,14 @@
 """Minimum-risk training: the model's own translations are made likelier as they are better than one another.
 
-With y_1 .. y_N sampled from p(y | x), and u_i the sentence-BLEU of y_i between 0 and 1, the loss of a sentence is
+With y_1 .. y_N sampled from p_T(y | x), whose logits are divided by a temperature T, and u_i the sentence-BLEU of y_i
+between 0 and 1, the loss of a sentence is
 
     (1 - w) CE  +  w / N sum_i (1 - u_i)
 
 with the usual loss CE of its tokens, and a weight w. The second part estimates the risk E[1 - u(y)] (Shen et al. 2016,
 equation 9); the gradient of this expectation is estimated, without bias, by that of
 
-    - w / N sum_i A_i log p(y_i | x)     with     A_i = u_i - 1 / (N - 1) sum_{j != i} u_j
+    - w / N sum_i A_i log p_T(y_i | x)     with     A_i = u_i - 1 / (N - 1) sum_{j != i} u_j
 
 (Williams 1992; the mean of the other samples as the baseline: Kool et al. 2019, section 3). The factors A_i are known
 before any logit of the samples is computed for a gradient, so this is a cross-entropy with token weights, and the
@@ -59,14 +60,18 @@ class WithSamples(nn.Module):
         model: the model in training, whole.
         utility: how good a sample is.
         samples: N, at least 2.
+        temperature: T, above 0.
         start: the symbols before a target.
     """
 
-    def __init__(self, model: EncoderDecoder, utility: Utility, samples: int, start: tuple[int, ...]) -> None:
+    def __init__(
+        self, model: EncoderDecoder, utility: Utility, samples: int, temperature: float, start: tuple[int, ...]
+    ) -> None:
         super().__init__()
         self.model = model
         self.utility = utility
         self.samples = samples
+        self.temperature = temperature
         self.start = start
 
     def forward(self, src: Tensor, tgt: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -94,7 +99,14 @@ class WithSamples(nn.Module):
         # As in `translate`, whatever the precision of training
         with torch.autocast(src.device.type, enabled=False):
             found = sample(
-                self.model, src, bos=self.start, eos=EOS, seeds=seeds, samples=self.samples, max_length=limits
+                self.model,
+                src,
+                bos=self.start,
+                eos=EOS,
+                seeds=seeds,
+                samples=self.samples,
+                temperature=self.temperature,
+                max_length=limits,
             )
         ended = [len(each.tokens) < limit for limit, row in zip(limits, found, strict=True) for each in row]
         return [each.tokens for row in found for each in row], ended
@@ -143,7 +155,8 @@ class RiskLoss(nn.Module):
     """The summed loss of a batch and of the samples of its sentences.
 
     The value is (1 - w) times the usual loss plus w times the mean risk of each sentence's samples. The gradient is
-    that of the plain equivalent, with `log_p` the log-probability (R,) of each different sample:
+    that of the plain equivalent, with `log_p` the log-probability (R,) of each different sample under
+    the logits divided by T:
 
         (1 - w) * usual - w * (factor * log_p).sum()
 
@@ -151,16 +164,24 @@ class RiskLoss(nn.Module):
         usual: the loss CE, of the same generator.
         generator: the projection.
         weight: w, from above 0 to 1, where CE is not computed and `nll` and `correct` are None.
+        temperature: T, that of the samples.
         chunk_tokens: the most tokens whose logits exist at once; None chooses by bytes.
     """
 
     def __init__(
-        self, usual: seqpar.LossCompute, generator: nn.Linear, *, weight: float, chunk_tokens: int | None = None
+        self,
+        usual: seqpar.LossCompute,
+        generator: nn.Linear,
+        *,
+        weight: float,
+        temperature: float,
+        chunk_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self.usual = usual
         self.generator = generator
         self.weight = weight
+        self.temperature = temperature
         self.chunk_tokens = chunk_tokens
 
     def forward(
@@ -192,6 +213,7 @@ class RiskLoss(nn.Module):
             target_RT,
             bias=generator.bias,
             ignore_index=PAD,
+            temperature=self.temperature,
             token_weight=weight_RT,
             chunk_tokens=self.chunk_tokens,
         )

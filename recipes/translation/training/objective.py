@@ -91,7 +91,8 @@ class MinimumRiskObjective(CrossEntropyObjective):
 
     def passes(self, model: EncoderDecoder) -> nn.Module:
         """Return passes of the targets and of the samples."""
-        return WithSamples(model, self.utility, self.settings.risk_samples, self.start)
+        settings = self.settings
+        return WithSamples(model, self.utility, settings.risk_samples, settings.risk_temperature, self.start)
 
     def loss(
         self, model: EncoderDecoder, devices: Sequence[torch.device] | None, vocab: seqpar.VocabShard | None
@@ -101,6 +102,7 @@ class MinimumRiskObjective(CrossEntropyObjective):
             self.of(model.generator, self.criterion(), devices, vocab),
             model.generator,
             weight=self.settings.risk_weight,
+            temperature=self.settings.risk_temperature,
             chunk_tokens=self.settings.chunk_tokens,
         )
 

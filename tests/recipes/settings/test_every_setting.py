@@ -156,6 +156,10 @@ CHANGES: dict[str, Sequence[Change]] = {
         Change(value, ("weights", "metrics"), beside={"training.start_from": "start", "training.risk_samples": 2})
         for value in (0.3, 1.0)
     ],
+    "training.risk_temperature": [
+        Change(1.0, ("weights", "metrics"), beside={"training.start_from": "start", "training.risk_samples": 2}),
+        Change(1.0, refused="training.risk_samples is 0"),
+    ],
     "training.teacher": [Change("start", ("weights", "metrics", "said"), ("batches", "subwords"))],
     "training.teacher_weight": [
         Change(0.3, ("weights", "metrics"), ("batches",), beside={"training.teacher": "start"}),

@@ -42,6 +42,7 @@ RISK: dict[str, Any] = {
     "training.chunk_tokens": 40,
     "training.risk_samples": 3,
     "training.risk_weight": 0.6,
+    "training.risk_temperature": 0.7,
 }
 
 
@@ -65,13 +66,22 @@ def log_p(logits: Tensor, target: Tensor) -> Tensor:
     st.integers(1, 5),
     st.integers(2, 9),
     st.sampled_from([0.1, 0.75, 1.0]),
+    st.sampled_from([0.5, 1.0, 2.0]),
     st.sampled_from([0.0, 0.1]),
     st.integers(1, 20),
     st.integers(0, 3),
     st.integers(0, 2**16),
 )
 def test_value_and_every_gradient_are_those_of_plain_pytorch(
-    rows: int, time: int, vocab: int, weight: float, smoothing: float, chunk: int, devices: int, seed: int
+    rows: int,
+    time: int,
+    vocab: int,
+    weight: float,
+    temperature: float,
+    smoothing: float,
+    chunk: int,
+    devices: int,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
     generator = nn.Linear(3, vocab).double()
@@ -85,7 +95,7 @@ def test_value_and_every_gradient_are_those_of_plain_pytorch(
     risks = [torch.rand((), dtype=torch.float64) for _ in range(shares)]
     criterion = seqpar.LabelSmoothing(smoothing, "torch", ignore_index=PAD)
     usual = seqpar.LossCompute(generator, criterion, ["cpu"] * devices or None, chunk)
-    engine = RiskLoss(usual, generator, weight=weight, chunk_tokens=chunk)
+    engine = RiskLoss(usual, generator, weight=weight, temperature=temperature, chunk_tokens=chunk)
     samples = {"sampled": sampled, "sampled_target": targets, "factor": factors, "risk": risks}
     if devices:
         found = engine(list(hidden.split(1)), target, **samples)
@@ -93,7 +103,7 @@ def test_value_and_every_gradient_are_those_of_plain_pytorch(
         found = engine(hidden, target, **{name: one for name, (one,) in samples.items()})
     ce = criterion(generator(hidden).flatten(0, 1), target.flatten())
     surrogate = -sum(
-        (factor * log_p(generator(states), ids)).sum()
+        (factor * log_p(generator(states) / temperature, ids)).sum()
         for states, ids, factor in zip(sampled, targets, factors, strict=True)
     )
     assert int(found.tokens) == int((target != PAD).sum())
@@ -165,14 +175,14 @@ def test_a_step_follows_the_gradient_of_its_own_samples(weight: float, base: Pat
     batch = corpus.train.batch(corpus.train.epoch(0)[0])
     torch.manual_seed(dropout_seed(config.training.seed, 0, 0))
     model.train()
-    module = WithSamples(model, SentenceBleu(translator.target, config.data), 3, (BOS,))
+    module = WithSamples(model, SentenceBleu(translator.target, config.data), 3, 0.7, (BOS,))
     hidden, samples = module(batch.src, batch.tgt_in)
     assert model.training
     usual = seqpar.LabelSmoothing(0.1, "torch", ignore_index=PAD)(
         model.generator(hidden).flatten(0, 1), batch.tgt_out.flatten()
     )
     logits = model.generator(samples["sampled"])
-    surrogate = -(samples["factor"] * log_p(logits, samples["sampled_target"])).sum()
+    surrogate = -(samples["factor"] * log_p(logits / 0.7, samples["sampled_target"])).sum()
     risk = float(samples["risk"])
     assert 0 < risk < len(batch.src)
     ((1 - weight) * usual + weight * surrogate).div(batch.tokens).backward()
@@ -189,13 +199,13 @@ def test_samples_are_drawn_without_dropout_from_the_whole_distribution(base: Pat
     src = translator.source.encode(["the big dog sees a cat"])
     src_1S = torch.tensor([[*src[0], EOS]])
     torch.manual_seed(0)
-    module = WithSamples(model, lambda drawn, _: torch.zeros(len(drawn), dtype=torch.float64), 1000, (BOS,))
+    module = WithSamples(model, lambda drawn, _: torch.zeros(len(drawn), dtype=torch.float64), 1000, 0.7, (BOS,))
     drawn, ended = module.drawn(src_1S)
     limit = default_limit(src_1S.size(1))
     assert [len(ids) < limit for ids in drawn] == ended
     model.eval()
     with torch.no_grad():
-        p_V = model.generator(model(src_1S, torch.tensor([[BOS]])))[0, 0].softmax(-1)
+        p_V = model.generator(model(src_1S, torch.tensor([[BOS]])))[0, 0].div(0.7).softmax(-1)
     first = torch.tensor([ids[0] if ids else EOS for ids in drawn])
     counts_V = torch.bincount(first, minlength=len(p_V))
     # Four standard deviations of a binomial
@@ -247,7 +257,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(made: Any, tmp_path:
 def test_autocast_changes_no_sample(base: Path) -> None:
     translator = load_translator(base / "best")
     src = torch.tensor([[*ids, EOS] for ids in translator.source.encode(["a cat sees the dog"])])
-    module = WithSamples(translator.model, SentenceBleu(translator.target, translator.config.data), 50, (BOS,))
+    module = WithSamples(translator.model, SentenceBleu(translator.target, translator.config.data), 50, 1.0, (BOS,))
     torch.manual_seed(0)
     drawn = module.drawn(src)
     torch.manual_seed(0)
@@ -260,7 +270,7 @@ def test_a_translation_that_reaches_the_limit_of_a_search_has_no_end(base: Path)
     with torch.no_grad():
         translator.model.generator.bias[EOS] = -1e4
     src = torch.tensor([[270, 280, EOS, PAD], [270, 280, 290, EOS]])
-    module = WithSamples(translator.model, SentenceBleu(translator.target, translator.config.data), 2, (BOS,))
+    module = WithSamples(translator.model, SentenceBleu(translator.target, translator.config.data), 2, 1.0, (BOS,))
     drawn, ended = module.drawn(src)
     assert ended == [False] * 4
     assert [len(ids) for ids in drawn] == [default_limit(3)] * 2 + [default_limit(4)] * 2
@@ -270,6 +280,7 @@ def test_samples_become_better(base: Path, tmp_path: Path) -> None:
     """A few steps on the risk alone raise the mean BLEU of the sentences' samples."""
     changes = {"training.risk_weight": 1.0, "training.steps": 12, "training.risk_samples": 8, "training.clip": 0}
     changes |= {"training.learning_rate": 2e-3, "training.precision": "float32", "training.start_from": str(base)}
+    changes |= {"training.risk_temperature": 1.0}
     config = tiny(tmp_path / "run", {**RISK, **changes})
     train(config)
     risks = []
@@ -278,7 +289,7 @@ def test_samples_become_better(base: Path, tmp_path: Path) -> None:
         corpus = load_corpus(config, subwords_of=run_subwords)
         batch = corpus.train.batch(corpus.train.epoch(0)[0])
         torch.manual_seed(0)
-        module = WithSamples(translator.model, SentenceBleu(translator.target, config.data), 64, (BOS,))
+        module = WithSamples(translator.model, SentenceBleu(translator.target, config.data), 64, 1.0, (BOS,))
         with torch.no_grad():
             _, samples = module(batch.src, batch.tgt_in)
         risks.append(float(samples["risk"]) / len(batch.src))
@@ -290,6 +301,10 @@ def test_samples_become_better(base: Path, tmp_path: Path) -> None:
     [
         ({"training.risk_samples": 1}, r"^training\.risk_samples is 1: a sample is compared with the others"),
         ({"training.risk_samples": 0}, r"^training\.risk_weight is 0\.6, but training\.risk_samples is 0: set"),
+        (
+            {"training.risk_samples": 0, "training.risk_weight": 0.9},
+            r"^training\.risk_temperature is 0\.7, but training\.risk_samples is 0: set",
+        ),
         ({"training.risk_weight": 0}, r"^training\.risk_weight is 0: it is the share of the risk in the loss, above"),
         ({"training.risk_weight": 1.5}, r"^training\.risk_weight is 1\.5: it is the share of the risk in the loss"),
         ({"training.start_from": ""}, r"^training\.risk_samples is 3, but training\.start_from names no model"),
