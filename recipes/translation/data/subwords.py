@@ -104,7 +104,7 @@ def _note_long(sentences: Sequence[str]) -> None:
         )
 
 
-def _options_of_subwords(config: SubwordConfig, tags: Sequence[str]) -> dict[str, object]:
+def _options_of_subwords(config: SubwordConfig, tags: Sequence[str]) -> dict[str, Any]:
     """Return the options of sentencepiece's trainer for pieces of words."""
     return {
         "vocab_size": config.vocab_size,
@@ -114,7 +114,7 @@ def _options_of_subwords(config: SubwordConfig, tags: Sequence[str]) -> dict[str
     }
 
 
-def _options_of_words(words: Mapping[str, int]) -> dict[str, object]:
+def _options_of_words(words: Mapping[str, int]) -> dict[str, Any]:
     """Return the options of sentencepiece's trainer for all of these words, given with their counts."""
     return {
         "vocab_size": SPECIAL + len(words),
