@@ -141,7 +141,9 @@ ROWS = 64
 """Rows whose tokens are drawn at a time: so few that their probabilities fit into a cache."""
 
 
-def drawn_from_rows(logits_RV: Tensor, uniform_R: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
+def drawn_from_rows(
+    logits_RV: Tensor, uniform_R: Tensor, temperature: float, top_k: int | None, top_p: float
+) -> Tensor:
     """Return the token drawn in each of a few rows, (R,)."""
     scaled_RV = logits_RV
     if temperature != 1:

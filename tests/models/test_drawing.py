@@ -1,4 +1,4 @@
-"""A token is drawn with its probability, however improbable, however large the vocabulary, and never at probability 0."""
+"""A token is drawn with its probability, however improbable, in vocabularies of any size; and never at 0."""
 
 from __future__ import annotations
 
