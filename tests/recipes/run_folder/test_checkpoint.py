@@ -24,6 +24,7 @@ from recipes.translation.atomic_folder import (
     verified_folder,
     whole_folder,
 )
+from recipes.translation.run_folder import checkpoint
 from recipes.translation.run_folder.checkpoint import (
     fill_model,
     load_translator,
@@ -191,6 +192,17 @@ def test_a_best_folder_alone_translates_as_the_run_did(run: Path, tmp_path: Path
         "model.safetensors",
         MANIFEST,
     }
+
+
+def test_a_model_is_verified_once_and_its_settings_are_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    for name in ("verified_folder", "load_config"):
+        function = getattr(checkpoint, name)
+        monkeypatch.setattr(
+            checkpoint, name, lambda *given, name=name, function=function: calls.append(name) or function(*given)
+        )
+    load_translator(run / "best")
+    assert calls == ["verified_folder", "load_config"]
 
 
 def test_a_tied_weight_is_stored_once_and_still_tied_when_read(run: Path) -> None:
