@@ -197,7 +197,7 @@ def found_at(p_RC: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
     index_R1 = torch.searchsorted(cumulative_RC, target_R1, right=True)
     end_R1 = cumulative_RC.gather(1, index_R1)
     start_R1 = cumulative_RC.gather(1, (index_R1 - 1).clamp(min=0)).masked_fill(index_R1 == 0, 0)
-    # Rounding may make the quotient 1
+    # The target is below the end, but both differences may be rounded to the same number
     return index_R1, ((target_R1 - start_R1) / (end_R1 - start_R1)).clamp(max=BELOW_ONE)
 
 
