@@ -5,8 +5,9 @@
 
 The model has random weights, as in `benchmarks.imports`, and is fine-tuned on sentences of the built-in corpus by the
 recipe's `train`. Each run is a process of its own. The first step is not timed; of the others the median counts, in the
-processor time of all threads together. Gradients and moments are counted at the end of the last step, and memory is the
-largest resident set, once up to that step, and once of the whole run, with its validation and what it writes.
+processor time of one thread, which other work on the machine does not change. Gradients and moments are counted at the
+end of the last step, and memory is the largest resident set, once up to that step, and once of the whole run, with its
+validation and what it writes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Step(NamedTuple):
     """The state of a process after an optimizer step."""
 
     seconds: float
-    """Processor time so far, of all threads."""
+    """Processor time so far."""
     trained: int
     """Parameters that are trained."""
     gradients: int
@@ -58,8 +59,8 @@ def main() -> None:
     )
     parser.add_argument("model", nargs="?", default="opus-mt-en-de", choices=MODELS)
     parser.add_argument("--rank", type=int, default=16, help="of A and B (default: 16)")
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps, the first of them untimed (default: 5)")
-    parser.add_argument("--tokens", type=int, default=1024, help="target tokens in a step (default: 1024)")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps, the first of them untimed (default: 3)")
+    parser.add_argument("--tokens", type=int, default=512, help="target tokens in a step (default: 512)")
     parser.add_argument("--folder", help="where the models are written, for as long as it takes")
     options = parser.parse_args()
     if options.steps < 2:
@@ -78,7 +79,7 @@ def main() -> None:
     print(markdown_table(titles, rows))
     print(
         f"\n{options.model}, steps of about {options.tokens:,} target tokens; {date.today()}, {hardware('cpu')}, "
-        f"{torch.get_num_threads()} threads; torch {torch.__version__}"
+        f"one thread; torch {torch.__version__}"
     )
 
 
@@ -128,6 +129,7 @@ def tuned(folder: Path, settings: Mapping[str, object]) -> list[Step]:
         "data.target": "de",
         "training.start_from": "base",
         "training.devices": "[cpu]",
+        "training.threads": 1,
         "training.validate_bleu": 0,
         "training.report": False,
         **settings,
