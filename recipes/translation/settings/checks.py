@@ -107,13 +107,8 @@ def check_teacher(training: TrainingConfig) -> None:
             "0 to 1"
         )
     if not training.teacher:
-        for name in ("teacher_weight", "teacher_temperature"):
-            value = getattr(training, name)
-            if value != getattr(TrainingConfig(), name):
-                raise ConfigError(
-                    f"training.{name} is {value:g}, but training.teacher names no model to learn from: name one, or "
-                    f"leave training.{name} out"
-                )
+        why = "training.teacher names no model to learn from: name one"
+        check_unset(training, ("teacher_weight", "teacher_temperature"), why)
     elif training.r_drop and training.teacher_weight:
         raise ConfigError(
             f"training.r_drop is {training.r_drop:g} and training.teacher {training.teacher}: each has a loss of its "
@@ -126,7 +121,8 @@ def check_risk(config: RunConfig) -> None:
     training = config.training
     samples = training.risk_samples
     if not samples:
-        check_no_risk(training)
+        why = "training.risk_samples is 0: set the number of samples"
+        check_unset(training, ("risk_weight", "risk_temperature"), why)
         return
     if samples == 1:
         raise ConfigError(
@@ -157,15 +153,12 @@ def check_risk(config: RunConfig) -> None:
             )
 
 
-def check_no_risk(training: TrainingConfig) -> None:
-    """Raise ConfigError for a setting that matters with samples alone."""
-    for name in ("risk_weight", "risk_temperature"):
+def check_unset(training: TrainingConfig, names: tuple[str, ...], why: str) -> None:
+    """Raise ConfigError for settings that do nothing; `why` says why, and what to do instead of leaving them out."""
+    for name in names:
         value = getattr(training, name)
         if value != getattr(TrainingConfig(), name):
-            raise ConfigError(
-                f"training.{name} is {value:g}, but training.risk_samples is 0: set the number of samples, or leave "
-                f"training.{name} out"
-            )
+            raise ConfigError(f"training.{name} is {value:g}, but {why}, or leave training.{name} out")
 
 
 def check_lora(config: RunConfig) -> None:
@@ -173,11 +166,7 @@ def check_lora(config: RunConfig) -> None:
     training = config.training
     rank = training.lora_rank
     if not rank:
-        if training.lora_alpha != TrainingConfig().lora_alpha:
-            raise ConfigError(
-                f"training.lora_alpha is {training.lora_alpha:g}, but training.lora_rank is 0: set the rank, or leave "
-                "training.lora_alpha out"
-            )
+        check_unset(training, ("lora_alpha",), "training.lora_rank is 0: set the rank")
     elif not training.start_from:
         raise ConfigError(
             f"training.lora_rank is {rank}, but training.start_from names no model: LoRA keeps the weights that a run "
