@@ -34,6 +34,7 @@ from recipes.translation.run_folder.checkpoint import (
     check_moments,
     fill_model,
     model_sizes,
+    model_to_fill,
     save_model,
     save_training,
 )
@@ -248,7 +249,7 @@ def whole_translator(config: RunConfig, corpus: Corpus, average: WeightAverage) 
     layout = average.layout
     if layout.has_whole_model and not average.averages:
         return Translator(config, layout.model, corpus.source, corpus.target)
-    model = build_model(model_sizes(config.model), corpus.source, corpus.target)
+    model = model_to_fill(model_sizes(config.model), corpus.source, corpus.target)
     model = model.to(layout.device, layout.model.generator.weight.dtype)
     adapt(model, config)
     fill_model(model, dict(average.whole_averages()), "the layout")

@@ -39,6 +39,8 @@ MAY_CHANGE = frozenset(
 """Settings that may change when a run is resumed; changing any other one would make it a different run."""
 SCORING = frozenset({"training.validate_bleu", "data.tokenize", "decoding.max_length"})
 """Those of them that change BLEU and chrF, so that two validations could not be compared by these."""
+RISKING = frozenset({"data.tokenize", "decoding.max_length"})
+"""Those of them that change which samples minimum-risk training draws, or how good they are."""
 
 
 def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
@@ -96,7 +98,9 @@ def check_same_settings(config: RunConfig, folder: Path) -> None:
     now = flat(without_paths(config))
     may_change = MAY_CHANGE
     if config.training.best_by != "loss":
-        may_change = MAY_CHANGE - SCORING
+        may_change -= SCORING
+    if config.training.risk_samples:
+        may_change -= RISKING
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and key not in may_change:
             raise ConfigError(
@@ -144,8 +148,9 @@ def remove_run(run: Path) -> None:
 
 
 def without_paths(config: RunConfig) -> RunConfig:
-    """Return the settings without the folders of corpora, which may change as data.path may."""
-    return replace(config, corpora={name: replace(corpus, path=None) for name, corpus in config.corpora.items()})
+    """Return the settings without the folders and test files of corpora, which may change as those of data may."""
+    corpora = {name: replace(corpus, path=None, test=()) for name, corpus in config.corpora.items()}
+    return replace(config, corpora=corpora)
 
 
 def flat(config: RunConfig) -> dict[str, object]:

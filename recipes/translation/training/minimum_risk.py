@@ -62,10 +62,17 @@ class WithSamples(nn.Module):
         samples: N, at least 2.
         temperature: T, above 0.
         start: the symbols before a target.
+        max_length: the most subwords of a sample, as of any translation.
     """
 
     def __init__(
-        self, model: EncoderDecoder, utility: Utility, samples: int, temperature: float, start: tuple[int, ...]
+        self,
+        model: EncoderDecoder,
+        utility: Utility,
+        samples: int,
+        temperature: float,
+        start: tuple[int, ...],
+        max_length: int,
     ) -> None:
         super().__init__()
         self.model = model
@@ -73,6 +80,7 @@ class WithSamples(nn.Module):
         self.samples = samples
         self.temperature = temperature
         self.start = start
+        self.max_length = max_length
 
     def forward(self, src: Tensor, tgt: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the hidden states of the targets `tgt` (B, T), and of the samples: states, targets, factors, risks."""
@@ -94,7 +102,7 @@ class WithSamples(nn.Module):
 
     def drawn(self, src: Tensor) -> tuple[list[Ids], list[bool]]:
         """Return N samples of each sentence, and of each whether it has ended within the limit of a translation."""
-        limits = [default_limit(length) for length in (src != PAD).sum(1).tolist()]
+        limits = [min(default_limit(length), self.max_length) for length in (src != PAD).sum(1).tolist()]
         seeds = torch.randint(2**62, (len(src),)).tolist()
         # As in `translate`, whatever the precision of training
         with torch.autocast(src.device.type, enabled=False):

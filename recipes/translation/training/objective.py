@@ -84,15 +84,18 @@ class RDropObjective(CrossEntropyObjective):
 class MinimumRiskObjective(CrossEntropyObjective):
     """The usual loss, and the risk of translations that the model samples."""
 
-    def __init__(self, settings: TrainingConfig, utility: Utility, start: tuple[int, ...]) -> None:
+    def __init__(self, settings: TrainingConfig, utility: Utility, start: tuple[int, ...], max_length: int) -> None:
         super().__init__(settings)
         self.utility = utility
         self.start = start
+        self.max_length = max_length
 
     def passes(self, model: EncoderDecoder) -> nn.Module:
         """Return passes of the targets and of the samples."""
         settings = self.settings
-        return WithSamples(model, self.utility, settings.risk_samples, settings.risk_temperature, self.start)
+        return WithSamples(
+            model, self.utility, settings.risk_samples, settings.risk_temperature, self.start, self.max_length
+        )
 
     def loss(
         self, model: EncoderDecoder, devices: Sequence[torch.device] | None, vocab: seqpar.VocabShard | None
@@ -143,5 +146,5 @@ def objective_of(config: RunConfig, teacher: Teacher | None, target: Subwords | 
     if settings.risk_samples:
         assert target is not None
         utility = SentenceBleu(target, config.data)
-        return MinimumRiskObjective(settings, utility, target.symbols.start)
+        return MinimumRiskObjective(settings, utility, target.symbols.start, config.decoding.max_length)
     return CrossEntropyObjective(settings)

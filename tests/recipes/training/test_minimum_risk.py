@@ -45,6 +45,9 @@ RISK: dict[str, Any] = {
     "training.risk_temperature": 0.7,
 }
 
+LONGEST = 1000
+"""More subwords than any sample has here."""
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -166,7 +169,7 @@ def test_the_utility_is_sacrebleus_sentence_bleu_of_the_joined_text(base: Path) 
 
 @pytest.mark.parametrize("weight", [0.6, 1.0])
 def test_a_step_follows_the_gradient_of_its_own_samples(weight: float, base: Path, tmp_path: Path) -> None:
-    changes = {"training.steps": 1, "training.clip": 0, "training.risk_weight": weight}
+    changes = {"training.steps": 1, "training.clip": 0, "training.risk_weight": weight, "decoding.max_length": 20}
     config = tiny(tmp_path / "run", {**RISK, **changes, "training.start_from": str(base)})
     train(config)
     translator = load_translator(base / "best")
@@ -175,7 +178,7 @@ def test_a_step_follows_the_gradient_of_its_own_samples(weight: float, base: Pat
     batch = corpus.train.batch(corpus.train.epoch(0)[0])
     torch.manual_seed(dropout_seed(config.training.seed, 0, 0))
     model.train()
-    module = WithSamples(model, SentenceBleu(translator.target, config.data), 3, 0.7, (BOS,))
+    module = WithSamples(model, SentenceBleu(translator.target, config.data), 3, 0.7, (BOS,), 20)
     hidden, samples = module(batch.src, batch.tgt_in)
     assert model.training
     usual = seqpar.LabelSmoothing(0.1, "torch", ignore_index=PAD)(
@@ -199,7 +202,9 @@ def test_samples_are_drawn_without_dropout_from_the_whole_distribution(base: Pat
     src = translator.source.encode(["the big dog sees a cat"])
     src_1S = torch.tensor([[*src[0], EOS]])
     torch.manual_seed(0)
-    module = WithSamples(model, lambda drawn, _: torch.zeros(len(drawn), dtype=torch.float64), 1000, 0.7, (BOS,))
+    module = WithSamples(
+        model, lambda drawn, _: torch.zeros(len(drawn), dtype=torch.float64), 1000, 0.7, (BOS,), LONGEST
+    )
     drawn, ended = module.drawn(src_1S)
     limit = default_limit(src_1S.size(1))
     assert [len(ids) < limit for ids in drawn] == ended
@@ -257,7 +262,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(made: Any, tmp_path:
 def test_autocast_changes_no_sample(base: Path) -> None:
     translator = load_translator(base / "best")
     src = torch.tensor([[*ids, EOS] for ids in translator.source.encode(["a cat sees the dog"])])
-    module = WithSamples(translator.model, SentenceBleu(translator.target, translator.config.data), 50, 1.0, (BOS,))
+    module = WithSamples(
+        translator.model, SentenceBleu(translator.target, translator.config.data), 50, 1.0, (BOS,), LONGEST
+    )
     torch.manual_seed(0)
     drawn = module.drawn(src)
     torch.manual_seed(0)
@@ -270,17 +277,28 @@ def test_a_translation_that_reaches_the_limit_of_a_search_has_no_end(base: Path)
     with torch.no_grad():
         translator.model.generator.bias[EOS] = -1e4
     src = torch.tensor([[270, 280, EOS, PAD], [270, 280, 290, EOS]])
-    module = WithSamples(translator.model, SentenceBleu(translator.target, translator.config.data), 2, 1.0, (BOS,))
-    drawn, ended = module.drawn(src)
-    assert ended == [False] * 4
-    assert [len(ids) for ids in drawn] == [default_limit(3)] * 2 + [default_limit(4)] * 2
+    bleu = SentenceBleu(translator.target, translator.config.data)
+    for longest, limits in ((LONGEST, [default_limit(3), default_limit(4)]), (17, [16, 17])):
+        drawn, ended = WithSamples(translator.model, bleu, 2, 1.0, (BOS,), longest).drawn(src)
+        assert ended == [False] * 4
+        assert [len(ids) for ids in drawn] == [limits[0]] * 2 + [limits[1]] * 2
+
+
+@pytest.mark.parametrize(("name", "other"), [("data.tokenize", "char"), ("decoding.max_length", 9)])
+def test_what_the_risk_depends_on_stays_when_a_run_is_resumed(
+    name: str, other: object, base: Path, tmp_path: Path
+) -> None:
+    changes = {**RISK, "training.start_from": str(base), "training.steps": 1}
+    train(tiny(tmp_path / "run", changes))
+    with pytest.raises(ConfigError, match=rf"^{name} is .* was trained with .* --fresh$"):
+        train(tiny(tmp_path / "run", {**changes, name: other}))
 
 
 def test_samples_become_better(base: Path, tmp_path: Path) -> None:
     """A few steps on the risk alone raise the mean BLEU of the sentences' samples."""
     changes = {"training.risk_weight": 1.0, "training.steps": 12, "training.risk_samples": 8, "training.clip": 0}
     changes |= {"training.learning_rate": 2e-3, "training.precision": "float32", "training.start_from": str(base)}
-    changes |= {"training.risk_temperature": 1.0}
+    changes |= {"training.risk_temperature": 1.0, "decoding.max_length": LONGEST}
     config = tiny(tmp_path / "run", {**RISK, **changes})
     train(config)
     risks = []
@@ -289,7 +307,7 @@ def test_samples_become_better(base: Path, tmp_path: Path) -> None:
         corpus = load_corpus(config, subwords_of=run_subwords)
         batch = corpus.train.batch(corpus.train.epoch(0)[0])
         torch.manual_seed(0)
-        module = WithSamples(translator.model, SentenceBleu(translator.target, config.data), 64, 1.0, (BOS,))
+        module = WithSamples(translator.model, SentenceBleu(translator.target, config.data), 64, 1.0, (BOS,), LONGEST)
         with torch.no_grad():
             _, samples = module(batch.src, batch.tgt_in)
         risks.append(float(samples["risk"]) / len(batch.src))

@@ -28,6 +28,7 @@ from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.report.earlier import with_samples
 from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import fill_model, load_facts, load_translator, load_weights
+from recipes.translation.run_folder.resume import begin
 from recipes.translation.scores.scores import score
 from recipes.translation.settings.config import ConfigError, RunConfig
 from recipes.translation.train import train
@@ -336,3 +337,16 @@ def test_corpora_without_test_data_are_not_tested_on_the_built_in_corpus(folder:
     assert "--split valid" in next_steps(config, ["evaluate"])
     with_test = given(folder / "untested", {"a": {**FORWARD, **FORWARD_HELD_OUT}})
     assert "--split valid" not in next_steps(with_test, ["evaluate"])
+
+
+def test_the_test_files_of_a_corpus_may_change_on_resuming_and_the_others_may_not(
+    both: RunConfig, folder: Path
+) -> None:
+    corpora = {"forward": {**FORWARD, **FORWARD_HELD_OUT}, "back": {**BACK, **BACK_HELD_OUT}}
+    for forward in ({"test": ["d.en", "d.de"]}, {"test": []}):
+        changed = given(folder / "both", {**corpora, "forward": {**corpora["forward"], **forward}})
+        assert begin(changed, False) is not None
+    for forward in ({"valid": ["d.en", "d.de"]}, {"train": ["d.en", "d.de"]}):
+        changed = given(folder / "both", {**corpora, "forward": {**corpora["forward"], **forward}})
+        with pytest.raises(ConfigError, match=r"^corpora\.forward is .* was trained with .* --fresh$"):
+            begin(changed, False)
