@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models.decoding_rules import Forbidden
-from models.ensemble import Batch, logits_of
+from models.ensemble import Batch, check_finite, logits_of
 
 
 class Beams(NamedTuple):
@@ -95,7 +95,9 @@ def candidates_of(block: LogitsBlock, forbidden: Forbidden, count: int) -> Candi
     symbols_RF = logits_RV[:, forbidden.symbols]
     logits_RV[:, forbidden.symbols] = -math.inf
     maxima_RW, total_R = maxima_and_totals(logits_RV)
-    total_BK = total_R.logaddexp(symbols_RF.logsumexp(-1)).view_as(scores_BK)
+    total_R = total_R.logaddexp(symbols_RF.logsumexp(-1))
+    check_finite(total_R, sentences)
+    total_BK = total_R.view_as(scores_BK)
     if forbidden.rules:
         forbidden.mask_by_rules(logits_RV, prefixes_RT, sentences)
         maxima_RW = block_maxima(logits_RV)

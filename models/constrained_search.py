@@ -20,7 +20,7 @@ from models.candidates import Beams, logits_blocks
 from models.constraints import Constraints, Phrase, State, allot
 from models.decoding import check_search, is_done
 from models.decoding_rules import DeadEndError, Forbidden, Rule, Task, check_tokens_of
-from models.ensemble import Batch, Models, Start, evaluating, members
+from models.ensemble import Batch, Models, Start, check_finite, evaluating, members
 from models.hypotheses import Hypothesis, LengthNorm, best_first, length_normaliser
 
 
@@ -88,7 +88,8 @@ def constrained_beam_search(
 
     Raises ValueError for what `beam_search` refuses, for phrases of another number of sentences, for an empty phrase,
     and for phrases or boundaries with tokens outside the vocabulary or with padding, start or end symbol;
-    DeadEndError, a ValueError, where the rules leave a sentence no hypothesis.
+    DeadEndError, a ValueError, where the rules leave a sentence no hypothesis; FloatingPointError where the model's
+    logits are nan or inf.
     """
     check_search(beam, n_best, length_penalty, length_norm)
     models = members(model)
@@ -167,6 +168,7 @@ def candidates_of(
     for block in logits_blocks(batch, beams, hiddens):
         # Normalised before anything is forbidden
         logp_RV = block.logits.log_softmax(-1)
+        check_finite(logp_RV.amax(-1), block.sentences)
         search.forbidden.mask(logp_RV, block.prefixes, block.sentences)
         first = len(found)
         states = {

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from models.candidates import Beams, Candidates, extend
 from models.decoding_rules import DeadEndError, Rule, Task
-from models.ensemble import Batch, Models, Start, evaluating, logits_of, members
+from models.ensemble import Batch, Models, Start, check_finite, evaluating, logits_of, members
 from models.hypotheses import Hypothesis, LengthNorm, best_first, length_normaliser
 
 
@@ -40,7 +40,7 @@ def greedy(
 
     Raises ValueError for a `max_length` below 1 or with another number of entries than `src` has sentences, for rules
     that no translation can satisfy, and for models that do not belong together; DeadEndError, a ValueError, where the
-    rules forbid every next token.
+    rules forbid every next token; FloatingPointError where the model's logits are nan or inf.
     """
     translations: list[list[int]] = [[] for _ in range(src.size(0))]
     models = members(model)
@@ -53,6 +53,7 @@ def greedy(
             # The most probable token has the largest logit: no softmax is needed
             forbidden.mask(logits_BV, prefixes_BT, batch.sentences)
             tokens_B = logits_BV.argmax(-1)
+            check_finite(logits_BV.gather(1, tokens_B[:, None])[:, 0], batch.sentences)
             if rules:
                 check_alive(logits_BV, batch.sentences)
             prefixes_BT = torch.cat((prefixes_BT, tokens_B[:, None]), dim=1)
@@ -106,7 +107,8 @@ def beam_search(
 
     Raises ValueError for a beam, n_best or max_length below 1, n_best above beam, a negative length_penalty, an
     unknown length_norm, max_lengths of another number than the sentences, rules that no translation can satisfy, and
-    models that do not belong together; DeadEndError, a ValueError, where the rules leave a sentence no hypothesis.
+    models that do not belong together; DeadEndError, a ValueError, where the rules leave a sentence no hypothesis;
+    FloatingPointError where the model's logits are nan or inf.
     """
     check_search(beam, n_best, length_penalty, length_norm)
     finished: list[list[Hypothesis]] = [[] for _ in range(src.size(0))]

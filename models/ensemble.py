@@ -100,6 +100,20 @@ def logits_of(models: Sequence[EncoderDecoder], hiddens: Sequence[Tensor]) -> Te
     return total_RV - math.log(len(models))
 
 
+def check_finite(values_R: Tensor, sentences: Sequence[int]) -> None:
+    """Raise FloatingPointError for a row whose largest logit or sum is nan or inf; each sentence has as many rows.
+
+    Any token may have such a value, and a search compares it with the others as if it meant something.
+    """
+    spoiled_R = ~(values_R < math.inf)  # -inf is what forbidden tokens have
+    if bool(spoiled_R.any()):
+        row = int(spoiled_R.nonzero()[0])
+        raise FloatingPointError(
+            f"src[{sentences[row * len(sentences) // len(values_R)]}]: the model's logits are nan or inf: its weights "
+            "are damaged, or its numbers too large for their dtype; look at model.state_dict(), or try float32"
+        )
+
+
 def wide_logits(model: EncoderDecoder, hidden_RD: Tensor) -> Tensor:
     """Compute one model's logits in float32 or wider."""
     logits_RV: Tensor = model.generator(hidden_RD)

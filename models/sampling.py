@@ -15,7 +15,7 @@ from torch import Tensor
 from models.candidates import BLOCK, Beams, best_tokens, logits_blocks, maxima_and_totals
 from models.decoding import check_alive
 from models.decoding_rules import Forbidden, Rule, Task
-from models.ensemble import Batch, Models, Start, evaluating, members
+from models.ensemble import Batch, Models, Start, check_finite, evaluating, members
 from models.hypotheses import Hypothesis
 
 
@@ -46,7 +46,7 @@ def sample(
 
     Raises ValueError for a temperature not above 0, a top_k below 1, a top_p outside (0, 1], less than one sample,
     seeds of another number than the sentences, and whatever `greedy` refuses; DeadEndError where the rules forbid every
-    next token.
+    next token; FloatingPointError where the model's logits are nan or inf.
     """
     check_sampling(temperature, top_k, top_p, samples)
     if len(seeds) != src.size(0):
@@ -113,6 +113,7 @@ def extended(
         end = start + len(logits_RV)
         # Before anything is forbidden: log p = z - log sum exp z over the whole vocabulary
         _, total_R = maxima_and_totals(logits_RV)
+        check_finite(total_R, block.sentences)
         forbidden.mask(logits_RV, block.prefixes, block.sentences)
         if forbidden.rules:
             check_alive(logits_RV, block.sentences)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,11 @@ class Folder:
             tensors = load_file(self.path / name)
         except SafetensorError as error:
             raise CheckpointError(f"{self.path / name} is not a file of safetensors: {error}") from None
+        for weight, tensor in tensors.items():
+            if not bool((tensor < math.inf).all()):  # a bias may be -inf: a token that is never to come
+                raise CheckpointError(
+                    f"{self.path / name}: {weight} has values that are nan or inf: download or convert the model again"
+                )
         return {name: _wide(tensor) for name, tensor in tensors.items()}
 
     def _refuse_pickled(self) -> None:

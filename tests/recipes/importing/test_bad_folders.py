@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,14 @@ BAD: dict[str, tuple[Damage, str]] = {
     "tied weights that differ": (
         tensors(lambda found: found.update({"lm_head.weight": found["model.shared.weight"] + 1})),
         "lm_head.weight and model.shared.weight differ, and by config.json they are one matrix",
+    ),
+    "a weight that is no number": (
+        tensors(lambda found: found[NORM].__setitem__(3, math.nan)),
+        f"model.safetensors: {NORM} has values that are nan or inf: download or convert",
+    ),
+    "an infinite weight": (
+        tensors(lambda found: found["model.shared.weight"].__setitem__((3, 2), math.inf)),
+        "model.safetensors: model.shared.weight has values that are nan or inf: download or convert",
     ),
     "other positions": (
         tensors(lambda found: found.update({"model.encoder.embed_positions.weight": torch.ones(64, 16)})),
