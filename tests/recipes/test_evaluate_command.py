@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipes.translation.commands import main
 from recipes.translation.evaluate import score
@@ -130,3 +132,15 @@ def test_sources_and_references_of_unequal_length_are_refused(
     (tmp_path / "none").write_text("")
     files = ["--sources", str(tmp_path / "none"), "--references", str(tmp_path / "none")]
     assert "none is empty: there is nothing to evaluate" in refusal(capsys, "evaluate", "--run", str(run), *files)
+
+
+@pytest.mark.parametrize("options", [[], ["--beam", "3"], ["--sample", "2"]])
+def test_a_model_whose_weights_are_nan_is_refused_in_one_line(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    translator = random_translator(tmp_path)
+    with torch.no_grad():
+        translator.model.generator.bias[20] = math.nan
+    save_model(tmp_path / "best", translator, {"step": 1})
+    message = refusal(capsys, "translate", "--run", str(tmp_path), *options, SENTENCE)
+    assert message.startswith("error: src[0]: the model's logits are nan or inf")

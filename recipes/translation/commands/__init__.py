@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         if os.environ.get("RANK", "0") != "0":
             return 2  # rank 0 prints the error
         return fail(str(error))
-    except (ConfigError, DataError, CheckpointError, TrainingError) as error:
+    except (ConfigError, DataError, CheckpointError, TrainingError, FloatingPointError) as error:
         return fail(str(error))
 
 
