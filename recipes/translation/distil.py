@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-from recipes.translation.data.corpora import TrainingCorpus, check_training_data, corpora_of
+from recipes.translation.data.corpora import TrainingCorpus, check_training_data, corpora_of, language_tags, tags_of
 from recipes.translation.data.sentence_pairs import DataError, each_training_pair
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.lock import sole_writer
+from recipes.translation.run_folder.resume import check_others_stay
 from recipes.translation.run_folder.teacher import teacher_folder, teacher_subwords
-from recipes.translation.settings.config import CorpusConfig, RunConfig
+from recipes.translation.settings.config import ConfigError, CorpusConfig, RunConfig
 from recipes.translation.teacher_translations import write_translations
 from recipes.translation.train import train
 from recipes.translation.training.summary import Summary, command
@@ -47,7 +48,9 @@ def distil(config: RunConfig, originals: float, fresh: bool, ranks: Ranks) -> Su
         fresh: start the training over; translations are kept where they are made of the same.
         ranks: the processes, each of which calls this.
     """
-    ranks.run_on_main(lambda: teacher_subwords(config))  # before the work of translating
+    # Before the work of translating
+    ranks.run_on_main(lambda: check_others_stay(config))
+    ranks.run_on_main(lambda: teacher_subwords(config))
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
     lock: AbstractContextManager[None] = nullcontext()
@@ -66,7 +69,7 @@ def translations_of(config: RunConfig, ranks: Ranks) -> list[tuple[str, ...]]:
     teacher = ranks.run_on_main(lambda: load_translator(teacher_folder(config.training.teacher)))
     if torch.cuda.is_available():
         teacher.model.to(torch.device("cuda", ranks.local_rank % torch.cuda.device_count()))
-    found = ranks.run_on_main(lambda: sentences_of(config))
+    found = ranks.run_on_main(lambda: sentences_of(config, teacher.config))
     folder = Path(config.run) / FOLDER
     names = []
     for number, (_, tag, sources) in enumerate(found, start=1):
@@ -75,16 +78,24 @@ def translations_of(config: RunConfig, ranks: Ranks) -> list[tuple[str, ...]]:
     return names
 
 
-def sentences_of(config: RunConfig) -> list[Sentences]:
-    """Read the sources of every training corpus, cleaned, each as often as it occurs."""
+def sentences_of(config: RunConfig, teacher: RunConfig) -> list[Sentences]:
+    """Read the sources of every training corpus, cleaned, each as often as it occurs.
+
+    Raises ConfigError for a corpus whose language is none of those that the teacher translates into by its tags.
+    """
     check_training_data(config)
     found = []
     for corpus in corpora_of(config):
         name = corpus.name or "train"
         pairs = each_training_pair(corpus.data, config.subwords.lowercase, config.cleaning, name)
         tag = ""
-        if config.data.language_tags:  # the first of the tags; that of a corpus says nothing of the translations
-            tag = corpus.tags[0]
+        if teacher.data.language_tags:
+            (tag,) = language_tags(teacher, corpus.data.target)
+            if tag not in tags_of(teacher):
+                raise ConfigError(
+                    f"the target language of {name} is {corpus.data.target}, and the teacher has no tag {tag}: it has "
+                    f"{', '.join(tags_of(teacher))}"
+                )
         found.append(Sentences(corpus, tag, [pair.source for pair in pairs]))
     if not any(sources for _, _, sources in found):
         raise DataError("there is no training sentence to translate; see data.train")
@@ -118,7 +129,11 @@ def student_of(config: RunConfig, names: list[tuple[str, ...]], originals: float
     for name, corpus_config in config.corpora.items():
         if corpus_config.valid or corpus_config.test:
             corpora[name] = dataclasses.replace(corpus_config, train=(), weight=1.0)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, train=()), corpora=corpora)
+    data = dataclasses.replace(config.data, train=())
+    if all(corpus.data.format != "builtin" for corpus in corpora_of(config)):
+        # The default of a run with corpora, by which it would be judged without test data of its own
+        data = dataclasses.replace(data, format="text")
+    return dataclasses.replace(config, data=data, corpora=corpora)
 
 
 def next_commands(run: str) -> str:

@@ -166,6 +166,11 @@ def labels_of(by: str, data: DataConfig | None, split: HeldOutSplit) -> list[str
         return read_lines(Path(by))
     if data is None:
         raise DataError(f"--by {by}: there is no such file; name a file with a label for each sentence, or length")
+    if data.format in ("text", "builtin"):
+        raise DataError(
+            f"--by {by} is not length, nor a file, and data of format {data.format} has no columns: name a file with a "
+            "label for each sentence, or length"
+        )
     try:
         return [pair.source for pair in load_pairs(replace(data, source=by, target=by), split)]
     except DataError as error:

@@ -16,18 +16,20 @@ from recipes.translation.commands import main
 from recipes.translation.commands.distillation import STUDENT
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import corpora_of
-from recipes.translation.data.held_out import HeldOutSplit, held_out
+from recipes.translation.data.held_out import HeldOutSplit, has_held_out, held_out
 from recipes.translation.data.lines import read_lines
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.distil import distil, sentences_of, student_of
 from recipes.translation.processes.ranks import joined
 from recipes.translation.run_folder.checkpoint import Translator, load_facts, load_translator
-from recipes.translation.settings.config import CorpusConfig, RunConfig, load_config, moved_to, save_config
+from recipes.translation.run_folder.teacher import load_teacher
+from recipes.translation.settings.config import ConfigError, CorpusConfig, RunConfig, load_config, moved_to, save_config
 from recipes.translation.teacher_translations import write_translations
 from recipes.translation.train import train
 from recipes.translation.translate import translate
 from seqpar.testing.ranks import ranks
 from tests.recipes.random_translator import random_translator
+from tests.recipes.run_folder.made import contents
 from tests.recipes.tiny import tiny
 
 SENTENCES = [pair.source for pair in builtin_pairs(23, 4)]
@@ -231,7 +233,7 @@ def test_each_corpus_is_translated_into_its_language_and_keeps_its_weight(tmp_pa
         "data.valid": ["en", "de"],
     }
     config = tiny(tmp_path / "run", given)
-    news, back = sentences_of(config)
+    news, back = sentences_of(config, config)
     assert (news.tag, news.sources) == ("<2de>", files["en"])
     assert (back.tag, back.sources) == ("<2en>", files["de"])
     student = student_of(config, [("a", "b"), ("c", "d")], 0.5)
@@ -322,3 +324,48 @@ def test_several_processes_share_the_sentences_and_write_them_in_order(run: Path
     one, two = (read_lines(tmp_path / name / "translations" / "1.target.txt") for name in ("one", "two"))
     assert one == two
     assert len(one) == 40
+
+
+def test_a_student_of_files_without_a_test_set_has_none(tmp_path: Path) -> None:
+    corpora = {"news": {"train": ["en", "de"], "valid": ["v", "w"]}}
+    config = tiny(tmp_path / "run", {"data.path": str(tmp_path), "corpora": corpora})
+    student = student_of(config, [("a", "b")], 0.0)
+    assert not has_held_out(config, "test")
+    assert not has_held_out(student, "test")
+    builtin = tiny(tmp_path / "run")
+    assert has_held_out(student_of(builtin, [("a", "b")], 0.0), "test")
+
+
+def test_the_teachers_tag_is_that_of_the_corpus_whatever_the_student_reads(tmp_path: Path) -> None:
+    (tmp_path / "fr").write_text("un\n")
+    corpora = {"a": {"train": ["en", "de"]}, "c": {"train": ["fr", "es"], "source": "fr", "target": "es"}}
+    teacher = tiny(tmp_path / "teacher", {"corpora": corpora, "data.language_tags": True})
+    files = {"data.path": str(tmp_path), "data.train": ["fr", "fr"], "data.valid": ["fr", "fr"], "data.source": "fr"}
+    student = tiny(tmp_path / "run", {**files, "data.target": "es"})
+    assert [(each.tag, each.sources) for each in sentences_of(student, teacher)] == [("<2es>", ["un"])]
+    assert [each.tag for each in sentences_of(student, tiny(tmp_path / "other"))] == [""]
+    with pytest.raises(
+        ConfigError, match="target language of train is it, and the teacher has no tag <2it>: it has <2de>, <2es>"
+    ):
+        sentences_of(tiny(tmp_path / "run", {**files, "data.target": "it"}), teacher)
+
+
+def test_a_teacher_that_reads_tags_is_refused_by_a_student_that_does_not(run: Path, tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", {"training.teacher": str(run), "data.language_tags": True, "model.d_model": 24})
+    translator = load_translator(run / "best")
+    with pytest.raises(
+        ConfigError, match=r"data\.language_tags is True, and False of the teacher .* training\.teacher_weight 0"
+    ):
+        load_teacher(config, translator.source, translator.target)
+
+
+def test_a_student_in_its_teachers_folder_is_refused_before_any_work(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = counted(monkeypatch)
+    before = contents(run)
+    for fresh in (False, True):
+        with joined(60) as ranks, pytest.raises(ConfigError, match=f"a model of {run} itself, which a new run there"):
+            distil(tiny(run, {"training.teacher": str(run)}), 0.0, fresh, ranks)
+    assert seen == []
+    assert contents(run) == before

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from recipes.translation.commands import main
-from recipes.translation.evaluate import score
+from recipes.translation.data.lines import DataError
+from recipes.translation.evaluate import labels_of, score
 from recipes.translation.run_folder.checkpoint import load_translator, save_model
 from recipes.translation.translate import translate
 from tests.recipes.random_translator import random_translator
 from tests.recipes.test_cli import SENTENCE, refusal, run_main
+from tests.recipes.tiny import tiny
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +146,15 @@ def test_a_model_whose_weights_are_nan_is_refused_in_one_line(
     save_model(tmp_path / "best", translator, {"step": 1})
     message = refusal(capsys, "translate", "--run", str(tmp_path), *options, SENTENCE)
     assert message.startswith("error: src[0]: the model's logits are nan or inf")
+
+
+def test_a_misspelt_file_of_labels_is_an_error_where_the_data_has_no_columns(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a").write_text("one\ntwo\n")
+    files = tiny(tmp_path / "text", {"data.path": str(tmp_path), "data.train": ["a", "a"], "data.test": ["a", "a"]})
+    for data in (tiny(tmp_path / "builtin").data, files.data):
+        with pytest.raises(
+            DataError, match=rf"--by domains\.txt is not length, nor a file, and .* {data.format} has no columns"
+        ):
+            labels_of("domains.txt", data, "test")

@@ -78,7 +78,6 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         choices=("best", "last", "averaged"),
-        default="best",
         help="the model of the best validation, the newest, or what the command average made (default: best)",
     )
 
@@ -153,7 +152,7 @@ def require(package: str) -> None:
 
 def checkpoint_folder(options: argparse.Namespace) -> Path:
     """Return the folder of the model that --run and --checkpoint name; raise CheckpointError if there is none."""
-    folder = model_folder(options.run, options.checkpoint)
+    folder = model_folder(options.run, options.checkpoint or "best")
     if whole_folder(folder) is None and not folder.exists():
         way = "train one"
         if options.checkpoint == "averaged":
@@ -176,3 +175,8 @@ def load(options: argparse.Namespace, ranks: Ranks) -> Translator:
     if torch.cuda.is_available():
         translator.model.to(torch.device("cuda", ranks.local_rank % torch.cuda.device_count()))
     return translator
+
+
+def newer(folder: Path, than: Path) -> bool:
+    """Return whether a folder was written after another one."""
+    return (folder / "manifest.json").stat().st_mtime > (than / "manifest.json").stat().st_mtime

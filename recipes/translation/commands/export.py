@@ -17,7 +17,7 @@ from recipes.translation.commands.arguments import (
     path,
     require,
 )
-from recipes.translation.settings.config import LayoutConfig
+from recipes.translation.settings.config import ConfigError, LayoutConfig
 
 if TYPE_CHECKING:
     from recipes.translation.run_folder.checkpoint import Translator
@@ -64,6 +64,7 @@ def export(argv: Sequence[str]) -> int:
     from recipes.translation.processes.ranks import joined
 
     folder = Path(options.out or Path(options.run) / options.to)
+    check_not_of_a_run(folder)
     with joined(LayoutConfig().timeout) as ranks:
         translator = load(options, ranks)
         if ranks.is_main:
@@ -71,6 +72,14 @@ def export(argv: Sequence[str]) -> int:
             size = sum(file.stat().st_size for file in folder.iterdir())
             print(f"[export] {folder}: {size / 1e6:.1f} MB")
     return 0
+
+
+def check_not_of_a_run(folder: Path) -> None:
+    """Raise ConfigError where an export would take the place of a model of a run, which may be the only one."""
+    inside = folder.resolve()
+    belongs = inside.name in ("best", "last", "averaged") or inside.parent.name == "checkpoints"
+    if belongs and (inside / "manifest.json").is_file():
+        raise ConfigError(f"--out names {folder}, a model of a run, which it would replace: name another folder")
 
 
 def write(translator: Translator, folder: Path, options: argparse.Namespace) -> None:

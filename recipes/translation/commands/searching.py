@@ -117,7 +117,7 @@ OF_SAMPLING = ("temperature", "top_k", "top_p", "seed")
 OF_SEARCH = ("n_best", "beam", "length_penalty", "length_norm", "constraints")
 OF_TORCH = (
     *("n_best", "scores", "min_length", "no_repeat_ngram", "prefixes", "constraints", "ensemble", "mbr", "alignments"),
-    "sample",
+    *("sample", "checkpoint"),
 )
 
 

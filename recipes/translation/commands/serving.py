@@ -16,6 +16,7 @@ from recipes.translation.commands.arguments import (
     add_runs,
     decoding_overrides,
     load,
+    newer,
     parser_of,
     require,
     runs_of,
@@ -123,7 +124,11 @@ def exported_models(run: str, exported: Path, options: argparse.Namespace) -> li
     overrides = decoding_overrides(options)
     found = ctranslate2_engine.load(exported, overrides=overrides)
     translator = None
-    checkpoint = model_folder(run, options.checkpoint)
+    if options.checkpoint:
+        raise ConfigError(
+            f"{run} translates with {exported}, and --checkpoint is for torch: leave it out, or add --engine torch"
+        )
+    checkpoint = model_folder(run)
     if exported != Path(run) and whole_folder(checkpoint):
         translator = load(argparse.Namespace(**{**vars(options), "run": run}), ALONE)
     models = ctranslate2_models(run, found, translator)
@@ -137,8 +142,3 @@ def announce(run: str, models: Sequence[Model]) -> None:
     """Print which engine translates between which languages."""
     pairs = ", ".join(f"{model.source} to {model.target}" for model in models)
     print(f"[serve] {run}: {pairs}, with {models[0].engine}, beam {models[0].config.decoding.beam}", flush=True)
-
-
-def newer(folder: Path, than: Path) -> bool:
-    """Return whether a folder was written after another one."""
-    return (folder / "manifest.json").stat().st_mtime > (than / "manifest.json").stat().st_mtime

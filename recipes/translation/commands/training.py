@@ -128,6 +128,8 @@ def average(argv: Sequence[str]) -> int:
         help="average these models instead: runs (their best) or checkpoint folders, of the same sizes and subwords",
     )
     options = parser.parse(argv)
+    if options.models and options.run == parser.get_default("run"):
+        parser.error("--models takes models of several runs: name the folder of their average with --run")
 
     from recipes.translation.processes.ranks import joined
     from recipes.translation.run_folder.average import average as average_models

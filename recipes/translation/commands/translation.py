@@ -14,6 +14,7 @@ from recipes.translation.commands.arguments import (
     add_model_options,
     add_processes,
     decoding_overrides,
+    newer,
     parser_of,
     path,
     require,
@@ -94,6 +95,7 @@ def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: ar
         raise ConfigError("--engine ctranslate2 uses threads, not several processes: start it without torchrun")
     require("ctranslate2")
 
+    from recipes.translation.atomic_folder import model_folder, whole_folder
     from recipes.translation.export import ctranslate2_engine
 
     folder = Path(options.run)
@@ -102,6 +104,9 @@ def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: ar
     if not folder.exists():
         raise ConfigError(f"there is no {folder}; write it with {PROGRAM} export --run {options.run} --to ctranslate2")
     translator = ctranslate2_engine.load(folder, overrides=decoding_overrides(options))
+    best = model_folder(options.run)
+    if folder != Path(options.run) and whole_folder(best) and newer(best, folder):
+        print(f"[translate] {best} is newer than {folder}: export it again", file=sys.stderr, flush=True)
     decoding = translator.config.decoding
     if typing:
         for sentence in typed(f"{translator.config.data.source}> "):

@@ -93,13 +93,13 @@ class BatchOrder:
         self._cuts = self._cut(self.pairs(0))
 
     def __len__(self) -> int:
-        if not len(self._short_enough):
+        if not len(self.pairs(0)):  # all are too long, or of corpora with weight 0
             return 0
         return len(self._cuts) + 1  # k cuts make k + 1 batches
 
     def epoch(self, number: int) -> list[list[int]]:
         """Return the batches of an epoch (0, 1, ...), each a list of indices into the pairs."""
-        if not len(self._short_enough):
+        if not len(self):
             return []
         rng = numpy.random.default_rng([self.seed, number])
         pairs = self.pairs(number)

@@ -113,6 +113,12 @@ def _each_pair(corpus: TrainingCorpus, config: RunConfig) -> Iterator[Pair]:
 
 def check_training_data(config: RunConfig) -> None:
     """Raise an error where the training data is not named as its format needs; the files are not read."""
+    targets = list(dict.fromkeys(corpus.data.target for corpus in corpora_of(config)))
+    if config.data.language_tags and config.data.target not in targets:
+        raise ConfigError(
+            f"data.target is {config.data.target}, into which translate would translate, but no corpus does: set it to "
+            f"{' or '.join(targets)}"
+        )
     for corpus in corpora_of(config):
         with named(corpus.name):
             check_named(corpus.data, "train")

@@ -29,7 +29,7 @@ from recipes.translation.data.split_files import expanded
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.data.token_store import TokenStore, check_store, key_of, write_store
 from recipes.translation.processes.ranks import ALONE, Ranks
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import ConfigError, RunConfig
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,8 @@ def _stored(config: RunConfig, source: Subwords, target: Subwords, ranks: Ranks)
 def _prepared(
     config: RunConfig, subwords_of: Callable[[RunConfig], tuple[Subwords, Subwords]]
 ) -> tuple[Subwords, Subwords]:
-    """Return the subwords, after a check that validation data and its tokeniser are available."""
-    check_training_data(config)
-    pairs = check_held_out(config)
-    tokenizers = [_tokenizer(each, valid) for each, valid in zip(held_out(config, "valid"), pairs, strict=True)]
-    for tokenize in dict.fromkeys(tokenizers):
-        if config.training.validate_bleu:
-            check_tokenizer(tokenize)
+    """Return the subwords, after a check that all data and the tokenisers of BLEU are available."""
+    for tokenize in check_data(config):
         if tokenize != "13a":
             print(f"[data] BLEU by sacreBLEU's tokeniser {tokenize} (data.tokenize {config.data.tokenize})", flush=True)
     source, target = subwords_of(config)
@@ -102,8 +97,36 @@ def _prepared(
     return source, target
 
 
+def check_data(config: RunConfig) -> list[str]:
+    """Return the tokenisers of the validation's BLEU, after a check that they and all data are available.
+
+    Raises DataError and ConfigError; training files are looked for, and the others read.
+    """
+    check_training_data(config)
+    pairs = check_held_out(config)
+    tokenizers = [_tokenizer(each, valid) for each, valid in zip(held_out(config, "valid"), pairs, strict=True)]
+    if config.training.risk_samples:
+        check_tokenizer(_tokenizer_of_samples(config))
+    names = list(dict.fromkeys(tokenizers))
+    if config.training.validate_bleu:
+        for tokenize in names:
+            check_tokenizer(tokenize)
+    return names
+
+
 def _tokenizer(held_out: HeldOut, valid: Sequence[Pair]) -> str:
     return tokenizer_for(held_out.data.tokenize, held_out.data.target, [pair.target for pair in valid])
+
+
+def _tokenizer_of_samples(config: RunConfig) -> str:
+    """Return the tokeniser by which minimum-risk training scores samples; raise ConfigError if corpora need several."""
+    names = {tokenizer_for(each.data.tokenize, each.data.target, []) for each in corpora_of(config)}
+    if len(names) > 1:
+        raise ConfigError(
+            f"training.risk_samples scores the samples of all corpora by one tokeniser, and their targets have several "
+            f"({', '.join(sorted(names))}): choose one with data.tokenize, such as char"
+        )
+    return names.pop()
 
 
 def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | None) -> Corpus:

@@ -16,7 +16,7 @@ from recipes.translation.data.corpora import (
     with_language_tag,
 )
 from recipes.translation.data.sentence_pairs import DataError, Pair, load_pairs
-from recipes.translation.data.split_files import check_format
+from recipes.translation.data.split_files import check_format, check_languages
 from recipes.translation.settings.config import ConfigError, DataConfig, RunConfig
 
 HeldOutSplit = Literal["valid", "test"]
@@ -120,6 +120,7 @@ def check_held_out(config: RunConfig) -> list[list[Pair]]:
     for each in held_out(config, "valid"):
         pairs: list[Pair] = []
         check_format(each.data)
+        check_languages(each.data)
         if each.data.format != "builtin":
             pairs = each.pairs()
         found.append(pairs)

@@ -12,10 +12,22 @@ from recipes.translation.settings.config import DataConfig, named_format
 
 
 def check_named(data: DataConfig, split: Split) -> None:
-    """Raise DataError unless as many files of a split are named as its format needs; they are not read."""
+    """Raise DataError unless as many files of a split are named as its format needs, and exist; they are not read."""
     check_format(data)
-    if data.format != "builtin":
+    check_languages(data)
+    if data.format == "hub":
         names_of(data, split)
+    elif data.format != "builtin":
+        paths_of(data, split)
+
+
+def check_languages(data: DataConfig) -> None:
+    """Raise DataError if the columns of source and target are one, so that a model would learn to copy."""
+    if data.format in ("tsv", "jsonl", "parquet", "hub") and data.source == data.target:
+        raise DataError(
+            f"data.source and data.target are both {data.source}, and in format {data.format} they name the columns: "
+            "give the two columns different names"
+        )
 
 
 def check_format(data: DataConfig) -> None:
@@ -74,8 +86,7 @@ def expanded(path: str, setting: str) -> str:
     def value(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
             raise DataError(
-                f"{setting} is {path}, but the environment variable {match[1]} is not set: "
-                f"set it, or name the folder with --data.path"
+                f"{setting} is {path}, but the environment variable {match[1]} is not set: set it, or give --{setting}"
             )
         return os.environ[match[1]]
 

@@ -193,10 +193,15 @@ def identity_of(folder: Path) -> dict[str, object]:
 
 
 def kin_of(folder: Path) -> dict[str, object]:
-    """Return what related models share: the sizes and settings of the subwords, and these files' SHA-256."""
+    """Return what related models share: sizes, the settings of subwords, their files' SHA-256, and how text is read."""
     config = saved_config(folder)
     assert config is not None  # `average_of_runs` has looked
-    return {**sizes_and_subwords(config), **subwords_in(folder, config)}
+    text = {
+        "subwords.placeholders": sorted(config.subwords.placeholders),
+        "subwords.symbols": sorted(config.subwords.symbols),
+        "data.language_tags": config.data.language_tags,
+    }
+    return {**sizes_and_subwords(config), **subwords_in(folder, config), **text}
 
 
 def subwords_in(folder: Path, config: RunConfig) -> dict[str, str]:

@@ -10,13 +10,16 @@ from recipes.translation.atomic_folder import (
     CheckpointError,
     check_removable,
     check_replaceable,
+    model_folder,
     remove_folder,
     verified_folder,
     whole_folder,
 )
-from recipes.translation.data.corpus import Corpus
+from recipes.translation.data.corpus import Corpus, check_data
 from recipes.translation.run_folder.checkpoint import SavedTraining, load_facts, load_training, saved_config
 from recipes.translation.run_folder.kept_models import check_keepable, kept_folders, kept_in, kept_models
+from recipes.translation.run_folder.start import fitting_start
+from recipes.translation.run_folder.teacher import teacher_subwords
 from recipes.translation.settings.config import ConfigError, RunConfig
 
 FOLDERS = ("last", "best", "subwords")
@@ -51,6 +54,7 @@ def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
     """
     run = Path(config.run)
     if fresh:
+        check_startable(config)
         remove_run(run)
     # Now, and not hours later when the first checkpoint is to be written
     for name in FOLDERS:
@@ -66,6 +70,28 @@ def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
     for folder in kept_models(run):
         check_same_settings(config, folder)
     return saved
+
+
+def check_startable(config: RunConfig) -> None:
+    """Raise, before an earlier run is removed, what reading the data and another run's model would raise after it."""
+    check_others_stay(config)
+    check_data(config)
+    if config.training.start_from:
+        fitting_start(config)
+    elif config.training.teacher:
+        teacher_subwords(config)
+
+
+def check_others_stay(config: RunConfig) -> None:
+    """Raise ConfigError if the model to start from or to learn from is in the folder of the run itself."""
+    run = Path(config.run)
+    for name in ("start_from", "teacher"):
+        other: str = getattr(config.training, name)
+        if other and model_folder(other).resolve().is_relative_to(run.resolve()):
+            raise ConfigError(
+                f"training.{name} is {other}, a model of {run} itself, which a new run there would replace: choose "
+                "another --run"
+            )
 
 
 def check_nothing_to_lose(config: RunConfig) -> None:

@@ -71,6 +71,12 @@ def load_teacher(config: RunConfig, source: Subwords, target: Subwords) -> Teach
     folder = teacher_folder(settings.teacher)
     weights = load_weights(folder)
     theirs, *subwords = load_belongings(verified_folder(folder))
+    if theirs.data.language_tags != config.data.language_tags:
+        raise ConfigError(
+            f"data.language_tags is {config.data.language_tags}, and {theirs.data.language_tags} of the teacher "
+            f"{folder}, which would read sentences that it was not trained on: set it to the same, or learn from its "
+            "translations alone, with training.teacher_weight 0"
+        )
     for side, own, other in zip(("source", "target"), (source, target), subwords, strict=True):
         if own.digest != other.digest:
             raise ConfigError(

@@ -113,12 +113,10 @@ def language_pairs(config: RunConfig) -> list[tuple[str, str]]:
 
     Without tags of the target language a model cannot be told to translate to another one than `data.target`.
     """
-    pairs = [(config.data.source, config.data.target)]
-    for corpus in corpora_of(config):
-        pair = (corpus.data.source, corpus.data.target)
-        if pair not in pairs and (config.data.language_tags or pair[1] == config.data.target):
-            pairs.append(pair)
-    return pairs
+    trained = list(dict.fromkeys((corpus.data.source, corpus.data.target) for corpus in corpora_of(config)))
+    pairs = [pair for pair in trained if config.data.language_tags or pair[1] == config.data.target]
+    # Where no corpus has data.target, which then is a default that nobody set, the model can do what its corpora do
+    return sorted(pairs or trained, key=lambda pair: pair != (config.data.source, config.data.target))
 
 
 def with_languages(config: RunConfig, source: str, target: str) -> RunConfig:

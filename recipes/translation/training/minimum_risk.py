@@ -39,7 +39,10 @@ Utility = Callable[[Sequence[Ids], Sequence[Ids]], Tensor]
 
 
 class SentenceBleu:
-    """sacreBLEU's sentence-BLEU of subwords joined to text, from 0 to 1, by the tokeniser of the settings."""
+    """sacreBLEU's sentence-BLEU of subwords joined to text, from 0 to 1, by the tokeniser of the settings.
+
+    Where these leave it to the script, each reference decides for itself, whatever the others of its batch are.
+    """
 
     def __init__(self, subwords: Subwords, data: DataConfig) -> None:
         self.subwords = subwords
@@ -49,8 +52,13 @@ class SentenceBleu:
         """Return the score of each translation in float64."""
         texts = self.subwords.decode(list(translations))
         wanted = self.subwords.decode(list(references))
-        tokenize = tokenizer_for(self.data.tokenize, self.data.target, wanted)
-        return torch.from_numpy(sentence_bleu(texts, wanted, tokenize)) / 100
+        names = [tokenizer_for(self.data.tokenize, self.data.target, [reference]) for reference in wanted]
+        scores = torch.empty(len(texts), dtype=torch.float64)
+        for name in dict.fromkeys(names):
+            rows = [row for row, own in enumerate(names) if own == name]
+            found = sentence_bleu([texts[row] for row in rows], [wanted[row] for row in rows], name)
+            scores[rows] = torch.from_numpy(found) / 100
+        return scores
 
 
 class WithSamples(nn.Module):

@@ -14,6 +14,7 @@ from torch import nn
 
 import seqpar
 from models import EncoderDecoder
+from recipes.translation.data.corpora import corpora_of
 from recipes.translation.data.subwords import PAD, Subwords
 from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
@@ -145,6 +146,7 @@ def objective_of(config: RunConfig, teacher: Teacher | None, target: Subwords | 
         return RDropObjective(settings)
     if settings.risk_samples:
         assert target is not None
-        utility = SentenceBleu(target, config.data)
+        # All corpora have the same tokeniser (`load_corpus`)
+        utility = SentenceBleu(target, corpora_of(config)[0].data)
         return MinimumRiskObjective(settings, utility, target.symbols.start, config.decoding.max_length)
     return CrossEntropyObjective(settings)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from recipes.translation.data.corpus import load_corpus
+from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
+from recipes.translation.data.corpus import check_data, load_corpus
 from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.settings.config import ConfigError
 from tests.recipes.tiny import tiny
 
 
@@ -36,3 +39,64 @@ def test_both_splits_are_lower_cased_or_neither(lowercase: bool, tmp_path: Path)
         texts = side.decode([list(ids) for ids in batches.sources[:50]])
         assert any(text != text.lower() for text in texts) != lowercase
     assert any(text != text.lower() for pair in corpus.valid[0].pairs for text in pair) != lowercase
+
+
+def test_corpora_of_weight_0_do_not_count_as_data(tmp_path: Path) -> None:
+    (tmp_path / "long").write_text(" ".join(pair.source for pair in builtin_pairs(200, 1)) + "\n")
+    (tmp_path / "short").write_text("a cat\n")
+    corpora = {"a": {"train": ["long", "long"]}, "s": {"train": ["short", "short"], "weight": 0}}
+    changes = {"data.path": str(tmp_path), "corpora": corpora, "data.valid": ["short", "short"]}
+    with pytest.raises(DataError, match=r"no train pair is within training\.max_length 30"):
+        load_corpus(tiny(tmp_path / "run", {**changes, "training.max_length": 30}))
+
+
+@pytest.mark.parametrize(("format", "file"), [("tsv", "a.tsv"), ("jsonl", "a.jsonl")])
+def test_one_column_for_both_languages_is_refused(format: str, file: str, tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("en\tde\na cat\teine Katze\n")
+    (tmp_path / "a.jsonl").write_text('{"en": "a cat", "de": "eine Katze"}\n')
+    files = {"data.path": str(tmp_path), "data.format": format, "data.train": [file], "data.valid": [file]}
+    with pytest.raises(
+        DataError, match=rf"data\.source and data\.target are both en, and in format {format} they name"
+    ):
+        load_corpus(tiny(tmp_path / "run", {**files, "data.source": "en", "data.target": "en"}))
+
+
+@pytest.mark.parametrize("target", ["fr", "es"])
+def test_a_target_language_that_no_tag_was_trained_for_is_refused(target: str, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("one\ntwo\n")
+    corpora = {"c": {"train": ["a", "a"], "source": "fr", "target": "es"}}
+    changes = {"data.path": str(tmp_path), "corpora": corpora, "data.valid": ["a", "a"], "data.target": target}
+    config = tiny(tmp_path / "run", {**changes, "data.language_tags": True})
+    if target == "es":
+        check_data(config)
+        return
+    with pytest.raises(
+        ConfigError, match=r"data\.target is fr, into which translate would translate, but no corpus does: set it to es"
+    ):
+        check_data(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.tokenize": "flores200", "training.validate_bleu": 0}, "flores200 needs .* which is not downloaded"),
+        (
+            {"corpora": {"a": {"train": ["a", "a"]}, "b": {"train": ["a", "a"], "target": "zh"}}},
+            r"samples of all corpora by one tokeniser, and their targets have several \(13a, zh\): choose one",
+        ),
+    ],
+)
+def test_the_tokeniser_of_minimum_risk_is_checked_before_training(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a").write_text("one\ntwo\n")
+    files = {
+        "data.path": str(tmp_path),
+        "data.train": [] if "corpora" in changes else ["a", "a"],
+        "data.valid": ["a", "a"],
+    }
+    config = tiny(tmp_path / "run", {**files, **changes})
+    check_data(config)
+    samples = {"training.risk_samples": 2, "training.start_from": "elsewhere"}
+    with pytest.raises(ConfigError, match=message):
+        check_data(tiny(tmp_path / "run", {**files, **changes, **samples}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from recipes.translation.commands import main
 from recipes.translation.commands.arguments import require
 from recipes.translation.settings.config import ConfigError
 from recipes.translation.train import train
+from tests.recipes.run_folder.made import contents
 from tests.recipes.tiny import tiny
 from tests.recipes.training.test_lstm import tiny_lstm
 
@@ -106,3 +109,50 @@ def test_an_lstm_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for format in ("ctranslate2", "hf"):
         assert main(["export", "--run", str(tmp_path / "run"), "--to", format]) == 2
         assert "model.preset lstm is not a Transformer; only these are exported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", ["safetensors", "ctranslate2", "onnx", "hf"])
+@pytest.mark.parametrize("name", ["best", "last", "averaged", "checkpoints/step-00000001"])
+def test_an_export_never_replaces_a_model_of_a_run(
+    name: str, format: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run" / name
+    folder.parent.mkdir(parents=True)
+    shutil.copytree(run / "last", folder)
+    before = contents(folder)
+    assert main(["export", "--run", str(run), "--to", format, "--out", str(folder)]) == 2
+    assert f"error: --out names {folder}, a model of a run, which it would replace" in capsys.readouterr().err
+    assert contents(folder) == before
+    linked = tmp_path / "link"
+    linked.symlink_to(folder)
+    assert main(["export", "--run", str(run), "--to", format, "--out", str(linked)]) == 2
+    assert contents(folder) == before
+
+
+def test_translating_by_an_export_older_than_the_best_model_says_so(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("ctranslate2"))
+    words = ["--run", str(tmp_path / "run")]
+    assert main(["export", *words, "--to", "ctranslate2"]) == 0
+    translating = ["translate", *words, "--engine", "ctranslate2", "Two trains leave."]
+    assert main(translating) == 0
+    assert "is newer than" not in capsys.readouterr().err
+    manifest = tmp_path / "run" / "best" / "manifest.json"
+    later = manifest.stat().st_mtime + 3600
+    os.utime(manifest, (later, later))
+    assert main(translating) == 0
+    best, exported = (tmp_path / "run" / name for name in ("best", "ctranslate2"))
+    assert f"[translate] {best} is newer than {exported}: export it again\n" == capsys.readouterr().err
+
+
+def test_a_checkpoint_cannot_be_chosen_for_an_export(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["translate", "--run", str(run), "--engine", "ctranslate2", "--checkpoint", "last", "Two trains leave."])
+    assert "--checkpoint is not for --engine ctranslate2" in capsys.readouterr().err
+    assert main(["export", "--run", str(run), "--to", "ctranslate2"]) == 0
+    assert main(["serve", str(run), "--checkpoint", "last", "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert f"error: {run} translates with {run / 'ctranslate2'}, and --checkpoint is for torch: leave it out" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from recipes.translation import train as training
-from recipes.translation.atomic_folder import MANIFEST
+from recipes.translation.atomic_folder import MANIFEST, CheckpointError
 from recipes.translation.commands import main
+from recipes.translation.data.lines import DataError
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.settings.config import SCHEMA, ConfigError, CorpusConfig
 from recipes.translation.train import begin, train
@@ -179,3 +181,32 @@ def test_no_setting_that_makes_it_another_run_can_change_on_resuming(name: str, 
     with pytest.raises(ConfigError, match=rf"^{name} is .* but {made} was trained with .* --fresh$"):
         begin(changed, False)
     assert contents(made) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.format": "text", "data.train": ["typo.en", "a.de"]}, "there is no file"),
+        (
+            {"data.format": "text", "data.train": ["a.en", "a.de"], "data.valid": ["a.en", "typo.de"]},
+            "there is no file",
+        ),
+        ({"data.tokenize": "flores200", "training.validate_bleu": 2}, "which is not downloaded"),
+        ({"training.start_from": "elsewhere"}, "there is no trained model in elsewhere"),
+        ({"training.start_from": "{run}"}, "a model of {run} itself, which a new run there would replace: choose"),
+        ({"training.start_from": "{run}/last"}, "a model of {run} itself, which a new run there would replace: choose"),
+        ({"training.teacher": "{run}"}, "a model of {run} itself, which a new run there would replace: choose"),
+        ({"training.teacher": "elsewhere"}, "there is no trained model in elsewhere"),
+    ],
+)
+def test_fresh_removes_nothing_where_the_new_run_cannot_begin(
+    changes: dict[str, Any], message: str, run: Path, tmp_path: Path
+) -> None:
+    for name in ("a.en", "a.de"):
+        (tmp_path / name).write_text("one\n")
+    given = {"data.path": str(tmp_path)} if "data.train" in changes else {}
+    given |= {name: value.format(run=run) if isinstance(value, str) else value for name, value in changes.items()}
+    before = contents(run)
+    with pytest.raises((CheckpointError, ConfigError, DataError), match=re.escape(message.format(run=run))):
+        train(tiny(run, {**SHORT, **given}), fresh=True)
+    assert contents(run) == before

@@ -110,3 +110,10 @@ def test_the_target_that_is_asked_for_is_the_tag_that_the_model_reads(
         refused = ask("/translate", q="a house", source="nl", target="de")
         assert refused.status_code == 400
         assert refused.json()["error"].startswith("'nl' to 'de' is not supported: the models here translate en to de, ")
+
+
+@pytest.mark.parametrize("tags", [False, True])
+def test_a_default_that_no_corpus_has_is_no_pair_of_languages(tags: bool, tmp_path: Path) -> None:
+    corpora = {"c": {"source": "fr", "target": "es"}}
+    config = tiny(tmp_path / "run", {"corpora": corpora, "data.language_tags": tags})
+    assert language_pairs(config) == [("fr", "es")]

@@ -339,3 +339,16 @@ def test_samples_become_better(base: Path, tmp_path: Path) -> None:
 def test_what_it_cannot_be_had_with_is_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny(tmp_path, {**RISK, "training.start_from": "a", **changes})
+
+
+def test_the_utility_of_a_sample_depends_on_its_own_reference_alone(base: Path) -> None:
+    translator = load_translator(base / "best")
+    chinese = "\u732b\u5728\u57ab\u5b50\u4e0a\u7761\u89c9\u4e86"
+    said, wanted = (translator.target.encode([text])[0] for text in (f"{chinese[:6]}\u8dd1", chinese))
+    german = translator.target.encode(["Der Hund sieht eine Katze und einen Zug."])[0]
+    utility = SentenceBleu(translator.target, translator.config.data)
+    alone = utility([said], [wanted])
+    assert 0.1 < float(alone) < 1
+    together = utility([german, said, german], [german, wanted, wanted])
+    assert together[1] == alone[0]
+    assert float(together[0]) == pytest.approx(1)
