@@ -105,6 +105,8 @@ def compare(
     if configs:
         tokenize = tokenize or configs[0].data.tokenize
         language = configs[0].data.target
+        if references is None:  # of a corpus, which may have a language of its own
+            language = the_one_of(configs[0], split).data.target
     tokenize = tokenizer_for(tokenize or "auto", language, expected)
     lowercase = bool(configs) and configs[0].subwords.lowercase
     measured = [measure(one.translations, expected, lowercase=lowercase, tokenize=tokenize) for one in found]

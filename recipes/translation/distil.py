@@ -136,6 +136,15 @@ def student_of(config: RunConfig, names: list[tuple[str, ...]], originals: float
     return dataclasses.replace(config, data=data, corpora=corpora)
 
 
+def originals_of(student: RunConfig) -> float:
+    """Return the weight of the original pairs beside the translations, by a student's saved settings."""
+    for name, corpus in student.corpora.items():
+        if name.endswith("originals"):
+            translations = student.corpora[f"{name.removesuffix('originals')}translations"]
+            return corpus.weight / translations.weight
+    return 0.0
+
+
 def next_commands(run: str) -> str:
     """Return the commands that follow: the student's scores, its export, and its translations."""
     return "\n".join(

@@ -119,3 +119,19 @@ def test_translations_of_an_older_model_are_refused(run: Path, capsys: pytest.Ca
 def test_a_run_that_was_not_evaluated_is_told_how(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = refusal(capsys, "compare", str(run), str(run), "--split", "valid")
     assert f"make it with evaluate --run {run} --split valid" in line
+
+
+def test_runs_are_compared_by_the_tokeniser_of_their_corpus(tmp_path: Path) -> None:
+    """As evaluate scores them: data.target is a default of translate, and the test set may be of another language."""
+    texts = ["der Hund, die Katze", "ein Zug; zwei"]
+    lines(tmp_path / "en", ["the dog and the cat", "one train and two"])
+    lines(tmp_path / "de", texts)
+    corpora = {"b": {"train": ["en", "de"], "target": "de", "valid": ["en", "de"], "test": ["en", "de"]}}
+    changes = {"data.path": str(tmp_path), "corpora": corpora, "data.target": "zh", "training.steps": 1}
+    systems = []
+    for name in ("one", "other"):
+        train(tiny(tmp_path / name, {**changes, "subwords.vocab_size": 285}))
+        assert main(["evaluate", "--run", str(tmp_path / name)]) == 0
+        systems.append(str(tmp_path / name))
+    assert "tok:13a" in str(compare(systems))
+    assert "tok:zh" in str(compare(systems, tokenize="zh"))

@@ -157,6 +157,11 @@ def test_one_command_makes_a_student_with_the_teachers_subwords_data_and_transla
     assert "40 translations reused" in capsys.readouterr().out
     mixed = corpora_of(load_translator(student / "best").config)
     assert [(each.name, each.weight) for each in mixed] == [("translations", 1.0), ("originals", 0.5)]
+    assert main([*words, "--training.steps", "2", "--originals", "0.5"]) == 0
+    for other in ("0", "1"):
+        capsys.readouterr()
+        assert main([*words, "--training.steps", "3", "--originals", other]) == 2
+        assert f"--originals is {other}, but {student} was begun with 0.5: keep it" in capsys.readouterr().err
 
 
 def test_a_student_that_was_moved_is_resumed_averaged_and_evaluated(

@@ -65,7 +65,6 @@ def distil(argv: Sequence[str]) -> int:
         "--originals",
         metavar="X",
         type=_weight,
-        default=0.0,
         help="train on the original pairs too, with this weight beside that of the translations, which is 1 (default: "
         "0, on the translations alone)",
     )
@@ -85,11 +84,16 @@ def distil(argv: Sequence[str]) -> int:
 
     resumed = not options.fresh and options.config is None and whole_folder(Path(str(given["run"])) / "last")
     config = student_config(options, bool(resumed))
+    if resumed and options.originals is not None and (begun := distillation.originals_of(config)) != options.originals:
+        raise ConfigError(
+            f"--originals is {options.originals:g}, but {config.run} was begun with {begun:g}: keep it, choose another "
+            "--run, or start over with --fresh"
+        )
     with joined(config.layout.timeout) as ranks:
         if resumed:  # its training data are the translations
             summary = train(config, ranks=ranks)
         else:
-            summary = distillation.distil(config, options.originals, options.fresh, ranks)
+            summary = distillation.distil(config, options.originals or 0.0, options.fresh, ranks)
         print(summary)
         if not summary.stopped_by:
             print(distillation.next_commands(config.run))

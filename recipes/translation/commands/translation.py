@@ -149,9 +149,9 @@ def chosen_by_mbr(translator: Translator, found: list[list[Translation]], utilit
     from recipes.translation.rerank import best_by_mbr
 
     data = translator.config.data
-    tokenize = tokenizer_for(data.tokenize, data.target, [])
-    check_tokenizer(tokenize)
     texts = [[one.text for one in row] for row in found]
+    tokenize = tokenizer_for(data.tokenize, data.target, [row[0] for row in texts])
+    check_tokenizer(tokenize)
     return [row[best_by_mbr(row, utility, tokenize)] for row in texts]
 
 

@@ -103,6 +103,7 @@ def check_data(config: RunConfig) -> list[str]:
     Raises DataError and ConfigError; training files are looked for, and the others read.
     """
     check_training_data(config)
+    _check_symbols(config)
     pairs = check_held_out(config)
     tokenizers = [_tokenizer(each, valid) for each, valid in zip(held_out(config, "valid"), pairs, strict=True)]
     if config.training.risk_samples:
@@ -112,6 +113,16 @@ def check_data(config: RunConfig) -> list[str]:
         for tokenize in names:
             check_tokenizer(tokenize)
     return names
+
+
+def _check_symbols(config: RunConfig) -> None:
+    """Raise ConfigError for a symbol of which placeholders would take a part, so that it never occurred."""
+    for symbol in config.subwords.symbols:
+        if masked_pair(Pair(symbol, symbol), config.subwords.placeholders) != Pair(symbol, symbol):
+            raise ConfigError(
+                f"subwords.symbols has {symbol}, a part of which subwords.placeholders "
+                f"{' '.join(config.subwords.placeholders)} would replace: write it without digits, or leave one out"
+            )
 
 
 def _tokenizer(held_out: HeldOut, valid: Sequence[Pair]) -> str:

@@ -100,3 +100,13 @@ def test_the_tokeniser_of_minimum_risk_is_checked_before_training(
     samples = {"training.risk_samples": 2, "training.start_from": "elsewhere"}
     with pytest.raises(ConfigError, match=message):
         check_data(tiny(tmp_path / "run", {**files, **changes, **samples}))
+
+
+@pytest.mark.parametrize("placeholders", [["number"], ["url"]])
+def test_a_symbol_of_which_a_placeholder_takes_a_part_is_refused(placeholders: list[str], tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", {"subwords.symbols": ["<ent>", "<ent1>"], "subwords.placeholders": placeholders})
+    if placeholders == ["url"]:
+        check_data(config)
+        return
+    with pytest.raises(ConfigError, match=r"subwords\.symbols has <ent1>, a part of which .* number would replace"):
+        check_data(config)
