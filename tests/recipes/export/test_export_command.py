@@ -114,7 +114,12 @@ def test_an_lstm_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("format", ["safetensors", "ctranslate2", "onnx", "hf"])
 @pytest.mark.parametrize("name", ["best", "last", "averaged", "checkpoints/step-00000001"])
 def test_an_export_never_replaces_a_model_of_a_run(
-    name: str, format: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    format: str,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "run" / name
     folder.parent.mkdir(parents=True)
@@ -123,9 +128,8 @@ def test_an_export_never_replaces_a_model_of_a_run(
     assert main(["export", "--run", str(run), "--to", format, "--out", str(folder)]) == 2
     assert f"error: --out names {folder}, a model of a run, which it would replace" in capsys.readouterr().err
     assert contents(folder) == before
-    linked = tmp_path / "link"
-    linked.symlink_to(folder)
-    assert main(["export", "--run", str(run), "--to", format, "--out", str(linked)]) == 2
+    monkeypatch.chdir(folder)
+    assert main(["export", "--run", str(run), "--to", format, "--out", "."]) == 2
     assert contents(folder) == before
 
 

@@ -294,3 +294,27 @@ def test_models_of_other_sizes_or_none_are_refused(
     )
     assert main([*command, str(tmp_path / "nothing")]) == 2
     assert f"--models names {tmp_path / 'nothing'}, but there is no trained model in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("data__language_tags", True), ("subwords__placeholders", ("number",)), ("subwords__symbols", ("<x>",))],
+)
+def test_models_that_read_text_differently_are_refused(
+    name: str, value: object, related: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path / "other", translator(tmp_path / "runs", 1, **{name: value}), {"step": 3})
+    assert main(["average", "--run", str(tmp_path / "both"), "--models", str(related[0]), str(tmp_path / "other")]) == 2
+    said = capsys.readouterr().err
+    assert f"{name.replace('__', '.')} is " in said
+    assert "only models of the same sizes and subwords can be averaged" in said
+
+
+def test_the_average_of_several_runs_needs_a_folder_of_its_own(
+    related: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["average", "--models", *map(str, related)])
+    assert (
+        "--models takes models of several runs: name the folder of their average with --run" in capsys.readouterr().err
+    )
