@@ -169,6 +169,24 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
         (["evaluate", "--run", "nowhere"], "no trained model in nowhere/best"),
         (["translate", "--file", "nowhere.txt"], "nowhere.txt: No such file"),
         (["evaluate", "--hypotheses", "a.txt"], "go together"),
+        (
+            ["evaluate", "--hypotheses", "a", "--references", "b", "--beam", "7"],
+            "--beam belongs to a model, and --hypotheses",
+        ),
+        (
+            ["evaluate", "--hypotheses", "a", "--references", "b", "--length-norm", "gnmt"],
+            "--length-norm belongs to a model",
+        ),
+        (
+            ["evaluate", "--hypotheses", "a", "--references", "b", "--checkpoint", "best"],
+            "--checkpoint belongs to a model",
+        ),
+        (["evaluate", "--hypotheses", "a", "--references", "b", "--run", "{tmp}"], "--run belongs to a model"),
+        (
+            ["evaluate", "--sources", "news/test", "--references", "b"],
+            "would replace test.scores.json, the scores of the",
+        ),
+        (["train", "--run", ""], "run is empty, as of a variable of the shell that is not set: name the folder"),
         (["evaluate", "--sources", "a.txt"], "--sources and --references go together"),
         (["evaluate", "--references", "a.txt"], "--references go together with --hypotheses, or with --sources"),
         (["evaluate", "--split", "test", "--sources", "a", "--references", "b"], "give one of them"),

@@ -130,6 +130,8 @@ def resumed_config(path: Path, run: str, given: dict[str, object]) -> RunConfig:
 
 
 def with_folder(config: RunConfig) -> RunConfig:
+    if not config.run:
+        raise ConfigError("run is empty, as of a variable of the shell that is not set: name the folder of the run")
     if "\0" in config.run:
         raise ConfigError(f"run is {config.run!r}, which is not a path: it contains a NUL")
     return config

@@ -231,10 +231,21 @@ def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
     """Refuse files that do not go together."""
     if options.hypotheses and options.ensemble:
         parser.error("--ensemble translates, and --hypotheses are translations already; give one of them")
+    of_model = ("run", "checkpoint", "beam", "length_penalty", "length_norm")
+    given = [name for name in of_model if getattr(options, name) != parser.get_default(name)]
+    if options.hypotheses and given:
+        name = given[0].replace("_", "-")
+        parser.error(f"--{name} belongs to a model, and --hypotheses are translations already: leave it out")
     if options.hypotheses and not options.references:
         parser.error("--hypotheses and --references go together")
     if options.sources and not options.references:
         parser.error("--sources and --references go together")
+    if options.sources and not options.hypotheses and Path(options.sources).name in ("test", "valid"):
+        name = Path(options.sources).name
+        parser.error(
+            f"--sources {options.sources} would replace {name}.scores.json, the scores of the run's own {name} data: "
+            "rename the file"
+        )
     without_sources = options.hypotheses and not options.sources
     if without_sources and (options.by == "length" or options.comet):
         parser.error("--by length and --comet need the sentences that were translated: name them with --sources")

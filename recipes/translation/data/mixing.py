@@ -16,9 +16,9 @@ class Mixture:
 
     An epoch has as many pairs as the corpora have together. Of them a corpus of n pairs and weight w has a share in
     proportion to w n^(1/T), where T is the temperature (Arivazhagan et al. 2019, "Massively multilingual neural machine
-    translation in the wild", section 4.2). A corpus is gone through from pass to pass, each in an order of its own, and
-    an epoch continues where the last one ended: no pair is used twice before all pairs of its corpus are used. The
-    pairs of an epoch depend on (seed, epoch) alone.
+    translation in the wild", section 4.2), and at least one pair, unless w is 0. A corpus is gone through from pass to
+    pass, each in an order of its own, and an epoch continues where the last one ended: no pair is used twice before
+    all pairs of its corpus are used. The pairs of an epoch depend on (seed, epoch) alone.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], temperature: float, seed: int) -> None:
@@ -39,6 +39,10 @@ class Mixture:
         # The pairs that rounding down leaves over go where it took most
         most = numpy.argsort(counts - exact, kind="stable")
         counts[most[: round(sizes.sum()) - counts.sum()]] += 1
+        # A share below one pair is one pair, or a small corpus would never be used; there are at least as many pairs
+        for corpus in ((shares > 0) & (counts == 0)).nonzero()[0]:
+            counts[corpus] = 1
+            counts[counts.argmax()] -= 1
         return [int(count) for count in counts]
 
     def drawn(self, epoch: int, usable: Array) -> Array:

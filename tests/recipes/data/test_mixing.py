@@ -100,3 +100,18 @@ def test_a_run_resumes_in_the_middle_of_an_epoch_of_a_mixture() -> None:
 def test_without_weights_and_temperature_a_mixture_draws_every_pair_once() -> None:
     drawn = Mixture([5, 9], [1.0, 1.0], 1.0, 1).drawn(7, numpy.arange(14))
     assert sorted(drawn.tolist()) == list(range(14))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 30), min_size=1, max_size=6),
+    weights=st.lists(st.sampled_from([0.0, 1e-6, 0.2, 1.0, 50.0]), min_size=6, max_size=6),
+    temperature=st.sampled_from([1.0, 5.0]),
+)
+def test_every_corpus_with_a_weight_has_a_pair_in_each_epoch(
+    sizes: list[int], weights: list[float], temperature: float
+) -> None:
+    weights = weights[: len(sizes)]
+    counts = Mixture(sizes, weights, temperature, 1).counts(numpy.arange(sum(sizes)))
+    drawn = [size > 0 and weight > 0 for size, weight in zip(sizes, weights, strict=True)]
+    assert [count > 0 for count in counts] == drawn
+    assert sum(counts) == sum(size for size, one in zip(sizes, drawn, strict=True) if one)
