@@ -78,6 +78,12 @@ class TransformerConfig:
         check_choice("tie", self.tie, get_args(Tie))
         check_choice("activation", self.activation, get_args(Activation))
         check_choice("architecture", self.architecture, tuple(ARCHITECTURES))
+        computed = ARCHITECTURES[self.architecture].positions != "learned"
+        if computed and self.max_positions != TransformerConfig.max_positions:
+            raise ValueError(
+                f"max_positions is {self.max_positions}, but the positions of {self.architecture} are computed, and "
+                "have no limit: leave it out, or choose mbart"
+            )
         if self.architecture == "m2m100" and self.d_model < 4:
             raise ValueError(
                 f"d_model is {self.d_model}, and the positions of m2m100 need at least 4: choose 4 or more"

@@ -29,6 +29,7 @@ from recipes.translation.data.split_files import expanded
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.data.token_store import TokenStore, check_store, key_of, write_store
 from recipes.translation.processes.ranks import ALONE, Ranks
+from recipes.translation.settings.checks import check_unset
 from recipes.translation.settings.config import ConfigError, RunConfig
 
 
@@ -104,6 +105,7 @@ def check_data(config: RunConfig) -> list[str]:
     """
     check_training_data(config)
     _check_symbols(config)
+    _check_temperature(config)
     pairs = check_held_out(config)
     tokenizers = [_tokenizer(each, valid) for each, valid in zip(held_out(config, "valid"), pairs, strict=True)]
     if config.training.risk_samples:
@@ -113,6 +115,12 @@ def check_data(config: RunConfig) -> list[str]:
         for tokenize in names:
             check_tokenizer(tokenize)
     return names
+
+
+def _check_temperature(config: RunConfig) -> None:
+    """Raise ConfigError for a temperature with nothing to mix."""
+    if sum(corpus.weight > 0 for corpus in corpora_of(config)) < 2:
+        check_unset(config.data, ("temperature",), "there is one corpus, with nothing to mix it with: add corpora")
 
 
 def _check_symbols(config: RunConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from recipes.translation.settings.data import DataConfig, SubwordConfig
 from recipes.translation.settings.model import DECODER_ONLY
 from recipes.translation.settings.schema import ConfigError
 from recipes.translation.settings.training import PARTS, TrainingConfig
@@ -11,22 +12,12 @@ from recipes.translation.settings.training import PARTS, TrainingConfig
 if TYPE_CHECKING:
     from recipes.translation.settings.config import RunConfig
 
+SECTIONS = {TrainingConfig: "training", DataConfig: "data", SubwordConfig: "subwords"}
+
 
 def check_together(config: RunConfig) -> None:
     """Raise ConfigError for settings of which each is valid alone, and which cannot be had together."""
-    subwords = config.subwords
-    if subwords.kind == "bpe" and subwords.sampling >= 1:
-        raise ConfigError(
-            f"subwords.sampling is {subwords.sampling:g}: for subwords.kind bpe it is the probability of leaving out a "
-            "merge, and must be below 1 (0.1 is usual)"
-        )
-    check_words(config)
-    capitals = [symbol for symbol in subwords.symbols if symbol != symbol.lower()]
-    if subwords.lowercase and capitals:
-        raise ConfigError(
-            f"subwords.symbols has {', '.join(capitals)}, but subwords.lowercase is true: such a word never occurs; "
-            "write it in lower case"
-        )
+    check_subwords(config)
     noise = config.noise
     if (total := noise.swap + noise.drop + noise.double) > 1:
         raise ConfigError(
@@ -57,6 +48,26 @@ def check_together(config: RunConfig) -> None:
     for name in training.freeze:
         if name not in PARTS:
             raise ConfigError(f"training.freeze names {name!r}; it can name {', '.join(PARTS)}")
+
+
+def check_subwords(config: RunConfig) -> None:
+    """Raise ConfigError for settings of the subwords that do not go together."""
+    subwords = config.subwords
+    if subwords.kind == "bpe" and subwords.sampling >= 1:
+        raise ConfigError(
+            f"subwords.sampling is {subwords.sampling:g}: for subwords.kind bpe it is the probability of leaving out a "
+            "merge, and must be below 1 (0.1 is usual)"
+        )
+    if not subwords.sampling:
+        why = "subwords.sampling is 0, which draws no subwords: set subwords.sampling"
+        check_unset(subwords, ("sampled",), why)
+    capitals = [symbol for symbol in subwords.symbols if symbol != symbol.lower()]
+    if subwords.lowercase and capitals:
+        raise ConfigError(
+            f"subwords.symbols has {', '.join(capitals)}, but subwords.lowercase is true: such a word never occurs; "
+            "write it in lower case"
+        )
+    check_words(config)
 
 
 def check_words(config: RunConfig) -> None:
@@ -153,12 +164,14 @@ def check_risk(config: RunConfig) -> None:
             )
 
 
-def check_unset(training: TrainingConfig, names: tuple[str, ...], why: str) -> None:
+def check_unset(settings: TrainingConfig | DataConfig | SubwordConfig, names: tuple[str, ...], why: str) -> None:
     """Raise ConfigError for settings that do nothing; `why` says why, and what to do instead of leaving them out."""
+    section = SECTIONS[type(settings)]
     for name in names:
-        value = getattr(training, name)
-        if value != getattr(TrainingConfig(), name):
-            raise ConfigError(f"training.{name} is {value:g}, but {why}, or leave training.{name} out")
+        value = getattr(settings, name)
+        if value != getattr(type(settings)(), name):
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise ConfigError(f"{section}.{name} is {shown}, but {why}, or leave {section}.{name} out")
 
 
 def check_lora(config: RunConfig) -> None:

@@ -34,9 +34,14 @@ def test_the_shares_are_those_of_the_formula_to_within_one_pair(
     total = sum(size for size, weight in given if weight)
     assert sum(counts) == total
     shares = [weight * size ** (1 / temperature) if size else 0.0 for size, weight in given]
-    for count, share in zip(counts, shares, strict=True):
-        assert abs(count - total * share / sum(shares)) < 1
+    exact = [total * share / sum(shares) for share in shares]
+    # A corpus with a share below one pair may take one from a larger corpus
+    small = sum(0 < share < 1 for share in exact)
+    for count, share in zip(counts, exact, strict=True):
+        assert share - 1 - small < count < share + 1
         assert count == 0 or share > 0
+        if small == 0:
+            assert abs(count - share) < 1
 
 
 @given(corpora, st.integers(0, 3))

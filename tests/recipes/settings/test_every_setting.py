@@ -74,7 +74,10 @@ CHANGES: dict[str, Sequence[Change]] = {
     "data.streaming": [Change(True, refused="data.streaming is for data of format hub")],
     "data.cache": [Change("cache", ("said",), (*NUMBERS, "subwords", "batches"))],
     "data.language_tags": [Change(True, ("weights", "subwords"))],
-    "data.temperature": [Change(5.0, ("weights",), ("subwords",), beside={"corpora": TWO})],
+    "data.temperature": [
+        Change(5.0, ("weights",), ("subwords",), beside={"corpora": TWO}),
+        Change(5.0, refused="data.temperature is 5, but there is one corpus"),
+    ],
     "corpora": [
         Change(TWO, ("weights", "subwords")),
         Change({**TWO, "b": {**TWO["b"], "weight": 3}}, ("weights",), ("subwords",), beside={"corpora": TWO}),
@@ -115,7 +118,8 @@ CHANGES: dict[str, Sequence[Change]] = {
     "subwords.sampled": [
         Change(value, ("weights", "metrics"), ("subwords",), beside={"subwords.sampling": 0.3})
         for value in ("source", "target")
-    ],
+    ]
+    + [Change("source", refused="subwords.sampled is source, but subwords.sampling is 0, which draws no subwords")],
     "model.preset": [Change("base")],
     "model.d_model": [Change(18)],
     "model.d_ff": [Change(20)],
@@ -127,6 +131,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     "model.tie": [Change("target"), Change("none")],
     "model.activation": [Change("gelu"), Change("swish")],
     "model.max_positions": [
+        Change(500, refused="model: max_positions is 500, but the positions of vaswani are computed"),
         Change(500, ("weights",), beside={"model.preset": "mbart"}),
         Change(
             9,
