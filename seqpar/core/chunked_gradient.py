@@ -21,9 +21,15 @@ from seqpar.core.chunks import Chunk, check_chunks
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.tensor_checks import check_dense, check_number
 from seqpar.core.token_loss import TokenLoss, wide
+from seqpar.core.transforms import refuse_transforms
 
 Rows = tuple[Tensor | None, ...]
 """One chunk's rows of each per-token tensor; None for a tensor that was not given."""
+
+NO_SECOND_DERIVATIVE = (
+    "the chunked loss was asked for a second derivative (create_graph=True), and it keeps no graph of its chunks; use "
+    "the plain, un-chunked loss where you need one"
+)
 
 PerChunk = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Chunk], TokenLoss]
 """(params, this chunk's rows of each per-token tensor, the chunk) -> the chunk's summed loss."""
@@ -140,6 +146,7 @@ def differentiable_sum(
     of `cut_rows` and `cut_time` never do. A None among `per_token` or `params` stands for a tensor that was not given.
     """
     leaves = (*per_token, *params)
+    refuse_transforms(leaves)
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in leaves]
     gradients = None
     # The chunks leave no graph behind. The node below, which has the sum as its output, stands in for all of theirs
@@ -191,11 +198,9 @@ class _StoredGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_transforms((upstream,))
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the chunked loss was asked for a second derivative (create_graph=True), and it keeps no graph of its "
-                "chunks; use the plain, un-chunked loss where you need one"
-            )
+            raise RuntimeError(NO_SECOND_DERIVATIVE)
         if ctx.gradients is None:
             raise RuntimeError(
                 "backward went through the chunked loss a second time, and its gradients were handed over the first "
@@ -255,7 +260,9 @@ class AutogradChunkLoss:
         leaves = (*given, *self.params)
         # `differentiable_sum` runs under no_grad
         with torch.enable_grad():
-            loss = _checked(self.function(self.params, given, chunk))
+            # Copies, because a generator may change its input in place, and autograd forbids that for a leaf
+            own = tuple(t.clone() if t.requires_grad else t for t in given)
+            loss = _checked(self.function(self.params, own, chunk))
         # Once is enough: every chunk runs the same code
         if not self.graph_is_checked:
             _refuse_unknown_leaves(loss.total, {id(t) for t in leaves})
@@ -332,7 +339,8 @@ def _refuse_unknown_leaves(total: Tensor, known: set[int]) -> None:
         if leaf is not None and id(leaf) not in known:
             raise RuntimeError(
                 f"the generator or criterion used a tensor of shape {tuple(leaf.shape)} that needs a gradient and is "
-                "neither a registered parameter nor a per-token argument; register it, or pass it as a keyword"
+                "neither a registered parameter nor a per-token argument; register it, or pass it as a keyword (a "
+                "forward that was set on the instance keeps the original's parameters: change the class instead)"
             )
 
 

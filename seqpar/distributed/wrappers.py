@@ -55,6 +55,11 @@ def inside_unit(generator: nn.Module, compute: Callable[..., Any], *inputs: Any)
     if not is_fsdp_unit(generator):
         return compute(*inputs)
     unit: Any = generator
+    if "forward" in vars(unit):
+        raise TypeError(
+            f"{type(unit).__name__} is a fully_shard unit with a forward of its own, set on the instance, which the "
+            "loss would not call; change the class instead"
+        )
     # An attribute of the instance takes precedence over the class's forward; the hooks run around it
     unit.forward = compute
     try:

@@ -28,6 +28,7 @@ from torch.nn.modules.loss import _Loss
 
 from seqpar.core.chunks import recording
 from seqpar.core.token_loss import TokenLoss
+from seqpar.engine.module_calls import extra_in_call
 from seqpar.losses.criteria import LabelSmoothing, ignored_target
 
 PROBE_ROWS = 4
@@ -98,15 +99,30 @@ def first_scores(generator: nn.Module, scores: Project, shape: tuple[int, ...], 
         raise
 
 
+def counts_itself(criterion: nn.Module) -> bool:
+    """Return whether `token_loss` computes all that a call of the criterion does, and counts besides.
+
+    It does not if a subclass has changed `forward` alone, nor if a hook, or a forward set on the instance, may change
+    the result.
+    """
+    if not hasattr(criterion, "token_loss") or extra_in_call(criterion):
+        return False
+    for owner in type(criterion).__mro__:
+        if "token_loss" in vars(owner):
+            return True
+        if "forward" in vars(owner):
+            return False
+    return True  # an attribute of the instance
+
+
 def criterion_loss(criterion: nn.Module, logits: Tensor, target: Tensor) -> TokenLoss:
     """Return the criterion's loss of logits (K, V) and targets (K,), with the counts that it computes.
 
     Raises:
         TypeError: it does not return a tensor, or its `token_loss` does not return a `TokenLoss`.
     """
-    token_loss = getattr(criterion, "token_loss", None)
-    if token_loss is not None:
-        return _checked_token_loss(token_loss(logits, target))
+    if counts_itself(criterion):
+        return _checked_token_loss(criterion.token_loss(logits, target))  # type: ignore[operator]
     total = criterion(logits, target)
     if not isinstance(total, Tensor):
         raise TypeError(f"the criterion returned a {type(total).__name__}; it must return a tensor, the summed loss")

@@ -22,7 +22,7 @@ from seqpar.core.structures import map_tensors
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import refuse_sharded
-from seqpar.engine.contract import criterion_loss, project
+from seqpar.engine.contract import counts_itself, criterion_loss, project
 from seqpar.engine.first_call import LogitFacts, Situation, logit_facts
 from seqpar.engine.formula_match import FormulaMatch, check_class_weight, match_inputs
 from seqpar.engine.shards import (
@@ -163,7 +163,7 @@ def _autograd_loss(head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_
         logits_KV = project(bound["generator"], names, shape, rows)
         return criterion_loss(bound["criterion"], logits_KV, target_N[chunk])
 
-    empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, hasattr(head["criterion"], "token_loss"))
+    empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, counts_itself(head["criterion"]))
     chunk_loss = AutogradChunkLoss(per_chunk, params)
     return differentiable_sum(chunk_loss, chunks, rows_of(shard), params, empty, loss_scale)
 

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.chunks import recording
-from seqpar.engine.contract import check_additive, first_scores, probe_index, project, refuse_mixing
+from seqpar.engine.buffers import buffers_of, changed, refuse_changing_buffers
+from seqpar.engine.contract import (
+    check_additive,
+    criterion_loss,
+    first_scores,
+    probe_index,
+    project,
+    refuse_mixing,
+)
 from seqpar.engine.formula_match import check_class_weight
 from seqpar.engine.shards import Shard, check_targets, rows_of
 from seqpar.linear.leaves import product_dtype
@@ -38,6 +46,8 @@ class Situation(NamedTuple):
     """For each module, whether it is in training mode."""
     dtype: torch.dtype
     wants_gradients: bool
+    per_token: tuple[torch.Size, ...]
+    """The shape of one token's share of each per-token tensor: a copy generator may have as many classes."""
 
 
 def logit_facts(
@@ -64,6 +74,7 @@ def logit_facts(
         tuple(module.training for module in head.modules()),
         product_dtype(hidden),
         _wants_gradients(head, shards[0]),
+        tuple(t.shape[shards[0].target.dim() :] for t in shards[0].per_token.values()),
     )
     found = known.get(situation)
     if recording(hidden.device):
@@ -102,25 +113,41 @@ def _probe(head: nn.ModuleDict, shard: Shard, index_K: Tensor, check_classes: Ca
         check_classes: raises if a target is outside a vocabulary of that size. It is called before the criterion is,
             which on an accelerator would fail with a device-side assertion.
     """
-    copies = {id(p): p.detach() for p in head.parameters()} | {id(b): b.clone() for b in head.buffers()}
-    copy = bind(head, copies)
+
+    def fresh() -> nn.ModuleDict:
+        copies = {id(p): p.detach() for p in head.parameters()} | {id(b): b.clone() for b in head.buffers()}
+        return bind(head, copies)
+
+    copy = fresh()
     lead = shard.target.dim()
+    ones = (1,) * (lead - 1)
     rows = [t.detach()[index_K] for t in rows_of(shard)]
+    target_K = shard.target.flatten()[index_K]
 
     def scores(shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:
         return project(copy["generator"], tuple(shard.per_token), shape, rows)
+
+    def call(head: nn.ModuleDict, some: slice) -> Tensor:
+        part = [t[some] for t in rows]
+        with torch.random.fork_rng(forked, device_type=device.type):
+            logits_KV = project(head["generator"], tuple(shard.per_token), (*ones, len(part[0])), part)
+            criterion_loss(head["criterion"], logits_KV, target_K[some])
+        return logits_KV
 
     # Dropout in the probe must not advance the random state: the loss would depend on whether a call was the first
     device = shard.hidden.device
     forked = []
     if device.type != "cpu":
         forked = [device]
+    before = buffers_of(copy)
     with torch.random.fork_rng(forked, device_type=device.type):
         with torch.no_grad():
-            logits_KV = first_scores(copy["generator"], scores, (*(1,) * (lead - 1), len(index_K)), rows)
+            logits_KV = first_scores(copy["generator"], scores, (*ones, len(index_K)), rows)
             check_classes(logits_KV.size(-1))
             check_class_weight(head["criterion"], logits_KV.size(-1))
-            is_checked = check_additive(copy["criterion"], logits_KV, shard.target.flatten()[index_K])
+            is_checked = check_additive(copy["criterion"], logits_KV, target_K)
+            if names := changed(before, copy):
+                refuse_changing_buffers(names, fresh, call, len(index_K))
         refuse_mixing(copy["generator"], scores, rows, lead, _wants_gradients(head, shard))
     return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked)
 

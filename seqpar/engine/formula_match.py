@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from seqpar.engine.module_calls import extra_in_call
 from seqpar.engine.shards import Shard
 from seqpar.losses.criteria import CrossEntropy, LabelSmoothing
 from seqpar.losses.softmax_loss import Convention, SoftTarget, soft_target
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class FormulaMatch(NamedTuple):
@@ -52,19 +51,21 @@ def match_formula(generator: nn.Module, criterion: nn.Module) -> FormulaMatch | 
     """Return the closed form of a pair, or the reason why it has none.
 
     Types are compared exactly: an `nn.Linear` (or a subclass with its `forward`), alone or before `nn.LogSoftmax(-1)`,
-    with `seqpar.CrossEntropy`, `seqpar.LabelSmoothing` or `nn.CrossEntropyLoss`. A closed form calls no hook, so a
-    module with hooks has none.
+    with `seqpar.CrossEntropy`, `seqpar.LabelSmoothing` or `nn.CrossEntropyLoss`. A closed form calls no hook and no
+    forward set on an instance, so modules with either have none; nor has a weight of a class of its own, which may
+    multiply in its own way.
     """
     projection = _projection_of(generator)
     # A parametrised weight is no entry of _parameters; its gradient needs autograd
     if type(projection).forward is not nn.Linear.forward or "weight" not in projection._parameters:
         return NoFormula(f"the generator is a {type(generator).__name__}, not nn.Linear")
+    if type(projection.weight) not in (Tensor, nn.Parameter):
+        return NoFormula(f"the generator's weight is a {type(projection.weight).__name__}, not a plain tensor")
     # Subclasses may compute anything, so the type must be one of these itself
     if type(criterion) not in (CrossEntropy, LabelSmoothing, nn.CrossEntropyLoss):
         return NoFormula(f"the criterion is a {type(criterion).__name__}, whose formula is not known")
-    for module in (*generator.modules(), *criterion.modules()):
-        if any(getattr(module, hooks) for hooks in HOOKS):
-            return NoFormula(f"{type(module).__name__} has hooks")
+    if extra := extra_in_call(generator) or extra_in_call(criterion):
+        return NoFormula(extra)
     # CrossEntropy is a LabelSmoothing with eps = 0
     if isinstance(criterion, LabelSmoothing):
         convention = criterion.smoothing_convention
@@ -101,7 +102,7 @@ def match_split(head: nn.ModuleDict, per_token: Iterable[str] = ()) -> FormulaMa
 
 
 def check_class_weight(criterion: nn.Module, vocab_size: int) -> None:
-    """Raise ValueError unless an `nn.CrossEntropyLoss` has that many class weights, or none."""
+    """Raise ValueError unless an `nn.CrossEntropyLoss` has that many class weights, all constant, or none."""
     if type(criterion) is not nn.CrossEntropyLoss:
         return
     weight = criterion.weight
@@ -110,6 +111,8 @@ def check_class_weight(criterion: nn.Module, vocab_size: int) -> None:
             f"the criterion's weight has shape {tuple(weight.shape)} and the generator makes {vocab_size} scores; it "
             f"must be ({vocab_size},), one for each class"
         )
+    if weight is not None and weight.requires_grad:
+        raise ValueError("the criterion's weight requires a gradient, which no cross-entropy gives it; detach it")
 
 
 def _projection_of(generator: nn.Module) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from seqpar.core.chunked_gradient import check_loss_scale
 from seqpar.core.chunks import check_size
 from seqpar.core.token_loss import TokenLoss
+from seqpar.core.transforms import refuse_transforms
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import inside_unit, is_fsdp_unit, refuse_data_parallel, refuse_sharded
 from seqpar.engine.contract import check_roles
@@ -96,7 +97,7 @@ class LossCompute(nn.Module):
             target: int64, hidden's leading shape; or a list like hidden's.
             loss_scale: the factor that `total` will be multiplied by before `backward`, for float16:
                 `scaler.get_scale() / tokens` with a GradScaler. Gradients are stored multiplied by it and divided by it
-                in backward; any factor gives the right gradient.
+                in backward; any factor gives the right gradient, unless it makes them overflow their dtype.
             per_token: further tensors the generator takes as keywords (copy attention, a teacher's states), whose
                 first dimensions are target's shape. They are scattered and chunked like hidden, and get a gradient if
                 they require one. A None is not passed on.
@@ -113,7 +114,9 @@ class LossCompute(nn.Module):
             RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them; in `backward`, a
                 criterion that returned a detached number or a generator that ran under `torch.no_grad`.
         """
+        refuse_transforms()
         check_loss_scale(loss_scale)
+        _check_reduction(self.head["criterion"])
         if self.vocab is not None:
             refuse_sharded(self.head)
             match = match_split(self.head, per_token)
@@ -205,6 +208,11 @@ def _check_modules(generator: nn.Module, criterion: nn.Module) -> None:
             raise TypeError(f"{name} is a {type(module).__name__}; it must be a torch.nn.Module")
         refuse_data_parallel(module, name)
     check_roles(generator, criterion)
+    _check_reduction(criterion)
+
+
+def _check_reduction(criterion: nn.Module) -> None:
+    """Raise ValueError unless the criterion sums, as far as its `reduction` says; it can be set at any time."""
     reduction = getattr(criterion, "reduction", "sum")
     if reduction != "sum":
         raise ValueError(f"the criterion has reduction={reduction!r}; the criterion must sum: reduction='sum'")

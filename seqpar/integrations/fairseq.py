@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from seqpar.engine.module_calls import extra_in_call
 from seqpar.linear.cross_entropy import linear_cross_entropy
 
 
@@ -109,7 +110,11 @@ def _projection(model: nn.Module) -> nn.Linear:
     """Return the decoder's output projection; raise TypeError unless it is a plain `nn.Linear`."""
     projection = getattr(model.decoder, "output_projection", None)
     # A subclass with a forward of its own may compute anything
-    if not isinstance(projection, nn.Linear) or type(projection).forward is not nn.Linear.forward:
+    if (
+        not isinstance(projection, nn.Linear)
+        or type(projection).forward is not nn.Linear.forward
+        or extra_in_call(projection)
+    ):
         raise TypeError(
             f"the decoder's output_projection is a {type(projection).__name__}; the chunked loss needs an nn.Linear"
         )

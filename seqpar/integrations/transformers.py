@@ -42,6 +42,7 @@ from seqpar.integrations.transformers_model import (
     IGNORED,
     Reading,
     Settings,
+    calls_of,
     decoder_inputs,
     final_bias,
     lacks_decoder_inputs,
@@ -256,7 +257,7 @@ class AppliedLoss:
     def _reading(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> Reading:
         """Return what the model does to its logits; settings that are new are checked first."""
         # Checked once for each combination, because any of them may choose another branch of the forward
-        settings = (model.training, *settings_of(model, kwargs))
+        settings = (model.training, *settings_of(model, kwargs), *calls_of(model))
         if settings not in self.checked:
             self.checked[settings] = self._checked_reading(model, kwargs)
         return self.checked[settings]

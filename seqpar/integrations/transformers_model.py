@@ -99,6 +99,14 @@ def settings_of(model: PreTrainedModel, kwargs: Mapping[str, object]) -> Setting
     return *given, *configured
 
 
+def calls_of(model: PreTrainedModel) -> Settings:
+    """Return the functions that a forward calls after its last hidden states, each of which can be replaced."""
+    head = model.get_output_embeddings()
+    hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
+    named = [("forward", vars(head).get("forward")), ("loss_function", vars(model).get("_loss_function"))]
+    return *named, *(("hook", hook) for hook in hooks)
+
+
 def shifts_labels(model: PreTrainedModel) -> bool:
     """Return whether the model predicts label t + 1 from position t.
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.core.chunked_gradient import NO_SECOND_DERIVATIVE
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.linear.inputs import Inputs, Settings, checked, plan
 from seqpar.linear.leaves import LinearWanted, loss_and_gradients, product_dtype
@@ -155,17 +156,25 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     results = _Results(*output)
     ctx.wanted = LinearWanted(*given.wanted)
     ctx.save_for_backward(
-        given.loss_scale, results.hidden_grad, results.weight_grad, results.bias_grad, results.token_weight_grad
+        given.loss_scale,
+        results.tokens,
+        results.hidden_grad,
+        results.weight_grad,
+        results.bias_grad,
+        results.token_weight_grad,
     )
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     """Return the gradient of each argument, in their order; None for an argument that has none."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
     grads: dict[str, Tensor | None] = {}
     if upstream is not None:
-        loss_scale, hidden_grad, weight_grad, bias_grad, token_weight_grad = ctx.saved_tensors
-        factor = upstream / loss_scale
+        loss_scale, tokens, hidden_grad, weight_grad, bias_grad, token_weight_grad = ctx.saved_tensors
+        # Not 0 x upstream: with no tokens the caller may have divided by 0
+        factor = (upstream / loss_scale).where(tokens > 0, 0)
         wanted: LinearWanted = ctx.wanted
         grads = {
             "hidden": _scaled(hidden_grad, factor, wanted.hidden),

@@ -69,7 +69,8 @@ def linear_cross_entropy(
             either sign. `tokens`, `nll` and `correct` count every token once. It gets a gradient if it requires one.
         loss_scale: the factor that `total` will be multiplied by before `backward`, a number other than 0 or a tensor
             of one. For float16, whose small gradients would underflow: `scaler.get_scale() / tokens` with a GradScaler.
-            Gradients are stored multiplied by it and divided by it in backward; any factor gives the right gradient.
+            Gradients are stored multiplied by it and divided by it in backward; any factor gives the right gradient,
+            unless it makes them overflow their dtype.
         chunk_tokens: the most rows whose logits exist at once; None chooses by bytes.
         vocab: which classes `weight` has, if the vocabulary is split over ranks. Then hidden and target must be the
             same on every rank of the group, or every rank raises (hidden states are compared by sums of them, up to

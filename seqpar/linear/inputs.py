@@ -15,6 +15,7 @@ from torch import Tensor
 from seqpar.core.chunked_gradient import check_loss_scale
 from seqpar.core.chunks import Chunk, check_size, cut_rows, recording, rows_per_chunk
 from seqpar.core.tensor_checks import check_floating, check_integer_target, check_number, is_dtensor
+from seqpar.core.transforms import refuse_transforms
 from seqpar.distributed.collectives import copy_to_group, world_size
 from seqpar.distributed.vocab_parallel import VocabShard, local_copy, local_rows
 from seqpar.linear.formula import LinearFormula, Projection
@@ -128,6 +129,7 @@ def checked(
         further: checks the caller's further arguments, given the shard, and returns those that must be the same on all
             ranks, by name.
     """
+    refuse_transforms(inputs)
     if vocab is not None and not isinstance(vocab, VocabShard):
         raise TypeError(f"vocab is a {type(vocab).__name__}; it must be a seqpar.VocabShard, or None")
     wrong: Exception | None = None

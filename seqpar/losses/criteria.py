@@ -6,7 +6,9 @@ The engine accepts any criterion that meets these requirements:
 - it returns the SUM over rows, one number (a mean cannot be added up over chunks and devices, nor can anything else
   that is not a sum of one term per row);
 - its attribute `ignore_index` or `padding_idx` is the target that it ignores, so that those rows need no logits;
-- if it has `token_loss(logits, target) -> TokenLoss`, `nll` and `correct` are taken from its result.
+- if it has `token_loss(logits, target) -> TokenLoss`, which must agree with its `forward`, that is called instead,
+  and `nll` and `correct` are taken from its result. It is not called if hooks or a subclass's own `forward` change
+  what a call returns.
 
 `torch.nn.CrossEntropyLoss(reduction="sum")`, the `LabelSmoothing` of 2018 and the two classes in this file meet them.
 
@@ -100,7 +102,8 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
         grad_NV = logits_gradient_(p_NV, target_N, rows, ctx.q)
         # On the CPU a pass over the logits is saved if all factors are 1; on other devices reading them would wait
         if upstream.device.type != "cpu" or upstream != 1 or not counted_N.all():
-            grad_NV *= (upstream * counted_N).unsqueeze(1)
+            # Not 0 x upstream: with no tokens the caller may have divided by 0
+            grad_NV *= upstream.where(counted_N, 0).unsqueeze(1)
         return grad_NV.to(ctx.dtype), None, None, None
 
 

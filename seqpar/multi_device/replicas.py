@@ -47,7 +47,10 @@ def bind(module: Module, tensors: Mapping[int, Tensor]) -> Module:
     copies: dict[int, nn.Module | None] = {id(None): None}
 
     def bound(tensor: Tensor | None) -> Tensor | None:
-        return tensors.get(id(tensor), tensor)
+        replacement = tensors.get(id(tensor), tensor)
+        if type(replacement) is not type(tensor):
+            _refuse_lost_class(tensor, replacement)
+        return replacement
 
     def copy(original: nn.Module | None) -> nn.Module | None:
         # By identity, so that a submodule that occurs twice is one submodule in the copy as well
@@ -66,6 +69,17 @@ def bind(module: Module, tensors: Mapping[int, Tensor]) -> Module:
         return copies[id(original)]
 
     return cast(Module, copy(module))
+
+
+def _refuse_lost_class(tensor: Tensor | None, replacement: Tensor | None) -> None:
+    """Raise TypeError if the tensor's class computes in its own way, and the replacement is of another class."""
+    functions = getattr(type(tensor), "__torch_function__", Tensor.__torch_function__)
+    if functions in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl):
+        return
+    raise TypeError(
+        f"a parameter is a {type(tensor).__name__}, which computes in its own way, and detached a "
+        f"{type(replacement).__name__}, which does not; derive the class from torch.Tensor, not from nn.Parameter"
+    )
 
 
 def _rebuild_flat_weights(replica: Any) -> None:

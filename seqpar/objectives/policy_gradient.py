@@ -86,6 +86,8 @@ def group_advantages(rewards: Tensor, group_size: int, *, divide_by_std: bool = 
     check_groups(rewards, "rewards", group_size, at_least=2)
     check_number(eps, "eps", above=0)
     grouped = rewards.detach().view(-1, group_size)
+    # From the first one on, which is exact where all are equal: a mean is rounded, and the standard deviation with it
+    grouped = grouped - grouped[:, :1]
     advantages = grouped - grouped.mean(1, keepdim=True)
     if divide_by_std:
         variance = advantages.square().sum(1, keepdim=True) / (group_size - 1)

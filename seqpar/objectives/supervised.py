@@ -57,8 +57,10 @@ def minimum_risk(
     if candidates is None:
         candidates = torch.ones_like(scores, dtype=torch.bool)
     check_mask(candidates, scores, "scores", name="candidates")
-    # The lowest finite number instead of -inf: the softmax of a group without candidates is not nan
-    exponents = torch.where(candidates, alpha * scores, torch.finfo(scores.dtype).min)
+    # The lowest finite number instead of -inf: the softmax of a group without candidates is not nan. A candidate has
+    # more, even if its log P is -inf, so that it is likelier than what is none
+    lowest = torch.finfo(scores.dtype).min
+    exponents = torch.where(candidates, (alpha * scores).clamp(min=lowest / 2), lowest)
     probabilities = exponents.view(-1, group_size).softmax(1)
     costs = torch.where(candidates, costs.detach(), 0)
     return (probabilities * costs.view(-1, group_size)).sum(1)

@@ -221,3 +221,21 @@ def test_the_probe_of_the_generator_leaves_the_wrappers_alone(wrapper):
         assert "the generator mixes rows" in answer
         assert "other time steps" in answer
     assert all(all(answer) for answer in ranks(2, probed, wrapper, False))
+
+
+def patched_unit(rank, world):
+    both = build(UNTIED)
+    generator = both.model.generator
+    with torch_may_warn():
+        fully_shard(generator)
+    forward = generator.forward
+    generator.forward = lambda hidden: 2 * forward(hidden)
+    with pytest.raises(TypeError, match="fully_shard unit with a forward of its own, set on the instance"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(
+            torch.randn(3, generator.in_features), torch.zeros(3).long()
+        )
+    return "forward" in vars(generator)
+
+
+def test_a_forward_set_on_a_unit_is_refused_and_stays():
+    assert ranks(2, patched_unit) == [True, True]

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from seqpar.integrations.transformers import apply_seqpar_loss
+from seqpar.integrations.transformers_check import RefusedModelError
 from seqpar.testing.ranks import ranks
 from tests.seqpar.integrations.tiny_models import (
     batch_of,
@@ -52,9 +53,8 @@ def test_logits_that_the_configuration_does_not_explain_are_refused():
 @pytest.mark.parametrize("name", ["marian", "gemma2", "granite", "cohere"])
 def test_a_change_of_the_logits_that_is_kept_from_us_is_refused(name):
     model = copy.deepcopy(model_of(name))
-    with apply_seqpar_loss(model) as applied:
+    with apply_seqpar_loss(model):
         model(**batch_of(model, [4]))
-        applied.checked.clear()
         if name == "marian":
             bias = model.final_logits_bias
             model.lm_head.register_forward_hook(lambda module, args, output: output + bias)
@@ -84,6 +84,30 @@ def test_a_loss_that_is_not_known_is_refused():
     model.loss_function = lambda logits, labels, **_: logits.square().mean()
     with apply_seqpar_loss(model), pytest.raises(RuntimeError, match="own loss of a few tokens"):
         model(**batch_of(model, [6]))
+
+
+def doubled_loss(model):
+    own = model.loss_function
+    model.loss_function = lambda *args, **kwargs: 2 * own(*args, **kwargs)
+
+
+def own_forward(model):
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: 1.5 * forward(hidden)
+
+
+def hooked_input(model):
+    model.lm_head.register_forward_pre_hook(lambda module, args: (1.5 * args[0],))
+
+
+@pytest.mark.parametrize("change", [doubled_loss, own_forward, hooked_input])
+def test_a_change_after_the_first_step_is_noticed(change):
+    model = copy.deepcopy(model_of("llama"))
+    with apply_seqpar_loss(model):
+        model(**batch_of(model, [6]))
+        change(model)
+        with pytest.raises((RuntimeError, RefusedModelError), match=r"of a few tokens|do more than multiply"):
+            model(**batch_of(model, [6]))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -162,3 +162,42 @@ def test_in_a_graph_float64_stays_float64_under_autocast():
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")()
     assert compiled.dtype == torch.float64
     assert torch.equal(compiled, step())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("engine", [False, True])
+def test_without_tokens_every_gradient_is_0_even_if_the_loss_is_divided_by_0(backend, engine):
+    hidden = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    linear = nn.Linear(4, 9).double()
+    target = torch.full((6,), -100)
+    loss_of = seqpar.LossCompute(linear, seqpar.CrossEntropy())
+
+    def mean(hidden):
+        if engine:
+            loss = loss_of(hidden, target)
+        else:
+            loss = seqpar.linear_cross_entropy(hidden, linear.weight, target, bias=linear.bias)
+        return loss.total / loss.tokens
+
+    torch.compile(mean, fullgraph=True, backend=backend)(hidden).backward()
+    for leaf in (hidden, linear.weight, linear.bias):
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_second_derivative_is_refused_in_a_graph_as_well(backend):
+    hidden = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    weight, target = torch.randn(9, 4, dtype=torch.float64), torch.randint(9, (6,))
+
+    def loss(hidden):
+        return seqpar.linear_cross_entropy(hidden, weight, target).total
+
+    # With aot_eager by torch itself
+    total = torch.compile(loss, fullgraph=True, backend=backend)(hidden)
+
+    def twice():
+        (gradient,) = torch.autograd.grad(total, hidden, create_graph=True)
+        gradient.square().sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"second derivative|double backward"):
+        twice()

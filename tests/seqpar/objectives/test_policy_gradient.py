@@ -294,3 +294,8 @@ def test_low_precision_scores_are_widened(dtype):
         group_advantages(torch.zeros(2, dtype=dtype), 2),
     ):
         assert made.dtype == torch.float32
+
+
+@given(st.floats(-1e4, 1e4, width=32), st.integers(2, 16), st.sampled_from([1e-8, 1e-4]))
+def test_equal_rewards_have_no_advantage_whatever_they_are(reward, size, eps):
+    assert not group_advantages(torch.full((2 * size,), reward), size, eps=eps).any()

@@ -232,3 +232,9 @@ def test_low_precision_scores_are_widened(dtype):
         kto(a, torch.tensor([True]), beta=0.1, reference_point=a),
     ):
         assert loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("point", [math.nan, torch.tensor(math.nan), torch.tensor([math.inf])])
+def test_a_reference_point_that_is_no_number_is_refused(point):
+    with pytest.raises(ValueError, match="reference_point is"):
+        kto(torch.zeros(3), torch.tensor([True, False, True]), beta=0.1, reference_point=point)

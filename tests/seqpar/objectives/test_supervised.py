@@ -75,3 +75,15 @@ def test_low_precision_scores_are_widened(dtype):
     scores = torch.tensor([-1.0, -2.0], dtype=dtype)
     assert dft(scores, torch.tensor([True, False])).dtype == torch.float32
     assert minimum_risk(scores, scores, 2, alpha=1.0).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("alpha", [0.005, 1.0, 4.0])
+def test_the_only_candidate_has_the_whole_probability_even_if_it_was_impossible(dtype, alpha):
+    scores = torch.tensor([-torch.inf, -1.0], dtype=dtype, requires_grad=True)
+    risk = minimum_risk(
+        scores, torch.tensor([1.0, 2.0], dtype=dtype), 2, alpha=alpha, candidates=torch.tensor([True, False])
+    )
+    assert risk.tolist() == [1.0]
+    risk.sum().backward()
+    assert scores.grad.tolist() == [0.0, 0.0]

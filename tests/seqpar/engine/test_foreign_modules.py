@@ -1,0 +1,355 @@
+"""Modules that others have changed: their calls keep their meaning, or one line says why they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils import parametrizations
+
+import seqpar
+from seqpar.core.token_loss import TokenLoss
+from seqpar.testing import assert_same_results
+
+V = 7
+
+
+def batch(rows: int = 9) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(rows, 4, dtype=torch.float64, requires_grad=True), torch.randint(V, (rows,))
+
+
+def assert_plain(generator: nn.Module, criterion: nn.Module, chunk_tokens: int = 4) -> None:
+    """The engine has the loss and the gradients of the plain calls."""
+    hidden, target = batch()
+    engine = seqpar.LossCompute(generator, criterion, chunk_tokens=chunk_tokens)
+    found = []
+    for loss in (engine(hidden, target).total, criterion(generator(hidden), target)):
+        leaves = {"hidden": hidden, **dict(generator.named_parameters())}
+        gradients = torch.autograd.grad(loss, list(leaves.values()))
+        found.append((loss.detach(), dict(zip(leaves, gradients, strict=True))))
+    assert_same_results(*found)
+
+
+class Doubled(seqpar.CrossEntropy):
+    """Changes forward, and inherits a token_loss that does not know of it."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return 2 * super().forward(logits, target)
+
+
+class DoubledAgain(Doubled):
+    pass
+
+
+class BothDoubled(seqpar.LabelSmoothing):
+    """Changes token_loss alone, which the inherited forward calls."""
+
+    def token_loss(self, logits: Tensor, target: Tensor) -> TokenLoss:
+        loss = super().token_loss(logits, target)
+        return loss._replace(total=2 * loss.total)
+
+
+def hooked() -> nn.Module:
+    criterion = seqpar.CrossEntropy()
+    criterion.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return criterion
+
+
+def patched() -> nn.Module:
+    criterion = seqpar.CrossEntropy()
+    criterion.forward = lambda logits, target: F.cross_entropy(logits, target, reduction="sum") * 2
+    return criterion
+
+
+@pytest.mark.parametrize("make", [Doubled, DoubledAgain, hooked, patched])
+def test_a_criterion_whose_call_was_changed_is_called_and_counts_nothing(make: type[nn.Module]) -> None:
+    criterion = make()
+    assert_plain(nn.Linear(4, V).double(), criterion)
+    loss = seqpar.LossCompute(nn.Linear(4, V).double(), criterion)(*batch())
+    assert loss.nll is None
+    assert loss.correct is None
+
+
+def test_a_criterion_that_changes_token_loss_alone_keeps_its_counts() -> None:
+    criterion = BothDoubled(0.1, "torch")
+    assert_plain(nn.Linear(4, V).double(), criterion)
+    assert seqpar.LossCompute(nn.Linear(4, V).double(), criterion)(*batch()).correct is not None
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_forward_set_on_the_instance_is_called_where_nothing_is_differentiated(nested: bool) -> None:
+    linear = nn.Linear(4, V).double()
+    linear.forward = lambda x: F.linear(x, linear.weight, linear.bias) * 0.1
+    generator = nn.Sequential(linear, nn.LogSoftmax(-1)) if nested else linear
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=4)
+    assert "Linear has a forward of its own, set on the instance" in engine.explain()
+    hidden, target = batch()
+    with torch.no_grad():
+        plain = F.cross_entropy(generator(hidden), target, reduction="sum")
+        torch.testing.assert_close(engine(hidden, target).total, plain, rtol=1e-12, atol=0)
+    # It keeps the original's parameters, whose gradient would be lost
+    with pytest.raises(RuntimeError, match="forward that was set on the instance keeps the original's parameters"):
+        engine(hidden, target)
+
+
+@pytest.fixture
+def _no_global_hooks() -> Iterator[None]:
+    yield
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.mark.usefixtures("_no_global_hooks")
+def test_hooks_of_all_modules_have_their_effect() -> None:
+    def halved(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        return (inputs[0] / 2,) if isinstance(module, nn.Linear) else None
+
+    def scaled(module: nn.Module, inputs: object, output: Tensor) -> Tensor | None:
+        return output * 0.1 if isinstance(module, nn.Linear) else None
+
+    for register, hook in ((register_module_forward_pre_hook, halved), (register_module_forward_hook, scaled)):
+        handle = register(hook)  # type: ignore[operator]
+        try:
+            assert_plain(nn.Linear(4, V).double(), seqpar.CrossEntropy())
+        finally:
+            handle.remove()
+
+
+class Halving(Tensor):
+    """A weight that multiplies in its own way, as quantised weights do."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return result.as_subclass(Tensor) / 2 if function is F.linear else result
+
+
+class HalvingParameter(nn.Parameter):
+    """The same, of a class that detaching loses."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return result / 2 if function is F.linear else result
+
+
+def test_a_weight_of_a_class_of_its_own_multiplies_in_its_own_way() -> None:
+    linear = nn.Linear(4, V).double()
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Halving))
+    engine = seqpar.LossCompute(linear, seqpar.CrossEntropy())
+    assert "the generator's weight is a Halving, not a plain tensor" in engine.explain()
+    assert_plain(linear, seqpar.CrossEntropy())
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
+def test_a_weight_whose_class_is_lost_on_the_way_is_refused(devices: list[str] | None) -> None:
+    linear = nn.Linear(4, V).double()
+    linear.weight = HalvingParameter(linear.weight.detach())
+    with pytest.raises(TypeError, match="a parameter is a HalvingParameter, which computes in its own way"):
+        seqpar.LossCompute(linear, seqpar.CrossEntropy(), devices)(*batch())
+
+
+class Scaling(nn.Module):
+    """A generator that replaces its buffer, or changes it in place, whenever it is called."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, V).double()
+        self.in_place = in_place
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) / self.scale
+        if self.training and self.in_place:
+            self.scale.mul_(0.9)
+        elif self.training:
+            self.scale = 0.9 * self.scale
+        return y
+
+
+class Centred(nn.Module):
+    """A criterion with a running number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return F.cross_entropy(logits, target, reduction="sum")
+
+
+CHANGING = {
+    "generator.scale": (lambda: Scaling(False), seqpar.CrossEntropy),
+    "the same in place: generator.scale": (lambda: Scaling(True), seqpar.CrossEntropy),
+    "generator.parametrizations.weight.0._": (
+        lambda: parametrizations.spectral_norm(nn.Linear(4, V).double()),
+        seqpar.CrossEntropy,
+    ),
+    "criterion.calls": (lambda: nn.Linear(4, V).double(), Centred),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_buffer_that_would_change_once_a_chunk_is_refused_in_training_alone(name: str) -> None:
+    make, make_criterion = CHANGING[name]
+    generator, criterion = make(), make_criterion()
+    engine = seqpar.LossCompute(generator, criterion)
+    before = {key: value.clone() for key, value in engine.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"the buffer {name.split(': ')[-1]}\w* changes when the (gen|crit)"):
+        engine(*batch())
+    for key, value in engine.state_dict().items():
+        assert torch.equal(value, before[key])
+    engine.eval()
+    assert_plain(generator, criterion)
+
+
+class Counting(nn.Linear):
+    """Counts rows and sums scores in place, neither of which changes the scores."""
+
+    def __init__(self) -> None:
+        super().__init__(4, V, dtype=torch.float64)
+        self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("sums", torch.zeros(V, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.rows += len(x)
+        self.sums += y.detach().sum(0)
+        return y
+
+
+class CountingMatters(Counting):
+    """The same, and the scores depend on the count."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.rows
+
+
+def test_a_generator_may_count_its_rows_if_the_scores_do_not_depend_on_it() -> None:
+    generator = Counting()
+    hidden, target = batch()
+    seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=2)(hidden, target)
+    assert generator.rows == len(hidden)
+    plain = F.linear(hidden, generator.weight, generator.bias).sum(0)
+    torch.testing.assert_close(generator.sums, plain, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match=r"the buffer generator.rows changes when the generator is called"):
+        seqpar.LossCompute(CountingMatters(), seqpar.CrossEntropy())(hidden, target)
+
+
+def test_a_buffer_of_nan_does_not_count_as_changed() -> None:
+    generator = Scaling(False)
+    generator.register_buffer("unused", torch.full((3,), torch.nan))
+    generator.eval()
+    assert_plain(generator, seqpar.CrossEntropy())
+
+
+def test_a_reduction_that_was_set_after_the_engine_was_built_is_noticed() -> None:
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    engine = seqpar.LossCompute(nn.Linear(4, V).double(), criterion)
+    engine(*batch())
+    criterion.reduction = "mean"
+    with pytest.raises(ValueError, match="the criterion has reduction='mean'"):
+        engine(*batch())
+
+
+def test_class_weights_that_want_a_gradient_are_refused() -> None:
+    criterion = nn.CrossEntropyLoss(torch.ones(V, dtype=torch.float64, requires_grad=True), reduction="sum")
+    with pytest.raises(ValueError, match="the criterion's weight requires a gradient"):
+        seqpar.LossCompute(nn.Linear(4, V).double(), criterion)(*batch())
+
+
+class Pointing(nn.Module):
+    """As many classes as the source has positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 4).double()
+
+    def forward(self, hidden: Tensor, source: Tensor) -> Tensor:
+        return torch.einsum("...d,...sd->...s", self.query(hidden), source)
+
+
+def test_the_number_of_classes_may_differ_from_call_to_call() -> None:
+    torch.manual_seed(0)
+    engine = seqpar.LossCompute(Pointing(), nn.CrossEntropyLoss(reduction="sum"), chunk_tokens=4)
+    for classes in (5, 8, 5, 3):
+        hidden = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+        source = torch.randn(2, 3, classes, 4, dtype=torch.float64, requires_grad=True)
+        target = torch.full((2, 3), classes - 1)
+        loss = engine(hidden, target, source=source).total
+        logits = engine.head["generator"](hidden, source).flatten(0, 1)
+        plain = F.cross_entropy(logits, target.flatten(), reduction="sum")
+        for mine, theirs in zip(*(torch.autograd.grad(x, [hidden, source]) for x in (loss, plain)), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+        with pytest.raises(IndexError, match=rf"target {classes} at position \(0, 0\) is outside"):
+            engine(hidden, target + 1, source=source)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_generator_may_change_its_input_in_place(ignored: bool) -> None:
+    generator = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, V)).double()
+    hidden, target = batch()
+    if ignored:
+        target[::2] = -100
+    kept = hidden.detach().clone()
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=2)
+    losses = (
+        engine(hidden, target).total,
+        F.cross_entropy(generator[1](hidden.relu()), target, reduction="sum"),
+    )
+    gradients = [torch.autograd.grad(loss, [hidden, *generator.parameters()]) for loss in losses]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+    assert torch.equal(hidden, kept)
+
+
+def loss_of(hidden: Tensor, target: Tensor, weight: Tensor, engine: seqpar.LossCompute | None) -> Tensor:
+    if engine is None:
+        return seqpar.linear_cross_entropy(hidden, weight, target).total
+    return engine(hidden, target).total
+
+
+class Own(nn.Linear):
+    """A generator without a closed form."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own jvp
+@pytest.mark.parametrize("kind", ["function", "engine", "engine by autograd"])
+def test_transforms_of_functions_are_refused_in_one_line(kind: str) -> None:
+    hidden, target = batch()
+    hidden = hidden.detach()
+    weight = torch.randn(V, 4, dtype=torch.float64)
+    engine = None
+    if kind != "function":
+        generator = (Own if kind.endswith("autograd") else nn.Linear)(4, V).double()
+        engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+
+    def one(x: Tensor) -> Tensor:
+        return loss_of(x, target, weight, engine)
+
+    for transform in (
+        lambda: torch.func.grad(one)(hidden),
+        lambda: torch.func.jvp(one, (hidden,), (hidden,)),
+        lambda: torch.func.vmap(one)(hidden.expand(2, -1, -1)),
+    ):
+        with pytest.raises(RuntimeError, match=r"inside a transform of torch\.func"):
+            transform()
+    x = hidden.clone().requires_grad_()
+    loss = one(x)
+    with pytest.raises(RuntimeError, match="or by a batched gradient"):
+        torch.autograd.grad(loss, x, torch.ones(3, dtype=loss.dtype), is_grads_batched=True)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(hidden, torch.ones_like(hidden))
+        with pytest.raises(RuntimeError, match=r"shape \(9, 4\) has a forward-mode derivative"):
+            one(dual)
+        one(hidden)
