@@ -110,12 +110,10 @@ def _projection(model: nn.Module) -> nn.Linear:
     """Return the decoder's output projection; raise TypeError unless it is a plain `nn.Linear`."""
     projection = getattr(model.decoder, "output_projection", None)
     # A subclass with a forward of its own may compute anything
-    if (
-        not isinstance(projection, nn.Linear)
-        or type(projection).forward is not nn.Linear.forward
-        or extra_in_call(projection)
-    ):
+    if not isinstance(projection, nn.Linear) or type(projection).forward is not nn.Linear.forward:
         raise TypeError(
             f"the decoder's output_projection is a {type(projection).__name__}; the chunked loss needs an nn.Linear"
         )
+    if extra := extra_in_call(projection):
+        raise TypeError(f"the decoder's output_projection does more than multiply: {extra}; the chunked loss would not")
     return projection

@@ -66,6 +66,13 @@ def test_all_padding_gives_zero_and_never_nan_even_divided_by_no_tokens(devices)
     assert loss.mean == 0
 
 
+def test_a_criterion_alone_has_no_nan_either_where_no_token_counts():
+    logits = torch.randn(6, 9, dtype=torch.float64, requires_grad=True)
+    loss = seqpar.LabelSmoothing(0.1, "torch").token_loss(logits, torch.full((6,), -100))
+    (loss.total / loss.tokens).backward()
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
 def test_an_empty_batch_is_a_loss_of_no_tokens(shape):
     engine, *_ = small(devices=["cpu"] * 2)

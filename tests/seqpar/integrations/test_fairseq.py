@@ -82,3 +82,7 @@ def test_losses_token_by_token_and_adaptive_softmax_are_refused():
     model.decoder.output_projection = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, VOCAB, [5])
     with pytest.raises(TypeError, match="output_projection is a AdaptiveLogSoftmaxWithLoss"):
         criterion(model, sample_of(0))
+    model = FairseqModel().double()
+    model.decoder.output_projection.register_forward_hook(lambda module, inputs, output: 2 * output)
+    with pytest.raises(TypeError, match="output_projection does more than multiply: Linear has hooks"):
+        criterion(model, sample_of(0))
