@@ -149,7 +149,7 @@ def drawn_from_rows(
     scaled_RV = logits_RV
     if temperature != 1:
         # The largest becomes 0 first, so that no quotient overflows
-        scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / max(temperature, COLDEST)
+        scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / min(max(temperature, COLDEST), HOTTEST)
     if top_k is None and top_p == 1:
         return first_exceeding(scaled_RV.softmax(-1), uniform_R)
     p_RC, tokens_RC = most_probable(scaled_RV, top_k, top_p)
@@ -162,6 +162,9 @@ def drawn_from_rows(
 
 COLDEST = 1e-30
 """A lower temperature has the same effect, and as a float32 it might be 0."""
+
+HOTTEST = 1e30
+"""A higher temperature has the same effect, and as a float32 it might be inf, and a forbidden token's logit nan."""
 
 
 def first_exceeding(p_RV: Tensor, uniform_R: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from recipes.translation.data.subwords import Subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import DecodingConfig
-from recipes.translation.translate import check_unicode, in_batches
+from recipes.translation.translate import check_unicode, in_batches, longest_source
 
 Link = tuple[int, int]
 """The numbers of a source and a target word, from 0; words are what spaces separate."""
@@ -30,7 +30,8 @@ def align(
 
     Each subword of the target is linked to the subword of the source that the model attends to most when it predicts
     it, without the end symbol; two words are linked if any of their subwords are (Garg et al. 2019). Of an ensemble the
-    first model is asked. `models.alignment` says which attention that is in each architecture.
+    first model is asked. `models.alignment` says which attention that is in each architecture. Of a sentence that is
+    cut for its translation, what is cut off has no links.
     """
     check_unicode(sources)
     check_unicode(targets)
@@ -38,6 +39,9 @@ def align(
     read = [source_text(config, source) for source in sources]
     written = [target_text(config, target, source) for source, target in zip(sources, targets, strict=True)]
     source_words, source_rows = _subwords_of(translator.source, read, sources)
+    longest = longest_source(config, decoding)
+    source_words = [words[:longest] for words in source_words]
+    source_rows = [row[:longest] for row in source_rows]
     target_words, target_rows = _subwords_of(translator.target, written, targets)
     # Without a subword on either side there is nothing to link
     rows = [source if target else [] for source, target in zip(source_rows, target_rows, strict=True)]
@@ -67,6 +71,8 @@ def links(weights_TS: Tensor, source_words: Sequence[int], target_words: Sequenc
     has the number -1.
     """
     own = [place for place, word in enumerate(source_words) if word >= 0]
+    if not own:
+        return []
     best_T = weights_TS[: len(target_words), own].argmax(1).tolist()
     return sorted({(source_words[own[best]], word) for best, word in zip(best_T, target_words, strict=True)})
 

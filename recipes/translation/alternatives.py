@@ -131,6 +131,12 @@ def tasks_of(
         prefixes = prefix_ids(translator, options.prefixes, sentences)
     if options.constraints is not None:
         phrases = phrases_of(translator, options.constraints, sentences)
+    for number, (source, prefix, demanded) in enumerate(zip(sources, prefixes, phrases, strict=True), start=1):
+        if not source and (prefix or demanded):
+            option = "--prefixes" if prefix else "--constraints"
+            raise DataError(
+                f"{option}: line {number:,} is not empty, but sentence {number:,} has no subwords: remove one of them"
+            )
     for number, prefix in enumerate(prefixes, start=1):
         if len(prefix) >= decoding.max_length:
             raise DataError(

@@ -152,7 +152,11 @@ def _references(systems: Sequence[System], path: Path | None) -> Sequence[str]:
     """Return the references of the test set; raise DataError if not all systems have the same, or none has any."""
     known = [(one.name, one.references) for one in systems if one.references is not None]
     if path is not None:
-        known.insert(0, (str(path), read_lines(path)))
+        given = read_lines(path)
+        # The references of a run that lower-cases its data are lower-cased
+        if any(one.config is not None and one.config.subwords.lowercase for one in systems):
+            given = [line.lower() for line in given]
+        known.insert(0, (str(path), given))
     if not known:
         raise DataError("files of translations do not tell their test set: name its references with --references")
     (where, expected), *others = known

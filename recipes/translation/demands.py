@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from models import Phrase
 from recipes.translation.data.model_text import target_text
 from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.data.subwords import UNK
+from recipes.translation.data.subwords import BOS, EOS, PAD, UNK
 from recipes.translation.run_folder.checkpoint import Translator
 
 BLANK = "▁"
@@ -51,18 +51,21 @@ def phrase_of(translator: Translator, text: str, sentence: str, pieces: Sequence
     """Return one phrase of the sentence's translation as subwords."""
     ids = translator.target.encode([target_text(translator.config, text, sentence)])[0]
     check_in_vocabulary(translator, ids, f"--constraints: {text!r} of {where}")
-    if ids and pieces[ids[0]] == BLANK and not in_words(text[0]):
+    # As sentencepiece reads it: a letter and its accent may be two characters before, and are one after
+    normal = unicodedata.normalize("NFKC", text)
+    if ids and pieces[ids[0]] == BLANK and not in_words(normal[0]):
         ids = ids[1:]
     if not ids:
         raise DataError(f"--constraints: {text!r} of {where} has no subwords, only what sentencepiece leaves out")
-    return Phrase(ids, whole=in_words(text[-1]))
+    return Phrase(ids, whole=in_words(normal[-1]))
 
 
 def word_boundaries(translator: Translator) -> list[int]:
     """Return the subwords that do not continue the word before them."""
     pieces = translator.target.pieces()
     if translator.target.by_words:
-        return list(range(len(pieces)))  # <unk> too is a word of its own
+        # <unk> too is a word of its own
+        return [number for number in range(len(pieces)) if number not in (PAD, BOS, EOS)]
     return [number for number, piece in enumerate(pieces) if begins_anew(piece)]
 
 

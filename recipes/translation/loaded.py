@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -68,6 +68,9 @@ def check_sentences(sentences: Sequence[str]) -> None:
     """Raise TypeError unless there are several sentences: a single str would be taken for one sentence a letter."""
     if isinstance(sentences, str):
         raise TypeError("sentences is a str: give a list of sentences, [sentence] for one")
+    # Which can be gone through once only, and this check would be that once
+    if isinstance(sentences, Iterator):
+        raise TypeError(f"sentences is a {type(sentences).__name__}: give a list of sentences, list(sentences)")
     for number, sentence in enumerate(sentences, start=1):
         if not isinstance(sentence, str):
             raise TypeError(f"sentence {number:,} is {type(sentence).__name__}, not str: give a list of str")

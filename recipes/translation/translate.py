@@ -11,9 +11,10 @@ from torch import Tensor
 
 from models import beam_search, default_limit, evaluating, greedy
 from recipes.translation.data.batches import padded
+from recipes.translation.data.corpora import tags_of
 from recipes.translation.data.model_text import finished, source_text
 from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.data.subwords import EOS, Subwords
+from recipes.translation.data.subwords import EOS, UNK, Subwords
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import DecodingConfig, RunConfig
@@ -81,6 +82,9 @@ def source_ids(
     longest = longest_source(config, decoding)
     check_unicode(sentences)
     ids = subwords.encode([source_text(config, sentence) for sentence in sentences])
+    tags = {tag for row in subwords.encode(list(tags_of(config))) for tag in row} - {UNK}
+    # Of a line without subwords (of control characters, say) nothing is left but its tag
+    ids = [row if any(subword not in tags for subword in row) else [] for row in ids]
     cut = [number for number, row in enumerate(ids, start=1) if len(row) > longest]
     if cut:
         first = cut[0]

@@ -182,10 +182,6 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
             "--checkpoint belongs to a model",
         ),
         (["evaluate", "--hypotheses", "a", "--references", "b", "--run", "{tmp}"], "--run belongs to a model"),
-        (
-            ["evaluate", "--sources", "news/test", "--references", "b"],
-            "would replace test.scores.json, the scores of the",
-        ),
         (["train", "--run", ""], "run is empty, as of a variable of the shell that is not set: name the folder"),
         (["evaluate", "--sources", "a.txt"], "--sources and --references go together"),
         (["evaluate", "--references", "a.txt"], "--references go together with --hypotheses, or with --sources"),

@@ -34,6 +34,12 @@ def files(tmp_path: Path) -> list[str]:
     return [lines(tmp_path / name, some) for name, some in zip(("r", "base", "b", "c"), texts, strict=True)]
 
 
+def test_the_split_of_files_is_refused(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    reference, *systems = files
+    told = refusal(capsys, "compare", "--references", reference, *systems, "--split", "valid")
+    assert "--split is data of a run, and there are files alone; leave it out" in told
+
+
 def test_each_system_is_compared_with_the_first(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     reference, *systems = files
     assert main(["compare", "--references", reference, *systems]) == 0
@@ -103,6 +109,16 @@ def test_runs_are_compared_by_what_evaluate_wrote(
     assert "is 'something else'" in line
     fewer = lines(tmp_path / "fewer", expected[1:])
     assert "has 7 references, that of" in refusal(capsys, "compare", str(run), file, "--references", fewer)
+
+
+def test_a_run_in_lower_case_takes_its_references_as_they_are_written(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", {"subwords.lowercase": True})
+    train(config)
+    assert main(["evaluate", "--run", config.run]) == 0
+    file = lines(tmp_path / "references", [pair.target for pair in load_pairs(config.data, "test")])
+    found = compare([config.run, file], Path(file))
+    assert found.metrics[0].measured.score == compare([config.run, file]).metrics[0].measured.score
+    assert [metric.comparisons[0].score for metric in found.metrics[:2]] == pytest.approx([100, 100])
 
 
 def test_translations_of_an_older_model_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,8 +72,9 @@ def test_files_of_unequal_length_are_refused(tmp_path: Path, capsys: pytest.Capt
 def test_files_of_equal_length_are_scored_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a").write_text("one two three four\n\n")
     words = ["--hypotheses", str(tmp_path / "a"), "--references", str(tmp_path / "a")]
-    assert main(["evaluate", *words]) == 0
-    assert "100.00  [100.00, 100.00]  of 2 sentences" in capsys.readouterr().out
+    for tokenize in ([], ["--tokenize", "auto"]):
+        assert main(["evaluate", *words, *tokenize]) == 0
+        assert "100.00  [100.00, 100.00]  of 2 sentences" in capsys.readouterr().out
 
 
 def test_a_model_is_evaluated_on_any_pair_of_files(

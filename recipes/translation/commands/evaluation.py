@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from recipes.translation.evaluate import Evaluation
     from recipes.translation.processes.ranks import Ranks
     from recipes.translation.scores.groups import Parts
+    from recipes.translation.settings.config import RunConfig
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -77,7 +78,7 @@ def evaluate(argv: Sequence[str]) -> int:
     from recipes.translation.processes.ranks import joined
     from recipes.translation.scores.comet import check_comet
 
-    if options.tokenize:
+    if options.tokenize and options.tokenize != "auto":
         check_tokenizer(options.tokenize)
     if options.comet:  # before the work of translating
         check_comet(Path(options.comet))
@@ -93,6 +94,19 @@ def evaluate(argv: Sequence[str]) -> int:
                 print(f"\n{evaluation.name}, by {options.by}:" if len(found) > 1 else "")
                 print(_parts(options, evaluation, ranks))
     return 0
+
+
+def _check_name(sources: Path, config: RunConfig) -> None:
+    """Raise DataError for a file by whose name its results would replace those of the run's own data."""
+    from recipes.translation.data.sentence_pairs import DataError
+
+    splits = ("test", "valid")
+    own = [*splits, *(f"{split}.{name}" for split in splits for name in (*config.corpora, "ensemble"))]
+    if sources.name in own:
+        raise DataError(
+            f"--sources {sources} would replace {sources.name}.scores.json, the scores of the run's own data: rename "
+            "the file"
+        )
 
 
 def _table(evaluations: Sequence[Evaluation]) -> str:
@@ -117,6 +131,7 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
         translator = load_ensemble(options, ranks)
         decoding = translator.config.decoding
         if options.sources:
+            _check_name(sources, translator.config)
             lowercase = translator.config.subwords.lowercase
             pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
             found = [evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks, "evaluate")]
@@ -175,11 +190,13 @@ def compare(argv: Sequence[str]) -> int:
         type=path,
         help="reference translations, one a line (default: those of the runs' data)",
     )
-    parser.add_argument("--split", choices=("valid", "test"), default="test", help="which data (default: test)")
+    parser.add_argument("--split", choices=("valid", "test"), help="which data of the runs (default: test)")
     add_tokenize(parser)
     options = parser.parse(argv)
     if len(options.systems) < 2:
         parser.error(f"name at least two systems, the baseline first; got {len(options.systems)}")
+    if options.split and all(Path(system).is_file() for system in options.systems):
+        parser.error("--split is data of a run, and there are files alone; leave it out")
 
     from recipes.translation.compare import compare as compare_systems
     from recipes.translation.processes.ranks import joined
@@ -189,7 +206,7 @@ def compare(argv: Sequence[str]) -> int:
         references = Path(options.references)
     with joined(LayoutConfig().timeout) as ranks:
         table = ranks.run_on_main(
-            lambda: str(compare_systems(options.systems, references, options.split, options.tokenize))
+            lambda: str(compare_systems(options.systems, references, options.split or "test", options.tokenize))
         )
         print(table)
     return 0
@@ -240,12 +257,6 @@ def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
         parser.error("--hypotheses and --references go together")
     if options.sources and not options.references:
         parser.error("--sources and --references go together")
-    if options.sources and not options.hypotheses and Path(options.sources).name in ("test", "valid"):
-        name = Path(options.sources).name
-        parser.error(
-            f"--sources {options.sources} would replace {name}.scores.json, the scores of the run's own {name} data: "
-            "rename the file"
-        )
     without_sources = options.hypotheses and not options.sources
     if without_sources and (options.by == "length" or options.comet):
         parser.error("--by length and --comet need the sentences that were translated: name them with --sources")

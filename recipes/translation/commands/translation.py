@@ -61,7 +61,7 @@ def translate(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     if options.sentences and options.file:
         parser.error("give sentences or --file, not both")
-    if clash := clashing(options):
+    if clash := clashing(options) or replaced_input(options):
         parser.error(clash)
 
     from recipes.translation.processes.ranks import joined
@@ -87,6 +87,15 @@ def translate(argv: Sequence[str]) -> int:
         if options.alignments:
             write_alignments(Path(options.alignments), translator, sentences, lines, ranks)
     return 0
+
+
+def replaced_input(options: argparse.Namespace) -> str:
+    """Return an error for --alignments that names a file which is read, or "" for none."""
+    for name in ("file", "prefixes", "constraints"):
+        file = getattr(options, name)
+        if options.alignments and file and Path(options.alignments).resolve() == Path(file).resolve():
+            return f"--alignments would replace {options.alignments}, which --{name} reads: name another file"
+    return ""
 
 
 def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: argparse.Namespace, ranks: Ranks) -> None:

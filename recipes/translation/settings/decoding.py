@@ -13,7 +13,9 @@ class DecodingConfig:
     """Translation."""
 
     beam: Annotated[int, Help("Beam width; 1 is greedy."), Range(at_least=1)] = 4
-    length_penalty: Annotated[float, Help("Exponent of the length penalty; 0 has none."), Range(at_least=0)] = 0.6
+    length_penalty: Annotated[
+        float, Help("Exponent of the length penalty; 0 has none."), Range(at_least=0, below=50)
+    ] = 0.6
     length_norm: Annotated[
         Literal["gnmt", "length"],
         Help(
