@@ -130,7 +130,7 @@ def student_of(config: RunConfig, names: list[tuple[str, ...]], originals: float
         if corpus_config.valid or corpus_config.test:
             corpora[name] = dataclasses.replace(corpus_config, train=(), weight=1.0)
     data = dataclasses.replace(config.data, train=())
-    if all(corpus.data.format != "builtin" for corpus in corpora_of(config)):
+    if data.format == "builtin" and all(corpus.data.format != "builtin" for corpus in corpora_of(config)):
         # The default of a run with corpora, by which it would be judged without test data of its own
         data = dataclasses.replace(data, format="text")
     return dataclasses.replace(config, data=data, corpora=corpora)
@@ -139,8 +139,9 @@ def student_of(config: RunConfig, names: list[tuple[str, ...]], originals: float
 def originals_of(student: RunConfig) -> float:
     """Return the weight of the original pairs beside the translations, by a student's saved settings."""
     for name, corpus in student.corpora.items():
-        if name.endswith("originals"):
-            translations = student.corpora[f"{name.removesuffix('originals')}translations"]
+        translations = student.corpora.get(f"{name.removesuffix('originals')}translations")
+        # A corpus of the teacher's data may have such a name, and no weight
+        if name.endswith("originals") and translations and translations.weight:
             return corpus.weight / translations.weight
     return 0.0
 

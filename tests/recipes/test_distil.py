@@ -19,7 +19,7 @@ from recipes.translation.data.corpora import corpora_of
 from recipes.translation.data.held_out import HeldOutSplit, has_held_out, held_out
 from recipes.translation.data.lines import read_lines
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.distil import distil, sentences_of, student_of
+from recipes.translation.distil import distil, originals_of, sentences_of, student_of
 from recipes.translation.processes.ranks import joined
 from recipes.translation.run_folder.checkpoint import Translator, load_facts, load_translator
 from recipes.translation.run_folder.teacher import load_teacher
@@ -265,6 +265,27 @@ def test_a_student_is_validated_and_tested_on_the_files_of_each_corpus(tmp_path:
             for split in SPLITS
         ]
         assert "news" not in [each.name for each in corpora_of(student)]
+
+
+@pytest.mark.parametrize("format", ["text", "tsv", "jsonl", "parquet", "hub"])
+def test_a_student_reads_validation_and_test_data_in_their_own_format(format: str, tmp_path: Path) -> None:
+    names = {split: ["a", "b"] if format == "text" else [f"{split}.{format}"] for split in ("train", *SPLITS)}
+    files = {f"data.{split}": each for split, each in names.items()}
+    config = tiny(tmp_path / "run", {"data.format": format, "data.path": str(tmp_path), **files})
+    student = student_of(config, [("a", "b")], 0.5)
+    for split in SPLITS:
+        (own,), (theirs,) = held_out(student, split), held_out(config, split)
+        assert own.data == replace(theirs.data, train=())
+
+
+@pytest.mark.parametrize(("weight", "originals"), [(0.1, 0.7), (3.0, 0.1), (1.0, 0.25)])
+def test_the_weight_of_the_originals_is_found_again(weight: float, originals: float, tmp_path: Path) -> None:
+    held = {"valid": ["v", "w"]}
+    corpora = {"unused": {"train": ["en", "de"], "weight": 0}, "news": {"train": ["en", "de"], "weight": weight}}
+    corpora["the.originals"] = held
+    config = tiny(tmp_path / "run", {"data.path": str(tmp_path), "corpora": corpora})
+    student = student_of(config, [("a", "b"), ("c", "d")], originals)
+    assert originals_of(student) == pytest.approx(originals, rel=1e-12)
 
 
 def test_files_that_are_the_only_corpus_become_two_corpora(tmp_path: Path) -> None:

@@ -181,4 +181,5 @@ def load(options: argparse.Namespace, ranks: Ranks) -> Translator:
 
 def newer(folder: Path, than: Path) -> bool:
     """Return whether a folder was written after another one."""
-    return (folder / "manifest.json").stat().st_mtime > (than / "manifest.json").stat().st_mtime
+    times = [((whole_folder(each) or each) / "manifest.json").stat().st_mtime for each in (folder, than)]
+    return times[0] > times[1]

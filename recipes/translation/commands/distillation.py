@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -84,7 +85,9 @@ def distil(argv: Sequence[str]) -> int:
 
     resumed = not options.fresh and options.config is None and whole_folder(Path(str(given["run"])) / "last")
     config = student_config(options, bool(resumed))
-    if resumed and options.originals is not None and (begun := distillation.originals_of(config)) != options.originals:
+    begun = distillation.originals_of(config)
+    # Computed from two weights, and rounded
+    if resumed and options.originals is not None and not math.isclose(begun, options.originals, rel_tol=1e-9):
         raise ConfigError(
             f"--originals is {options.originals:g}, but {config.run} was begun with {begun:g}: keep it, choose another "
             "--run, or start over with --fresh"

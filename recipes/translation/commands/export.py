@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.commands.arguments import (
     PROGRAM,
     add_checkpoint,
@@ -65,6 +66,8 @@ def export(argv: Sequence[str]) -> int:
 
     folder = Path(options.out or Path(options.run) / options.to)
     check_not_of_a_run(folder)
+    if folder.resolve() == checkpoint_folder(options).resolve():
+        raise ConfigError(f"{folder} is the model to export, which the export would replace: name another folder")
     with joined(LayoutConfig().timeout) as ranks:
         translator = load(options, ranks)
         if ranks.is_main:
@@ -78,7 +81,7 @@ def check_not_of_a_run(folder: Path) -> None:
     """Raise ConfigError where an export would take the place of a model of a run, which may be the only one."""
     inside = folder.resolve()
     belongs = inside.name in ("best", "last", "averaged") or inside.parent.name == "checkpoints"
-    if belongs and (inside / "manifest.json").is_file():
+    if belongs and whole_folder(inside):
         raise ConfigError(f"--out names {folder}, a model of a run, which it would replace: name another folder")
 
 

@@ -123,6 +123,10 @@ def write_store(
         sizes = _write_pairs(unfinished / PAIRS, corpora, source, target, threads)
         facts = Facts(sizes, sha256(unfinished / PAIRS))
         (unfinished / FACTS).write_text(json.dumps(asdict(facts), indent=2) + "\n", encoding="utf-8")
+        # mkdtemp's folders are their owner's alone, and runs of other users may share a store
+        mask = os.umask(0)
+        os.umask(mask)
+        unfinished.chmod(0o777 & ~mask)
         if not folder.exists():
             os.rename(unfinished, folder)
     finally:

@@ -316,6 +316,7 @@ class Layout:
         """Return this rank's part of a parameter, or of one of its moments, given the whole one; undoes `whole`."""
         value = whole.to(parameter.device)
         if value.dim():  # Adam's number of steps has no dimensions, and is whole on every rank
+            value = value.to(parameter.dtype)  # which differs if the run was resumed in another precision
             value = cut(name, value, rank_in(self.groups.vocab), world_size(self.groups.vocab))
             if isinstance(parameter, DTensor):
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

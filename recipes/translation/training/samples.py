@@ -63,13 +63,17 @@ def attention_map(translator: Translator, source: str, translation: str) -> dict
     if not source_ids or not target_ids or max(len(source_ids), len(target_ids)) > LONGEST:
         return None
     device = translator.model.generator.weight.device
-    batch = padded_batch([source_ids], [target_ids])
+    symbols = translator.source.symbols
+    batch = padded_batch([source_ids], [target_ids], symbols)
     weights_BTS = attention_weights(translator.model, batch.src.to(device), batch.tgt_in.to(device))
+    # Without the tags of an imported model: the step that reads the last token of the start predicts the first subword
+    weights_TS = weights_BTS[0, len(symbols.start) - 1 :, len(symbols.prefix) :]
+    weights_TS = weights_TS[: len(target_ids) + 1, : len(source_ids) + 1]
     return {
         "source": [*_pieces(translator.source, source_ids), "</s>"],
         "target": [*_pieces(translator.target, target_ids), "</s>"],
         "read": translator.model.attention_read,
-        "weights": [[round(weight, 3) for weight in row] for row in weights_BTS[0].tolist()],
+        "weights": [[round(weight, 3) for weight in row] for row in weights_TS.tolist()],
     }
 
 

@@ -81,6 +81,9 @@ def test_pairs_are_tokenised_once_and_again_when_anything_changes_them(
     load_corpus(stored(tmp_path))
     assert "tokenised pairs written" in capsys.readouterr().out
     (first,) = stores(tmp_path)
+    # Runs of other users may share it, as far as the umask says
+    (tmp_path / "ordinary").mkdir()
+    assert first.stat().st_mode == (tmp_path / "ordinary").stat().st_mode
     with monkeypatch.context() as patch:
         patch.setattr(corpus_module, "each_corpus", None)
         load_corpus(stored(tmp_path, **{"training.seed": 5, "training.batch_tokens": 500, "noise.case": 0.5}))

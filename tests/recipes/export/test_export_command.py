@@ -112,6 +112,18 @@ def test_an_lstm_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("format", ["safetensors", "ctranslate2", "onnx", "hf"])
+def test_an_export_never_replaces_the_model_that_it_reads(
+    format: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "copied"
+    shutil.copytree(run / "last", folder)
+    before = contents(folder)
+    assert main(["export", "--run", str(folder), "--to", format, "--out", str(folder / ".." / "copied")]) == 2
+    assert "is the model to export, which the export would replace: name another folder" in capsys.readouterr().err
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("format", ["safetensors", "ctranslate2", "onnx", "hf"])
 @pytest.mark.parametrize("name", ["best", "last", "averaged", "checkpoints/step-00000001"])
 def test_an_export_never_replaces_a_model_of_a_run(
     name: str,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from models.alignment import attention_weights
+from recipes.translation.data.subwords import Symbols
 from recipes.translation.report import journal
 from recipes.translation.report.draw import report, write_report
 from recipes.translation.report.earlier import with_samples
@@ -102,6 +103,20 @@ def test_a_kept_map_is_the_attention_of_the_translation_that_is_kept(run: Path) 
     assert found["source"] == [*(subwords.pieces()[each] for each in ids[0]), "</s>"]
     assert len(found["target"]) == len(ids[1]) + 1
     assert attention_map(translator, "six " * 60, translation) is None
+
+
+def test_the_map_of_an_imported_model_is_read_with_its_symbols_and_shown_without_them(run: Path) -> None:
+    translator = load_translator(run / "last")
+    symbols = Symbols(prefix=(300,), suffix=(3, 301), start=(3, 302))
+    translator.source.symbols = symbols
+    source, translation = "The number is six.", "Die Zahl ist sechs."
+    found = attention_map(translator, source, translation)
+    assert found is not None
+    ids = [translator.source.encode([source])[0], translator.target.encode([translation])[0]]
+    read = torch.tensor([symbols.source(ids[0])]), torch.tensor([symbols.target(ids[1])[:-1]])
+    weights = attention_weights(translator.model, *read)[0, 1:, 1:-1]
+    assert torch.tensor(found["weights"]).sub(weights).abs().max() < 6e-4
+    assert [len(found["source"]), len(found["target"])] == [len(ids[0]) + 1, len(ids[1]) + 1]
 
 
 def test_the_best_model_of_a_run_that_kept_no_samples_makes_them_for_the_command(

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from recipes.translation import train as training
 from recipes.translation.atomic_folder import MANIFEST, CheckpointError
 from recipes.translation.commands import main
 from recipes.translation.data.lines import DataError
-from recipes.translation.run_folder.checkpoint import load_facts, load_translator
+from recipes.translation.run_folder.checkpoint import load_facts, load_translator, load_weights
 from recipes.translation.settings.config import SCHEMA, ConfigError, CorpusConfig
 from recipes.translation.train import begin, train
 from tests.recipes.run_folder.made import MADE, contents, refused
@@ -133,6 +134,16 @@ def test_a_best_that_is_gone_is_said_and_replaced_by_the_next_validation(
     summary = train(tiny(run, {**SHORT, "training.steps": 6}))
     assert "is gone: the next validation replaces it" in capsys.readouterr().out
     assert (summary.state.best_step, load_facts(run / "best")["step"]) == (6, 6)
+
+
+@pytest.mark.parametrize(("before", "after"), [("float64", "float32"), ("float32", "float64"), ("float64", "bf16")])
+def test_a_run_goes_on_in_another_precision(before: str, after: str, tmp_path: Path) -> None:
+    changes = {"training.precision": before, "training.steps": 3}
+    train(tiny(tmp_path, changes))
+    summary = train(tiny(tmp_path, {**changes, "training.precision": after, "training.steps": 5}))
+    assert summary.state.step == 5
+    kinds = {tensor.dtype for tensor in load_weights(tmp_path / "last").values()}
+    assert kinds == {torch.float64 if after == "float64" else torch.float32}
 
 
 MAY_CHANGE = (

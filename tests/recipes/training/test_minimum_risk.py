@@ -19,6 +19,7 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.subwords import BOS, EOS, PAD
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.start import run_subwords
+from recipes.translation.scores.statistics import sentence_bleu
 from recipes.translation.settings.config import ConfigError, RunConfig
 from recipes.translation.train import dropout_seed, train
 from recipes.translation.training.minimum_risk import RiskLoss, Rows, SentenceBleu, WithSamples, advantages
@@ -282,6 +283,15 @@ def test_a_translation_that_reaches_the_limit_of_a_search_has_no_end(base: Path)
         drawn, ended = WithSamples(translator.model, bleu, 2, 1.0, (BOS,), longest).drawn(src)
         assert ended == [False] * 4
         assert [len(ids) for ids in drawn] == [limits[0]] * 2 + [limits[1]] * 2
+
+
+def test_a_reference_whose_tokeniser_was_not_checked_is_scored_by_characters(base: Path) -> None:
+    subwords = load_translator(base / "best").target
+    texts = ["これは猫です", "これは犬です", "Der Zug hat acht Wagen."]
+    said, wanted = ([subwords.encode([text])[0] for text in some] for some in (texts, texts[:1] * 2 + texts[2:]))
+    data = tiny(base).data
+    expected = [*sentence_bleu(texts[:2], texts[:1] * 2, "char"), *sentence_bleu(texts[2:], texts[2:], "13a")]
+    assert SentenceBleu(subwords, data)(said, wanted).tolist() == pytest.approx([each / 100 for each in expected])
 
 
 @pytest.mark.parametrize(("name", "other"), [("data.tokenize", "char"), ("decoding.max_length", 9)])
