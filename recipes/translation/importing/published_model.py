@@ -127,10 +127,13 @@ def run_config(
 
 def _decoding(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of translation; transformers divides by length^length_penalty, 1 unless it is set."""
+    penalty = generation.get("length_penalty")
+    if penalty is None:
+        penalty = 1.0
     found: dict[str, Any] = {
         "decoding.beam": generation.get("num_beams") or 1,
         "decoding.length_norm": "length",
-        "decoding.length_penalty": float(generation.get("length_penalty", 1.0)),
+        "decoding.length_penalty": float(penalty),
     }
     if generation.get("max_new_tokens"):
         found["decoding.max_length"] = generation["max_new_tokens"]

@@ -39,8 +39,9 @@ class TensorBoard:
     def __init__(self, run: Path, resumed_at: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = None
-        if resumed_at is not None:  # what a killed process wrote of later steps does not count
+        # What a killed process wrote of later steps does not count, nor what an earlier run left in the folder
+        purge = 0
+        if resumed_at is not None:
             purge = resumed_at + 1
         self.writer = SummaryWriter(run / "tensorboard", purge_step=purge)
 
@@ -113,7 +114,10 @@ def open_trackers(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
     path = run / "trackers.json"
     known: dict[str, Any] = {"id": uuid.uuid4().hex[:12], "begun": []}
     if resumed_at is not None and path.exists():
-        known = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path} is damaged ({error}): remove it, and the trackers begin anew") from None
     found: list[Tracker] = []
     for name in names:
         tracker: Tracker
@@ -128,8 +132,10 @@ def open_trackers(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
             raise ConfigError(f"training.trackers: {name} does not begin: {type(error).__name__}: {error}") from error
         found.append(Forgiving(name, tracker))
     known["begun"] = sorted({*known["begun"], *names})
+    new = path.with_name(f".{path.name}.new")
     with writing_to(path):
-        path.write_text(json.dumps(known) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(known) + "\n", encoding="utf-8")
+        os.replace(new, path)
     return found
 
 

@@ -20,7 +20,7 @@ from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.data.batches import padded, padded_batch
 from recipes.translation.data.subwords import EOS, PAD
 from recipes.translation.importing.folder import Folder
-from recipes.translation.importing.published_model import import_model, read_model
+from recipes.translation.importing.published_model import _decoding, import_model, read_model
 from recipes.translation.importing.tokenizer import read_tokenizer
 from recipes.translation.run_folder.checkpoint import Translator, load_translator
 from recipes.translation.translate import translate
@@ -260,3 +260,10 @@ def test_a_run_of_it_translates_as_before(pair: Pair, tmp_path: Path) -> None:
     assert len(set(found)) > 1
     with pytest.raises(CheckpointError, match=r"has a model already, in .*best: name another folder with --run$"):
         import_model(pair.folder, run, *pair.languages)
+
+
+@pytest.mark.parametrize(
+    ("given", "penalty"), [({}, 1.0), ({"length_penalty": None}, 1.0), ({"length_penalty": 0}, 0.0)]
+)
+def test_a_length_penalty_that_is_null_is_that_of_transformers(given, penalty):
+    assert _decoding(given)["decoding.length_penalty"] == penalty

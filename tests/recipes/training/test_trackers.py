@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,34 @@ def test_tensorboard_reads_every_number_once(tmp_path: Path) -> None:
     events.Reload()
     found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
     assert_same(found, tmp_path / "run", rel=1e-6)  # its values are float32
+
+
+def test_tensorboard_forgets_an_earlier_run_of_the_folder(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    logged_twice(run, ("tensorboard",))
+    (run / "metrics.jsonl").unlink()  # as --fresh does
+    time.sleep(1.1)  # files of events are read in the order of their names, which begin with the second
+    opened = open_trackers(tiny(run, {"training.trackers": ("tensorboard",)}), None)
+    with Metrics(run / "metrics.jsonl", after_step=0, trackers=opened) as metrics:
+        for step in (1, 2):
+            metrics.write(**record(step))
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert_same({name: points for name, points in found.items() if points}, run, rel=1e-6)
+
+
+@pytest.mark.parametrize("content", ["", "{", "nan;"])
+def test_a_damaged_record_of_trackers_is_one_line(content: str, tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", {"training.trackers": ("tensorboard",)})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "trackers.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"trackers\.json is damaged \(.*\): remove it, and the trackers begin anew$"):
+        open_trackers(config, 3)
+    assert open_trackers(config, None)
+    assert json.loads((tmp_path / "run" / "trackers.json").read_text())["begun"] == ["tensorboard"]
 
 
 def in_a_process(run: Path, name: str, **environment: str) -> None:
