@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 from recipes.translation.serve.server import Connection, bound, server_of
@@ -42,10 +43,19 @@ def over_sockets(model: Recorder, clients: Callable[[int], Awaitable[None]]) -> 
     asyncio.run(both())
 
 
+async def received(reader: asyncio.StreamReader) -> bytes:
+    """Read until the connection is closed, or reset because bytes were still on their way when it was."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := await reader.read(1 << 16):
+            answer += part
+    return answer
+
+
 async def sent_slowly(client: Client) -> bytes:
     """Send headers without end, a byte at a time, until the connection is closed; return what was answered."""
     reader, writer = client
-    answer = asyncio.ensure_future(reader.read())
+    answer = asyncio.ensure_future(received(reader))
     while not answer.done():
         writer.write(b"x")
         await asyncio.sleep(0.01)
