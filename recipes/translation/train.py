@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -40,7 +41,7 @@ from recipes.translation.run_folder.checkpoint import (
 )
 from recipes.translation.run_folder.kept_models import keep_model
 from recipes.translation.run_folder.lock import sole_writer
-from recipes.translation.run_folder.resume import begin, check_same_data, flat
+from recipes.translation.run_folder.resume import begin, check_same_data, flat, remove_run
 from recipes.translation.run_folder.start import run_subwords, starting_weights
 from recipes.translation.run_folder.teacher import TeacherModel, check_same_teacher, load_teacher
 from recipes.translation.settings.config import RunConfig
@@ -63,8 +64,9 @@ def train(config: RunConfig, *, fresh: bool = False, ranks: Ranks | None = None)
     """Train until `steps`, `patience`, Ctrl-C or SIGTERM; resume from the checkpoint `last` if there is one.
 
     Every process of a run must call it with the same arguments. On the CPU, a run that was stopped and resumed in the
-    same layout equals an uninterrupted one bit for bit; in another layout, up to rounding. `fresh` first removes an
-    earlier run from the folder. `ranks` are those of a caller that has joined them already.
+    same layout equals an uninterrupted one bit for bit; in another layout, up to rounding. `fresh` begins anew, and
+    removes an earlier run from the folder as soon as the new one can make its first step. `ranks` are those of a caller
+    that has joined them already.
 
     Raises ConfigError, DataError or CheckpointError for mistakes of the user, TrainingError if the loss, the gradient
     or the weights are no longer finite, and OtherRankError with the message of another process that failed.
@@ -93,7 +95,7 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
     if settings.threads:
         torch.set_num_threads(settings.threads)
 
-    corpus = load_corpus(config, ranks, run_subwords)
+    corpus = load_corpus(config, ranks, partial(run_subwords, fresh=fresh))
     check_positions(config, sizes, corpus)
     ranks.agree({"the training and validation data": corpus.fingerprint})
     teacher = ranks.run_on_main(lambda: load_teacher(config, corpus.source, corpus.target))
@@ -115,6 +117,9 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
     batches = steps.after(state.epoch, state.batch)
     resumed_at = state.step if saved else None
     trackers = ranks.run_on_all(lambda: open_trackers(config, resumed_at) if ranks.is_main else [])
+    if fresh:
+        # Last of all, so that no error before the first step costs the earlier run
+        ranks.run_on_main(lambda: remove_run(config))
     metrics = Metrics(run / "metrics.jsonl" if ranks.is_main else None, after_step=state.step, trackers=trackers)
     journal = Journal(config, layout, size, ranks, resumed_at)
     outliers = Outliers(metrics.records())

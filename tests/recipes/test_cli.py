@@ -41,6 +41,16 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return error.strip()
 
 
+def test_an_output_that_cannot_take_a_letter_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+        assert run_main("prepare", *options(tmp_path / "Übung")) == 2
+    advice = "set PYTHONIOENCODING=utf-8"
+    assert capsys.readouterr().err == f"error: the output's encoding, ascii, has no 'Ü': {advice}\n"
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run."""

@@ -8,6 +8,7 @@ messages appear at once.
 from __future__ import annotations
 
 import argparse
+import codecs
 import io
 import os
 import sys
@@ -65,16 +66,24 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        if error.filename:  # str(error) would begin with [Errno 13]
-            return fail(f"{error.filename}: {error.strerror}")
-        return fail(str(error))
     except OtherRankError as error:
         if os.environ.get("RANK", "0") != "0":
             return 2  # rank 0 prints the error
         return fail(str(error))
-    except (ConfigError, DataError, CheckpointError, TrainingError, FloatingPointError) as error:
+    except UnicodeEncodeError as error:
+        return fail(output_lacks(error))
+    except (OSError, ConfigError, DataError, CheckpointError, TrainingError, FloatingPointError) as error:
+        if isinstance(error, OSError) and error.filename:  # str(error) would begin with [Errno 13]
+            return fail(f"{error.filename}: {error.strerror}")
         return fail(str(error))
+
+
+def output_lacks(error: UnicodeEncodeError) -> str:
+    """Return one line for a letter that the output's encoding lacks; raise other errors of encoding again."""
+    if codecs.lookup(error.encoding).name != codecs.lookup(sys.stdout.encoding).name:
+        raise error
+    letter = error.object[error.start]
+    return f"the output's encoding, {error.encoding}, has no {letter!r}: set PYTHONIOENCODING=utf-8"
 
 
 def started(name: str, words: Sequence[str]) -> int:

@@ -15,11 +15,9 @@ from recipes.translation.atomic_folder import (
     verified_folder,
     whole_folder,
 )
-from recipes.translation.data.corpus import Corpus, check_data
+from recipes.translation.data.corpus import Corpus
 from recipes.translation.run_folder.checkpoint import SavedTraining, load_facts, load_training, saved_config
 from recipes.translation.run_folder.kept_models import check_keepable, kept_folders, kept_in, kept_models
-from recipes.translation.run_folder.start import fitting_start
-from recipes.translation.run_folder.teacher import teacher_subwords
 from recipes.translation.settings.config import ConfigError, RunConfig
 
 FOLDERS = ("last", "best", "subwords")
@@ -47,39 +45,31 @@ RISKING = frozenset({"data.tokenize", "decoding.max_length"})
 
 
 def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
-    """Return the checkpoint to resume from; None for a new run.
+    """Return the checkpoint to resume from; None for a new run, which with `fresh` takes the place of an earlier one.
 
-    Raises ConfigError if `config` would make it a different run, and CheckpointError if resuming or starting would
-    overwrite files that cannot be made again.
+    The earlier one stays until `remove_run`. Raises ConfigError if `config` would make it a different run, and
+    CheckpointError if resuming or starting would overwrite files that cannot be made again.
     """
     run = Path(config.run)
-    if fresh:
-        check_startable(config)
-        remove_run(run)
     # Now, and not hours later when the first checkpoint is to be written
     for name in FOLDERS:
         check_replaceable(run / name)
     if config.training.keep_checkpoints:
         check_keepable(run)
+    if fresh:
+        check_others_stay(config)
+        check_run_removable(run)
+        return None
     if whole_folder(run / "last") is None:
         check_nothing_to_lose(config)
         return None
     check_same_settings(config, run / "last")
     saved = load_training(run / "last")
+    check_steps(config, saved.state.step)
     check_best(saved, config)
     for folder in kept_models(run):
         check_same_settings(config, folder)
     return saved
-
-
-def check_startable(config: RunConfig) -> None:
-    """Raise, before an earlier run is removed, what reading the data and another run's model would raise after it."""
-    check_others_stay(config)
-    check_data(config)
-    if config.training.start_from:
-        fitting_start(config)
-    elif config.training.teacher:
-        teacher_subwords(config)
 
 
 def check_others_stay(config: RunConfig) -> None:
@@ -114,6 +104,18 @@ def check_nothing_to_lose(config: RunConfig) -> None:
                 "from a copy, choose another --run, or start over with --fresh, which removes the model"
             )
         check_same_settings(config, folder)
+
+
+def check_steps(config: RunConfig, made: int) -> None:
+    """Raise ConfigError if no step is left to make, unless the run has ended as asked, with a validation."""
+    last = Path(config.run) / "last"
+    steps = config.training.steps
+    validated = "valid_loss" in load_facts(last)
+    if made > steps or (made == steps and not validated):
+        raise ConfigError(
+            f"training.steps is {steps:,}, but {config.run} has made {made:,} steps: set training.steps to "
+            f"{made + 1:,} or more to go on, choose another --run, or start over with --fresh"
+        )
 
 
 def check_same_settings(config: RunConfig, folder: Path) -> None:
@@ -162,15 +164,29 @@ def check_same_data(corpus: Corpus, saved: SavedTraining | None, run: Path) -> N
         )
 
 
-def remove_run(run: Path) -> None:
-    """Remove the checkpoints, their average and the subwords of an earlier run, and no other files."""
-    folders = [*(run / name for name in (*FOLDERS, "averaged")), *kept_folders(run)]
-    for folder in folders:
+def check_run_removable(run: Path) -> None:
+    """Raise CheckpointError if the folders of an earlier run contain files of others."""
+    for folder in (*_models(run), run / "subwords"):
         check_removable(folder)
-    for folder in folders:
+
+
+def remove_run(config: RunConfig) -> None:
+    """Remove the checkpoints of an earlier run in the folder, their average and its subwords, and no other files.
+
+    Subwords that the new run has made took the place of the earlier ones.
+    """
+    run = Path(config.run)
+    check_run_removable(run)
+    for folder in _models(run):
         remove_folder(folder)
+    if config.training.start_from or config.training.teacher:
+        remove_folder(run / "subwords")
     with suppress(OSError):  # there is none, or other files are in it
         kept_in(run).rmdir()
+
+
+def _models(run: Path) -> list[Path]:
+    return [run / "last", run / "best", run / "averaged", *kept_folders(run)]
 
 
 def without_paths(config: RunConfig) -> RunConfig:

@@ -49,13 +49,17 @@ def spaced_layers(weights: Mapping[str, Tensor], stack: str, layers: int, kept: 
     return found
 
 
-def run_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
-    """Return the subwords of a run: its own, or those of the model that it started from, or else of its teacher."""
+def run_subwords(config: RunConfig, *, fresh: bool = False) -> tuple[Subwords, Subwords]:
+    """Return the subwords of a run: its own, or those of the model that it started from, or else of its teacher.
+
+    With `fresh` the run begins anew, and what is in its folder belongs to an earlier one.
+    """
     settings = config.training
     if not settings.start_from and not settings.teacher:
         return prepare(config)
-    # A run that has begun needs the other one no longer, which may have changed since
-    folder = whole_folder(Path(config.run) / "last")
+    folder = None
+    if not fresh:  # a run that has begun needs the other one no longer, which may have changed since
+        folder = whole_folder(Path(config.run) / "last")
     if folder is None and not settings.start_from:
         return teacher_subwords(config)
     _, source, target = load_belongings(verified_folder(folder or fitting_start(config)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,8 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.processes import launch
-from tests.recipes.processes.test_torchrun import ended
+from recipes.translation.training.progress import read_metrics
+from tests.recipes.processes.test_torchrun import ended, wait_for_steps, workers_of
 from tests.recipes.tiny import options
 
 pytestmark = pytest.mark.launched
@@ -63,6 +65,26 @@ def test_a_signal_saves_and_ends_with_its_status(tmp_path: Path) -> None:
     status, output, _ = ended(process)
     assert status == 128 + signal.SIGTERM
     assert output.count("stopping after this step and saving") == 1
+
+
+def test_a_step_that_takes_longer_than_half_a_minute_is_saved_after_a_signal(tmp_path: Path) -> None:
+    """torch's launcher would kill the processes 30 seconds after the signal."""
+    changes = {"training.devices": "auto", "training.steps": 100_000, "training.validate_every": 7}
+    process = recipe("train", *options(tmp_path / "run", changes), "--processes", "2")
+    wait_for_steps(tmp_path / "run", process, 10)
+    workers = [worker for rank in (0, 1) for worker in workers_of(process, rank)]
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    time.sleep(32)
+    assert process.poll() is None
+    for worker in workers:
+        os.kill(worker, signal.SIGCONT)
+    status, output, _ = ended(process)
+    assert status == 128 + signal.SIGINT
+    assert output.count("stopping after this step and saving") == 1
+    steps = [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in record]
+    assert json.loads((tmp_path / "run" / "last" / "training.json").read_text())["step"] == steps[-1]
 
 
 @pytest.mark.parametrize(

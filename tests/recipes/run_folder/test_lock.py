@@ -15,6 +15,7 @@ import pytest
 
 from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands import main
+from recipes.translation.run_folder.checkpoint import load_facts
 from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.train import train
 from tests.recipes.tiny import options, tiny
@@ -52,7 +53,8 @@ def test_a_second_writer_is_refused_by_name_and_one_that_was_killed_is_forgotten
     training.wait()
     assert (run / ".lock").exists()
     began = time.monotonic()
-    assert main(["train", "--run", str(run), "--training.steps", "1"]) == 0
+    saved = load_facts(run / "last")["step"]
+    assert main(["train", "--run", str(run), "--training.steps", str(saved)]) == 0
     assert "resuming from step" in capsys.readouterr().out
     assert time.monotonic() - began < 30
     assert not (run / ".lock").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from recipes.translation import train as training
-from recipes.translation.atomic_folder import MANIFEST, CheckpointError
+from recipes.translation.atomic_folder import MANIFEST, CheckpointError, sha256
 from recipes.translation.commands import main
 from recipes.translation.data.lines import DataError
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator, load_weights
@@ -221,3 +222,60 @@ def test_fresh_removes_nothing_where_the_new_run_cannot_begin(
     with pytest.raises((CheckpointError, ConfigError, DataError), match=re.escape(message.format(run=run))):
         train(tiny(run, {**SHORT, **given}), fresh=True)
     assert contents(run) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"subwords.vocab_size": 100_000}, "subwords.vocab_size 100,000 is too large"),
+        ({"training.max_length": 1}, "training.max_length"),
+        ({"training.lora_rank": 999, "training.start_from": "{other}"}, "lora_rank is 999"),
+        ({"training.freeze": ["source_embedding"], "training.start_from": "{other}"}, "training.freeze"),
+        ({"training.start_from": "{other}", "training.teacher": "elsewhere"}, "there is no trained model in elsewhere"),
+        ({"layout.data": 2}, "layout data 2"),
+        ({"training.trackers": ["wandb"]}, "wandb"),
+    ],
+)
+def test_fresh_keeps_the_models_until_the_new_run_can_begin(
+    changes: dict[str, Any], message: str, run: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    (run / "averaged").mkdir()
+    shutil.copytree(made, tmp_path / "other")
+    given = {
+        name: value.format(other=tmp_path / "other") if isinstance(value, str) else value
+        for name, value in changes.items()
+    }
+    with pytest.raises((CheckpointError, ConfigError, DataError), match=re.escape(message)):
+        train(tiny(run, {**SHORT, **given}), fresh=True)
+    shutil.rmtree(run / "averaged")
+    for name in ("last", "best"):
+        assert contents(run / name) == contents(made / name)
+    train(tiny(run, LONGER))
+    train(tiny(tmp_path / "other", LONGER))
+    assert (run / "last" / "model.safetensors").read_bytes() == (
+        tmp_path / "other" / "last" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_steps_that_are_made_already_are_refused_unless_the_last_one_was_validated(run: Path, tmp_path: Path) -> None:
+    said = refused(run, {**SHORT, "training.steps": 3})
+    assert said.startswith(f"training.steps is 3, but {run} has made 4 steps: set training.steps to 5 or more to go on")
+    assert train(tiny(run, SHORT)).state.step == 4  # a finished run, which was validated at its end
+    state = json.loads((run / "last" / "model.json").read_text())
+    (run / "last" / "model.json").write_text(json.dumps({"step": 4, "of": state["of"]}))  # as Ctrl-C leaves it
+    listed = json.loads((run / "last" / MANIFEST).read_text())
+    listed["files"]["model.json"]["sha256"] = sha256(run / "last" / "model.json")
+    (run / "last" / MANIFEST).write_text(json.dumps(listed))
+    assert "training.steps is 4" in refused(run, SHORT)
+    assert train(tiny(run, {**SHORT, "training.steps": 5})).state.step == 5
+
+
+def test_fresh_takes_the_subwords_of_the_new_start_and_not_those_of_the_earlier_run(run: Path, tmp_path: Path) -> None:
+    train(tiny(tmp_path / "other", {**SHORT, "subwords.vocab_size": 340}))
+    started = {**SHORT, "subwords.vocab_size": 340, "training.start_from": str(tmp_path / "other")}
+    train(tiny(run, started), fresh=True)
+    for name in ("best", "last"):
+        there, here = ((folder / name / "joint.model").read_bytes() for folder in (tmp_path / "other", run))
+        assert there == here
+    assert not (run / "subwords").exists()
