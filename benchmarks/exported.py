@@ -25,6 +25,7 @@ import onnxruntime
 import sacrebleu
 import torch
 
+from benchmarks.distilled import bytes_of
 from benchmarks.loss.results import hardware
 from models import default_limit
 from recipes.translation.data.batches import padded
@@ -65,10 +66,10 @@ def main() -> None:
     tokenize = tokenizer_for(config.data.tokenize, config.data.target, references)
     greedy = DecodingConfig(beam=1, max_length=config.decoding.max_length)
     expected = translate(translator, sources, greedy)
-    weights = options.run / options.checkpoint / "model.safetensors"
+    folder_of_run = options.run / options.checkpoint
 
     ways: dict[str, Callable[[], list[str]]] = {TORCH: partial(translate, translator, sources, config.decoding)}
-    sizes = {TORCH: weights.stat().st_size}
+    sizes = {TORCH: bytes_of(folder_of_run)}
     same = {TORCH: len(sources)}
     with tempfile.TemporaryDirectory() as folder:
         for name in TYPES:
@@ -77,14 +78,14 @@ def main() -> None:
             engine = ctranslate2_engine.load(path, threads=options.threads)
             way = f"CTranslate2, {name}"
             ways[way] = partial(ctranslate2_engine.translate, engine, sources, config.decoding)
-            sizes[way] = sum(file.stat().st_size for file in path.iterdir())
+            sizes[way] = bytes_of(path)
             same[way] = sum(map(str.__eq__, ctranslate2_engine.translate(engine, sources, greedy), expected))
         if options.beam == 1:
             path = Path(folder) / "onnx"
             onnx_model.write(translator, path)
             search = OnnxGreedy(path, translator, options.threads)
             ways[ONNX] = partial(search.translate, sources)
-            sizes[ONNX] = sum(file.stat().st_size for file in path.iterdir())
+            sizes[ONNX] = bytes_of(path)
             same[ONNX] = sum(map(str.__eq__, search.translate(sources), expected))
         seconds, translations = timed(ways)
 

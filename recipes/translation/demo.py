@@ -67,5 +67,5 @@ def layout_in_words(config: RunConfig, ranks: Ranks) -> str:
     devices = ", ".join(map(str, devices_of(config.training, ranks)))
     return (
         f"one process divides the sentences of each step among the devices [{devices}], as training.devices says; "
-        "--processes auto starts a process for each GPU or, without one, for each core"
+        "--processes auto starts a process for each GPU or, without one, for each core (at most four)"
     )

@@ -78,7 +78,8 @@ def chunked_gradient(
 
     Raises:
         TypeError: an argument of the wrong type: not a tensor, a chunk, a `TokenLoss` or a number.
-        ValueError: chunks that overlap; per-token tensors of different numbers of rows; a `loss_scale` of 0 or nan.
+        ValueError: chunks that overlap; per-token tensors of different numbers of rows; a `loss_scale` of 0, nan or
+            inf.
         RuntimeError: in backward, if it is the second one (the gradients were freed by the first), if
             `create_graph=True`, or if no chunk's loss required a gradient (torch's own backward raises there, too).
         RuntimeError: `per_chunk` used a tensor that needs a gradient but was not passed to it, so that its gradient

@@ -67,8 +67,10 @@ def how_it_is_cut(tokens: int, chunk_tokens: int | None, facts: LogitFacts | Non
         return "the size of a chunk will be known after the first call"
     rows = min(tokens, chunk_tokens or rows_per_chunk(facts.vocab_size, facts.dtype, device_type))
     size = rows * facts.vocab_size * wide(facts.dtype).itemsize
+    chunks = -(-tokens // rows)
+    word = "chunk" if chunks == 1 else "chunks"
     return (
-        f"{tokens:,} tokens in {-(-tokens // rows):,} chunks of at most {rows:,}, whose logits "
+        f"{tokens:,} tokens in {chunks:,} {word} of at most {rows:,}, whose logits "
         f"({facts.vocab_size:,} each) take {size / 2**20:,.1f} MiB"
     )
 

@@ -107,7 +107,7 @@ class LossCompute(nn.Module):
 
         Raises:
             TypeError, ValueError: an argument that is no dense tensor, or has a wrong dtype or shape; class weights of
-                another number of classes; a `loss_scale` of 0 or nan.
+                another number of classes; a `loss_scale` of 0, nan or inf.
             ValueError: on the first call, a generator that mixes rows, or a criterion that is no sum over rows
                 (`seqpar.engine.contract` explains what the call detects).
             IndexError: a target outside [0, V) that is not ignored (with value and position).

@@ -42,7 +42,14 @@ def linear_cross_entropy(
     Plain equivalent, with its gradients, to the last digits of float64:
 
         logits = F.linear(hidden, weight, bias).flatten(0, -2)
-        F.cross_entropy(logits, target.flatten(), class_weight, label_smoothing=label_smoothing, reduction="sum")
+        F.cross_entropy(
+            logits,
+            target.flatten(),
+            class_weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction="sum",
+        )
 
     The loss of a row with target y, logits z, p = softmax(z) and token weight a is
     `a * (sum_k w_k q_k (-log p_k) + z_loss * logsumexp(z)^2)`; rows whose target is `ignore_index` are never projected.

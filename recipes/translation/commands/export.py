@@ -37,9 +37,9 @@ def export(argv: Sequence[str]) -> int:
     """Write a model as one folder that needs nothing else of the run, in its own format or another program's.
 
     safetensors is for load_translator in Python, wherever the folder is moved. ctranslate2 is an engine for fast
-    translation on CPUs and GPUs; with int8 weights a model has a quarter of its size. onnx is an encoder and a decoder
-    step for ONNX Runtime. hf is a folder that Hugging Face transformers loads: a Marian model if the norms come after
-    the sublayers, a Pegasus model if they come before. docs/export.md shows how each is used.
+    translation on CPUs and GPUs; with int8 weights a model has about a third of its size. onnx is an encoder and a
+    decoder step for ONNX Runtime. hf is a folder that Hugging Face transformers loads: a Marian model if the norms come
+    after the sublayers, a Pegasus model if they come before. docs/export.md shows how each is used.
     """
     parser = parser_of(
         export,

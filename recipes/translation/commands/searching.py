@@ -28,7 +28,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         "--no-repeat-ngram",
         metavar="N",
         type=count,
-        help="no N subwords occur twice in a row of a translation (default: all may repeat)",
+        help="no sequence of N subwords occurs more than once in a translation (default: all may repeat)",
     )
     search.add_argument(
         "--prefixes", metavar="FILE", type=path, help="how each translation begins: a line for each sentence, or empty"
@@ -43,10 +43,9 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     add_ensemble(search)
     search.add_argument(
         "--mbr",
-        metavar="NAME",
         choices=("chrf", "bleu"),
-        help="of the translations of --n-best or --sample, print the one most like the others by chrf or sentence-bleu "
-        "(minimum Bayes risk)",
+        help="of the translations of --n-best or --sample, print the one most like the others by chrF or by "
+        "sentence-BLEU (minimum Bayes risk)",
     )
     search.add_argument(
         "--alignments",
@@ -70,7 +69,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         "--top-p",
         metavar="X",
         type=share,
-        help="draw from the most probable subwords that have this much of the probability (default: 1)",
+        help="draw from the most probable subwords whose probabilities add up to this (default: 1)",
     )
     draw.add_argument("--seed", metavar="N", type=whole, help="another seed draws other translations (default: 0)")
 

@@ -79,9 +79,7 @@ def serve(argv: Sequence[str]) -> int:
         taken.close()
 
 
-HOST_HELP = (
-    "0.0.0.0 lets other machines in, and nothing asks them who they are (default: 127.0.0.1, this machine alone)"
-)
+HOST_HELP = "0.0.0.0 lets other machines in, without a password (default: 127.0.0.1, this machine alone)"
 
 
 def port(word: str) -> int:

@@ -28,8 +28,8 @@ class CleaningConfig:
     script: Annotated[
         bool,
         Help(
-            "Remove pairs with most letters of a side in a script in which its language is not written. The language "
-            "is an ISO 639 code (de, deu), which may name the script itself (sr-Cyrl, zho_Hant)."
+            "Remove pairs in which most letters of a side are in a script that its language does not use. The "
+            "language is an ISO 639 code (de, deu), which may name the script itself (sr-Cyrl, zho_Hant)."
         ),
     ] = False
     encoding: Annotated[

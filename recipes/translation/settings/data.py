@@ -75,8 +75,8 @@ class DataConfig:
     temperature: Annotated[
         float,
         Help(
-            "Of the sampling of several corpora: a corpus of n pairs has a share of each epoch in proportion to its "
-            "weight times n^(1/temperature). 1 mixes them as they are, 5 gives small ones more."
+            "Temperature of the mixture of several corpora: a corpus of n pairs has a share of each epoch in "
+            "proportion to its weight times n^(1/temperature). 1 mixes them as they are, 5 gives small ones more."
         ),
         Range(at_least=1),
     ] = 1.0
@@ -84,7 +84,7 @@ class DataConfig:
         bool,
         Help(
             "Read hub data row by row over the network, without a copy of it on disk; with data.cache it is read for "
-            "the subwords and for the tokenised pairs, and then no more."
+            "the subwords and for the tokenised pairs, and not again."
         ),
     ] = False
     cache: Annotated[

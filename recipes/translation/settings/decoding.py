@@ -29,8 +29,8 @@ class DecodingConfig:
     max_length: Annotated[
         int,
         Help(
-            "Most subwords of a translation; that of a short sentence is twice its own, plus 12. A longer "
-            "sentence is cut to this or to training.max_length, whichever is more."
+            "Most subwords of a translation; for a short sentence the limit is twice its own subwords plus 12. A "
+            "longer sentence is cut to this or to training.max_length, whichever is more."
         ),
         Range(at_least=1),
     ] = 256

@@ -10,7 +10,7 @@ from recipes.translation.settings.schema import Help, Range
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A preset of `models.PRESETS`, and what to change in it (None keeps the preset's value)."""
+    """A preset of `models.PRESETS`, and what to change in it (null keeps the preset's value)."""
 
     preset: Annotated[
         str,

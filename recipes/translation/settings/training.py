@@ -97,7 +97,7 @@ class TrainingConfig:
         float,
         Help(
             "Divides the logits from which the samples are drawn: below 1 they are nearer to what a search would find, "
-            "and it is the risk of these that falls."
+            "and training lowers the risk of these."
         ),
         Range(at_least=0.01),
     ] = 0.5
@@ -203,17 +203,19 @@ class TrainingConfig:
         Range(at_least=0),
     ] = 0
     lora_alpha: Annotated[
-        float, Help("Divided by lora_rank, what LoRA's change is multiplied by."), Range(at_least=0.01, below=1e6)
+        float, Help("LoRA's change is multiplied by lora_alpha / lora_rank."), Range(at_least=0.01, below=1e6)
     ] = 16.0
     seed: Annotated[
-        int, Help("Of the first weights, dropout, and the order of the data."), Range(at_least=0, below=2**63)
+        int,
+        Help("Random seed of the initial weights, dropout, and the order of the data."),
+        Range(at_least=0, below=2**63),
     ] = 1
     threads: Annotated[int, Help("CPU threads; 0 leaves torch's own choice."), Range(at_least=0)] = 0
 
 
 @dataclass(frozen=True)
 class LayoutConfig:
-    """How the processes that torchrun started share the work; their product is the number of processes."""
+    """How the processes share the work; data x shard x sequence x vocab is their number."""
 
     data: Annotated[
         int,
@@ -240,6 +242,6 @@ class LayoutConfig:
     ] = 1
     timeout: Annotated[
         float,
-        Help("Seconds that a process waits in a step for one that does not come; rank 0 must save in less."),
+        Help("Seconds that a process waits in a step for one that hangs; saving on rank 0 must take less."),
         Range(at_least=1, below=1e9),  # torch counts milliseconds in a 64-bit integer
     ] = 300.0

@@ -139,9 +139,9 @@ def test_explain_speaks_of_the_latest_call(generator):
     engine(*batch(50, 10))
     engine(*batch(260, 20))
     assert "240 tokens in 3 chunks" in engine.explain()
-    assert "50 tokens in 1 chunks" in engine.explain(50)
+    assert "50 tokens in 1 chunk of" in engine.explain(50)
     engine(*batch(5, 5))
-    assert "1 tokens in 1 chunks" in engine.explain()  # of a batch without tokens there is nothing to say
+    assert "1 tokens in 1 chunk of" in engine.explain()  # of a batch without tokens there is nothing to say
 
 
 def test_explain_speaks_of_one_of_the_devices():
@@ -149,7 +149,7 @@ def test_explain_speaks_of_one_of_the_devices():
     engine(*batch(301, 0))
     assert "101 tokens in 2 chunks" in engine.explain()
     engine([torch.randn(3, 4), torch.randn(2, 4), torch.randn(1, 4)], [torch.zeros(n).long() for n in (3, 2, 1)])
-    assert "2 tokens in 1 chunks" in engine.explain()
+    assert "2 tokens in 1 chunk of" in engine.explain()
 
 
 @pytest.mark.parametrize("generator", [nn.Linear, Twice])
