@@ -9,7 +9,7 @@ on one thread, the lower of two.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 import warnings
 from collections.abc import Callable
@@ -105,8 +105,11 @@ def measure(way: str, ask: str, tokens: int, vocab_size: int) -> None:
 
 def main() -> None:
     """Print the table, row by row as it is measured, then what it was measured on."""
-    if len(sys.argv) > 1:
-        way, ask, tokens, vocab_size = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)  # what the processes are started with
+    options = parser.parse_args()
+    if options.measure:
+        way, ask, tokens, vocab_size = options.measure
         measure(way, ask, int(tokens), int(vocab_size))
         return
     header = ["step", "tokens x vocabulary", "one copy of the logits, MiB"]
@@ -124,7 +127,8 @@ def measured(way: str, ask: str, tokens: int, vocab_size: int) -> tuple[str, str
     """Return peak and time as text; dashes for what TRL refuses, an adapter on the output embeddings."""
     if way == "trl" and "LoRA" in ask:
         return "-", "-"
-    done = run_in_fresh_process("-m", "benchmarks.trl_scores", way, ask, str(tokens), str(vocab_size), threads=1)
+    words = ["--measure", way, ask, str(tokens), str(vocab_size)]
+    done = run_in_fresh_process("-m", "benchmarks.trl_scores", *words, threads=1)
     if done.returncode:
         raise RuntimeError(done.stderr)
     peak, seconds = done.stdout.split()[-2:]
