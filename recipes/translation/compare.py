@@ -5,6 +5,7 @@ A system is a file of translations, one a line, or a run, whose translations `ev
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,12 @@ from recipes.translation.data.bleu_tokenizers import tokenizer_for
 from recipes.translation.data.held_out import HeldOutSplit, the_one_of
 from recipes.translation.data.lines import DataError, read_lines
 from recipes.translation.run_folder.checkpoint import saved_config
+from recipes.translation.run_folder.made_from import MODELS, is_current, translated_by
 from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, intervals
 from recipes.translation.scores.paired_tests import TRIALS, Comparison, compared
 from recipes.translation.scores.scores import drawn, measure
 from recipes.translation.scores.statistics import Measured
 from recipes.translation.settings.config import RunConfig
-
-MODELS = ("best", "last", "averaged")
-"""Folders of a run that contain a model and the run's settings."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +139,11 @@ def _system(name: str, split: HeldOutSplit) -> System:
     assert config is not None
     data = the_one_of(config, split)
     file = path / f"{split}.translations.txt"
-    again = f"evaluate --run {name} --split {split}"
+    again = f"evaluate --run {shlex.quote(name)} --split {split}"
     if not file.exists():
         raise DataError(f"there is no {file}: make it with {again}")
-    if file.stat().st_mtime < (model / "model.safetensors").stat().st_mtime:
-        raise DataError(f"{file} is older than the model in {model}: {again}, or name the file itself")
+    if not is_current(path, translated_by(path / f"{split}.scores.json")):
+        raise DataError(f"{file} was not translated by a model that {name} has now: {again}, or name the file itself")
     return System(name, read_lines(file), [pair.target for pair in data.pairs()], config)
 
 

@@ -53,11 +53,15 @@ class Evaluation:
         """Return the scores of the whole test set."""
         return scores_of(self.measured)
 
-    def write(self, folder: Path) -> list[Path]:
-        """Write `<name>.translations.txt`, one line for each sentence, and `<name>.scores.json`."""
+    def write(self, folder: Path, weights: Sequence[str]) -> list[Path]:
+        """Write `<name>.translations.txt`, one line for each sentence, and `<name>.scores.json`.
+
+        The latter also gets the SHA-256 of the `weights` of each model that translated.
+        """
+        record = {**self.scores.as_dict(), "weights": list(weights)}
         texts = {
             folder / f"{self.name}.translations.txt": "".join(f"{text}\n" for text in self.translations),
-            folder / f"{self.name}.scores.json": json.dumps(self.scores.as_dict(), indent=2) + "\n",
+            folder / f"{self.name}.scores.json": json.dumps(record, indent=2) + "\n",
         }
         for path, text in texts.items():
             path.write_text(text, encoding="utf-8")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from recipes.translation.alternatives import Translation, alternatives
-from recipes.translation.atomic_folder import CheckpointError, model_folder, whole_folder
+from recipes.translation.atomic_folder import model_folder, whole_folder
 from recipes.translation.run_folder import checkpoint
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.search_options import SearchOptions
@@ -52,6 +52,8 @@ class LoadedTranslator:
         """
         check_sentences(sentences)
         decoding = self._decoding(options)
+        if not isinstance(n, int):
+            raise TypeError(f"n is {n!r}, not a whole number: ask for 1 or more")
         if n < 1:
             raise ConfigError(f"n is {n}, below 1: ask for at least one translation")
         if n > decoding.beam:
@@ -68,12 +70,25 @@ def check_sentences(sentences: Sequence[str]) -> None:
     """Raise TypeError unless there are several sentences: a single str would be taken for one sentence a letter."""
     if isinstance(sentences, str):
         raise TypeError("sentences is a str: give a list of sentences, [sentence] for one")
+    if not isinstance(sentences, Iterable):
+        raise TypeError(f"sentences is {sentences!r}: give a list of sentences")
     # Which can be gone through once only, and this check would be that once
     if isinstance(sentences, Iterator):
         raise TypeError(f"sentences is a {type(sentences).__name__}: give a list of sentences, list(sentences)")
     for number, sentence in enumerate(sentences, start=1):
         if not isinstance(sentence, str):
             raise TypeError(f"sentence {number:,} is {type(sentence).__name__}, not str: give a list of str")
+
+
+def check_device(device: str | torch.device) -> None:
+    """Raise ConfigError unless torch can put a tensor on the device."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError is that of a build without CUDA
+        (why, *_) = str(error).splitlines()
+        raise ConfigError(
+            f"device is {str(device)!r}, which torch cannot use here ({why}): leave it out for the CPU"
+        ) from None
 
 
 def load_translator(folder: str | Path, device: str | torch.device = "cpu") -> LoadedTranslator:
@@ -85,15 +100,11 @@ def load_translator(folder: str | Path, device: str | torch.device = "cpu") -> L
     The folder may have been moved. Every file is verified by its SHA-256, and none can run code. The weights are in
     the dtype in which they were trained, float32 or float64, on `device`.
 
-    Raises CheckpointError where there is no model, or a damaged one.
+    Raises CheckpointError where there is no model, or a damaged one, and ConfigError for a device that torch does not
+    have here.
     """
+    check_device(device)
     path = model_folder(folder)
-    whole = whole_folder(path)
-    if whole is None:
+    if whole_folder(path) is None:
         path = Path(folder)  # the error is to name what was given
-    if whole is not None and not (whole / "model.safetensors").is_file():
-        raise CheckpointError(
-            f"{folder} has no model.safetensors, so it is for another program: open a folder that export --to "
-            "safetensors wrote, or a run"
-        )
     return LoadedTranslator(checkpoint.load_translator(path, device))

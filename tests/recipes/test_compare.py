@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -121,15 +123,20 @@ def test_a_run_in_lower_case_takes_its_references_as_they_are_written(tmp_path: 
     assert [metric.comparisons[0].score for metric in found.metrics[:2]] == pytest.approx([100, 100])
 
 
-def test_translations_of_an_older_model_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = run / "test.translations.txt"
-    now = file.stat().st_mtime
-    os.utime(file, (1, 1))
-    try:
-        line = refusal(capsys, "compare", str(run), str(run))
-    finally:
-        os.utime(file, (now, now))
-    assert f"{file} is older than the model in {run / 'best'}: evaluate --run {run} --split test" in line
+def test_translations_of_an_older_model_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "a run"
+    shutil.copytree(run, other)
+    for path in other.rglob("*"):  # times say nothing: copying sets them in any order
+        os.utime(path, (1, 1) if path.suffix == ".txt" else None)
+    compare([str(other), str(run)])
+    weights = json.loads((other / "test.scores.json").read_text())
+    for changed in ({**weights, "weights": ["0" * 64]}, {name: weights[name] for name in weights if name != "weights"}):
+        (other / "test.scores.json").write_text(json.dumps(changed))
+        line = refusal(capsys, "compare", str(run), str(other))
+        assert f"{other / 'test.translations.txt'} was not translated by a model that {other} has now" in line
+        assert f"evaluate --run '{other}' --split test" in line
 
 
 def test_a_run_that_was_not_evaluated_is_told_how(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

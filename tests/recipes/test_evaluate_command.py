@@ -13,7 +13,7 @@ import torch
 from recipes.translation.commands import main
 from recipes.translation.data.lines import DataError
 from recipes.translation.evaluate import labels_of, score
-from recipes.translation.run_folder.checkpoint import load_translator, save_model
+from recipes.translation.run_folder.checkpoint import load_translator, save_model, weights_digest
 from recipes.translation.translate import translate
 from tests.recipes.random_translator import random_translator
 from tests.recipes.test_cli import SENTENCE, refusal, run_main
@@ -37,6 +37,20 @@ def test_evaluate_prints_signed_scores_and_writes_them(
     for part in ("BLEU ", "BLEU, lower-cased", "chrF", "TER", "exact match", "|tok:intl|", "case:lc"):
         assert part in text
     assert (run / "valid.scores.json").exists()
+
+
+@pytest.mark.parametrize("labels", ["nowhere", "a\nb\n"])
+def test_labels_that_do_not_fit_are_refused_before_the_work_of_translating(
+    labels: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 60)
+    monkeypatch.setattr("recipes.translation.evaluate.translate", lambda *_: pytest.fail("it translates"))
+    by = labels
+    if "\n" in labels:
+        (tmp_path / "labels").write_text(labels)
+        by = str(tmp_path / "labels")
+    assert main(["evaluate", "--run", str(run), "--split", "valid", "--by", by]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --by {by} ")
 
 
 def test_an_ensemble_is_evaluated_under_a_name_of_its_own(
@@ -89,7 +103,10 @@ def test_a_model_is_evaluated_on_any_pair_of_files(
     texts = translate(translator, [SENTENCE, "", "The number is six."], translator.config.decoding)
     assert (run / "news.en.translations.txt").read_text() == "".join(f"{text}\n" for text in texts)
     expected = score(texts, ["Der Zug.", "", "Die Zahl ist sechs."])
-    assert json.loads((run / "news.en.scores.json").read_text()) == expected.as_dict()
+    assert json.loads((run / "news.en.scores.json").read_text()) == {
+        **expected.as_dict(),
+        "weights": [weights_digest(run / "best")],
+    }
     assert str(expected) in printed
 
 

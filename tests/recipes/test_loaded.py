@@ -126,6 +126,13 @@ def test_the_n_best_are_those_of_a_beam_search(moved: LoadedTranslator) -> None:
         (lambda model: model.translate("Two trains."), TypeError, "sentences is a str: give a list"),
         (lambda model: model.n_best("Two trains.", 1), TypeError, "sentences is a str: give a list"),
         (lambda model: model.translate(["six", 6]), TypeError, "sentence 2 is int, not str"),
+        (lambda model: model.translate(None), TypeError, "sentences is None: give a list of sentences"),
+        (lambda model: model.n_best(["six"], "2"), TypeError, "n is '2', not a whole number"),
+        (
+            lambda model: load_translator("nowhere", device="xyz"),
+            ConfigError,
+            "device is 'xyz', which torch cannot use",
+        ),
         (lambda model: model.translate(["\udcff"]), DataError, "sentence 1 is not UTF-8"),
         (lambda model: model.translate([], beam=0), ConfigError, r"decoding.beam \(this call\) expects a whole number"),
         (lambda model: model.translate([], bean=2), ConfigError, r"unknown setting decoding.bean .*decoding.beam\?"),
@@ -141,7 +148,7 @@ def test_a_wrong_call_is_one_line(call: Any, error: type[Exception], message: st
 
 def test_a_folder_for_another_program_or_a_damaged_one_is_refused(run: Path, elsewhere: Path, tmp_path: Path) -> None:
     assert main(["export", "--run", str(run), "--to", "onnx", "--out", str(tmp_path / "onnx")]) == 0
-    with pytest.raises(CheckpointError, match=r"onnx has no model.safetensors, so it is for another program"):
+    with pytest.raises(CheckpointError, match=r"onnx has no model.json, so it was written for another program"):
         load_translator(tmp_path / "onnx")
     with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*nowhere"):
         load_translator(tmp_path / "nowhere")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -179,7 +180,14 @@ def load(options: argparse.Namespace, ranks: Ranks) -> Translator:
     return translator
 
 
-def newer(folder: Path, than: Path) -> bool:
-    """Return whether a folder was written after another one."""
-    times = [((whole_folder(each) or each) / "manifest.json").stat().st_mtime for each in (folder, than)]
-    return times[0] > times[1]
+def export_command(run: str | Path) -> str:
+    """Return the command that makes the export for CTranslate2."""
+    return f"{PROGRAM} export --run {shlex.quote(str(run))} --to ctranslate2"
+
+
+def outdated(exported: Path, run: Path) -> bool:
+    """Return whether an export says that it was made from a model which the run has no longer."""
+    from recipes.translation.run_folder.made_from import exported_from, is_current
+
+    weights = exported_from(exported)
+    return bool(weights) and not is_current(run, weights)

@@ -17,11 +17,12 @@ from recipes.translation.commands.arguments import (
     add_model_options,
     add_processes,
     add_run,
+    checkpoint_folder,
     load,
     parser_of,
     path,
 )
-from recipes.translation.commands.searching import add_ensemble, load_ensemble
+from recipes.translation.commands.searching import add_ensemble, load_ensemble, models_named
 from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from recipes.translation.evaluate import Evaluation
     from recipes.translation.processes.ranks import Ranks
     from recipes.translation.scores.groups import Parts
-    from recipes.translation.settings.config import RunConfig
+    from recipes.translation.settings.config import DataConfig, RunConfig
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -76,6 +77,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
     from recipes.translation.data.bleu_tokenizers import check_tokenizer
     from recipes.translation.processes.ranks import joined
+    from recipes.translation.run_folder.checkpoint import weights_digest
     from recipes.translation.scores.comet import check_comet
 
     if options.tokenize and options.tokenize != "auto":
@@ -87,7 +89,8 @@ def evaluate(argv: Sequence[str]) -> int:
         print(_table(found))
         if ranks.is_main and not options.hypotheses:
             with writing_to(Path(options.run)):
-                written = [path for evaluation in found for path in evaluation.write(Path(options.run))]
+                weights = [weights_digest(checkpoint_folder(each)) for each in models_named(options)]
+                written = [path for evaluation in found for path in evaluation.write(Path(options.run), weights)]
             print("[evaluate] written:", *written)
         if options.by:
             for evaluation in found:
@@ -134,9 +137,12 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
             _check_name(sources, translator.config)
             lowercase = translator.config.subwords.lowercase
             pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
+            _check_labels(options, None, len(pairs), ranks)
             found = [evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks, "evaluate")]
         else:
             sets = held_out(translator.config, options.split or "test")
+            for each in sets if options.by else ():
+                _check_labels(options, each.data, len(ranks.run_on_main(each.pairs)), ranks)
             found = evaluate_each(translator, sets, decoding, options.tokenize, ranks, "evaluate")
         if options.ensemble:  # what --run alone has translated stays
             found = [replace(evaluation, name=f"{evaluation.name}.ensemble") for evaluation in found]
@@ -162,13 +168,27 @@ def _with_comet(model: Path, evaluations: Sequence[Evaluation], ranks: Ranks) ->
 
 def _parts(options: argparse.Namespace, evaluation: Evaluation, ranks: Ranks) -> Parts:
     """Score the parts that --by names."""
-    from recipes.translation.evaluate import labels_of, parts_of
+    from recipes.translation.evaluate import parts_of
 
-    labels: list[str] = []
-    if options.by != "length":
-        data = evaluation.held_out.data if evaluation.held_out else None
-        labels = ranks.run_on_main(lambda: labels_of(options.by, data, options.split or "test"))
-    return parts_of(evaluation, options.by, labels)
+    data = evaluation.held_out.data if evaluation.held_out else None
+    return parts_of(evaluation, options.by, _labels(options, data, ranks))
+
+
+def _labels(options: argparse.Namespace, data: DataConfig | None, ranks: Ranks) -> list[str]:
+    """Return the labels that --by names; none for the lengths, which are counted."""
+    from recipes.translation.evaluate import labels_of
+
+    if options.by == "length":
+        return []
+    return ranks.run_on_main(lambda: labels_of(options.by, data, options.split or "test"))
+
+
+def _check_labels(options: argparse.Namespace, data: DataConfig | None, sentences: int, ranks: Ranks) -> None:
+    """Raise DataError, before the work of translating, unless --by names a label for each sentence."""
+    from recipes.translation.scores.groups import parts_by_label
+
+    if options.by and options.by != "length":
+        parts_by_label(_labels(options, data, ranks), f"--by {options.by}", sentences)
 
 
 def compare(argv: Sequence[str]) -> int:

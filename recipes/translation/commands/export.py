@@ -93,8 +93,10 @@ def write(translator: Translator, folder: Path, options: argparse.Namespace) -> 
         save_model(folder, translator, load_facts(checkpoint_folder(options)))
     elif options.to == "ctranslate2":
         from recipes.translation.export import ctranslate2_model
+        from recipes.translation.run_folder.checkpoint import weights_digest
 
-        ctranslate2_model.write(translator, folder, options.quantization)
+        weights = weights_digest(checkpoint_folder(options))
+        ctranslate2_model.write(translator, folder, options.quantization, weights)
     elif options.to == "onnx":
         from recipes.translation.export import onnx_model
 

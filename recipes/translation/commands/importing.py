@@ -29,6 +29,7 @@ def import_(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
 
     from recipes.translation.importing.published_model import import_model
+    from recipes.translation.training.summary import command
 
     run = Path(options.run)
     imported = import_model(Path(options.model), run, options.source, options.target)
@@ -45,8 +46,7 @@ def import_(argv: Sequence[str]) -> int:
         f"[import] {run / 'best'}: {data.source} to {data.target}, {size:.1f} M parameters, "
         f"{len(translator.target):,} subwords"
     )
-    print(
-        f"[import] to train on: {PROGRAM} train --config {run / 'best' / 'config.yaml'} --run NEW "
-        f"--training.start_from {run} --data.train SOURCE TARGET --data.valid SOURCE TARGET"
-    )
+    words = ["train", "--config", run / "best" / "config.yaml", "--run", "NEW", "--training.start_from", run]
+    files = "--data.train SOURCE TARGET --data.valid SOURCE TARGET"
+    print(f"[import] to train on: {command(*words)} {files}")
     return 0

@@ -195,11 +195,15 @@ def phrases_in(lines: list[str], where: str) -> list[list[str]]:
 
 def load_ensemble(options: argparse.Namespace, ranks: Ranks) -> Translator:
     """Read the model of --run and those of --ensemble, which must have the same subwords."""
-    first = load(options, ranks)
-    others = [load(argparse.Namespace(**{**vars(options), "run": run}), ranks) for run in options.ensemble or []]
+    first, *others = (load(each, ranks) for each in models_named(options))
     for run, other in zip(options.ensemble or [], others, strict=True):
         check_same_subwords(options.run, first, run, other)
     return replace(first, others=tuple(other.model for other in others))
+
+
+def models_named(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """Return the options of each model: that of --run, and those of --ensemble."""
+    return [argparse.Namespace(**{**vars(options), "run": run}) for run in (options.run, *(options.ensemble or []))]
 
 
 def check_same_subwords(run: str, first: Translator, other_run: str, other: Translator) -> None:

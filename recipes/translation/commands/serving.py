@@ -15,8 +15,9 @@ from recipes.translation.commands.arguments import (
     add_length_options,
     add_runs,
     decoding_overrides,
+    export_command,
     load,
-    newer,
+    outdated,
     parser_of,
     require,
     runs_of,
@@ -118,7 +119,7 @@ def exported_models(run: str, exported: Path, options: argparse.Namespace) -> li
     from recipes.translation.serve.models import ctranslate2_models
 
     if not exported.exists():
-        raise ConfigError(f"there is no {exported}; write it with {PROGRAM} export --run {run} --to ctranslate2")
+        raise ConfigError(f"there is no {exported}; write it with {export_command(run)}")
     overrides = decoding_overrides(options)
     found = ctranslate2_engine.load(exported, overrides=overrides)
     translator = None
@@ -131,8 +132,9 @@ def exported_models(run: str, exported: Path, options: argparse.Namespace) -> li
         translator = load(argparse.Namespace(**{**vars(options), "run": run}), ALONE)
     models = ctranslate2_models(run, found, translator)
     announce(run, models)
-    if translator and newer(checkpoint, exported):
-        print(f"[serve] {checkpoint} is newer than {exported}: export it again, or add --engine torch", flush=True)
+    if translator and outdated(exported, Path(run)):
+        again = "export it again, or add --engine torch"
+        print(f"[serve] {exported} was made from an earlier model than {checkpoint}: {again}", flush=True)
     return models
 
 

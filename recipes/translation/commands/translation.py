@@ -14,7 +14,8 @@ from recipes.translation.commands.arguments import (
     add_model_options,
     add_processes,
     decoding_overrides,
-    newer,
+    export_command,
+    outdated,
     parser_of,
     path,
     require,
@@ -111,11 +112,12 @@ def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: ar
     if not (folder / "model.bin").is_file():
         folder /= "ctranslate2"
     if not folder.exists():
-        raise ConfigError(f"there is no {folder}; write it with {PROGRAM} export --run {options.run} --to ctranslate2")
+        raise ConfigError(f"there is no {folder}; write it with {export_command(options.run)}")
     translator = ctranslate2_engine.load(folder, overrides=decoding_overrides(options))
     best = model_folder(options.run)
-    if folder != Path(options.run) and whole_folder(best) and newer(best, folder):
-        print(f"[translate] {best} is newer than {folder}: export it again", file=sys.stderr, flush=True)
+    if folder != Path(options.run) and whole_folder(best) and outdated(folder, Path(options.run)):
+        line = f"[translate] {folder} was made from an earlier model than {best}: export it again"
+        print(line, file=sys.stderr, flush=True)
     decoding = translator.config.decoding
     if typing:
         for sentence in typed(f"{translator.config.data.source}> "):

@@ -23,6 +23,7 @@ from recipes.translation.atomic_folder import replaced_folder
 from recipes.translation.data.subwords import EOS, UNK
 from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.run_folder.checkpoint import Translator, save_belongings
+from recipes.translation.run_folder.made_from import note_origin
 
 ACTIVATIONS: dict[Activation, Any] = {
     "relu": common_spec.Activation.RELU,
@@ -32,14 +33,18 @@ ACTIVATIONS: dict[Activation, Any] = {
 """CTranslate2's own names."""
 
 
-def write(translator: Translator, folder: Path, quantization: str | None) -> None:
-    """Replace `folder` by one with the model in CTranslate2's format; `quantization` None keeps float32."""
+def write(translator: Translator, folder: Path, quantization: str | None, weights: str = "") -> None:
+    """Replace `folder` by one with the model in CTranslate2's format; `quantization` None keeps float32.
+
+    `weights`, the SHA-256 of the model's own, tells later whether it is still that of the run.
+    """
     spec = spec_of(translator)
     spec.validate()
     spec.optimize(quantization=quantization)
     with replaced_folder(folder) as new:
         spec.save(str(new))
         save_belongings(new, translator)
+        note_origin(new, weights)
 
 
 def spec_of(translator: Translator) -> specs.TransformerSpec:

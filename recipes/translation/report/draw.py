@@ -47,8 +47,12 @@ def write_page(runs: Sequence[RunRecords], output: Path) -> int:
     content = report(runs).encode("utf-8", "replace")  # half a surrogate pair can stand in JSON, but not in UTF-8
     new = output.with_name(f".{output.name}.new")
     with writing_to(output):
-        new.write_bytes(content)
-        new.replace(output)
+        try:
+            new.write_bytes(content)
+            new.replace(output)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
     return len(content)
 
 
@@ -133,10 +137,12 @@ def _evaluation(runs: Sequence[RunRecords]) -> str:
             if any(cells):
                 rows.append([title, *(cell or "none" for cell in cells)])
         rows.append(["sentences", *(str(run.scores[name].get("sentences", "")) for run in having)])
-        heads = [f"test set {name}", *(run.name for run in having)]
+        heads = [f"test set {name}", *(f"{run.name}{' (an earlier model)' * (name in run.earlier)}" for run in having)]
         parts.append(page.table(heads, rows, numbers=True))
         signatures = {str(run.scores[name].get("bleu_signature", "unknown")) for run in having}
         parts.append(page.note(f"[ ] is the 95 % confidence interval. BLEU: {'; '.join(sorted(signatures))}"))
+        if any(name in run.earlier for run in having):
+            parts.append(page.note("A later model has replaced the earlier one: evaluate it again."))
     if not parts:
         parts = [page.note("There are no results of the command evaluate yet.")]
     return page.section("Evaluation", *parts)

@@ -17,6 +17,7 @@ import yaml
 
 from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.run_folder.made_from import is_current, translated_by
 from recipes.translation.training.progress import read_metrics
 
 Record = Mapping[str, Any]
@@ -49,6 +50,8 @@ class RunRecords:
     """What `evaluate` wrote, by the name of the test set."""
     settings: Mapping[str, object]
     """By dotted name; empty where no file has them."""
+    earlier: frozenset[str] = frozenset()
+    """The names of the scores whose model a later one has replaced."""
     note: str = ""
     """Where the samples come from, if training itself did not keep them."""
 
@@ -92,6 +95,7 @@ def read_run(folder: Path) -> RunRecords:
         samples=[record for record in _lines(folder / "samples.jsonl") if isinstance(record.get("samples"), list)],
         newest=_newest(folder / "validation.json"),
         scores=_scores(folder),
+        earlier=_of_earlier_models(folder),
         settings={},
     )
     return RunRecords(**{**vars(found), "settings": found.began.get("settings") or _saved_settings(folder)})
@@ -134,6 +138,16 @@ def _newest(path: Path) -> Sentences | None:
 def _scores(folder: Path) -> dict[str, Record]:
     found = {path.name.removesuffix(".scores.json"): _json(path) for path in sorted(folder.glob("*.scores.json"))}
     return {name: record for name, record in found.items() if is_number(record.get("bleu"))}
+
+
+def _of_earlier_models(folder: Path) -> frozenset[str]:
+    """Return the names of the scores whose model is in the folder no longer."""
+    found = set()
+    for path in folder.glob("*.scores.json"):
+        weights = translated_by(path)
+        if weights and not is_current(folder, weights):
+            found.add(path.name.removesuffix(".scores.json"))
+    return frozenset(found)
 
 
 def _saved_settings(folder: Path) -> dict[str, object]:

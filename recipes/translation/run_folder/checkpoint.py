@@ -225,6 +225,12 @@ def load_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
+def weights_digest(folder: Path) -> str:
+    """Return the SHA-256 of the weights of the model in `folder`, as it was saved with them."""
+    whole = whole_folder(folder) or folder
+    return _listed_in(whole)["weights"]
+
+
 def saved_config(folder: Path) -> RunConfig | None:
     """Read the settings of a checkpoint; None if there is no checkpoint."""
     if whole_folder(folder) is None:
@@ -342,9 +348,7 @@ def _subwords_of(translator: Translator) -> dict[str, Subwords]:
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """Read the weights of a verified folder; settings, subwords and weights must be those that `model.json` lists."""
-    of = _read_json(folder / "model.json").get("of")
-    if not isinstance(of, dict) or "weights" not in of:
-        raise CheckpointError(f"{folder / 'model.json'} is not what this version writes; {MIXED}")
+    of = _listed_in(folder)
     for name, digest in of.items():
         if name != "weights" and (not (folder / name).is_file() or sha256(folder / name) != digest):
             raise CheckpointError(f"{folder / 'model.json'} belongs to another {name} than the one beside it; {MIXED}")
@@ -352,6 +356,19 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     if fingerprint(weights) != of["weights"]:
         raise CheckpointError(f"{folder / 'model.json'} belongs to other weights than those beside it; {MIXED}")
     return weights
+
+
+def _listed_in(folder: Path) -> dict[str, str]:
+    """Return the hashes in `model.json`: of the weights, and of settings and subwords by file name."""
+    if not (folder / "model.json").is_file():
+        raise CheckpointError(
+            f"{folder} has no model.json, so it was written for another program, or is damaged: name a run, a model of "
+            "it, or a folder that export --to safetensors wrote; a folder of CTranslate2 needs --engine ctranslate2"
+        )
+    of = _read_json(folder / "model.json").get("of")
+    if not isinstance(of, dict) or "weights" not in of:
+        raise CheckpointError(f"{folder / 'model.json'} is not what this version writes; {MIXED}")
+    return of
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

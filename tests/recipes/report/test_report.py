@@ -11,10 +11,12 @@ import pytest
 from recipes.translation.commands import main
 from recipes.translation.report import figures
 from recipes.translation.report.charts import Series, attention_chart, bins_of, short
-from recipes.translation.report.draw import report, write_report
+from recipes.translation.report.draw import report, write_page, write_report
 from recipes.translation.report.figures import binned, chrf_of_sentences, curves
 from recipes.translation.report.records import RunRecords, read_run
+from recipes.translation.run_folder.checkpoint import save_model, weights_digest
 from recipes.translation.scores.scores import chrf
+from tests.recipes.random_translator import random_translator
 from tests.recipes.report.made import SENTENCES, lines, make_run, samples, scores, step, validation
 
 CHARTS = ["Loss", "Perplexity", "Accuracy", "BLEU", "chrF", "Learning rate", "Gradient norm", "Tokens a second"]
@@ -231,6 +233,32 @@ def test_each_corpus_with_validation_data_has_its_curve(tmp_path: Path, series: 
     assert "the others are the first 6 of 8 corpora" in charts["BLEU"].caption
     curves([read_run(run), read_run(run)])
     assert len(series["BLEU"]) == 2
+
+
+def test_scores_of_a_model_that_was_replaced_say_so(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    found = tmp_path / "run" / "test.scores.json"
+    record = json.loads(found.read_text())
+    assert "earlier model" not in report([read_run(run)])  # it does not say of which model it is
+    made = random_translator(tmp_path / "other")
+    save_model(run / "best", made, {"step": 1})
+    found.write_text(json.dumps({**record, "weights": [weights_digest(run / "best")]}))
+    assert "earlier model" not in report([read_run(run)])
+    save_model(run / "last", made, {"step": 1})
+    save_model(run / "best", random_translator(tmp_path / "later", seed=5), {"step": 2})
+    assert "earlier model" not in report([read_run(run)])  # it is the last one still
+    save_model(run / "last", random_translator(tmp_path / "later", seed=5), {"step": 2})
+    page = Page(report([read_run(run)]))
+    assert "run (an earlier model)" in page.text
+    assert "A later model has replaced the earlier one: evaluate it again." in page.text
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(OSError, match="cannot be written"):
+        write_page([read_run(run)], tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
 
 
 def test_several_runs_are_compared_and_only_what_differs_is_listed(tmp_path: Path) -> None:

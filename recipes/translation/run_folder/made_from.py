@@ -1,0 +1,51 @@
+"""From which model results and exports were made, by the SHA-256 of its weights: copying files changes their times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from recipes.translation.atomic_folder import CheckpointError, whole_folder
+from recipes.translation.run_folder.checkpoint import weights_digest
+
+MODELS = ("best", "last", "averaged")
+"""The models of a run that its results can be of."""
+NOTE = "made_from.json"
+"""The file of an export with the SHA-256 of the weights."""
+
+
+def is_current(run: Path, digest: str) -> bool:
+    """Return whether one of the run's models has these weights, and has not been replaced since by a later one."""
+    return bool(digest) and digest in (digest_in(run / name) for name in MODELS)
+
+
+def translated_by(scores: Path) -> str:
+    """Return the SHA-256 of the weights that `evaluate` noted beside its scores; empty if it did not."""
+    try:
+        weights = json.loads(scores.read_text(encoding="utf-8"))["weights"][0]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+    return str(weights)
+
+
+def exported_from(folder: Path) -> str:
+    """Return the SHA-256 of the weights from which an export was made; empty if it does not say so."""
+    try:
+        return str(json.loads((folder / NOTE).read_text(encoding="utf-8"))["weights"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+
+
+def note_origin(folder: Path, digest: str) -> None:
+    """Write into a new export the SHA-256 of the weights from which it is made."""
+    (folder / NOTE).write_text(json.dumps({"weights": digest}, indent=2) + "\n", encoding="utf-8")
+
+
+def digest_in(folder: Path) -> str:
+    """Return the SHA-256 of the weights of the model in a folder; empty without a readable one."""
+    if whole_folder(folder) is None:
+        return ""
+    try:
+        return weights_digest(folder)
+    except CheckpointError:
+        return ""
