@@ -93,8 +93,8 @@ def apply_seqpar_loss(
     Raises:
         TypeError: no output embeddings, or not a plain `nn.Linear` (as with PEFT's adapters on them); in the first
             training forward, a model that uses labels for more than the loss of its logits.
-        ValueError: a number out of its range, a model that has the loss already, or labels whose number is not that of
-            the predictions.
+        ValueError: a number out of its range, a model that has the loss already, an `ignore_index` other than -100 in a
+            call, or labels whose number is not that of the predictions.
         RuntimeError: in the first training forward, or the first with other arguments or settings: the model's own
             logits or loss of a few made-up tokens differ from ours (the message says by how much), or it adds an
             auxiliary loss (mixtures of experts), which would be lost. In any training forward: the output embeddings
@@ -225,6 +225,9 @@ class AppliedLoss:
         kwargs = dict(kwargs)
         items = kwargs.pop("num_items_in_batch", None)
         labels_BT = kwargs.get("labels")
+        # The model's own loss would take it, and a window of made-up labels cannot show whether it does
+        if (ignored := kwargs.get("ignore_index", IGNORED)) != IGNORED:
+            raise ValueError(f"ignore_index is {ignored}, and the loss ignores {IGNORED} alone: give it such labels")
         if labels_BT is not None and labels_BT.dim() != 2:
             raise ValueError(f"labels have shape {tuple(labels_BT.shape)}; they must be (batch, time)")
         if lacks_decoder_inputs(model, kwargs):

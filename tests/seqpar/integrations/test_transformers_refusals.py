@@ -133,3 +133,14 @@ def test_a_second_application_and_bad_numbers_are_refused():
 def test_a_model_without_a_linear_head_is_refused():
     with pytest.raises(TypeError, match="output embeddings of MarianModel are a NoneType"):
         apply_seqpar_loss(model_of("marian").model)
+
+
+@pytest.mark.parametrize("ignored", [3, -1])
+def test_another_label_to_ignore_is_refused_and_the_usual_one_is_not(ignored):
+    model = model_of("llama")
+    batch = batch_of(model, [5, 3])
+    with apply_seqpar_loss(model):
+        expected = model(**batch).loss
+        assert torch.equal(model(**batch, ignore_index=-100).loss, expected)
+        with pytest.raises(ValueError, match=f"^ignore_index is {ignored}, and the loss ignores -100 alone"):
+            model(**batch, ignore_index=ignored)
