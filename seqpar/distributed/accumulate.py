@@ -24,8 +24,10 @@ from seqpar.distributed.collectives import (
     check_group,
     group_sum,
     rank_in,
+    ranks_of,
     world_size,
 )
+from seqpar.distributed.wrappers import gradient_reductions
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -76,7 +78,8 @@ def accumulate_gradients(
             gradients are this rank's contribution, and their sum over `group` is the gradient.
         group: the ranks that gradients are reduced over and that hold different tokens. Ranks with the same tokens, as
             with a split vocabulary, must not be in it: they would be counted twice. None is DDP's own group; without a
-            model, this process alone. FSDP2 needs an explicit group: `dist.group.WORLD` for the whole mesh.
+            model, this process alone. FSDP2 needs an explicit group, of all ranks of its mesh (with HSDP, of both
+            axes): `dist.group.WORLD` where that is every rank.
         backward: takes the scaled loss, as `lambda loss: scaler.scale(loss).backward()`.
         agree: further values that must be the same on all ranks, by name (`{"step": step, "vocabulary": len(vocab)}`);
             no further collective is needed. The number and size of the parameters are always compared.
@@ -87,7 +90,8 @@ def accumulate_gradients(
 
     Raises:
         RuntimeError: on every rank: the ranks disagree, or `tokens_of` counts other tokens than the losses do.
-        ValueError: on every rank: no rank has a micro-batch. FSDP2 without a group, or a group that is not DDP's.
+        ValueError: on every rank: no rank has a micro-batch. FSDP2 without a group, or with a divide factor that is not
+            the number of its ranks; a group of other ranks than those that gradients are reduced over.
         TypeError: a model that does not reduce gradients; an argument or a returned value of a wrong type.
     """
     _check_arguments(micro_batches, loss_of, tokens_of, backward, agree)
@@ -220,14 +224,31 @@ def _group_of(model: nn.Module | None, group: ProcessGroup | None) -> ProcessGro
         return group
     if own is not None and group is None:
         return own
-    # Two handles of the same ranks are different objects, so sizes are compared
-    if own is not None and group is not None and group.size() == own.size():
-        return group
     if group is None:
         raise ValueError("name the group of ranks that FSDP2 reduces over: group=torch.distributed.group.WORLD for all")
-    if own is not None:
-        raise ValueError(f"group has {group.size()} ranks and the model reduces gradients over {own.size()}")
+    counted = ranks_of(group)
+    # Two handles of the same ranks are different objects, so ranks are compared
+    if own is not None and ranks_of(own) != counted:
+        raise ValueError(_other_ranks("the model reduces gradients", ranks_of(own), counted))
+    for unit, ranks, divisor in gradient_reductions(model):
+        if not ranks <= counted:
+            raise ValueError(_other_ranks(f"FSDP2 reduces the gradients of {unit}", ranks, counted))
+        if divisor != len(counted):
+            raise ValueError(
+                f"FSDP2 sums the gradients of {unit} over {len(ranks)} ranks and divides them by {divisor:g}, but "
+                f"group has {len(counted)} ranks; call fully_shard with the mesh of all of them and leave the divide "
+                "factor unchanged (experts that process other ranks' tokens may lie on fewer ranks, with "
+                f"set_gradient_divide_factor({len(counted)}))"
+            )
     return group
+
+
+def _other_ranks(reduces: str, ranks: frozenset[int], counted: frozenset[int]) -> str:
+    """Return the message for a group whose ranks are not those that gradients are reduced over."""
+    return (
+        f"group has the {len(counted)} ranks {sorted(counted)!r:.60} and {reduces} over the {len(ranks)} ranks "
+        f"{sorted(ranks)!r:.60}; pass the group of those ranks (torch.distributed.group.WORLD is all)"
+    )
 
 
 def _facts(model: nn.Module | None, agree: Mapping[str, object] | None) -> dict[str, object]:

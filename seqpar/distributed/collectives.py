@@ -52,6 +52,11 @@ def world_size(group: ProcessGroup | None) -> int:
     return group.size()
 
 
+def ranks_of(group: ProcessGroup) -> frozenset[int]:
+    """Return the group's ranks, as numbered among all processes."""
+    return frozenset(dist.get_process_group_ranks(group))
+
+
 def rank_in(group: ProcessGroup | None) -> int:
     """Return this process's rank in the group; 0 for None."""
     check_group(group)

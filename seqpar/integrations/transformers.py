@@ -91,8 +91,9 @@ def apply_seqpar_loss(
         `AppliedLoss`: its `remove()`, or leaving the `with` block, restores the model.
 
     Raises:
-        TypeError: no output embeddings, or not a plain `nn.Linear` (as with PEFT's adapters on them); in the first
-            training forward, a model that uses labels for more than the loss of its logits.
+        TypeError: not a Hugging Face model (a DistributedDataParallel or a Trainer around one is not); no output
+            embeddings, or not a plain `nn.Linear` (as with PEFT's adapters on them); in the first training forward, a
+            model that uses labels for more than the loss of its logits.
         ValueError: a number out of its range, a model that has the loss already, an `ignore_index` other than -100 in a
             call, or labels whose number is not that of the predictions.
         RuntimeError: in the first training forward, or the first with other arguments or settings: the model's own

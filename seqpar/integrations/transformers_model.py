@@ -153,6 +153,11 @@ def decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
 
 def plain_head(model: PreTrainedModel) -> nn.Linear:
     """Return the output embeddings; raise TypeError unless they are a plain `nn.Linear`."""
+    if not hasattr(model, "get_output_embeddings"):
+        raise TypeError(
+            f"model is a {type(model).__name__}; it must be a Hugging Face model with a head (a PreTrainedModel or a "
+            "PeftModel). Inside a wrapper or a Trainer apply the loss to that model: wrapper.module, trainer.model"
+        )
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
         return head

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import seqpar
 from seqpar.testing.ranks import ranks
@@ -227,7 +229,70 @@ def group_errors(rank, world):
 def test_the_group_must_be_the_one_that_gradients_are_reduced_over():
     for fsdp, ddp in ranks(2, group_errors):
         assert fsdp.startswith("name the group of ranks that FSDP2 reduces over")
-        assert ddp == "group has 1 ranks and the model reduces gradients over 2"
+        reduced = r"the model reduces gradients over the 2 ranks \[0, 1\]"
+        assert re.match(rf"group has the 1 ranks \[[01]\] and {reduced}; pass the group of those ranks", ddp), ddp
+
+
+class Parts(torch.nn.Module):
+    """A model of two units, whose loss is the sum of its outputs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rest = torch.nn.Linear(3, 2).double()
+        self.experts = torch.nn.Linear(2, 4).double()
+
+    def forward(self, x):
+        return seqpar.TokenLoss(self.experts(self.rest(x)).square().sum(), torch.tensor(len(x)))
+
+
+def rows_of(rank):
+    """(rank + 1, 3): as many tokens as no other rank has."""
+    return torch.randn(rank + 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def on_two_axes(rank, world, axis, experts, factor):
+    """The gradients, or the error, of a model on a mesh of 2 x 2, with experts on both axes or on the shards alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Parts()
+    fully_shard(model.experts, mesh=mesh if experts == "both" else mesh["shard"])
+    fully_shard(model, mesh=mesh)
+    if factor is not None:
+        model.experts.set_gradient_divide_factor(factor)
+    group = dist.group.WORLD if axis == "both" else mesh.get_group(axis)
+    try:
+        seqpar.accumulate_gradients([rows_of(rank)], model, len, model=model, group=group)
+    except ValueError as error:
+        return str(error)
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("axis", ["shard", "replicate"])
+def test_a_group_of_one_axis_of_a_models_mesh_is_refused(axis):
+    for said in ranks(4, on_two_axes, axis, "both", None):
+        reduced = r"FSDP2 reduces the gradients of the model over the 4 ranks \[0, 1, 2, 3\]"
+        assert re.match(rf"group has the 2 ranks \[\d, \d\] and {reduced}; pass the group of those ranks", said), said
+
+
+def test_units_on_fewer_ranks_than_the_group_need_the_factor():
+    for said in ranks(4, on_two_axes, "both", "shards", None):
+        assert re.match(r"FSDP2 sums the gradients of experts over 2 ranks and .* by 2, but group has 4 ranks;", said)
+    for found in ranks(4, on_two_axes, "both", "shards", 4.0):
+        assert sorted(found) == ["experts.bias", "experts.weight", "rest.bias", "rest.weight"]
+
+
+def test_a_changed_factor_is_refused():
+    for said in ranks(4, on_two_axes, "both", "both", 1.0):
+        assert re.match(r"FSDP2 sums the gradients of experts over 4 ranks and .* by 1, but group has 4 ranks;", said)
+
+
+def test_the_group_of_both_axes_has_the_gradient_of_all_ranks_tokens():
+    model = Parts()
+    loss = model(torch.cat([rows_of(rank) for rank in range(4)]))
+    loss.mean.backward()
+    for found in ranks(4, on_two_axes, "both", "both", None):
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(found[name], p.grad, rtol=1e-12, atol=1e-14)
 
 
 def test_a_model_that_reduces_nothing_is_refused():

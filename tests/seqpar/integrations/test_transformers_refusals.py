@@ -144,3 +144,10 @@ def test_another_label_to_ignore_is_refused_and_the_usual_one_is_not(ignored):
         assert torch.equal(model(**batch, ignore_index=-100).loss, expected)
         with pytest.raises(ValueError, match=f"^ignore_index is {ignored}, and the loss ignores -100 alone"):
             model(**batch, ignore_index=ignored)
+
+
+@pytest.mark.parametrize("wrapper", [torch.nn.DataParallel, lambda model: "gpt2", lambda model: None])
+def test_what_is_no_hugging_face_model_is_refused(wrapper):
+    wrapped = wrapper(model_of("llama"))
+    with pytest.raises(TypeError, match=rf"^model is a {type(wrapped).__name__}; it must be a Hugging Face model"):
+        apply_seqpar_loss(wrapped)
