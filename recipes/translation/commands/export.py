@@ -78,11 +78,13 @@ def export(argv: Sequence[str]) -> int:
 
 
 def check_not_of_a_run(folder: Path) -> None:
-    """Raise ConfigError where an export would take the place of a model of a run, which may be the only one."""
+    """Raise ConfigError where an export would replace a model or the subwords of a run, which may be the only ones."""
+    from recipes.translation.run_folder.made_from import MODELS
+
     inside = folder.resolve()
-    belongs = inside.name in ("best", "last", "averaged") or inside.parent.name == "checkpoints"
+    belongs = inside.name in (*MODELS, "subwords") or inside.parent.name == "checkpoints"
     if belongs and whole_folder(inside):
-        raise ConfigError(f"--out names {folder}, a model of a run, which it would replace: name another folder")
+        raise ConfigError(f"--out names {folder}, a part of a run, which it would replace: name another folder")
 
 
 def write(translator: Translator, folder: Path, options: argparse.Namespace) -> None:

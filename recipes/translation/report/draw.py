@@ -137,15 +137,22 @@ def _evaluation(runs: Sequence[RunRecords]) -> str:
             if any(cells):
                 rows.append([title, *(cell or "none" for cell in cells)])
         rows.append(["sentences", *(str(run.scores[name].get("sentences", "")) for run in having)])
-        heads = [f"test set {name}", *(f"{run.name}{' (an earlier model)' * (name in run.earlier)}" for run in having)]
+        heads = [f"test set {name}", *(f"{run.name}{_scored_by(run, name)}" for run in having)]
         parts.append(page.table(heads, rows, numbers=True))
         signatures = {str(run.scores[name].get("bleu_signature", "unknown")) for run in having}
         parts.append(page.note(f"[ ] is the 95 % confidence interval. BLEU: {'; '.join(sorted(signatures))}"))
-        if any(name in run.earlier for run in having):
+        if any(run.scored.get(name) == "" for run in having):
             parts.append(page.note("A later model has replaced the earlier one: evaluate it again."))
     if not parts:
         parts = [page.note("There are no results of the command evaluate yet.")]
     return page.section("Evaluation", *parts)
+
+
+def _scored_by(run: RunRecords, name: str) -> str:
+    """Return which of the run's models has the scores of a test set; empty where they do not say so."""
+    if name not in run.scored:
+        return ""
+    return f" ({run.scored[name] or 'an earlier model'})"
 
 
 def _score(record: Mapping[str, object], field: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import yaml
 
 from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.run_folder.made_from import is_current, translated_by
+from recipes.translation.run_folder.made_from import model_with, translated_by
 from recipes.translation.training.progress import read_metrics
 
 Record = Mapping[str, Any]
@@ -50,8 +50,8 @@ class RunRecords:
     """What `evaluate` wrote, by the name of the test set."""
     settings: Mapping[str, object]
     """By dotted name; empty where no file has them."""
-    earlier: frozenset[str] = frozenset()
-    """The names of the scores whose model a later one has replaced."""
+    scored: Mapping[str, str] = field(default_factory=dict)
+    """Which model (`best`, ...) has the scores, by the name of the test set; empty if a later one has replaced it."""
     note: str = ""
     """Where the samples come from, if training itself did not keep them."""
 
@@ -95,7 +95,7 @@ def read_run(folder: Path) -> RunRecords:
         samples=[record for record in _lines(folder / "samples.jsonl") if isinstance(record.get("samples"), list)],
         newest=_newest(folder / "validation.json"),
         scores=_scores(folder),
-        earlier=_of_earlier_models(folder),
+        scored=_scored_models(folder),
         settings={},
     )
     return RunRecords(**{**vars(found), "settings": found.began.get("settings") or _saved_settings(folder)})
@@ -140,14 +140,10 @@ def _scores(folder: Path) -> dict[str, Record]:
     return {name: record for name, record in found.items() if is_number(record.get("bleu"))}
 
 
-def _of_earlier_models(folder: Path) -> frozenset[str]:
-    """Return the names of the scores whose model is in the folder no longer."""
-    found = set()
-    for path in folder.glob("*.scores.json"):
-        weights = translated_by(path)
-        if weights and not is_current(folder, weights):
-            found.add(path.name.removesuffix(".scores.json"))
-    return frozenset(found)
+def _scored_models(folder: Path) -> dict[str, str]:
+    """Return the model of each test set's scores, where these say which it was."""
+    weights = {path.name.removesuffix(".scores.json"): translated_by(path) for path in folder.glob("*.scores.json")}
+    return {name: model_with(folder, digest) for name, digest in weights.items() if digest}
 
 
 def _saved_settings(folder: Path) -> dict[str, object]:

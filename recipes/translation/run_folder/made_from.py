@@ -14,9 +14,16 @@ NOTE = "made_from.json"
 """The file of an export with the SHA-256 of the weights."""
 
 
+def model_with(run: Path, digest: str) -> str:
+    """Return the name of the run's model with these weights; empty if a later model has replaced it."""
+    if not digest:
+        return ""
+    return next((name for name in MODELS if digest_in(run / name) == digest), "")
+
+
 def is_current(run: Path, digest: str) -> bool:
     """Return whether one of the run's models has these weights, and has not been replaced since by a later one."""
-    return bool(digest) and digest in (digest_in(run / name) for name in MODELS)
+    return bool(model_with(run, digest))
 
 
 def translated_by(scores: Path) -> str:

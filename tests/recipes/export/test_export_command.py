@@ -124,8 +124,8 @@ def test_an_export_never_replaces_the_model_that_it_reads(
 
 
 @pytest.mark.parametrize("format", ["safetensors", "ctranslate2", "onnx", "hf"])
-@pytest.mark.parametrize("name", ["best", "last", "averaged", "checkpoints/step-00000001"])
-def test_an_export_never_replaces_a_model_of_a_run(
+@pytest.mark.parametrize("name", ["best", "last", "averaged", "checkpoints/step-00000001", "subwords"])
+def test_an_export_never_replaces_a_part_of_a_run(
     name: str,
     format: str,
     run: Path,
@@ -138,7 +138,7 @@ def test_an_export_never_replaces_a_model_of_a_run(
     shutil.copytree(run / "last", folder)
     before = contents(folder)
     assert main(["export", "--run", str(run), "--to", format, "--out", str(folder)]) == 2
-    assert f"error: --out names {folder}, a model of a run, which it would replace" in capsys.readouterr().err
+    assert f"error: --out names {folder}, a part of a run, which it would replace" in capsys.readouterr().err
     assert contents(folder) == before
     monkeypatch.chdir(folder)
     assert main(["export", "--run", str(run), "--to", format, "--out", "."]) == 2
