@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from seqpar.core.chunked_gradient import check_loss_scale
 from seqpar.core.chunks import check_size
+from seqpar.core.graphs import outside_graphs
 from seqpar.core.token_loss import TokenLoss
 from seqpar.core.transforms import refuse_transforms
 from seqpar.distributed.vocab_parallel import VocabShard
@@ -121,13 +122,23 @@ class LossCompute(nn.Module):
             refuse_sharded(self.head)
             match = match_split(self.head, per_token)
             return self._noted(linear_loss(match, hidden, target, loss_scale, self.chunk_tokens, self.vocab), hidden)
-        # A graph of torch.compile cannot contain chunks, whose number depends on the targets. It can contain
-        # linear_cross_entropy, which is a single operator there
+        # A graph of torch.compile cannot contain chunks, but linear_cross_entropy, which is a single operator there
         one_device = self.devices is None and self.chunk_size is None
         if torch.compiler.is_compiling() and one_device and isinstance(hidden, Tensor) and not per_token:
             compiled_match = match_formula(self.head["generator"], self.head["criterion"])
             if isinstance(compiled_match, FormulaMatch):
                 return linear_loss(compiled_match, hidden, target, loss_scale, self.chunk_tokens, None)
+        return self._chunked(hidden, target, loss_scale, per_token)
+
+    @outside_graphs
+    def _chunked(
+        self,
+        hidden: Tensor | Sequence[Tensor],
+        target: Tensor | Sequence[Tensor],
+        loss_scale: float | Tensor,
+        per_token: dict[str, OneOrScattered | None],
+    ) -> TokenLoss:
+        """Return the loss, chunk by chunk, over the devices."""
         # FSDP2 gathers a unit's weights only around the unit's own forward
         cut = Cut(self.devices, self.chunk_tokens, self.chunk_size)
         arguments = (self.head, cut, self._facts, hidden, target, loss_scale, per_token)
@@ -144,6 +155,7 @@ class LossCompute(nn.Module):
         self._latest = LatestCall(loss.tokens, product_dtype(hidden))
         return loss
 
+    @outside_graphs
     def token_scores(
         self,
         hidden: OneOrScattered,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqpar.core.graphs import outside_graphs
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.compiled_op import compiled_cross_entropy
@@ -91,8 +92,8 @@ def linear_cross_entropy(
         several are. `total` can be differentiated once.
 
     Under autocast the products are in autocast's dtype, as those of `F.linear`. Under `torch.compile` the loss is one
-    operator of the graph (it works with `fullgraph=True`) with the same numbers, unless the vocabulary is split or
-    there is a soft target.
+    operator of the graph (it works with `fullgraph=True`) with the same numbers; with a split vocabulary or a soft
+    target it runs between two graphs.
 
     Raises:
         TypeError: an argument that is no dense tensor or no number; a float target; tensors of different dtypes; a
@@ -106,6 +107,18 @@ def linear_cross_entropy(
     inputs = Inputs(hidden, weight, target, bias, class_weight, token_weight)
     if torch.compiler.is_compiling() and vocab is None and soft_target is None:
         return compiled_cross_entropy(inputs, settings, loss_scale)
+    return _chunked(inputs, settings, soft_target, loss_scale, vocab)
+
+
+@outside_graphs
+def _chunked(
+    inputs: Inputs,
+    settings: Settings,
+    soft_target: SparseTarget | None,
+    loss_scale: float | Tensor,
+    vocab: VocabShard | None,
+) -> TokenLoss:
+    """Return the loss, chunk by chunk."""
     inputs, vocab = local_tensors(inputs, vocab)
     if soft_target is not None:
         return soft_cross_entropy(inputs, settings, soft_target, loss_scale, vocab)

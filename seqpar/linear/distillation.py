@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from seqpar.core.graphs import outside_graphs
 from seqpar.core.tensor_checks import check_floating
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
@@ -34,6 +35,7 @@ from seqpar.linear.teachers import (
 from seqpar.losses.divergences import Divergence, RowTerms, check_divergence, row_terms
 
 
+@outside_graphs
 def linear_distillation(
     hidden: Tensor,
     weight: Tensor,

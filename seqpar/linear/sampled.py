@@ -13,12 +13,14 @@ from torch import Tensor
 
 from seqpar.core.chunked_gradient import AutogradChunkLoss, differentiable_sum
 from seqpar.core.chunks import Chunk, cut_rows, recording, rows_per_chunk
+from seqpar.core.graphs import outside_graphs
 from seqpar.core.tensor_checks import CLASS_INDICES, FLOATING, check_dense, check_integer_target
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.linear.formula import zero_rows
 from seqpar.linear.inputs import Inputs, Settings, checked
 
 
+@outside_graphs
 def sampled_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

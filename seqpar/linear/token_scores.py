@@ -14,6 +14,7 @@ from torch import Tensor
 
 from seqpar.core.chunked_gradient import Rows
 from seqpar.core.chunks import Chunk, cut_rows
+from seqpar.core.graphs import outside_graphs
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
@@ -39,6 +40,7 @@ class TokenScores(NamedTuple):
     """(ids' shape) the log-probabilities of the classes `ids`; None likewise."""
 
 
+@outside_graphs
 def token_scores(
     hidden: Tensor,
     weight: Tensor,

@@ -201,3 +201,69 @@ def test_a_second_derivative_is_refused_in_a_graph_as_well(backend):
 
     with pytest.raises(RuntimeError, match=r"second derivative|double backward"):
         twice()
+
+
+WEIGHT = torch.linspace(-1, 1, 28, dtype=torch.float64).view(7, 4)
+
+
+class Squared(nn.Module):
+    """A criterion without a closed form."""
+
+    def forward(self, logits, target):
+        return (logits.square().sum(-1) * (target + 1)).sum()
+
+
+def engine_over(devices, criterion):
+    generator = nn.Linear(4, 7, bias=False).double()
+    generator.weight.data.copy_(WEIGHT)
+    return seqpar.LossCompute(generator, criterion, devices, chunk_tokens=3)
+
+
+OVER_DEVICES = engine_over(["cpu", "cpu"], seqpar.CrossEntropy())
+BY_AUTOGRAD = engine_over(None, Squared())
+OUTSIDE = {
+    "scores": lambda hidden, target: seqpar.token_scores(hidden, WEIGHT, target, entropy=True).entropy.sum(),
+    "distillation": lambda hidden, target: (
+        seqpar.linear_distillation(
+            hidden, WEIGHT, seqpar.TeacherHidden(hidden.detach() + 1, WEIGHT), target, divergence="forward_kl"
+        ).total
+    ),
+    "sampled": lambda hidden, target: (
+        seqpar.sampled_cross_entropy(hidden, WEIGHT, target, classes=torch.arange(7)).total
+    ),
+    "soft target": lambda hidden, target: (
+        seqpar.linear_cross_entropy(
+            hidden,
+            WEIGHT,
+            target,
+            soft_target=seqpar.SparseTarget(target[:, None], torch.ones(len(target), 1).double()),
+        ).total
+    ),
+    "devices": lambda hidden, target: OVER_DEVICES(hidden, target).total,
+    "scores over devices": lambda hidden, target: OVER_DEVICES.token_scores(hidden, target).log_prob.sum(),
+    "criterion of one's own": lambda hidden, target: BY_AUTOGRAD(hidden, target).total,
+}
+"""What is computed in chunks between two graphs."""
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, after each break
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_chunks_stay_outside_the_graphs_at_every_shape(name):
+    torch._dynamo.utils.counters.clear()
+    step = OUTSIDE[name]
+    compiled = torch.compile(lambda hidden, target: step(hidden * 2, target) * 3, backend="aot_eager")
+    for rows in (9, 8, 7, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39):
+        hidden = torch.randn(rows, 4, dtype=torch.float64, requires_grad=True)
+        target = torch.arange(rows) % 7
+        losses = step(hidden * 2, target) * 3, compiled(hidden, target)
+        found = [[loss.detach(), *torch.autograd.grad(loss, hidden)] for loss in losses]
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    # Traced into, they would be 40 to 80
+    assert torch._dynamo.utils.counters["frames"]["ok"] <= 20
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_whole_graph_with_chunks_in_it_is_refused_with_the_reason(name):
+    compiled = torch.compile(OUTSIDE[name], backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"stays outside the graph: leave out fullgraph=True"):
+        compiled(torch.randn(5, 4, dtype=torch.float64), torch.arange(5))
