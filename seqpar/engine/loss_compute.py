@@ -123,12 +123,17 @@ class LossCompute(nn.Module):
             match = match_split(self.head, per_token)
             return self._noted(linear_loss(match, hidden, target, loss_scale, self.chunk_tokens, self.vocab), hidden)
         # A graph of torch.compile cannot contain chunks, but linear_cross_entropy, which is a single operator there
-        one_device = self.devices is None and self.chunk_size is None
-        if torch.compiler.is_compiling() and one_device and isinstance(hidden, Tensor) and not per_token:
+        if torch.compiler.is_compiling() and self._on_one_device(hidden) and not per_token:
             compiled_match = match_formula(self.head["generator"], self.head["criterion"])
             if isinstance(compiled_match, FormulaMatch):
                 return linear_loss(compiled_match, hidden, target, loss_scale, self.chunk_tokens, None)
         return self._chunked(hidden, target, loss_scale, per_token)
+
+    def _on_one_device(self, hidden: Tensor | Sequence[Tensor]) -> bool:
+        """Return whether hidden stays where it is, and is cut by tokens."""
+        if self.chunk_size is not None or not isinstance(hidden, Tensor):
+            return False
+        return self.devices is None or self.devices == (hidden.device,)
 
     @outside_graphs
     def _chunked(

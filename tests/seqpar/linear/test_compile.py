@@ -118,6 +118,17 @@ def test_no_gradient_is_computed_where_none_is_wanted():
         assert compiled(tokens, tokens).total.grad_fn is None
 
 
+def test_a_list_of_hiddens_own_device_is_one_operator_too():
+    model = Tagger(CRITERIA["fairseq"]()).double()
+    tokens, target = torch.randint(30, (2, 9)), torch.randint(30, (2, 9))
+    plain = model(tokens, target).total
+    model.engine.devices = (torch.device("cpu"),)
+    assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(tokens, target).total, plain)
+    model.engine.chunk_size = 2  # time steps
+    with pytest.raises(RuntimeError, match="leave out fullgraph=True"):
+        torch.compile(model, fullgraph=True, backend="aot_eager")(tokens, target)
+
+
 def test_functional_call_takes_other_parameters_and_gives_them_their_gradient():
     torch.manual_seed(0)
     model = Tagger(CRITERIA["fairseq"]()).double()
