@@ -274,6 +274,26 @@ def test_a_group_of_one_axis_of_a_models_mesh_is_refused(axis):
         assert re.match(rf"group has the 2 ranks \[\d, \d\] and {reduced}; pass the group of those ranks", said), said
 
 
+def on_one_axis(rank, world, axis):
+    """The gradients of a model that one axis of a mesh of 2 x 2 reduces, as beside tensor parallelism."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Parts()
+    fully_shard(model, mesh=mesh[axis])
+    seqpar.accumulate_gradients([rows_of(rank)], model, len, model=model, group=mesh.get_group(axis))
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("axis", "together"), [("shard", ((0, 1), (2, 3))), ("replicate", ((0, 2), (1, 3)))])
+def test_a_model_on_one_axis_takes_the_group_of_that_axis(axis, together):
+    found = ranks(4, on_one_axis, axis)
+    for members in together:
+        model = Parts()
+        model(torch.cat([rows_of(rank) for rank in members])).mean.backward()
+        for rank in members:
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(found[rank][name], p.grad, rtol=1e-12, atol=1e-14)
+
+
 def test_units_on_fewer_ranks_than_the_group_need_the_factor():
     for said in ranks(4, on_two_axes, "both", "shards", None):
         assert re.match(r"FSDP2 sums the gradients of experts over 2 ranks and .* by 2, but group has 4 ranks;", said)
