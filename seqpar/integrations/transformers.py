@@ -49,6 +49,7 @@ from seqpar.integrations.transformers_model import (
     next_labels,
     plain_head,
     readings,
+    refuse_adapter,
     settings_of,
     shifts_labels,
     special_labels,
@@ -91,9 +92,10 @@ def apply_seqpar_loss(
         `AppliedLoss`: its `remove()`, or leaving the `with` block, restores the model.
 
     Raises:
-        TypeError: not a Hugging Face model (a DistributedDataParallel or a Trainer around one is not); no output
-            embeddings, or not a plain `nn.Linear` (as with PEFT's adapters on them); in the first training forward, a
-            model that uses labels for more than the loss of its logits.
+        TypeError: not a Hugging Face model (a DistributedDataParallel or a Trainer around one is not), or a compiled
+            one; PEFT's AdaLoRA, AdaptionPrompt and CPT; no output embeddings, or not a plain `nn.Linear` (as with
+            PEFT's adapters on them); in the first training forward, a model that uses labels for more than the loss of
+            its logits.
         ValueError: a number out of its range, a model that has the loss already, an `ignore_index` other than -100 in a
             call, or labels whose number is not that of the predictions.
         RuntimeError: in the first training forward, or the first with other arguments or settings: the model's own
@@ -107,7 +109,13 @@ def apply_seqpar_loss(
     check_size(chunk_tokens, "chunk_tokens")
     # PEFT's model puts soft prompts in front of the labels before it calls its base model
     if hasattr(model, "get_base_model"):
+        refuse_adapter(model)
         model = model.get_base_model()
+    if hasattr(model, "_orig_mod"):
+        raise TypeError(
+            f"this {type(model._orig_mod).__name__} is compiled; apply the loss to the model from before torch.compile "
+            "(model._orig_mod), which the compiled one then has too"
+        )
     plain_head(model)
     if any(isinstance(getattr(hook, "__self__", None), AppliedLoss) for hook in model._forward_hooks.values()):
         raise ValueError(f"this {type(model).__name__} has the loss already; remove() the first before another")

@@ -11,6 +11,7 @@ Shape suffixes: W tokens of the window (the made-up labels), V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from seqpar.core.token_loss import wide
 from seqpar.integrations.transformers_model import IGNORED, Reading
@@ -79,18 +81,41 @@ def own_outputs(model: nn.Module, kwargs: dict[str, Any], forget: Callable[[], N
     makes a second call of the output embeddings possible.
     """
     try:
-        return model.forward(**kwargs)
+        return model.forward(**with_own_caches(kwargs))
     except (RefusedModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         # If this raises an error, the batch is to blame, and the caller sees that error
         forget()
-        model.forward(**{k: v for k, v in kwargs.items() if k not in ("labels", "shift_labels")})
+        without_labels = {k: v for k, v in kwargs.items() if k not in ("labels", "shift_labels")}
+        model.forward(**with_own_caches(without_labels))
         raise RefusedModelError(
             f"{type(model).__name__} fails with the labels of a few tokens instead of all "
             f"({type(error).__name__}: {' '.join(str(error).split())}): it does more with labels than compute the loss "
             f"of its logits; {WITHOUT}"
         ) from error
+
+
+def with_own_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with copies of their caches, to which a forward may append; tensors are not copied.
+
+    Prefix tuning gives the model its prefix as a cache.
+    """
+    return {name: _copy_of_cache(value) if isinstance(value, Cache) else value for name, value in kwargs.items()}
+
+
+def _copy_of_cache(cache: Cache) -> Cache:
+    own = copy.copy(cache)
+    for name, value in vars(cache).items():
+        if isinstance(value, Cache):
+            # Of encoder and decoder
+            setattr(own, name, _copy_of_cache(value))
+        elif isinstance(value, list):
+            # Layers
+            setattr(own, name, [copy.copy(item) for item in value])
+        elif isinstance(value, dict):
+            setattr(own, name, dict(value))
+    return own
 
 
 def check_shapes(name: str, scores: Tensor, target_BT: Tensor) -> None:

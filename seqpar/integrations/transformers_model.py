@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -149,6 +149,25 @@ def decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
             "needs decoder_input_ids"
         )
     return shift(labels_BT, pad, start)  # type: ignore[no-any-return]
+
+
+PAST_HOOKS = "calls the model's forward past its hooks, so that its own loss would remain"
+REFUSED_ADAPTERS = {
+    "ADALORA": PAST_HOOKS,
+    "ADAPTION_PROMPT": PAST_HOOKS,
+    "CPT": "computes a loss of its own from the logits",
+}
+"""What PEFT's adapters of these types do instead of calling the model."""
+
+
+def refuse_adapter(model: Any) -> None:
+    """Raise TypeError for a PeftModel with an adapter that the chunked loss cannot be beside."""
+    for config in model.peft_config.values():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind in REFUSED_ADAPTERS:
+            raise TypeError(
+                f"PEFT's {kind} {REFUSED_ADAPTERS[kind]}; use another adapter, or the model without apply_seqpar_loss"
+            )
 
 
 def plain_head(model: PreTrainedModel) -> nn.Linear:
