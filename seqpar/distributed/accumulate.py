@@ -27,7 +27,14 @@ from seqpar.distributed.collectives import (
     ranks_of,
     world_size,
 )
-from seqpar.distributed.wrappers import gradient_reductions
+from seqpar.distributed.reducers import (
+    called,
+    check_has_all,
+    check_reduces_all,
+    gradient_reductions,
+    refuse_fsdp1,
+    refuse_no_sync,
+)
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -67,7 +74,8 @@ def accumulate_gradients(
     One small collective at the start exchanges the counts of tokens and micro-batches, and one at the end sums the
     loss. Gradients are reduced over the ranks in the last micro-batch only. A rank with fewer micro-batches than the
     others still takes part in every forward and backward: it runs one of its own again, or one borrowed from another
-    rank, with the factor 0. If one rank raises an error, the others wait until the group's timeout.
+    rank, with the factor 0. With FSDP2, whose forwards communicate, every micro-batch must call the same units. If one
+    rank raises an error, the others wait until the group's timeout.
 
     Args:
         micro_batches: this rank's micro-batches, of any type. They must be picklable if another rank may have none.
@@ -75,7 +83,8 @@ def accumulate_gradients(
         tokens_of: returns the number of its targets that are not ignored, the same as `loss_of(m).tokens`.
         model: the module that reduces the gradients: a DistributedDataParallel, or a module `fully_shard` was called
             on. Both take the mean over ranks (leave FSDP2's divide factor unchanged), which is compensated for. None:
-            gradients are this rank's contribution, and their sum over `group` is the gradient.
+            gradients are this rank's contribution, and their sum over `group` is the gradient; `loss_of` must not
+            call a module that reduces them.
         group: the ranks that gradients are reduced over and that hold different tokens. Ranks with the same tokens, as
             with a split vocabulary, must not be in it: they would be counted twice. None is DDP's own group; without a
             model, this process alone. FSDP2 needs an explicit group, of all ranks of its mesh (with HSDP, of both
@@ -89,10 +98,13 @@ def accumulate_gradients(
         tokens has zero gradients.
 
     Raises:
-        RuntimeError: on every rank: the ranks disagree, or `tokens_of` counts other tokens than the losses do.
+        RuntimeError: on every rank: the ranks disagree, or `tokens_of` counts other tokens than the losses do. The call
+            is inside `model.no_sync()`, or `loss_of` does not call the DistributedDataParallel.
         ValueError: on every rank: no rank has a micro-batch. FSDP2 without a group, or with a divide factor that is not
-            the number of its ranks; a group of other ranks than those that gradients are reduced over.
-        TypeError: a model that does not reduce gradients; an argument or a returned value of a wrong type.
+            the number of its ranks; a group of other ranks than those that gradients are reduced over. A trainable
+            parameter that nothing reduces: ignored, unfrozen or added after wrapping, or outside the model.
+        TypeError: a model that does not reduce gradients, or FSDP1; a total in float16 or bfloat16; an argument or a
+            returned value of a wrong type.
     """
     _check_arguments(micro_batches, loss_of, tokens_of, backward, agree)
     check_group(group)
@@ -112,7 +124,10 @@ def accumulate_gradients(
     # The graph of a micro-batch is freed by its own backward, before the next one's forward
     for i, micro_batch in enumerate(to_run):
         with _reducing(model, i == longest - 1 or (i == 0 and _records_static_graph(model))):
-            loss = _checked(loss_of(micro_batch))
+            with called(model):
+                loss = _checked(loss_of(micro_batch))
+            if i == 0 and model is not None:
+                check_has_all(loss.total, model)
             backward(loss.total * factors[i])
         losses.append(loss.detach())
         # A borrowed micro-batch counts for the rank that lent it
@@ -206,6 +221,11 @@ def _checked(loss: TokenLoss) -> TokenLoss:
             f"loss_of returned {_kind(loss)}; it must return a seqpar.TokenLoss, the summed loss and its tokens: "
             "TokenLoss(total, tokens)"
         )
+    if loss.total.dtype in (torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"loss_of returned a total in {loss.total.dtype}, which rounds a sum and with it the gradient; return it "
+            "in float32 or wider (with FSDP2 leave output_dtype unset)"
+        )
     if not loss.total.requires_grad:
         raise ValueError("loss_of returned a loss without a gradient; call the model outside torch.no_grad()")
     return loss
@@ -222,6 +242,9 @@ def _group_of(model: nn.Module | None, group: ProcessGroup | None) -> ProcessGro
         )
     if model is None:
         return group
+    refuse_fsdp1(model)
+    refuse_no_sync(model)
+    check_reduces_all(model)
     if own is not None and group is None:
         return own
     if group is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -28,22 +28,6 @@ def is_fsdp_unit(module: nn.Module) -> bool:
     # Where FSDP was never imported no module is a unit; importing it here would slow down every start
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and isinstance(module, kind)
-
-
-def gradient_reductions(model: nn.Module) -> Iterator[tuple[str, frozenset[int], float]]:
-    """Yield each FSDP2 unit's name, the ranks that its gradients are summed over, and what that sum is divided by."""
-    for name, module in model.named_modules():
-        if not is_fsdp_unit(module):
-            continue
-        unit: Any = module
-        # torch has no public name for it; its versions have one group of parameters in a unit, or several
-        state = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [group for group in [state._fsdp_param_group] if group is not None]
-        for group in groups:
-            ranks = frozenset(group.mesh_info.mesh.mesh.flatten().tolist())
-            yield name or "the model", ranks, group.gradient_divide_factor or len(ranks)
 
 
 def refuse_data_parallel(module: nn.Module, what: str) -> None:

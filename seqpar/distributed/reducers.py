@@ -1,0 +1,133 @@
+"""Find out which gradients a DistributedDataParallel or an FSDP2 module reduces, and refuse what it would miss.
+
+A parameter that the loss needs and nothing reduces would keep the gradient of its own rank's tokens, without an error,
+and the ranks would drift apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from seqpar.distributed.wrappers import WRAP_BOTH, is_fsdp_unit
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Raise TypeError for the first FSDP, whose hybrid strategies reduce over other ranks than those of its group."""
+    # Where FSDP was never imported nothing is wrapped; importing it here would slow down every start
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if kind is not None and isinstance(model, kind):
+        raise TypeError(
+            "model is a FullyShardedDataParallel (FSDP1), which is not supported; call fully_shard (FSDP2) on the "
+            "module inside, or wrap it in DistributedDataParallel"
+        )
+
+
+def gradient_reductions(model: nn.Module) -> Iterator[tuple[str, frozenset[int], float]]:
+    """Yield each FSDP2 unit's name, the ranks that its gradients are summed over, and what that sum is divided by."""
+    for name, group in _parameter_groups(model):
+        ranks = frozenset(group.mesh_info.mesh.mesh.flatten().tolist())
+        yield name or "the model", ranks, group.gradient_divide_factor or len(ranks)
+
+
+def _parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield each FSDP2 unit's name and what torch keeps of its parameters."""
+    for name, module in model.named_modules():
+        if not is_fsdp_unit(module):
+            continue
+        unit: Any = module
+        # torch has no public name for it; its versions have one group of parameters in a unit, or several
+        state = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [group for group in [state._fsdp_param_group] if group is not None]
+        for group in groups:
+            yield name, group
+
+
+def check_reduces_all(model: nn.Module) -> None:
+    """Raise ValueError, naming it, for a trainable parameter of the model whose gradient the model does not reduce."""
+    reduced = _reduced(model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, p in trained.items():
+        if id(p) not in reduced:
+            raise ValueError(
+                f"the gradient of {name} is not reduced over the ranks: it was added to the model after it was "
+                "wrapped, or left out of the wrapping (ignored_params); wrap it with the others, or freeze it"
+            )
+    if isinstance(model, DistributedDataParallel):
+        known = int(model._get_ddp_logging_data()["num_parameter_tensors"])
+        if len(trained) > known:
+            raise ValueError(
+                f"{len(trained)} parameters are trainable and DistributedDataParallel reduces {known}, those that were "
+                "trainable when it was made; wrap the model again after unfreezing a part of it"
+            )
+
+
+def _reduced(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that are reduced if they are trained."""
+    if isinstance(model, DistributedDataParallel):
+        return {id(p) for p in model._module_parameters}
+    if not any(True for _ in _parameter_groups(model)):
+        # A wrapper of another library, of which nothing is known
+        return {id(p) for p in model.parameters()}
+    found = set()
+    for _, group in _parameter_groups(model):
+        for p in group.fsdp_params:
+            # The module has the one between two steps, the other where it is gathered
+            found |= {id(p.sharded_param), id(getattr(p, "_unsharded_param", None))}
+    return found
+
+
+def check_has_all(total: Tensor, model: nn.Module) -> None:
+    """Raise ValueError if the loss depends on a parameter that the model does not have."""
+    known = _reduced(model) | {id(p) for p in model.parameters()}
+    nodes: list[Any] = [total.grad_fn]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        if not node.name().endswith("AccumulateGrad"):
+            continue
+        leaf = node.variable
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
+            raise ValueError(
+                f"the loss depends on a parameter of shape {tuple(leaf.shape)} that model does not have, so nothing "
+                f"reduces its gradient over the ranks; {WRAP_BOTH}"
+            )
+
+
+@contextlib.contextmanager
+def called(model: nn.Module | None) -> Iterator[None]:
+    """Raise RuntimeError unless a DistributedDataParallel is called in the block, which prepares the reduction."""
+    ddp: Any = model
+    # Two experimental ways of DDP, whose forward leaves no trace
+    traceless = getattr(ddp, "_use_python_reducer", False) or getattr(ddp, "_delay_all_reduce_all_params", False)
+    if not isinstance(model, DistributedDataParallel) or traceless:
+        yield
+        return
+    # Its forward ends by setting this to True or False; an int has the same effect in between
+    ddp.require_forward_param_sync = int(ddp.require_forward_param_sync)
+    yield
+    if not isinstance(ddp.require_forward_param_sync, bool):
+        raise RuntimeError(
+            "loss_of did not call model, the DistributedDataParallel, but perhaps the module inside it, so gradients "
+            "would not be reduced over the ranks; call model in loss_of"
+        )
+
+
+def refuse_no_sync(model: nn.Module) -> None:
+    """Raise RuntimeError inside `model.no_sync()`, where no gradient would be reduced."""
+    if isinstance(model, DistributedDataParallel) and not model.require_backward_grad_sync:
+        raise RuntimeError(
+            "accumulate_gradients was called inside model.no_sync(), so gradients would not be reduced over the ranks; "
+            "call it outside: it enters no_sync itself for all micro-batches but the last"
+        )

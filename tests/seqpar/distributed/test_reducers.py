@@ -1,0 +1,167 @@
+"""Gradients that a wrapper would not reduce, though the loss needs them, are refused by name on every rank."""
+
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import seqpar
+from seqpar.testing.ranks import ranks
+
+
+class Body(nn.Module):
+    """A model with its loss, or with a head of its own outside it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.below = nn.Linear(3, 3).double()
+        self.above = nn.Linear(3, 2).double()
+
+    def forward(self, x):
+        return seqpar.TokenLoss(self.above(self.below(x)).square().sum(), torch.tensor(len(x)))
+
+
+class Hidden(nn.Module):
+    """A model that returns hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.below = nn.Linear(3, 3).double()
+
+    def forward(self, x):
+        return self.below(x)
+
+
+def sharded(model, **options):
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **options)
+    return model
+
+
+def unfrozen(rank):
+    model = Body()
+    model.below.requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    model.below.requires_grad_(True)
+    return ddp, ddp
+
+
+def added_to_ddp(rank):
+    model = Body()
+    ddp = DistributedDataParallel(model)
+    model.extra = nn.Parameter(torch.ones(2).double())
+    return ddp, ddp
+
+
+def ignored_by_ddp(rank):
+    model = Body()
+    model._ddp_params_and_buffers_to_ignore = ["below.weight"]
+    ddp = DistributedDataParallel(model)
+    return ddp, ddp
+
+
+def ignored_by_fsdp(rank):
+    model = Body()
+    model = sharded(model, ignored_params={model.below.weight})
+    return model, model
+
+
+def head_outside_ddp(rank):
+    body, head = DistributedDataParallel(Hidden()), nn.Linear(3, 2).double()
+    return body, lambda x: seqpar.TokenLoss(head(body(x)).square().sum(), torch.tensor(len(x)))
+
+
+def head_outside_fsdp(rank):
+    body, head = sharded(Hidden()), nn.Linear(3, 2).double()
+    return body, lambda x: seqpar.TokenLoss(head(body(x)).square().sum(), torch.tensor(len(x)))
+
+
+def inner_module(rank):
+    ddp = DistributedDataParallel(Body())
+    return ddp, ddp.module
+
+
+def fsdp1(rank):
+    model = FullyShardedDataParallel(Body(), use_orig_params=True, device_id=torch.device("cpu"))
+    return model, model
+
+
+def rounded(rank):
+    model = sharded(Body(), mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+    return model, model
+
+
+OUTSIDE = r"ValueError: the loss depends on a parameter of shape \((2, 3|2,)\) that model does not have"
+
+WRONG = {
+    unfrozen: "ValueError: 4 parameters are trainable and DistributedDataParallel reduces 2, .*; wrap the model again",
+    added_to_ddp: "ValueError: the gradient of module.extra is not reduced over the ranks: it was added",
+    ignored_by_ddp: "ValueError: the gradient of module.below.weight is not reduced over the ranks: .* or left out",
+    ignored_by_fsdp: "ValueError: the gradient of below.weight is not reduced over the ranks: .* or left out",
+    head_outside_ddp: OUTSIDE,
+    head_outside_fsdp: OUTSIDE,
+    inner_module: "RuntimeError: loss_of did not call model, the DistributedDataParallel, but perhaps the module",
+    fsdp1: r"TypeError: model is a FullyShardedDataParallel \(FSDP1\), which is not supported; call fully_shard",
+    rounded: "TypeError: loss_of returned a total in torch.bfloat16, .* leave output_dtype unset",
+}
+
+
+def refusal(rank, world, setup):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model, loss_of = setup(rank)
+            x = torch.randn(rank + 1, 3, dtype=torch.float64)
+            seqpar.accumulate_gradients([x, x], loss_of, len, model=model, group=dist.group.WORLD)
+        except (RuntimeError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+
+@pytest.mark.parametrize("setup", WRONG, ids=lambda setup: setup.__name__)
+def test_a_gradient_that_would_not_be_reduced_is_refused(setup):
+    for said in ranks(2, refusal, setup):
+        assert re.match(WRONG[setup], said), said
+
+
+def without_synchronising(rank, world):
+    ddp = DistributedDataParallel(Body())
+    with ddp.no_sync(), pytest.raises(RuntimeError, match=r"called inside model.no_sync\(\)"):
+        seqpar.accumulate_gradients([torch.ones(1, 3).double()], ddp, len, model=ddp)
+    return True
+
+
+def test_inside_no_sync_it_is_refused():
+    assert ranks(2, without_synchronising) == [True, True]
+
+
+def after_evaluation(rank, world, wrapper):
+    """Two steps, each after an evaluation, which may leave FSDP2's parameters gathered; part of the model is frozen."""
+    model = Body()
+    model.below.bias.requires_grad_(False)
+    wrapped = sharded(model, reshard_after_forward=False) if wrapper == "fsdp2" else DistributedDataParallel(model)
+    # It holds the sharded parameters, where wrapped.zero_grad() would clear the gathered ones
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    x = torch.randn(rank + 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):
+        with torch.no_grad():
+            wrapped(x)
+        optimizer.zero_grad()
+        seqpar.accumulate_gradients([x], wrapped, len, model=wrapped, group=dist.group.WORLD)
+    grad = model.below.weight.grad
+    return grad.full_tensor() if wrapper == "fsdp2" else grad
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_after_an_evaluation_nothing_is_missing(wrapper):
+    model = Body()
+    x = [torch.randn(r + 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    model(torch.cat(x)).mean.backward()
+    for grad in ranks(2, after_evaluation, wrapper):
+        torch.testing.assert_close(grad, model.below.weight.grad, rtol=1e-12, atol=1e-14)
