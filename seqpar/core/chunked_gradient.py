@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.chunks import Chunk, check_chunks
+from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.tensor_checks import check_dense, check_number
 from seqpar.core.token_loss import TokenLoss, wide
@@ -260,7 +261,7 @@ class AutogradChunkLoss:
             t.requires_grad_(slot is not None)
         leaves = (*given, *self.params)
         # `differentiable_sum` runs under no_grad
-        with torch.enable_grad():
+        with torch.enable_grad(), graph_of_its_own():
             # Copies, because a generator may change its input in place, and autograd forbids that for a leaf
             own = tuple(t.clone() if t.requires_grad else t for t in given)
             loss = _checked(self.function(self.params, own, chunk))

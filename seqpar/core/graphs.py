@@ -1,12 +1,14 @@
-"""Keep loops over chunks out of the graphs of `torch.compile`: how many chunks there are depends on the targets."""
+"""Keep what happens inside a chunked loss out of the caller's graphs: those of `torch.compile` and of autograd."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -36,3 +38,29 @@ def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments,
         return disabled(*args, **kwargs)  # type: ignore[no-any-return]
 
     return outside
+
+
+@contextlib.contextmanager
+def graph_of_its_own() -> Iterator[None]:
+    """Keep tensors that autograd saves in the block from the hooks around it, as those of a checkpoint.
+
+    A graph that begins and ends inside the loss is not the caller's. A checkpoint would recompute the whole loss for
+    each chunk's backward, and would count the tensors of a check that only the first call makes.
+    """
+    with torch.autograd.graph.saved_tensors_hooks(_with_version, _unless_changed):
+        yield
+
+
+def _with_version(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor._version
+
+
+def _unless_changed(saved: tuple[Tensor, int]) -> Tensor:
+    """Return the tensor; with hooks, autograd itself no longer notices that it has been changed."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that is needed for the gradient was changed in place after its "
+            "use in the generator or the criterion; leave out the in-place operation"
+        )
+    return tensor

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Number
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from seqpar.core.structures import leaves
 from seqpar.core.tensor_checks import check_dense
 
 Value = TypeVar("Value")
@@ -215,7 +216,8 @@ def check_agreement(
         every rank's `numbers`, in rank order.
 
     Raises:
-        TypeError, ValueError: `facts` is not a dict with text keys, or `numbers` are not int64.
+        TypeError, ValueError: `facts` is not a dict with text keys, or contains a tensor or an array, or `numbers` are
+            not int64.
     """
     _check_facts(facts, numbers)
     if world_size(group) == 1:
@@ -247,6 +249,12 @@ def _check_facts(facts: object, numbers: object) -> None:
     for name in facts:
         if not isinstance(name, str):
             raise TypeError(f"facts has the key {name!r}; its keys must be names, as text")
+        # Facts are compared as text, and that of a tensor or an array leaves out digits and entries
+        for value in leaves(facts[name]):
+            if hasattr(value, "__array__") and not isinstance(value, Number):
+                raise TypeError(
+                    f"{name} is or contains a {type(value).__name__}; compare its numbers: .tolist(), or a hash of them"
+                )
     if not isinstance(numbers, Sequence) or isinstance(numbers, str):
         raise TypeError(f"numbers is {numbers!r:.60}; it must be a list of whole numbers")
     for i, number in enumerate(numbers):

@@ -54,6 +54,8 @@ class ModelWithLoss(nn.Module):
             refuse_data_parallel(module, name)
         self.model = model
         self.loss = loss
+        # Adapters put another module in the place of the generator; the loss would go on with the earlier one
+        self._shared_from_the_start = self._shared_modules()
         # A generator that both have is one module with two paths; a checkpoint has the path in the model alone
         self.register_state_dict_post_hook(_drop_second_names)
         self.register_load_state_dict_pre_hook(_restore_second_names)
@@ -74,17 +76,29 @@ class ModelWithLoss(nn.Module):
 
         Raises:
             TypeError: `per_token` is not a dict.
-            RuntimeError: parameters are sharded here, because a submodule was called that `fully_shard` does not wrap.
+            RuntimeError: a submodule of both (the generator) was replaced in one of them after this module was made.
+                Parameters are sharded here, because a submodule was called that `fully_shard` does not wrap.
             All errors of `LossCompute`.
         """
         if per_token is not None and not isinstance(per_token, Mapping):
             raise TypeError(f"per_token is a {type(per_token).__name__}; it must be a dict of per-token tensors")
+        self._refuse_replaced()
         hidden = self.model(*inputs, **keywords)
         extra = dict(per_token or {})
         if isinstance(hidden, tuple) and len(hidden) == 2 and isinstance(hidden[1], Mapping):
             hidden, more = hidden
             extra |= more
         return self.loss(hidden, target, **extra)  # type: ignore[no-any-return]
+
+    def _refuse_replaced(self) -> None:
+        """Raise RuntimeError if a submodule of both the model and the loss is now another one in one of them."""
+        for in_loss, in_model in self._shared_from_the_start.items():
+            if self.get_submodule(in_loss) is not self.get_submodule(in_model):
+                raise RuntimeError(
+                    f"{in_loss} is no longer the module {in_model}: one of them was replaced after this ModelWithLoss "
+                    "was made (adapters such as LoRA do that); change the model first, then make the loss and this "
+                    "module from it"
+                )
 
     def _shared_modules(self) -> dict[str, str]:
         """Return, for each submodule of the loss that is also in the model, its path in the loss and in the model."""

@@ -1,4 +1,4 @@
-"""Find out which gradients a DistributedDataParallel or an FSDP2 module reduces, and refuse what it would miss.
+"""Find out what a DistributedDataParallel or an FSDP2 module communicates, and refuse gradients it would not reduce.
 
 A parameter that the loss needs and nothing reduces would keep the gradient of its own rank's tokens, without an error,
 and the ranks would drift apart.
@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from seqpar.distributed.collectives import gather_numbers
 from seqpar.distributed.wrappers import WRAP_BOTH, is_fsdp_unit
 
 
@@ -48,6 +49,21 @@ def _parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
             groups = [group for group in [state._fsdp_param_group] if group is not None]
         for group in groups:
             yield name, group
+
+
+def gathers_for_any(model: nn.Module, wanted: bool) -> bool:
+    """Return whether any rank wants a further forward of the model, in which all ranks that share it must take part.
+
+    A forward of an FSDP2 module gathers the parameters over these ranks. Nothing is communicated for other modules.
+    """
+    groups = {}
+    for _, parameters in _parameter_groups(model):
+        group = getattr(parameters.mesh_info, "shard_process_group", None)
+        if group is not None:
+            groups[group.group_name] = group
+    for name in sorted(groups):
+        wanted = any(theirs for (theirs,) in gather_numbers([int(wanted)], groups[name]))
+    return wanted
 
 
 def check_reduces_all(model: nn.Module) -> None:

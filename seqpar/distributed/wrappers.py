@@ -39,14 +39,20 @@ def refuse_data_parallel(module: nn.Module, what: str) -> None:
         )
 
 
-def refuse_sharded(head: nn.Module) -> None:
+IN_ONE_UNIT = (
+    f"{WRAP_BOTH}. Inside the generator no part may be a fully_shard unit of its own: its all-gather would run once a "
+    "chunk; make the whole generator the unit. If its classes are split by tensor parallelism, pass its local rows to "
+    "seqpar.linear_cross_entropy, with vocab=VocabShard.of(rows, group)"
+)
+
+
+def refuse_sharded(head: nn.Module, way_out: str = IN_ONE_UNIT) -> None:
     """Raise RuntimeError if a parameter of the head is sharded at this moment."""
     for name, parameter in head.named_parameters():
         if is_dtensor(parameter):
             raise RuntimeError(
                 f"{name} is sharded (a DTensor): the loss was called outside the forward in which FSDP2 unshards it; "
-                f"{WRAP_BOTH}. Inside the generator no part may be a fully_shard unit of its own: its all-gather would "
-                "run once a chunk; make the whole generator the unit"
+                f"{way_out}"
             )
 
 

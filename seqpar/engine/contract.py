@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.loss import _Loss
 
 from seqpar.core.chunks import recording
+from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.token_loss import TokenLoss
 from seqpar.engine.module_calls import extra_in_call
 from seqpar.losses.criteria import LabelSmoothing, ignored_target
@@ -197,7 +198,7 @@ def _mixed_by_gradient(scores: Project, rows: Sequence[Tensor], lead: int) -> st
         shape = (*(1,) * (lead - 2), 2, PROBE_ROWS // 2)
     distances: set[int] = set()
     for own in (0, PROBE_ROWS - 1):
-        with torch.enable_grad():
+        with torch.enable_grad(), graph_of_its_own():
             hidden = rows[0].detach().requires_grad_()
             # A copy, because a generator may change its input in place, and autograd forbids that for a leaf
             logits_KV = scores(shape, (hidden.clone(), *rows[1:]))

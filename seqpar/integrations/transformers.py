@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from seqpar.core.chunks import check_size
+from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.token_loss import TokenLoss
+from seqpar.distributed.reducers import gathers_for_any
 from seqpar.distributed.wrappers import refuse_sharded
 from seqpar.integrations.transformers_call import Call, UsingParameters, divided
 from seqpar.integrations.transformers_check import (
@@ -57,6 +59,11 @@ from seqpar.integrations.transformers_model import (
 from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.losses.criteria import LabelSmoothing
 from seqpar.losses.softmax_loss import check_smoothing
+
+WAY_OUT_OF_SHARDS = (
+    "do not make the output embeddings a unit of their own (call fully_shard on the layers, then on the model), and "
+    "leave them out of a tensor-parallel plan"
+)
 
 WINDOW_TOKENS = 2
 """The number of tokens in the window of a call whose settings have been checked before."""
@@ -134,7 +141,7 @@ def compute_loss_func(applied: AppliedLoss) -> Callable[..., Tensor]:
     that requires a loss function. Such a Trainer removes the labels before the forward. So, after this call, a training
     forward without labels returns hidden states in the field `logits`, which the function turns into the loss; and an
     encoder-decoder needs `decoder_input_ids` in the batch, as `DataCollatorForSeq2Seq(tokenizer, model=model)` makes
-    them.
+    them. The function must be called after each forward before the next one; it raises RuntimeError otherwise.
     """
     applied.withholds = True
     return applied.loss_of_outputs
@@ -227,7 +234,7 @@ class AppliedLoss:
                 "the output embeddings were replaced since apply_seqpar_loss (resize_token_embeddings does that); call "
                 "remove() and apply it again"
             )
-        refuse_sharded(head)
+        refuse_sharded(head, WAY_OUT_OF_SHARDS)
 
     def _with_window(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
         """Return what the loss of this call needs, and the model's arguments with the labels of a window."""
@@ -270,7 +277,7 @@ class AppliedLoss:
         """Return what the model does to its logits; settings that are new are checked first."""
         # Checked once for each combination, because any of them may choose another branch of the forward
         settings = (model.training, *settings_of(model, kwargs), *calls_of(model))
-        if settings not in self.checked:
+        if gathers_for_any(model, settings not in self.checked):
             self.checked[settings] = self._checked_reading(model, kwargs)
         return self.checked[settings]
 
@@ -282,7 +289,7 @@ class AppliedLoss:
         head.__dict__["seqpar_call"] = call
         try:
             # With gradients, so that a loss that needs one is noticed
-            with undisturbed(model, head.weight.device), torch.enable_grad():
+            with undisturbed(model, head.weight.device), torch.enable_grad(), graph_of_its_own():
                 outputs = own_outputs(model, kwargs, lambda: setattr(call, "hidden_BTD", None))
         finally:
             head.__dict__["seqpar_call"] = None
@@ -368,12 +375,20 @@ class AppliedLoss:
             # Labels were not given, so there is no loss in front of the logits
             scores = outputs[0]
         target_BT = self._target(labels, None)
+        head = self.model.get_output_embeddings()
+        # In the order of the forwards: hidden states after one in training, logits after one in evaluation
+        expected = head.out_features if self.withheld is None else head.in_features
+        if scores.size(-1) != expected:
+            raise RuntimeError(
+                f"the outputs have a last size of {scores.size(-1)}, and those of the latest forward of "
+                f"{type(self.model).__name__} {expected}: compute the loss of each forward before the next forward"
+            )
         if self.withheld is not None:
             loss = self._token_loss(self.model, self.withheld, scores, target_BT)
             return divided(loss, num_items_in_batch)
         # Evaluated before its first training step, so the label shift is unchecked
         if self.unlabelled is not None:
-            refuse_sharded(self.model.get_output_embeddings())
+            refuse_sharded(head, WAY_OUT_OF_SHARDS)
             self._reading(self.model, self.unlabelled | self._window(self.model, self.unlabelled))
             self.unlabelled = None
         criterion = LabelSmoothing(self.label_smoothing, "torch", ignore_index=IGNORED)

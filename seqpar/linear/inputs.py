@@ -143,7 +143,10 @@ def checked(
             _send_error_to_group(wrong, vocab)
         raise wrong
     if vocab is not None:
-        vocab.check(len(inputs.weight), {**_facts(inputs, settings, vocab), **facts}, inputs.hidden)
+        rows = len(inputs.weight)
+        vocab.check(rows, {**_facts(inputs, settings, vocab), **facts}, inputs.hidden)
+        if inputs.token_weight is not None:
+            vocab.check(rows, {}, inputs.token_weight.unsqueeze(-1), "token_weight")
     return shard, q
 
 

@@ -3,7 +3,9 @@
 import re
 import time
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 import seqpar
@@ -41,6 +43,18 @@ def test_a_fact_that_a_rank_does_not_have_is_named_too():
     assert said[0].startswith("ranks disagree on steps: 1000 on ranks [0]; 'nothing' on ranks [1]")
 
 
+@pytest.mark.parametrize(
+    "value", [torch.zeros(2000), np.zeros(2000), {"inner": [torch.tensor(0.5)]}, np.bool_(True)], ids=lambda v: type(v)
+)
+def test_a_fact_whose_text_leaves_out_numbers_is_refused(value):
+    with pytest.raises(TypeError, match=r"table is or contains a (Tensor|ndarray|bool_?); compare its numbers"):
+        seqpar.check_agreement({"table": value}, None)
+
+
+def test_a_number_of_numpy_is_a_fact():
+    seqpar.check_agreement({"steps": np.int64(3), "rate": np.float32(0.1)}, None)
+
+
 def different_steps(rank, world):
     """Rank 1's data ends a step early. The others' collective gives up after the group's timeout."""
     from datetime import timedelta
@@ -52,8 +66,6 @@ def different_steps(rank, world):
 
 
 def TOKEN_LOSS(n):  # noqa: N802
-    import torch
-
     return seqpar.TokenLoss(torch.ones((), requires_grad=True) * n, torch.tensor(n))
 
 
@@ -66,8 +78,6 @@ def test_a_rank_that_stops_early_costs_the_others_the_timeout_they_chose():
 
 
 def everyone(rank, world):
-    import torch
-
     group = dist.group.WORLD
     return (
         [t.tolist() for t in group_gather(torch.tensor([rank, 10.0]), group)],
@@ -84,8 +94,6 @@ def test_gathers_and_broadcasts_are_in_rank_order():
 
 
 def test_one_process_needs_no_group():
-    import torch
-
     seqpar.check_agreement(AGREED, None)
     assert gather_numbers([3, 4], None) == [[3, 4]]
     assert broadcast_object("x", 0, None) == "x"

@@ -147,6 +147,38 @@ def test_a_loss_with_a_head_of_its_own_keeps_its_names():
     both.load_state_dict(both.state_dict())
 
 
+def with_lora(both):
+    import peft
+
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["head.generator"], r=2), both)
+
+
+def replaced(both):
+    both.model.head["generator"] = nn.Linear(4, 7)
+
+
+class Headed(nn.Module):
+    """A model whose generator lies two levels down."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.ModuleDict({"generator": nn.Linear(4, 7)})
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("change", [with_lora, replaced])
+def test_a_generator_replaced_in_the_model_alone_is_refused(change):
+    model = Headed()
+    both = seqpar.ModelWithLoss(model, seqpar.LossCompute(model.head["generator"], seqpar.CrossEntropy()))
+    hidden, target = torch.ones(3, 4), torch.tensor([1, 2, 3])
+    both(hidden, target=target)
+    change(both)
+    with pytest.raises(RuntimeError, match=r"loss.head.generator is no longer the module model.head.generator: one of"):
+        both(hidden, target=target)
+
+
 def test_a_model_may_return_per_token_tensors_for_the_generator():
     class Scaled(nn.Linear):
         def forward(self, hidden, scale, shift):

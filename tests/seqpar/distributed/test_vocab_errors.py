@@ -88,6 +88,16 @@ def bad_bias(_):
     return {"bias": torch.zeros(2).double()}
 
 
+def other_token_weight(x):
+    weight = torch.ones(x["target"].shape).double()
+    weight[0, 1] = 0.5
+    return {"token_weight": weight}
+
+
+def same_token_weight(x):
+    return {"token_weight": torch.ones(x["target"].shape).double()}
+
+
 def other_size(x):
     return {"vocab": seqpar.VocabShard(dist.group.WORLD, x["vocab"].start, 12)}
 
@@ -210,6 +220,12 @@ def test_a_shard_is_checked_where_it_is_made():
     with pytest.raises(ValueError, match=r"start is 12; it must be in \[0, 11\]"):
         seqpar.VocabShard(None, 12, 11)
     assert seqpar.VocabShard.of(11, None) == seqpar.VocabShard(None, 0, 11)
+
+
+def test_ranks_with_other_token_weights_all_say_so():
+    for (error, text), _ in ranks(2, faulty, [same_token_weight, other_token_weight]):
+        assert error == "RuntimeError"
+        assert "ranks disagree on token_weight: ranks [1] have other numbers than rank 0" in text
 
 
 def scores_asked_differently(rank, world, options):

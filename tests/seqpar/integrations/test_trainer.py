@@ -107,6 +107,23 @@ def test_without_the_labels_hidden_states_stand_for_logits_only_once_the_functio
     torch.testing.assert_close(in_evaluation, expected.detach(), rtol=1e-12, atol=0)
 
 
+def test_with_another_forward_in_between_the_loss_function_refuses_the_outputs():
+    model = tiny("marian")
+    batch = batch_of(model, [5, 3])
+    labels = batch.pop("labels")
+    batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+    with apply_seqpar_loss(model) as applied:
+        function = compute_loss_func(applied)
+        trained = model(**batch)
+        with torch.no_grad():
+            evaluated = model.eval()(**batch)
+        with pytest.raises(RuntimeError, match=r"a last size of 16, and those of the latest .* 37: compute"):
+            function(trained, labels)
+        model.train()(**batch)
+        with pytest.raises(RuntimeError, match=r"a last size of 37, and those of the latest .* 16: compute"):
+            function(evaluated, labels)
+
+
 def test_a_batch_without_labels_and_decoder_inputs_is_refused():
     model = tiny("marian")
     with apply_seqpar_loss(model) as applied:

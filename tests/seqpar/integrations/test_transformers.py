@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar.integrations.transformers import apply_seqpar_loss
@@ -230,6 +231,20 @@ def test_dropout_of_a_seed_and_checkpointed_layers_are_those_of_the_stock_loss()
     assert relative_error(*results) < 1e-12
 
 
+@pytest.mark.parametrize("name", ["marian", "llama"])
+def test_in_a_checkpoint_around_the_model_the_first_call_is_as_the_others(name):
+    model = model_of(name)
+    batch = batch_of(model, [5, 3])
+    loss, expected = plain(model, batch)
+    with apply_seqpar_loss(model):
+        for _ in range(2):
+            model.zero_grad()
+            total = checkpoint(lambda: model(**batch).loss, use_reentrant=False)
+            total.backward()
+            torch.testing.assert_close(total, loss, rtol=1e-12, atol=0)
+            assert relative_error(gradients(model), expected) < 1e-12
+
+
 def test_replicas_of_the_model_have_the_loss():
     model = model_of("marian")
     batch = batch_of(model, [5, 3])
@@ -267,6 +282,30 @@ def test_under_fsdp2_the_gradient_is_that_of_both_ranks(name, applied_first):
     total = sum(plain_loss(model, batch_of(model, [5, 3], seed=rank)) for rank in range(2))
     (total / 20).backward()  # 10 items, and the mean over ranks that FSDP2 takes
     for got in ranks(2, sharded, name, applied_first):
+        assert relative_error(got, gradients(model)) < 1e-12
+
+
+def with_other_arguments(rank, world):
+    """The gradients of three steps of a `fully_shard` model, of which the second has a mask on one rank only."""
+    model = tiny("llama")
+    apply_seqpar_loss(model)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for step in range(3):
+        batch = batch_of(model, [5, 5], seed=rank)
+        if (rank, step) != (0, 1):
+            del batch["attention_mask"]
+        model.zero_grad()
+        model(**batch, num_items_in_batch=10).loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_under_fsdp2_a_rank_with_other_arguments_does_not_hang_the_others():
+    model = tiny("llama")
+    total = sum(plain_loss(model, batch_of(model, [5, 5], seed=rank)) for rank in range(2))
+    (total / 20).backward()  # 10 items, and the mean over ranks that FSDP2 takes
+    for got in ranks(2, with_other_arguments):
         assert relative_error(got, gradients(model)) < 1e-12
 
 
