@@ -71,6 +71,9 @@ def match_formula(generator: nn.Module, criterion: nn.Module) -> FormulaMatch | 
         convention = criterion.smoothing_convention
         return FormulaMatch(projection, criterion.ignore_index, criterion.label_smoothing, convention, None)
     assert isinstance(criterion, nn.CrossEntropyLoss)
+    # torch allows 1, the uniform distribution; the closed forms take eps in [0, 1)
+    if criterion.label_smoothing == 1:
+        return NoFormula("the criterion's label_smoothing is 1")
     return FormulaMatch(projection, criterion.ignore_index, criterion.label_smoothing, "torch", criterion.weight)
 
 

@@ -54,6 +54,7 @@ CRITERIA = {
     "smoothing": (lambda: seqpar.LabelSmoothing(0.1, "fairseq", ignore_index=2), True),
     "harvard": (lambda: seqpar.LabelSmoothing(0.1, "harvard", ignore_index=0), True),
     "torch's": (lambda: nn.CrossEntropyLoss(WEIGHTS, ignore_index=3, reduction="sum", label_smoothing=0.2), True),
+    "torch's, uniform": (lambda: nn.CrossEntropyLoss(reduction="sum", label_smoothing=1.0), False),
     "hooked": (lambda: with_hook(nn.CrossEntropyLoss(reduction="sum")), False),
     "one's own": (Unknown, False),
 }

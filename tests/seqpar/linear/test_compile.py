@@ -232,6 +232,7 @@ def engine_over(devices, criterion):
 
 OVER_DEVICES = engine_over(["cpu", "cpu"], seqpar.CrossEntropy())
 BY_AUTOGRAD = engine_over(None, Squared())
+UNIFORM = engine_over(None, nn.CrossEntropyLoss(label_smoothing=1.0, reduction="sum"))
 OUTSIDE = {
     "scores": lambda hidden, target: seqpar.token_scores(hidden, WEIGHT, target, entropy=True).entropy.sum(),
     "distillation": lambda hidden, target: (
@@ -253,6 +254,7 @@ OUTSIDE = {
     "devices": lambda hidden, target: OVER_DEVICES(hidden, target).total,
     "scores over devices": lambda hidden, target: OVER_DEVICES.token_scores(hidden, target).log_prob.sum(),
     "criterion of one's own": lambda hidden, target: BY_AUTOGRAD(hidden, target).total,
+    "uniform targets": lambda hidden, target: UNIFORM(hidden, target).total,
 }
 """What is computed in chunks between two graphs."""
 
