@@ -123,7 +123,7 @@ def check_has_all(total: Tensor, model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def called(model: nn.Module | None) -> Iterator[None]:
-    """Raise RuntimeError unless a DistributedDataParallel is called in the block, which prepares the reduction."""
+    """Raise RuntimeError unless a DistributedDataParallel prepares its reduction in the block, as its forward does."""
     ddp: Any = model
     # Two experimental ways of DDP, whose forward leaves no trace
     traceless = getattr(ddp, "_use_python_reducer", False) or getattr(ddp, "_delay_all_reduce_all_params", False)
