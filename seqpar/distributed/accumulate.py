@@ -123,13 +123,13 @@ def accumulate_gradients(
     losses: list[TokenLoss] = []
     # The graph of a micro-batch is freed by its own backward, before the next one's forward
     for i, micro_batch in enumerate(to_run):
-        with _reducing(model, i == longest - 1 or (i == 0 and _records_static_graph(model))):
-            # Lightning prepares the reduction in its backward, others in the forward
-            with called(model):
-                loss = _checked(loss_of(micro_batch))
-                if i == 0 and model is not None:
-                    check_has_all(loss.total, model)
-                backward(loss.total * factors[i])
+        reduce = i == longest - 1 or (i == 0 and _records_static_graph(model))
+        # Lightning prepares the reduction in its backward, others do so in the forward
+        with _reducing(model, reduce), called(model):
+            loss = _checked(loss_of(micro_batch))
+            if i == 0 and model is not None:
+                check_has_all(loss.total, model)
+            backward(loss.total * factors[i])
         losses.append(loss.detach())
         # A borrowed micro-batch counts for the rank that lent it
         if i >= len(mine):

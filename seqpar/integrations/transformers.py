@@ -116,7 +116,7 @@ def apply_seqpar_loss(
     check_size(chunk_tokens, "chunk_tokens")
     # PEFT's model puts soft prompts in front of the labels before it calls its base model
     if hasattr(model, "get_base_model"):
-        refuse_adapter(model)
+        refuse_adapter(model, WITHOUT)
         model = model.get_base_model()
     if hasattr(model, "_orig_mod"):
         raise TypeError(

@@ -160,14 +160,16 @@ REFUSED_ADAPTERS = {
 """What PEFT's adapters of these types do instead of calling the model."""
 
 
-def refuse_adapter(model: Any) -> None:
-    """Raise TypeError for a PeftModel with an adapter that the chunked loss cannot be beside."""
+def refuse_adapter(model: Any, without: str) -> None:
+    """Raise TypeError for a PeftModel with an adapter that hooks on its base model do not reach.
+
+    Args:
+        without: the other way out, in words.
+    """
     for config in model.peft_config.values():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind in REFUSED_ADAPTERS:
-            raise TypeError(
-                f"PEFT's {kind} {REFUSED_ADAPTERS[kind]}; use another adapter, or the model without apply_seqpar_loss"
-            )
+            raise TypeError(f"PEFT's {kind} {REFUSED_ADAPTERS[kind]}; use another adapter, or {without}")
 
 
 def plain_head(model: PreTrainedModel) -> nn.Linear:

@@ -9,6 +9,8 @@ Shape suffixes: N rows that have a label, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +21,8 @@ from transformers import PreTrainedModel
 from trl.trainer import utils as trl_utils
 
 from seqpar.core.chunks import check_size
-from seqpar.integrations.transformers_model import Reading, Settings, settings_of
-from seqpar.integrations.trl_head import Adapter, adapted_head, adapter_of, base_of, examine, is_peft_model
+from seqpar.integrations.transformers_model import Reading, Settings, refuse_adapter, settings_of
+from seqpar.integrations.trl_head import WITHOUT, Adapter, adapted_head, adapter_of, base_of, examine, is_peft_model
 from seqpar.integrations.trl_options import COMPACT, NODE, check_version, refuse_options
 from seqpar.integrations.trl_statistics import LogitStatistics
 from seqpar.linear.lora import adapter_rows, lora_scores
@@ -49,17 +51,21 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
         `AppliedScores`: its `remove()`, or leaving the `with` block, restores the trainer.
 
     Raises:
-        TypeError: another trainer, or output embeddings that are not an `nn.Linear`, alone or with PEFT's LoRA or
-            `modules_to_save`.
+        TypeError: another trainer, a compiled model, or output embeddings that are not an `nn.Linear`, alone or with
+            PEFT's LoRA or `modules_to_save`; PEFT's AdaLoRA, AdaptionPrompt and CPT.
         ValueError: an option that needs the logits of all tokens (`label_smoothing_factor`, `compute_loss_func`,
             `compute_metrics`, `preprocess_logits_for_metrics`) or is not supported (`use_liger_kernel`,
             `torch_compile`, DeepSpeed, FSDP, tensor, context or sequence parallelism), or a trainer that has the scores
-            already.
-        RuntimeError: another version of TRL, or a model whose logits are not those of its configuration.
+            already. With `precompute_ref_log_probs`, a model whose logits TRL does not compute as the model does: the
+            references were computed before.
+        RuntimeError: another version of TRL, or a model whose logits are not those of its configuration. In training, a
+            trainer that asks the model for logits instead (as distillation does).
     """
     check_size(chunk_tokens, "chunk_tokens")
     check_version()
     refuse_options(trainer)
+    if is_peft_model(trainer.model):
+        refuse_adapter(trainer.model, WITHOUT)
     models = [base_of(trainer.model)]
     reference = getattr(trainer, "ref_model", None)
     if reference is not None:
@@ -67,7 +73,35 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
     for model in models:
         if has_scores(model):
             raise ValueError(f"this {type(trainer).__name__} has the scores already; remove() the first before another")
-    return AppliedScores(models, chunk_tokens)
+        if hasattr(model, "_orig_mod"):
+            raise TypeError(
+                f"the {type(model._orig_mod).__name__} of this trainer is compiled; make the trainer with the model "
+                "from before torch.compile, or call model.compile(), which compiles it in place"
+            )
+    applied = AppliedScores(models, chunk_tokens)
+    if getattr(trainer, "precompute_ref_logps", False):
+        try:
+            for model in models:
+                _refuse_other_references(model, applied.readings[id(model)])
+        except ValueError:
+            applied.remove()
+            raise
+    return applied
+
+
+def _refuse_other_references(model: Any, reading: Reading) -> None:
+    """Raise ValueError if TRL, which has computed the references, reads another softcap or factor than the model's."""
+    # TRL keeps what it has read in the variables of the forward that it has put on the model
+    forward = getattr(vars(model).get("forward"), "__func__", None)
+    theirs = inspect.getclosurevars(forward).nonlocals if forward is not None else {}
+    softcap = theirs.get("final_logit_softcapping")
+    factor = theirs.get("logit_scale", 1.0)
+    if softcap == reading.softcap and math.isclose(factor * reading.temperature, 1):
+        return
+    raise ValueError(
+        f"precompute_ref_log_probs: TRL has computed the references with a softcap of {softcap} and a factor of "
+        f"{factor:g} where {type(model).__name__} has {reading.softcap} and {1 / reading.temperature:g}; leave it out"
+    )
 
 
 @contextmanager
@@ -108,10 +142,11 @@ def allow_head_adapter(model: Any) -> Iterator[None]:
 
 def _refuse_without_scores(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise RuntimeError for a forward in which TRL would ignore the adapter."""
-    if kwargs.get("fused_lm_head") and not has_scores(model):
+    # A reference is the model with its adapter switched off
+    if kwargs.get("fused_lm_head") and not has_scores(model) and adapter_of(model) is not None:
         raise RuntimeError(
             f"TRL ignores the adapter on the output embeddings of {type(model).__name__}; train inside "
-            "`with apply_seqpar_scores(trainer):`"
+            "`with apply_seqpar_scores(trainer):` (and without precompute_ref_log_probs, which runs the model earlier)"
         )
 
 
@@ -126,7 +161,8 @@ class AppliedScores:
 
     def __init__(self, models: list[PreTrainedModel], chunk_tokens: int | None) -> None:
         self.chunk_tokens = chunk_tokens
-        self.checked: dict[int, tuple[Settings, Reading]] = {}
+        self.settings: dict[int, Settings] = {}
+        self.readings: dict[int, Reading] = {}
         self.running: _Node | None = None
         self.replaced: dict[str, Any] = {}
         for model in models:
@@ -141,6 +177,7 @@ class AppliedScores:
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
+        self._restore()
 
     def __enter__(self) -> AppliedScores:
         return self
@@ -151,17 +188,24 @@ class AppliedScores:
     def _reading(self, model: PreTrainedModel) -> Reading:
         """Return what a model does to its logits; it is examined again when its configuration has changed."""
         settings = settings_of(model, {})
-        before, reading = self.checked.get(id(model), (None, None))
-        if reading is None or settings != before:
-            reading = examine(model)
-            self.checked[id(model)] = (settings, reading)
-        return reading
+        if self.settings.get(id(model)) != settings:
+            self.readings[id(model)] = examine(model)
+            self.settings[id(model)] = settings
+        return self.readings[id(model)]
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put our function in the place of TRL's, until the forward returns."""
+        # torch does not call `_after` for a forward that Ctrl-C has ended
+        self._restore()
         if not kwargs.get("fused_lm_head"):
+            if model.training and torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"the trainer asks {type(model).__name__} for its logits in training and not for its scores, so "
+                    f"apply_seqpar_scores would change nothing; {WITHOUT}"
+                )
             return
-        self.running = _Node(self._reading(model), adapter_of(model), self.chunk_tokens)
+        head = model.get_output_embeddings()
+        self.running = _Node(self._reading(model), adapter_of(model), head.weight, self.chunk_tokens)
         self.replaced = {name: getattr(trl_utils, name) for name in (NODE, COMPACT)}
         setattr(trl_utils, NODE, self.running)
         setattr(trl_utils, COMPACT, _only_rows_with_a_label)
@@ -169,15 +213,19 @@ class AppliedScores:
     def _after(self, model: Any, args: tuple[Any, ...], outputs: Any) -> None:
         """Restore TRL's function, and raise RuntimeError if it was not asked for."""
         node = self.running
-        self.running = None
-        for name, function in self.replaced.items():
-            setattr(trl_utils, name, function)
-        self.replaced = {}
+        self._restore()
         if node is not None and outputs is not None and node.calls != 1:
             raise RuntimeError(
                 f"{type(model).__name__} asked for its log-probabilities {node.calls} times in a forward of TRL's, "
                 "which must be once; train it without apply_seqpar_scores"
             )
+
+    def _restore(self) -> None:
+        """Put TRL's functions back in their place, if ours are there."""
+        self.running = None
+        for name, function in self.replaced.items():
+            setattr(trl_utils, name, function)
+        self.replaced = {}
 
 
 def _only_rows_with_a_label(device: torch.device) -> bool:
@@ -188,9 +236,10 @@ def _only_rows_with_a_label(device: torch.device) -> bool:
 class _Node:
     """Compute what TRL's `ChunkedLogProbFunction` does, in its place, for one forward of one model."""
 
-    def __init__(self, reading: Reading, adapter: Adapter | None, chunk_tokens: int | None) -> None:
+    def __init__(self, reading: Reading, adapter: Adapter | None, weight: Tensor, chunk_tokens: int | None) -> None:
         self.reading = reading
         self.adapter = adapter
+        self.weight = weight
         self.chunk_tokens = chunk_tokens
         self.calls = 0
 
@@ -210,6 +259,12 @@ class _Node:
 
         The softcap and the factor are those the model was seen to use, not those TRL reads from its configuration.
         """
+        # In the place of TRL's function for the whole process, and Ctrl-C may have left it there
+        if weight_VD.data_ptr() != self.weight.data_ptr():
+            raise RuntimeError(
+                "a forward with apply_seqpar_scores was interrupted before it ended; call its remove() before another "
+                "model is trained"
+            )
         self.calls += 1
         dropped_ND = hidden_ND
         if self.adapter is not None:

@@ -172,19 +172,28 @@ def _comparison(teacher: Teacher, terms: RowTerms, inputs: Inputs, settings: Set
         row_N = torch.arange(inputs.target.numel(), device=inputs.target.device)
         return AgainstLogProbs(terms, shard, teacher.function, len(inputs.weight), row_N)
     ids_NC = teacher.ids.detach().flatten(0, -2).long()
-    log_q_NC = _log_q(teacher, ids_NC).to(wide(product_dtype(inputs.hidden)))
+    log_q_NC = _log_q(teacher, ids_NC, shard.vocab_size).to(wide(product_dtype(inputs.hidden)))
     return AgainstFewClasses(terms, shard, ids_NC, log_q_NC, log_q_NC.exp())
 
 
-def _log_q(teacher: TeacherTopK, ids_NC: Tensor) -> Tensor:
-    """Return log q of the given classes, in float32 or wider, and of the rest if it is kept."""
+SUM_ROUNDINGS = 4
+"""By how many roundings at most a computed log_softmax's probabilities sum to less than 1; 2 were measured."""
+
+
+def _log_q(teacher: TeacherTopK, ids_NC: Tensor, vocab_size: int) -> Tensor:
+    """Return log q of the given classes, in float32 or wider, and of the rest, in float64, if it is kept."""
     log_q_NC = teacher.log_probs.detach().flatten(0, -2)
     log_q_NC = log_q_NC.to(wide(log_q_NC.dtype)).masked_fill(ids_NC < 0, -torch.inf)
     if teacher.rest == "renormalize":
         return log_q_NC.log_softmax(-1)
-    sum_N1 = log_q_NC.logsumexp(-1, keepdim=True)
-    rest_N1 = -torch.expm1(sum_N1)
-    # Rounding each log q to the caller's dtype may have moved the sum by so much; a rest below that is no information
+    # In float64, because the sum's own rounding must not look like a rest
+    log_q_NC = log_q_NC.double()
+    rest_N1 = -torch.expm1(log_q_NC.logsumexp(-1, keepdim=True))
+    # Computing and rounding each log q may have moved the sum by so much; a rest below that is no information
     size_NC = (log_q_NC.exp() * log_q_NC).masked_fill(log_q_NC == -torch.inf, 0).abs()
-    rounding_N1 = torch.finfo(teacher.log_probs.dtype).eps * (1 + size_NC.sum(-1, keepdim=True))
-    return torch.cat([log_q_NC, rest_N1.where(rest_N1 > rounding_N1, 0).log()], -1)
+    stored = teacher.log_probs.dtype
+    eps = max(torch.finfo(stored).eps, SUM_ROUNDINGS * torch.finfo(wide(stored)).eps)
+    is_rest_N1 = rest_N1 > eps * (1 + size_NC.sum(-1, keepdim=True))
+    # A row with every class has none, whatever the sum
+    is_rest_N1 &= (ids_NC >= 0).sum(-1, keepdim=True) < vocab_size
+    return torch.cat([log_q_NC, rest_N1.where(is_rest_N1, 0).log()], -1)

@@ -140,4 +140,6 @@ def _log_expected(classes: Tensor, proposal: Tensor | None, vocab_size: int) -> 
     if proposal is None:
         value = math.log(len(classes) / vocab_size)
         return torch.full(classes.shape, value, dtype=torch.float64, device=classes.device)
-    return (proposal[classes].double() / proposal.double().sum()).log() + math.log(len(classes))
+    # A learned one may need a gradient, and the estimate has none for it
+    proposal = proposal.detach().double()
+    return (proposal[classes] / proposal.sum()).log() + math.log(len(classes))

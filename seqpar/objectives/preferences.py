@@ -128,8 +128,8 @@ def _reference_point(value: Tensor | float) -> Tensor:
     check_dense(value, "reference_point")
     if value.numel() != 1:
         raise ValueError(f"reference_point has shape {tuple(value.shape)}; it must be one number for the whole step")
-    # A tensor on an accelerator is not read, because reading it would wait for the device
-    if value.device.type == "cpu":
+    # A tensor on an accelerator is not read, because reading it would wait for the device; a traced one has no number
+    if value.device.type == "cpu" and not torch.compiler.is_compiling():
         check_number(value.item(), "reference_point")
     return value.detach().reshape(()).clamp(min=0)
 

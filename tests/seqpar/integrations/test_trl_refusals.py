@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import nn
 from trl.trainer import utils as trl_utils
 
@@ -203,6 +203,63 @@ def test_a_forward_that_does_not_ask_for_the_scores_is_refused():
         pytest.raises(RuntimeError, match="LlamaForCausalLM asked for its log-probabilities 0 times"),
     ):
         model(input_ids=batch()[0], fused_lm_head=True)
+
+
+def interrupted(module, args):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_after_ctrl_c_in_a_forward_another_model_is_not_scored_as_this_one(left):
+    model, other = (trl_utils.add_fused_lm_head(m) or m for m in (tiny("gemma2"), tiny("llama")))
+    own = trl_utils._ChunkedLogProbFunction
+    ids = batch()[0]
+    applied = AppliedScores([model], None)
+    hook = model.model.layers[0].register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model(input_ids=ids, labels=ids, fused_lm_head=True)
+    hook.remove()
+    if left:
+        with pytest.raises(RuntimeError, match=r"was interrupted before it ended; call its remove\(\)"):
+            other(input_ids=ids, labels=ids, fused_lm_head=True)
+        # The next forward of its own begins anew
+        model(input_ids=ids, labels=ids, fused_lm_head=True)
+        assert trl_utils._ChunkedLogProbFunction is own
+    applied.remove()
+    assert trl_utils._ChunkedLogProbFunction is own
+
+
+def test_a_trainer_that_asks_for_logits_in_training_is_refused():
+    model = tiny("llama")
+    with AppliedScores([model], None):
+        with torch.no_grad():
+            model(input_ids=batch()[0])
+        with pytest.raises(RuntimeError, match="asks LlamaForCausalLM for its logits in training and not for its"):
+            model(input_ids=batch()[0])
+
+
+def test_references_of_another_softcap_than_the_models_are_refused(trainer, monkeypatch):
+    monkeypatch.setattr(trainer, "precompute_ref_logps", True, raising=False)
+    apply_seqpar_scores(trainer).remove()
+    model = trainer.model
+    monkeypatch.setattr(model.config, "final_logit_softcapping", 2.0, raising=False)
+    theirs = types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs), model)
+    monkeypatch.setitem(vars(model), "forward", theirs)
+    capped = model.lm_head.register_forward_hook(lambda module, args, output: 2 * torch.tanh(output / 2))
+    with pytest.raises(ValueError, match=r"softcap of None and a factor of 1 where LlamaForCausalLM has 2.0 and 1"):
+        apply_seqpar_scores(trainer)
+    capped.remove()
+    assert not model._forward_pre_hooks
+
+
+def test_an_adapter_past_the_hooks_and_a_compiled_model_are_refused(trainer, monkeypatch):
+    adalora = get_peft_model(tiny("llama"), AdaLoraConfig(target_modules=["q_proj"], total_step=10))
+    monkeypatch.setattr(trainer, "model", adalora)
+    with pytest.raises(TypeError, match="PEFT's ADALORA calls the model's forward past its hooks"):
+        apply_seqpar_scores(trainer)
+    monkeypatch.setattr(trainer, "model", torch.compile(tiny("llama")))
+    with pytest.raises(TypeError, match=r"the LlamaForCausalLM of this trainer is compiled; make the trainer"):
+        apply_seqpar_scores(trainer)
 
 
 def test_an_adapter_on_the_projection_is_trained_only_with_the_scores(tmp_path):

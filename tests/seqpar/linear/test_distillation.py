@@ -194,6 +194,26 @@ def test_without_other_classes_there_is_no_rest(divergence):
     torch.testing.assert_close(grad, plain, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("masked", [0, 40])
+@pytest.mark.parametrize("vocab_size", [3, 50, 200])
+def test_in_float32_rounding_is_no_rest(vocab_size, masked):
+    """Of 2,000 rows some sum to a little less than 1, and the student has nothing outside the given classes, either."""
+    masked = min(masked, vocab_size - 2)
+    torch.manual_seed(vocab_size)
+    hidden, theirs, weight = torch.randn(2000, 8), torch.randn(2000, 8), torch.randn(vocab_size, 8)
+    bias = torch.zeros(vocab_size)
+    bias[:masked] = -INF
+    log_q = (theirs @ weight.t() + bias).log_softmax(-1).topk(vocab_size - masked)
+    target = torch.full((2000,), vocab_size - 1)
+    options = {"bias": bias, "divergence": "forward_kl"}
+    teacher = seqpar.TeacherTopK(log_q.indices, log_q.values, "one_class")
+    found = seqpar.linear_distillation(hidden, weight, teacher, target, **options).total
+    log_p = (hidden.double() @ weight.t().double() + bias).log_softmax(-1)[:, masked:]
+    exact = (theirs.double() @ weight.t().double() + bias).log_softmax(-1)[:, masked:]
+    expected = F.kl_div(log_p, exact, log_target=True, reduction="sum")
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
 def test_a_function_is_asked_for_the_rows_that_count_once_a_chunk_and_keeps_what_it_returned():
     hidden, weight, *others = given_tensors()
     log_q = (others[0] @ others[1].t()).log_softmax(-1)

@@ -83,6 +83,17 @@ def naive_pairs(batch):
     return zip(values[: len(values) // 2], values[len(values) // 2 :], strict=True)
 
 
+def test_kto_compiles_with_a_reference_point_that_is_a_tensor():
+    log_ratio, desirable = torch.tensor([0.3, -0.7, 1.1]).double(), torch.tensor([True, False, True])
+    compiled = torch.compile(
+        lambda r, point: kto(r, desirable, beta=0.2, reference_point=point), fullgraph=True, backend="eager"
+    )
+    for point in (torch.tensor(0.4), torch.tensor(-1.0)):
+        torch.testing.assert_close(
+            compiled(log_ratio, point), kto(log_ratio, desirable, beta=0.2, reference_point=point)
+        )
+
+
 @given(batches(least=1, multiple=2), betas, st.floats(0, 2))
 def test_simpo_is_the_papers_from_the_tokens_on(batch, beta, gamma):
     assert_same_losses(
