@@ -30,6 +30,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 
     Raises CheckpointError if `target` was not made by this function, or cannot be written.
     """
+    target = _by_name(target)
     check_replaceable(target)
     new = _beside(target, "new")
     previous = _beside(target, "previous")
@@ -72,6 +73,7 @@ def writing_to(path: Path) -> Iterator[None]:
 
 def check_replaceable(target: Path) -> None:
     """Raise CheckpointError unless `target` is missing, an empty folder, or one made by `replaced_folder`."""
+    target = _by_name(target)
     if target.is_symlink():
         raise CheckpointError(
             f"{target} is a symbolic link, which cannot be replaced as a whole: put the folder itself there, or link "
@@ -87,6 +89,7 @@ def check_replaceable(target: Path) -> None:
 
 def whole_folder(target: Path) -> Path | None:
     """Return the folder with the last complete contents of `target`; None if there is none."""
+    target = _by_name(target)
     folder = target
     if not target.exists():  # a process was killed between the two renames of `replaced_folder`
         folder = _beside(target, "previous")
@@ -122,6 +125,7 @@ def verified_folder(target: Path) -> Path:
 
 def check_removable(target: Path) -> None:
     """Raise CheckpointError if `target` contains files that its manifest does not list."""
+    target = _by_name(target)
     check_replaceable(target)
     for folder in (target, _beside(target, "previous")):
         if foreign := _foreign(folder):
@@ -130,6 +134,7 @@ def check_removable(target: Path) -> None:
 
 def remove_folder(target: Path) -> None:
     """Remove `target` and the folders of an interrupted replacement; raises as `check_removable` does."""
+    target = _by_name(target)
     check_removable(target)
     _remove_own(_beside(target, "previous"))
     gone = _beside(target, "new")  # renamed first, so that a process that is killed leaves a complete folder or none
@@ -143,6 +148,16 @@ def sha256(path: Path) -> str:
     """Compute the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _by_name(target: Path) -> Path:
+    """Return the path without `.` and `..`, which have no folder beside them and may lead through the folder itself."""
+    if target.name and ".." not in target.parts:
+        return target
+    if target.name in ("", ".."):
+        return target.resolve()
+    # Not the last name itself, which may be a symbolic link
+    return target.parent.resolve() / target.name
 
 
 def _beside(target: Path, what: str) -> Path:

@@ -163,6 +163,7 @@ class AppliedScores:
         self.chunk_tokens = chunk_tokens
         self.settings: dict[int, Settings] = {}
         self.readings: dict[int, Reading] = {}
+        self.asked = False
         self.running: _Node | None = None
         self.replaced: dict[str, Any] = {}
         for model in models:
@@ -198,12 +199,13 @@ class AppliedScores:
         # torch does not call `_after` for a forward that Ctrl-C has ended
         self._restore()
         if not kwargs.get("fused_lm_head"):
-            if model.training and torch.is_grad_enabled():
+            if not self.asked and model.training and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"the trainer asks {type(model).__name__} for its logits in training and not for its scores, so "
                     f"apply_seqpar_scores would change nothing; {WITHOUT}"
                 )
             return
+        self.asked = True
         head = model.get_output_embeddings()
         self.running = _Node(self._reading(model), adapter_of(model), head.weight, self.chunk_tokens)
         self.replaced = {name: getattr(trl_utils, name) for name in (NODE, COMPACT)}

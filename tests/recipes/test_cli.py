@@ -365,6 +365,29 @@ def test_a_model_folder_is_a_run_too(run: Path, capsys: pytest.CaptureFixture[st
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize("command", ["translate", "evaluate", "export"])
+def test_where_a_model_folder_is_named_another_checkpoint_is_refused(
+    run: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"translate": [SENTENCE], "evaluate": [], "export": ["--to", "safetensors", "--out", str(run / "out")]}
+    said = refusal(capsys, command, "--run", str(run / "best"), "--checkpoint", "last", *words[command])
+    assert f"{run / 'best'} is the folder of one model, where --checkpoint last has nothing to choose" in said
+    assert not (run / "out").exists()
+    if command == "translate":
+        assert "has nothing to choose" in refusal(
+            capsys, command, "--run", str(run), "--ensemble", str(run / "best"), "--checkpoint", "last", SENTENCE
+        )
+        assert main([command, "--run", str(run / "last"), "--checkpoint", "last", SENTENCE]) == 0
+
+
+def test_a_closed_standard_input_is_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "there is no standard input: give sentences, or --file" in refusal(capsys, "translate", "--run", str(run))
+    assert main(["translate", "--run", str(run), SENTENCE]) == 0
+
+
 @pytest.mark.parametrize("utility", ["chrf", "bleu"])
 @pytest.mark.parametrize("many", [["--n-best", "5", "--beam", "5"], ["--sample", "7", "--temperature", "2"]])
 def test_minimum_bayes_risk_chooses_among_what_is_printed_without_it(

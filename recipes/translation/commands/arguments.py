@@ -154,8 +154,17 @@ def require(package: str) -> None:
 
 
 def checkpoint_folder(options: argparse.Namespace) -> Path:
-    """Return the folder of the model that --run and --checkpoint name; raise CheckpointError if there is none."""
-    folder = model_folder(options.run, options.checkpoint or "best")
+    """Return the folder of the model that --run and --checkpoint name; raise CheckpointError if there is none.
+
+    Raises ConfigError for a --run that is the folder of another model than --checkpoint chooses.
+    """
+    named = Path(options.run)
+    if options.checkpoint and whole_folder(named) and named.resolve().name != options.checkpoint:
+        raise ConfigError(
+            f"{named} is the folder of one model, where --checkpoint {options.checkpoint} has nothing to choose: name "
+            "the run it is in, or leave --checkpoint out"
+        )
+    folder = model_folder(named, options.checkpoint or "best")
     if whole_folder(folder) is None and not folder.exists():
         way = "train one"
         if options.checkpoint == "averaged":

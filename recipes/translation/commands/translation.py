@@ -21,7 +21,7 @@ from recipes.translation.commands.arguments import (
     require,
 )
 from recipes.translation.commands.searching import add_search_options, clashing, load_ensemble, search_options
-from recipes.translation.data.lines import lines_of, read_lines
+from recipes.translation.data.lines import lines_of, read_lines, unpacked
 from recipes.translation.search_options import SearchOptions
 from recipes.translation.settings.config import ConfigError, LayoutConfig
 
@@ -67,7 +67,7 @@ def translate(argv: Sequence[str]) -> int:
 
     from recipes.translation.processes.ranks import joined
 
-    typing = not options.sentences and not options.file and sys.stdin.isatty()
+    typing = is_typing(options)
     with joined(LayoutConfig().timeout) as ranks:
         if typing:
             check_typing(options, ranks)
@@ -88,6 +88,16 @@ def translate(argv: Sequence[str]) -> int:
         if options.alignments:
             write_alignments(Path(options.alignments), translator, sentences, lines, ranks)
     return 0
+
+
+def is_typing(options: argparse.Namespace) -> bool:
+    """Return whether a person types the sentences; raise ConfigError if there is nothing to read them from."""
+    if options.sentences or options.file:
+        return False
+    # Python has none where the program that started it has closed it
+    if sys.stdin is None:
+        raise ConfigError("there is no standard input: give sentences, or --file")
+    return sys.stdin.isatty()
 
 
 def replaced_input(options: argparse.Namespace) -> str:
@@ -180,7 +190,8 @@ def write_alignments(
 def _sentences(file: str | None) -> list[str]:
     if file:
         return read_lines(Path(file))
-    return lines_of(sys.stdin.buffer.read(), "the standard input")
+    where = "the standard input"
+    return lines_of(unpacked(sys.stdin.buffer.read(), where), where)
 
 
 def typed(prompt: str) -> Iterator[str]:

@@ -19,6 +19,8 @@ Rule = Callable[[Pair], bool]
 """Return whether a pair is to be removed."""
 
 EMPTY = "an empty side"
+VISIBLE = re.compile(r"[^\s\x01-\x1f\x7f\x8f\x9f\u061c\u200b\u200c\u200e\u200f\u2581\ufeff\ufffd]")
+"""A character of which sentencepiece makes a subword; it removes all others, such as zero-width spaces, as blanks."""
 
 CONTINUATION = (
     "[\u00a1-\u00aa\u00ac-\u00ba\u00bc-\u00be"
@@ -68,7 +70,7 @@ class Cleaning:
 
 def rules(settings: CleaningConfig, source: str, target: str) -> dict[str, Rule]:
     """Return the rules that are set, by the words of the log, in the order in which they are asked."""
-    found: dict[str, Rule] = {EMPTY: lambda pair: not (pair.source.strip() and pair.target.strip())}
+    found: dict[str, Rule] = {EMPTY: lambda pair: not all(map(VISIBLE.search, pair))}
     if settings.encoding:
         found["wrong encoding"] = lambda pair: any(map(DAMAGED.search, pair))
     if (words := settings.max_words) is not None:

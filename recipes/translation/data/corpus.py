@@ -157,13 +157,17 @@ def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | N
         ids = TokenStore.open(store)
         digest = hashlib.sha256(ids.sha256.encode())
     settings = config.training
+    mixture = mixture_of(config, ids.corpora)
+    if mixture is not None:
+        # Where one corpus ends and the next begins decides how often a pair is drawn
+        digest.update(repr(ids.corpora).encode())
     train = TokenBatches(
         ids.sources,
         ids.targets,
         batch_tokens=settings.batch_tokens,
         seed=settings.seed,
         max_length=settings.max_length,
-        mixture=mixture_of(config, ids.corpora),
+        mixture=mixture,
         symbols=source.symbols,
     )
     if not len(train):

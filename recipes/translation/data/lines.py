@@ -20,13 +20,17 @@ class DataError(ValueError):
 
 def read_lines(path: Path) -> list[str]:
     """Read the lines of a text file, plain or compressed by gzip; raises OSError, and DataError as `lines_of` does."""
-    content = path.read_bytes()
-    if content.startswith(GZIP):
-        try:
-            content = gzip.decompress(content)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path} cannot be unpacked: {error}; copy it once more") from error
-    return lines_of(content, str(path))
+    return lines_of(unpacked(path.read_bytes(), str(path)), str(path))
+
+
+def unpacked(content: bytes, where: str) -> bytes:
+    """Return the content of a file, without gzip's compression; raise DataError if it is damaged."""
+    if not content.startswith(GZIP):
+        return content
+    try:
+        return gzip.decompress(content)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{where} cannot be unpacked: {error}; copy it once more") from error
 
 
 def each_line(path: Path) -> Iterator[str]:
@@ -54,6 +58,8 @@ def lines_of(content: bytes, where: str) -> list[str]:
     text = _decoded(content, where, 1)
     if not text:
         return []
+    if "\n" not in text and "\r" in text.rstrip("\r"):
+        raise DataError(f"{where} has carriage returns as its line ends; convert it, as with tr '\\r' '\\n'")
     return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
 
 

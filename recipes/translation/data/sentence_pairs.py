@@ -162,6 +162,9 @@ def _tsv(data: DataConfig, split: Split) -> Iterator[Pair]:
 
 def _check_header(header: Sequence[str], data: DataConfig, path: Path) -> None:
     """Raise DataError unless the first line of a file names a column for each language."""
+    for setting, language in _languages(data):
+        if header.count(language) > 1:
+            raise DataError(f"{path} has {header.count(language)} columns {language!r} ({setting}); rename all but one")
     missing = [(setting, language) for setting, language in _languages(data) if language not in header]
     if not missing:
         return
@@ -188,13 +191,23 @@ def _jsonl(data: DataConfig, split: Split) -> list[Pair]:
 
 def _record(line: str, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=_without_repeats)
     except RecursionError:
         raise DataError(f"{where} is not JSON: it is nested too deeply") from None
     except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f'{where} is a {type(record).__name__}, not an object such as {{"en": ..., "de": ...}}')
+    return record
+
+
+def _without_repeats(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict; raise ValueError for a key that occurs twice, of which json keeps the last."""
+    record = dict(entries)
+    if len(record) < len(entries):
+        names = [name for name, _ in entries]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {shortened(repeated)!r} occurs twice in one object")
     return record
 
 

@@ -28,7 +28,7 @@ from recipes.translation.data.subwords import Subwords
 
 ROWS = 50_000
 """Pairs in a record batch."""
-LAYOUT = 1
+LAYOUT = 2
 """Part of every key: it changes when this file writes something else from the same data."""
 PAIRS = "pairs.arrow"
 FACTS = "facts.json"

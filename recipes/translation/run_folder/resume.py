@@ -67,6 +67,7 @@ def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
     saved = load_training(run / "last")
     check_steps(config, saved.state.step)
     check_best(saved, config)
+    check_saved_with_models(config, saved.state.step)
     for folder in kept_models(run):
         check_same_settings(config, folder)
     return saved
@@ -116,6 +117,33 @@ def check_steps(config: RunConfig, made: int) -> None:
             f"training.steps is {steps:,}, but {config.run} has made {made:,} steps: set training.steps to "
             f"{made + 1:,} or more to go on, choose another --run, or start over with --fresh"
         )
+
+
+def check_saved_with_models(config: RunConfig, made: int) -> None:
+    """Say which new settings `best` does not have; raise ConfigError if no step is left, so that no model gets them.
+
+    The settings of decoding and the test set have no effect on training; a model is saved and used with them.
+    """
+    run = Path(config.run)
+    before = saved_config(run / "last")
+    assert before is not None  # `begin` checks that there is a checkpoint
+    was = _saved_with_models(before)
+    for key, value in _saved_with_models(config).items():
+        if value == was[key]:
+            continue
+        if made == config.training.steps:
+            raise ConfigError(
+                f"{key} is {value!r}, but {run} has made its {made:,} steps, and its models keep {was[key]!r}: set "
+                f"training.steps to {made + 1:,} or more, or give test files and search options to evaluate and "
+                "translate"
+            )
+        print(f"[train] {key} is now {value!r}; {run / 'best'} keeps {was[key]!r} until there is a better model")
+
+
+def _saved_with_models(config: RunConfig) -> dict[str, object]:
+    tests = {f"corpora.{name}.test": corpus.test for name, corpus in config.corpora.items()}
+    names = [name for name in MAY_CHANGE if name.startswith("decoding.")]
+    return {name: flat(config)[name] for name in sorted({*names, "data.test", "data.tokenize"})} | tests
 
 
 def check_same_settings(config: RunConfig, folder: Path) -> None:

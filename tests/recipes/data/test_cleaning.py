@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,6 +43,14 @@ def kept(settings: CleaningConfig, *sides: tuple[str, str], languages: tuple[str
     return clean([Pair(*pair) for pair in sides], settings, *languages)[0]
 
 
+NORMALIZER = sentencepiece.SentencePieceNormalizer(rule_name="nmt_nfkc")
+
+
+def is_empty(side: str) -> bool:
+    """Whether sentencepiece makes no subword of it."""
+    return not side.strip() or not NORMALIZER.normalize(side).strip("\u2581 ")
+
+
 @given(pairs, rules)
 def test_what_is_kept_and_what_is_counted_are_all_pairs_in_their_order(
     given: list[Pair], settings: CleaningConfig
@@ -62,7 +72,8 @@ def test_lengths_are_counted_in_words_and_characters(
     for source, target in given:
         lengths = len(source.strip()), len(target.strip())
         if (
-            min(lengths) > 0
+            not is_empty(source)
+            and not is_empty(target)
             and max(len(source.split()), len(target.split())) <= words
             and max(len(source), len(target)) <= characters
             and max(lengths) <= ratio * min(lengths)
@@ -74,13 +85,21 @@ def test_lengths_are_counted_in_words_and_characters(
 
 @given(pairs)
 def test_the_first_of_equal_pairs_stays(given: list[Pair]) -> None:
-    full = [pair for pair in given if pair.source.strip() and pair.target.strip()]
+    full = [pair for pair in given if not any(map(is_empty, pair))]
     assert clean(given, CleaningConfig(duplicates=True), "en", "de")[0] == list(dict.fromkeys(full))
 
 
 def test_without_rules_only_empty_sides_are_removed() -> None:
-    odd = [("a", "a"), ("a", "a"), ("д" * 5_000, "\ufffd"), ("Ã¼", "x")]
-    assert kept(CleaningConfig(), *odd, ("", "x"), ("x", " \t")) == odd
+    odd = [("a", "a"), ("a", "a"), ("д" * 5_000, "a\ufffd"), ("Ã¼", "x")]
+    blank = [("", "x"), ("x", " \t"), ("\u200b", "x"), ("x", "\ufeff \x7f"), ("x", "\ufffd")]
+    assert kept(CleaningConfig(), *odd, *blank) == odd
+
+
+def test_a_side_is_empty_if_sentencepiece_leaves_nothing_of_it() -> None:
+    characters = [chr(code) for code in range(1, 0x30000) if not 0xD800 <= code < 0xE000]
+    sides = [*filter(is_empty, characters), *"aä漢!\u0301\u00ad", *random.Random(0).sample(characters, 3000)]
+    for side in sides:
+        assert kept(CleaningConfig(), (side, "x")) == [(side, "x")] * (not is_empty(side)), hex(ord(side))
 
 
 REAL = [

@@ -134,6 +134,23 @@ def files(folder: Path, corpora: Any, **changes: Any) -> RunConfig:
     )
 
 
+@pytest.mark.parametrize("cache", [False, True])
+def test_pairs_that_moved_from_one_corpus_to_another_are_other_data(cache: bool, tmp_path: Path) -> None:
+    """The same pairs in the same order, of which a resumed run would draw others more often."""
+    corpora: dict[str, Any] = {"a": {"train": ["a.en", "a.de"], "weight": 3}, "b": {"train": ["b.en", "b.de"]}}
+    prints = []
+    for cut in (30, 20):
+        folder = tmp_path / str(cut)
+        folder.mkdir()
+        for side in ("en", "de"):
+            lines = [f"word {n}\n" for n in range(50)]
+            (folder / f"a.{side}").write_text("".join(lines[:cut]))
+            (folder / f"b.{side}").write_text("".join(lines[cut:]))
+        changes = {"data.cache": str(folder / "cache")} if cache else {}
+        prints.append(load_corpus(files(folder, corpora, **{"subwords.vocab_size": 280, **changes})).fingerprint)
+    assert prints[0] != prints[1]
+
+
 def test_models_are_made_anew_when_a_corpus_or_its_tag_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,6 +125,35 @@ def pairs_of(folder: Path, format: str, **files: bytes) -> list[tuple[str, str]]
     return list(load_pairs(DataConfig(format=format, path=str(folder), train=tuple(files)), "train"))
 
 
+def test_a_file_with_carriage_returns_alone_is_not_taken_for_one_line(tmp_path: Path) -> None:
+    for written in (b"a\rb", b"a\rb\r", b"\ra\r"):
+        (tmp_path / "in.txt").write_bytes(written)
+        for read in (read_lines, each_line):
+            with pytest.raises(DataError, match=r"in\.txt has carriage returns as its line ends; convert it"):
+                list(read(tmp_path / "in.txt"))
+    (tmp_path / "in.txt").write_bytes(b"a\r")
+    assert read_lines(tmp_path / "in.txt") == list(each_line(tmp_path / "in.txt")) == ["a\r"]
+
+
+def test_a_pipe_may_be_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(b"one\ntwo\n"))))
+    assert translation._sentences(None) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("format", "content", "message"),
+    [
+        ("tsv", b"en\tde\ten\na\tx\tb\n", r"a has 2 columns 'en' \(data.source\); rename all but one"),
+        ("jsonl", b'{"en": "a", "de": "x", "en": "b"}\n', r"a:1 is not JSON: the key 'en' occurs twice in one object"),
+    ],
+)
+def test_a_column_or_key_that_occurs_twice_is_refused(
+    format: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        pairs_of(tmp_path, format, a=content)
+
+
 def test_a_lone_carriage_return_does_not_misalign_pairs(tmp_path: Path) -> None:
     found = pairs_of(tmp_path, "text", en=b"a\rb\nc\nd\n", de=b"x\ny\rz\nw\n")
     assert found == [("a\rb", "x"), ("c", "y\rz"), ("d", "w")]

@@ -111,6 +111,22 @@ def test_a_process_killed_at_any_time_while_saving_leaves_a_whole_folder(tmp_pat
         assert last_printed <= written(target) <= last_printed + 1
 
 
+@pytest.mark.parametrize("way", [".", "./", "../made", "{path}/../made", "inside/.."])
+def test_a_folder_may_be_named_through_itself(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "made"
+    with replaced_folder(folder) as new:
+        (new / "file").write_text("old")
+    monkeypatch.chdir(folder)
+    if way == "inside/..":
+        (folder / "inside").mkdir()
+    target = Path(way.format(path=folder))
+    assert whole_folder(target) is not None
+    with replaced_folder(target) as new:
+        (new / "file").write_text("new")
+    assert (folder / "file").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
 def test_an_error_while_writing_leaves_the_old_folder(tmp_path: Path) -> None:
     target = tmp_path / "last"
     with replaced_folder(target) as new:

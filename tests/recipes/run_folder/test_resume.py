@@ -177,6 +177,19 @@ def another(name: str, value: Any) -> Any:
     return (0.5, 0.5) if isinstance(value, tuple) else "another"
 
 
+@pytest.mark.parametrize(("name", "value"), [("decoding.beam", 3), ("decoding.length_penalty", 0.2)])
+def test_a_new_setting_of_saved_models_is_said_or_refused_where_none_is_saved_any_more(
+    name: str, value: Any, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {**MADE, name: value}
+    with pytest.raises(ConfigError, match=rf"^{name} is .*, but {run} has made its .* steps, and its models keep"):
+        begin(tiny(run, changes), False)
+    begin(tiny(run, {**changes, "training.steps": 100}), False)
+    assert f"[train] {name} is now " in capsys.readouterr().out
+    begin(tiny(run, MADE), False)
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("name", [name for name in SCHEMA.settings if name not in MAY_CHANGE])
 def test_no_setting_that_makes_it_another_run_can_change_on_resuming(name: str, made: Path) -> None:
     config = tiny(made, {**SHORT, "training.steps": 6})
