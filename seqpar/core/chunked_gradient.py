@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.chunks import Chunk, check_chunks
-from seqpar.core.graphs import graph_of_its_own
+from seqpar.core.graphs import graph_of_its_own, leaves_of_graph
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.tensor_checks import check_dense, check_number
 from seqpar.core.token_loss import TokenLoss, wide
@@ -327,18 +327,8 @@ def _refuse_unknown_leaves(total: Tensor, known: set[int]) -> None:
         total: the first chunk's loss.
         known: the `id` of each tensor that has a gradient slot.
     """
-    todo = [total.grad_fn]
-    # A node is reached once by each use of its result: without this set the search would take exponential time
-    seen = set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo.extend(parent for parent, _ in node.next_functions)
-        # Only AccumulateGrad, the node of a leaf, has this attribute
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
+    for leaf in leaves_of_graph(total):
+        if id(leaf) not in known:
             raise RuntimeError(
                 f"the generator or criterion used a tensor of shape {tuple(leaf.shape)} that needs a gradient and is "
                 "neither a registered parameter nor a per-token argument; register it, or pass it as a keyword (a "

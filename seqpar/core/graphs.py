@@ -1,4 +1,7 @@
-"""Keep what happens inside a chunked loss out of the caller's graphs: those of `torch.compile` and of autograd."""
+"""Keep what happens inside a chunked loss out of the caller's graphs, those of `torch.compile` and of autograd.
+
+And find the leaves of autograd's graph.
+"""
 
 from __future__ import annotations
 
@@ -64,3 +67,20 @@ def _unless_changed(saved: tuple[Tensor, int]) -> Tensor:
             "use in the generator or the criterion; leave out the in-place operation"
         )
     return tensor
+
+
+def leaves_of_graph(result: Tensor) -> Iterator[Tensor]:
+    """Yield each leaf that needs a gradient and that the result depends on."""
+    todo = [result.grad_fn]
+    # A node is reached once by each use of its result: without this set the search would take exponential time
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo.extend(parent for parent, _ in node.next_functions)
+        # Only AccumulateGrad, the node of a leaf, has this attribute
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf

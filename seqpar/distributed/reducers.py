@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from seqpar.core.graphs import leaves_of_graph
 from seqpar.distributed.collectives import gather_numbers
 from seqpar.distributed.wrappers import WRAP_BOTH, is_fsdp_unit
 
@@ -103,17 +104,7 @@ def _reduced(model: nn.Module) -> set[int]:
 def check_has_all(total: Tensor, model: nn.Module) -> None:
     """Raise ValueError if the loss depends on a parameter that the model does not have."""
     known = _reduced(model) | {id(p) for p in model.parameters()}
-    nodes: list[Any] = [total.grad_fn]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
-        if not node.name().endswith("AccumulateGrad"):
-            continue
-        leaf = node.variable
+    for leaf in leaves_of_graph(total):
         if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
             raise ValueError(
                 f"the loss depends on a parameter of shape {tuple(leaf.shape)} that model does not have, so nothing "
