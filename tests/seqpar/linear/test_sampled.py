@@ -18,11 +18,12 @@ def estimate(hidden, weight, target, bias=None, *, classes, proposal, ignore_ind
     proposal = torch.ones(len(weight)).double() if proposal is None else proposal
     for row, gold in zip(z, target.flatten().tolist(), strict=True):
         if gold != ignore_index:
-            parts = [row[gold].exp()]
+            # By logsumexp, which is exact where every draw is the target: the estimate is 0 then
+            parts = [row[gold]]
             parts += [
-                row[k].exp() / (len(classes) * proposal[k] / proposal.sum()) for k in classes.tolist() if k != gold
+                row[k] - (len(classes) * proposal[k] / proposal.sum()).log() for k in classes.tolist() if k != gold
             ]
-            total = total + torch.stack(parts).sum().log() - row[gold]
+            total = total + torch.stack(parts).logsumexp(0) - row[gold]
     return total
 
 
