@@ -388,6 +388,14 @@ def test_a_closed_standard_input_is_one_line(
     assert main(["translate", "--run", str(run), SENTENCE]) == 0
 
 
+def test_results_are_not_printed_to_a_closed_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["translate", SENTENCE]) == 2
+    assert "there is no standard output, where translate prints its results" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("utility", ["chrf", "bleu"])
 @pytest.mark.parametrize("many", [["--n-best", "5", "--beam", "5"], ["--sample", "7", "--temperature", "2"]])
 def test_minimum_bayes_risk_chooses_among_what_is_printed_without_it(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,18 @@ def test_evaluate_prints_signed_scores_and_writes_them(
     for part in ("BLEU ", "BLEU, lower-cased", "chrF", "TER", "exact match", "|tok:intl|", "case:lc"):
         assert part in text
     assert (run / "valid.scores.json").exists()
+
+
+def test_scores_that_cannot_be_written_leave_the_earlier_evaluation_and_are_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 60)
+    own = shutil.copytree(run, tmp_path / "run")
+    (own / "valid.translations.txt").write_text("earlier\n")
+    (own / ".valid.scores.json.new").mkdir()
+    assert main(["evaluate", "--run", str(own), "--split", "valid", "--beam", "1"]) == 2
+    assert "valid.scores.json: cannot be written: Is a directory" in capsys.readouterr().err
+    assert (own / "valid.translations.txt").read_text() == "earlier\n"
 
 
 @pytest.mark.parametrize("labels", ["nowhere", "a\nb\n"])

@@ -51,6 +51,10 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
+PRINTING = ("translate", "score", "compare")
+"""The commands that have no result but what they print."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Run a command; return the exit status: 0, 2 for a mistake of the user, or 128 + the number of a signal."""
     if not argv or argv[0] in ("-h", "--help"):
@@ -88,6 +92,9 @@ def output_lacks(error: UnicodeEncodeError) -> str:
 
 def started(name: str, words: Sequence[str]) -> int:
     """Run a command, in as many processes as --processes says."""
+    # Python has none where the program that started it has closed it, and loses what is printed
+    if sys.stdout is None and name in PRINTING:
+        raise ConfigError(f"there is no standard output, where {name} prints its results")
     processes, rest = processes_of(words)
     if processes is not None:
         return launch(processes, [name, *rest])

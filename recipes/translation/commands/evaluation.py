@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.translation.atomic_folder import writing_to
 from recipes.translation.commands.arguments import (
     PROGRAM,
     add_checkpoint,
@@ -88,9 +87,8 @@ def evaluate(argv: Sequence[str]) -> int:
         found = _evaluated(options, ranks)
         print(_table(found))
         if ranks.is_main and not options.hypotheses:
-            with writing_to(Path(options.run)):
-                weights = [weights_digest(checkpoint_folder(each)) for each in models_named(options)]
-                written = [path for evaluation in found for path in evaluation.write(Path(options.run), weights)]
+            weights = [weights_digest(checkpoint_folder(each)) for each in models_named(options)]
+            written = [path for evaluation in found for path in evaluation.write(Path(options.run), weights)]
             print("[evaluate] written:", *written)
         if options.by:
             for evaluation in found:
