@@ -32,8 +32,8 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     """
     target = _by_name(target)
     check_replaceable(target)
-    new = _beside(target, "new")
-    previous = _beside(target, "previous")
+    new = beside(target, "new")
+    previous = beside(target, "previous")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(new, ignore_errors=True)  # of a process that was killed while it was writing
@@ -73,7 +73,6 @@ def writing_to(path: Path) -> Iterator[None]:
 
 def check_replaceable(target: Path) -> None:
     """Raise CheckpointError unless `target` is missing, an empty folder, or one made by `replaced_folder`."""
-    target = _by_name(target)
     if target.is_symlink():
         raise CheckpointError(
             f"{target} is a symbolic link, which cannot be replaced as a whole: put the folder itself there, or link "
@@ -89,10 +88,9 @@ def check_replaceable(target: Path) -> None:
 
 def whole_folder(target: Path) -> Path | None:
     """Return the folder with the last complete contents of `target`; None if there is none."""
-    target = _by_name(target)
     folder = target
     if not target.exists():  # a process was killed between the two renames of `replaced_folder`
-        folder = _beside(target, "previous")
+        folder = beside(target, "previous")
     if not (folder / MANIFEST).is_file():
         return None
     return folder
@@ -125,19 +123,17 @@ def verified_folder(target: Path) -> Path:
 
 def check_removable(target: Path) -> None:
     """Raise CheckpointError if `target` contains files that its manifest does not list."""
-    target = _by_name(target)
     check_replaceable(target)
-    for folder in (target, _beside(target, "previous")):
+    for folder in (target, beside(target, "previous")):
         if foreign := _foreign(folder):
             raise CheckpointError(f"{foreign[0]} was not written here, and would be removed: move it away first")
 
 
 def remove_folder(target: Path) -> None:
     """Remove `target` and the folders of an interrupted replacement; raises as `check_removable` does."""
-    target = _by_name(target)
     check_removable(target)
-    _remove_own(_beside(target, "previous"))
-    gone = _beside(target, "new")  # renamed first, so that a process that is killed leaves a complete folder or none
+    _remove_own(beside(target, "previous"))
+    gone = beside(target, "new")  # renamed first, so that a process that is killed leaves a complete folder or none
     shutil.rmtree(gone, ignore_errors=True)
     if target.exists():
         target.rename(gone)
@@ -160,7 +156,9 @@ def _by_name(target: Path) -> Path:
     return target.parent.resolve() / target.name
 
 
-def _beside(target: Path, what: str) -> Path:
+def beside(target: Path, what: str) -> Path:
+    """Return the hidden path next to a file or folder where its `new` or `previous` contents are."""
+    target = _by_name(target)
     return target.with_name(f".{target.name}.{what}")
 
 

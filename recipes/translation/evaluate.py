@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from recipes.translation.atomic_folder import writing_to
+from recipes.translation.atomic_folder import beside, writing_to
 from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.data.held_out import HeldOut, HeldOutSplit, the_one_of
 from recipes.translation.data.lines import DataError, read_lines
@@ -67,15 +67,11 @@ class Evaluation:
         # Both are written before the first takes its place, so that a full disk leaves those of one evaluation
         for path, text in texts.items():
             with writing_to(path):
-                _new(path).write_text(text, encoding="utf-8")
+                beside(path, "new").write_text(text, encoding="utf-8")
         for path in texts:
             with writing_to(path):
-                _new(path).replace(path)
+                beside(path, "new").replace(path)
         return list(texts)
-
-
-def _new(path: Path) -> Path:
-    return path.with_name(f".{path.name}.new")
 
 
 def evaluate(

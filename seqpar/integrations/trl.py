@@ -78,15 +78,9 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
                 f"the {type(model._orig_mod).__name__} of this trainer is compiled; make the trainer with the model "
                 "from before torch.compile, or call model.compile(), which compiles it in place"
             )
-    applied = AppliedScores(models, chunk_tokens)
-    if getattr(trainer, "precompute_ref_logps", False):
-        try:
-            for model in models:
-                _refuse_other_references(model, applied.readings[id(model)])
-        except ValueError:
-            applied.remove()
-            raise
-    return applied
+        if getattr(trainer, "precompute_ref_logps", False):
+            _refuse_other_references(model, examine(model))
+    return AppliedScores(models, chunk_tokens)
 
 
 def _refuse_other_references(model: Any, reading: Reading) -> None:
@@ -161,8 +155,7 @@ class AppliedScores:
 
     def __init__(self, models: list[PreTrainedModel], chunk_tokens: int | None) -> None:
         self.chunk_tokens = chunk_tokens
-        self.settings: dict[int, Settings] = {}
-        self.readings: dict[int, Reading] = {}
+        self.checked: dict[int, tuple[Settings, Reading]] = {}
         self.asked = False
         self.running: _Node | None = None
         self.replaced: dict[str, Any] = {}
@@ -189,10 +182,11 @@ class AppliedScores:
     def _reading(self, model: PreTrainedModel) -> Reading:
         """Return what a model does to its logits; it is examined again when its configuration has changed."""
         settings = settings_of(model, {})
-        if self.settings.get(id(model)) != settings:
-            self.readings[id(model)] = examine(model)
-            self.settings[id(model)] = settings
-        return self.readings[id(model)]
+        before, reading = self.checked.get(id(model), (None, None))
+        if reading is None or settings != before:
+            reading = examine(model)
+            self.checked[id(model)] = (settings, reading)
+        return reading
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put our function in the place of TRL's, until the forward returns."""

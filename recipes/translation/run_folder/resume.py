@@ -44,6 +44,10 @@ RISKING = frozenset({"data.tokenize", "decoding.max_length"})
 """Those of them that change which samples minimum-risk training draws, or how good they are."""
 
 
+SAVED_WITH_MODELS = {name for name in MAY_CHANGE if name.startswith("decoding.")} | {"data.test", "data.tokenize"}
+"""Those of them that a model is saved with, and that have no effect on its training."""
+
+
 def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
     """Return the checkpoint to resume from; None for a new run, which with `fresh` takes the place of an earlier one.
 
@@ -142,8 +146,8 @@ def check_saved_with_models(config: RunConfig, made: int) -> None:
 
 def _saved_with_models(config: RunConfig) -> dict[str, object]:
     tests = {f"corpora.{name}.test": corpus.test for name, corpus in config.corpora.items()}
-    names = [name for name in MAY_CHANGE if name.startswith("decoding.")]
-    return {name: flat(config)[name] for name in sorted({*names, "data.test", "data.tokenize"})} | tests
+    chosen = {name: value for name, value in flat(config).items() if name in SAVED_WITH_MODELS}
+    return chosen | tests
 
 
 def check_same_settings(config: RunConfig, folder: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from recipes.translation.atomic_folder import writing_to
+from recipes.translation.atomic_folder import beside, writing_to
 from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.status_line import StatusLine, duration
 
@@ -154,7 +154,7 @@ def _remove_after(path: Path, after_step: int) -> None:
             file.writelines(odd)
         print(f"[train] {path}: {len(odd):,} lines that are not records of steps were moved to {aside}", flush=True)
     if remaining != before:
-        new = path.with_name(f".{path.name}.new")
+        new = beside(path, "new")
         with new.open("wb") as file:
             file.write(remaining)
             file.flush()

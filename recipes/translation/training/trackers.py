@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from recipes.translation.atomic_folder import writing_to
+from recipes.translation.atomic_folder import beside, writing_to
 from recipes.translation.run_folder.resume import flat
 from recipes.translation.settings.config import ConfigError, RunConfig
 from recipes.translation.training.progress import read_metrics
@@ -132,7 +132,7 @@ def open_trackers(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
             raise ConfigError(f"training.trackers: {name} does not begin: {type(error).__name__}: {error}") from error
         found.append(Forgiving(name, tracker))
     known["begun"] = sorted({*known["begun"], *names})
-    new = path.with_name(f".{path.name}.new")
+    new = beside(path, "new")
     with writing_to(path):
         new.write_text(json.dumps(known) + "\n", encoding="utf-8")
         os.replace(new, path)

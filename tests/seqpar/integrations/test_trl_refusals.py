@@ -252,6 +252,17 @@ def test_references_of_another_softcap_than_the_models_are_refused(trainer, monk
     assert not model._forward_pre_hooks
 
 
+def test_references_of_the_models_own_softcap_are_accepted(trainer, monkeypatch):
+    model = tiny("gemma2")
+    trl_utils.add_fused_lm_head(model)
+    monkeypatch.setattr(trainer, "model", model)
+    monkeypatch.setattr(trainer, "precompute_ref_logps", True, raising=False)
+    apply_seqpar_scores(trainer).remove()
+    monkeypatch.setattr(model.config, "final_logit_softcapping", 0.5)
+    with pytest.raises(ValueError, match=r"with a softcap of \d.* and a factor of 1 where Gemma2ForCausalLM has 0.5"):
+        apply_seqpar_scores(trainer)
+
+
 def test_an_adapter_past_the_hooks_and_a_compiled_model_are_refused(trainer, monkeypatch):
     adalora = get_peft_model(tiny("llama"), AdaLoraConfig(target_modules=["q_proj"], total_step=10))
     monkeypatch.setattr(trainer, "model", adalora)
