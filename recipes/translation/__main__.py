@@ -9,7 +9,7 @@ try:
     from recipes.translation.commands import main
 except ModuleNotFoundError as error:
     if missing := missing_package(error):
-        print(f"error: {missing}", file=sys.stderr)
+        print(f"error: {missing}\n", end="", file=sys.stderr)  # as `fail`, which could be missing the package itself
         sys.exit(2)
     raise
 

@@ -41,6 +41,26 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return error.strip()
 
 
+def test_an_error_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes share the output: a line written in two pieces could be split by that of the other one."""
+    pieces: list[bytes] = []
+
+    class Unbuffered(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, piece: Any) -> int:
+            pieces.append(bytes(piece))
+            return len(piece)
+
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(Unbuffered(), write_through=True))
+    assert run_main("walk") == 2
+    written = [piece for piece in pieces if piece]
+    assert len(written) == 1
+    assert written[0].startswith(b"error: ")
+    assert written[0].endswith(b"\n")
+
+
 def test_an_output_that_cannot_take_a_letter_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -160,5 +160,6 @@ def fail(message: str) -> int:
     line = " ".join(message.split())
     if rank != "0":
         line = f"rank {rank}: {line}"
-    print(f"error: {line}", file=sys.stderr)
+    # In one piece: unbuffered, print writes the end of the line by itself, and the lines of two processes would mix
+    print(f"error: {line}\n", end="", file=sys.stderr)
     return 2
