@@ -357,7 +357,7 @@ def page(text: str, rows: list[Row]) -> str:
     """
     before, _, after = text.partition(BEGIN)
     after = after.partition(END)[2] or "\n"
-    machines = "\n".join(sorted({f"{row['date']}, {row['on']}" for row in rows}))
+    machines = "\n".join(sorted({f"- {row['date']}, {row['on']}" for row in rows}))
     return f"{before}{BEGIN}\n\n{tables(rows)}\n\n{machines}\n\n{END}{after}"
 
 

@@ -15,10 +15,11 @@ QUIET = 1.0
 """Load average above which something else ran when a measurement began."""
 LEGEND = """\
 A cell has the time over that of the bare matrix products that a way without kept logits needs (fastest runs, which a
-shared machine disturbs least; in brackets the medians), and the peak memory above inputs and gradients. The products
-write into memory that is already there, all rows at once or 512 at a time, whichever is faster. Ways marked (k) keep
-all logits for backward, and so make one product less where the projection is trained. A `*` marks scores or gradients
-that are more than twice as far from float64 as plain `log_softmax` in the same dtype; the last table says which.
+shared machine disturbs least; in brackets the medians, below 1 where other work slowed the products more), and the
+peak memory above inputs and gradients. The products write into memory that is already there, all rows at once or 512
+at a time, whichever is faster. Ways marked (k) keep all logits for backward, and so make one product less where the
+projection is trained. A `*` marks scores or gradients that are more than twice as far from float64 as plain
+`log_softmax` in the same dtype; where there are any, a table at the end says which.
 """
 MEASURED = """\
 The ways take turns in one process, round after round, and all of one column are measured in the same rounds. A step is

@@ -38,7 +38,9 @@ def time_steps(time: int, rank: int, world: int, order: Order = "contiguous") ->
     """Return the time steps of a rank (int64, in its own order), which are also the position ids for its model.
 
     The lengths of the pieces differ by at most one step, longer ones first; with fewer steps than pieces the last
-    pieces are empty.
+    pieces are empty. In contiguous `order` rank r has the r-th of `world` pieces; in zigzag order the r-th and the r-th
+    last of 2 x `world`, which gives every rank the same amount of work under a causal mask (Llama 3's context
+    parallelism).
 
     Raises:
         ValueError: an unknown order, a rank outside [0, world), or a negative time.
@@ -85,7 +87,8 @@ def _pieces_of(rank: int, world: int, order: Order) -> list[int]:
 def split_time(tensor: Tensor, group: ProcessGroup | None, dim: int = 1, order: Order = "contiguous") -> Tensor:
     """Return this rank's time steps of a tensor that every rank has whole.
 
-    It is differentiable; the gradient of the whole tensor is that of this rank's steps only.
+    It is differentiable; the gradient of the whole tensor is that of this rank's steps only. `order` is that of
+    `time_steps`.
 
     Plain equivalent: `tensor.index_select(dim, time_steps(tensor.size(dim), rank, world, order))`.
 
@@ -100,6 +103,8 @@ def split_time(tensor: Tensor, group: ProcessGroup | None, dim: int = 1, order: 
 
 def join_time(parts: Sequence[Tensor], dim: int = 1, order: Order = "contiguous") -> Tensor:
     """Return the whole tensor, given all ranks' tensors in rank order: the inverse of `split_time`; differentiable.
+
+    `order` is that of `time_steps`.
 
     Raises:
         ValueError: sizes other than those of `split_time`, no tensors, or an unknown order or dimension.
@@ -152,6 +157,8 @@ def next_token_targets(
     tokens: Tensor, group: ProcessGroup | None, *, order: Order = "contiguous", ignore_index: int = -100
 ) -> Tensor:
     """Return each token's successor, a decoder's targets, where every rank has only its time steps of `tokens` (B, t).
+
+    `order` is that of `time_steps`.
 
     Plain equivalent, on whole tokens (B, T):
     `split_time(torch.cat([tokens[:, 1:], torch.full((B, 1), ignore_index)], 1), group, order=order)`.

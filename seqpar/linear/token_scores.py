@@ -26,7 +26,14 @@ from seqpar.losses.score_rows import RowScores, ScoreSums, Upstream, row_scores
 
 
 class TokenScores(NamedTuple):
-    """The scores of tokens, in nats, float32 or wider; all are 0, and classes -1, where the target is ignored."""
+    """The scores of tokens, in nats, float32 or wider; all are 0, and classes -1, where the target is ignored.
+
+    Fields, of which all but the first are None unless asked for:
+        log_prob: (target's shape) log p of the target.
+        entropy: (target's shape).
+        top_log_probs, top_ids: (target's shape, top_k) the most likely classes, in descending order, without a gradient.
+        log_probs_at: (ids' shape) the log-probabilities of the classes `ids`.
+    """
 
     log_prob: Tensor
     """(target's shape) log p of the target, at most 0."""
