@@ -31,7 +31,7 @@ class TokenScores(NamedTuple):
     Fields, of which all but the first are None unless asked for:
         log_prob: (target's shape) log p of the target.
         entropy: (target's shape).
-        top_log_probs, top_ids: (target's shape, top_k) the most likely classes, in descending order, without a gradient.
+        top_log_probs, top_ids: (target's shape, top_k) the most likely classes, descending, without a gradient.
         log_probs_at: (ids' shape) the log-probabilities of the classes `ids`.
     """
 
