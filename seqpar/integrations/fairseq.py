@@ -5,12 +5,16 @@ with stand-ins for its models. Register it with the configuration and the metric
 
     @register_criterion("seqpar_cross_entropy", dataclass=LabelSmoothedCrossEntropyCriterionConfig)
     class Chunked(LabelSmoothedCrossEntropyCriterion):
-        def __init__(self, task, sentence_avg, label_smoothing):
-            super().__init__(task, sentence_avg, label_smoothing)
-            self.chunked = ChunkedCrossEntropy(self.padding_idx, label_smoothing, sentence_avg=sentence_avg)
+        def __init__(self, task, sentence_avg, label_smoothing, ignore_prefix_size=0):
+            super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size)
+            self.chunked = ChunkedCrossEntropy(
+                self.padding_idx, label_smoothing, sentence_avg=sentence_avg, ignore_prefix_size=ignore_prefix_size
+            )
 
         def forward(self, model, sample, reduce=True):
             return self.chunked(model, sample, reduce)
+
+fairseq passes only those settings that `__init__` names: one that is left out has no effect, without an error.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from seqpar.distributed.vocab_parallel import check_whole
 from seqpar.engine.module_calls import extra_in_call
 from seqpar.linear.cross_entropy import linear_cross_entropy
 
@@ -35,6 +41,8 @@ class ChunkedCrossEntropy(nn.Module):
         padding_idx: the target that is ignored.
         label_smoothing: eps in [0, 1).
         sentence_avg: whether the sample size is the number of sentences instead of tokens.
+        ignore_prefix_size: the first target tokens of each sentence, such as a language tag, that are left out of the
+            loss. As in fairseq, the sample size counts them.
         chunk_tokens: the most tokens whose logits exist at once; None chooses by bytes.
     """
 
@@ -44,12 +52,15 @@ class ChunkedCrossEntropy(nn.Module):
         label_smoothing: float = 0.0,
         *,
         sentence_avg: bool = False,
+        ignore_prefix_size: int = 0,
         chunk_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self.padding_idx = padding_idx
         self.label_smoothing = label_smoothing
+        check_whole(ignore_prefix_size, "ignore_prefix_size", 0)
         self.sentence_avg = sentence_avg
+        self.ignore_prefix_size = ignore_prefix_size
         self.chunk_tokens = chunk_tokens
 
     def forward(
@@ -66,17 +77,21 @@ class ChunkedCrossEntropy(nn.Module):
 
         Raises:
             ValueError: `reduce=False`.
-            TypeError: an output projection that is not a plain `nn.Linear`, such as an adaptive softmax.
+            TypeError: an output projection that is not a plain `nn.Linear`, such as an adaptive softmax, or a decoder
+                whose `output_layer` does something else than project.
         """
         if not reduce:
             raise ValueError("reduce=False asks for the loss of every token; use seqpar.token_scores for that")
         # Features instead of logits: the projection is part of the loss
         net_output = model(**sample["net_input"], features_only=True)
         projection = _projection(model)
+        _refuse_other_output(model, projection, net_output[0])
+        prefix = self.ignore_prefix_size
+        target = model.get_targets(sample, net_output)  # type: ignore[operator]
         loss = linear_cross_entropy(
-            net_output[0],
+            net_output[0][:, prefix:],
             projection.weight,
-            model.get_targets(sample, net_output),  # type: ignore[operator]
+            target[:, prefix:],
             bias=projection.bias,
             ignore_index=self.padding_idx,
             label_smoothing=self.label_smoothing,
@@ -108,7 +123,8 @@ class ChunkedCrossEntropy(nn.Module):
 
 def _projection(model: nn.Module) -> nn.Linear:
     """Return the decoder's output projection; raise TypeError unless it is a plain `nn.Linear`."""
-    projection = getattr(model.decoder, "output_projection", None)
+    decoder = getattr(model, "decoder", None)
+    projection = getattr(decoder, "output_projection", None)
     # A subclass with a forward of its own may compute anything
     if not isinstance(projection, nn.Linear) or type(projection).forward is not nn.Linear.forward:
         raise TypeError(
@@ -117,3 +133,21 @@ def _projection(model: nn.Module) -> nn.Linear:
     if extra := extra_in_call(projection):
         raise TypeError(f"the decoder's output_projection does more than multiply: {extra}; the chunked loss would not")
     return projection
+
+
+def _refuse_other_output(model: nn.Module, projection: nn.Linear, features: Tensor) -> None:
+    """Raise TypeError if the decoder's `output_layer` gives other scores than the projection, as copying models do."""
+    output_layer = getattr(model.decoder, "output_layer", None)
+    if output_layer is None:
+        return
+    few = features[:1, :2].detach()
+    with torch.no_grad():
+        try:
+            same = torch.equal(output_layer(few).nan_to_num(), projection(few).nan_to_num())
+        except (TypeError, AttributeError, KeyError):  # it needs more than the features
+            same = False
+    if not same:
+        raise TypeError(
+            f"{type(model.decoder).__name__}.output_layer does something else than call output_projection, which the "
+            "chunked loss would leave out; use fairseq's own criterion for this model"
+        )

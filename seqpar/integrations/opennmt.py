@@ -8,12 +8,9 @@ the backward remains the trainer's:
         model.generator, LabelSmoothing(0.1, "torch", ignore_index=pad), Statistics
     )
 
-Eole 0.6 asks its loss for the padding id, expects a third value, the loss of its quality estimation, and counts
-`n_tokens`:
+Eole 0.6 expects a third value, the loss of its quality estimation, and counts `n_tokens`:
 
     class ForEole(ChunkedLossCompute):
-        padding_idx = pad
-
         def forward(self, batch, output, attns, estim=None, mtp_outputs=None):
             if estim is not None or mtp_outputs:
                 raise NotImplementedError("quality estimation and multi-token prediction have losses of their own")
@@ -31,6 +28,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpar.engine.loss_compute import LossCompute
+from seqpar.losses.criteria import ignored_target
 
 
 class ChunkedLossCompute(nn.Module):
@@ -47,7 +45,8 @@ class ChunkedLossCompute(nn.Module):
         tgt_shift_index: 1 where `batch["tgt"]` begins with the start token (translation), 0 where it does not.
         chunk_tokens: the most tokens whose scores exist at once; None chooses by bytes.
 
-    Copy attention, coverage and alignment losses are not supported; keep the trainer's own loss for those.
+    Copy attention, coverage and alignment losses, a language model as a prior and `zero_out_prompt_loss` are not
+    supported; keep the trainer's own loss for those.
 
     Raises:
         TypeError: a criterion that does not count its correct predictions.
@@ -70,6 +69,8 @@ class ChunkedLossCompute(nn.Module):
                 "them; use seqpar.LabelSmoothing or seqpar.CrossEntropy"
             )
         self.engine = LossCompute(generator, criterion, chunk_tokens=chunk_tokens)
+        # The trainers read it where they normalise by tokens
+        self.padding_idx = ignored_target(criterion)
         self.statistics = statistics
         self.tgt_shift_index = tgt_shift_index
 

@@ -65,7 +65,7 @@ def plain_linear_cross_entropy(
     """
     # (N,): ignored rows are left out before anything is computed, so that a nan in them does not matter
     counted_N = target.flatten() != ignore_index
-    logits_NV = plain_logits(hidden, weight, bias, softcap, temperature)[counted_N]
+    logits_NV = plain_logits(hidden.flatten(0, -2)[counted_N], weight, bias, softcap, temperature)
     q_NV = plain_smoothed_target(
         target.flatten()[counted_N], len(weight), label_smoothing, smoothing_convention, ignore_index
     ).to(logits_NV.dtype)

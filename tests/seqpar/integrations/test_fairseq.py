@@ -42,10 +42,10 @@ def sample_of(seed):
     return {"net_input": net_input, "target": batch["target"], "ntokens": int((batch["target"] != PAD).sum())}
 
 
-def published(model, sample, eps):
+def published(model, sample, eps, prefix=0):
     """label_smoothed_nll_loss, as fairseq publishes it: eps/(V-1) to all classes but the target."""
-    lprobs = model(**sample["net_input"])[0].log_softmax(-1).flatten(0, 1)
-    target = sample["target"].flatten()
+    lprobs = model(**sample["net_input"])[0][:, prefix:].log_softmax(-1).flatten(0, 1)
+    target = sample["target"][:, prefix:].flatten()
     kept = target != PAD
     nll = -lprobs.gather(1, target.unsqueeze(1)).squeeze(1)[kept].sum()
     smooth = -lprobs.sum(1)[kept].sum()
@@ -86,3 +86,38 @@ def test_losses_token_by_token_and_adaptive_softmax_are_refused():
     model.decoder.output_projection.register_forward_hook(lambda module, inputs, output: 2 * output)
     with pytest.raises(TypeError, match="output_projection does more than multiply: Linear has hooks"):
         criterion(model, sample_of(0))
+
+
+@pytest.mark.parametrize("prefix", [1, 2])
+def test_the_first_target_tokens_can_be_left_out(prefix):
+    model, sample = FairseqModel().double(), sample_of(3)
+    expected, nll, correct = published(model, sample, 0.1, prefix)
+    expected.backward()
+    plain = gradients(model)
+    model.zero_grad()
+    loss, sample_size, logged = ChunkedCrossEntropy(PAD, 0.1, ignore_prefix_size=prefix)(model, sample)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    assert relative_error(gradients(model), plain) < 1e-12
+    torch.testing.assert_close(logged["nll_loss"], nll.detach(), rtol=1e-12, atol=0)
+    assert logged["n_correct"] == correct
+    assert sample_size == sample["ntokens"]
+    with pytest.raises(ValueError, match="ignore_prefix_size is -1"):
+        ChunkedCrossEntropy(PAD, ignore_prefix_size=-1)
+
+
+def test_a_decoder_whose_output_layer_is_its_own_is_refused():
+    """A pointer-generator projects with an `nn.Linear`, too, and then mixes in what it copies."""
+    model, sample = FairseqModel().double(), sample_of(0)
+    decoder = model.decoder
+    decoder.output_layer = decoder.output_projection.forward
+    ChunkedCrossEntropy(PAD)(model, sample)
+    for own in (lambda features: 0.25 * decoder.output_projection(features), lambda features, attention: features):
+        decoder.output_layer = own
+        with pytest.raises(TypeError, match=r"Decoder\.output_layer does something else than call output_projection"):
+            ChunkedCrossEntropy(PAD)(model, sample)
+    features = decoder(**{k: v for k, v in sample["net_input"].items() if k != "src_lengths"}, features_only=True)
+    del model.decoder
+    model.forward = lambda **net_input: features
+    with pytest.raises(TypeError, match="output_projection is a NoneType"):
+        ChunkedCrossEntropy(PAD)(model, sample)

@@ -70,3 +70,8 @@ def test_loss_gradient_and_statistics_are_the_published_ones(seed, smoothing, ch
 def test_a_criterion_that_counts_nothing_is_refused():
     with pytest.raises(TypeError, match="CrossEntropyLoss has no token_loss"):
         ChunkedLossCompute(nn.Linear(2, 3), nn.CrossEntropyLoss(reduction="sum"), Statistics)
+
+
+def test_it_has_the_padding_id_that_the_trainers_normalise_by():
+    criterion = seqpar.LabelSmoothing(0.1, "torch", ignore_index=PAD)
+    assert ChunkedLossCompute(nn.Linear(WIDTH, VOCAB), criterion, Statistics).padding_idx == PAD

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from seqpar.testing.conformance import CHECKS, EVERYTHING, KNOWN, Adapter, adapter_of, report, run
 from seqpar.testing.conformance.__main__ import main
+from seqpar.testing.conformance.finding import Finding
 from seqpar.testing.conformance.inputs import plain_loss
 from seqpar.testing.conformance.memory import Growth, growth
 from tests.seqpar.testing.planted import MISTAKES
@@ -78,6 +80,23 @@ def test_what_is_no_loss_fails_every_check_of_its_gradients(kind):
     found = {name: BY_NAME[name](Adapter(kind, NO_LOSS[kind])) for name in names}
     assert {name: finding.verdict for name, finding in found.items()} == dict.fromkeys(names, "fail")
     assert all(len(finding.reproduction.splitlines()) <= 5 for finding in found.values())
+
+
+def test_a_second_backward_may_raise_any_error():
+    class FreesWhatItStored(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            ctx.stored = (loss.new_ones(()),)
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            (one,) = ctx.stored  # the second time a TypeError
+            ctx.stored = None
+            return upstream * one
+
+    adapter = Adapter("frees", lambda *given: FreesWhatItStored.apply(plain_loss(*given)))
+    assert BY_NAME["second backward"](adapter) == Finding("pass", "raises TypeError")
 
 
 def test_what_is_not_offered_is_not_held_against_it():

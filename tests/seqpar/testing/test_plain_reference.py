@@ -104,3 +104,12 @@ def test_the_reference_is_plain():
         assert function.end_lineno - first.lineno < 40
     for name in ("plain_linear_cross_entropy", "plain_value_and_gradients"):
         assert getattr(seqpar.testing, name) is getattr(reference, name)
+
+
+def test_a_nan_in_an_ignored_row_does_not_matter():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(4, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    target = torch.tensor([1, -100, 2, 3])
+    expected, gradients = plain_value_and_gradients(hidden, weight, target)
+    hidden[1] = float("nan")
+    assert_same_results(plain_value_and_gradients(hidden, weight, target), (expected, gradients))
