@@ -92,7 +92,12 @@ def attend(query_BHQK: Tensor, lookup: KeyValues, mask: Tensor | None, causal: b
 
     This is `F.scaled_dot_product_attention`, which also defines the mask; where its kernel is slow, matrix products
     compute the same. The output of a query that may not attend to any key is undefined.
+
+    Raises:
+        ValueError: a mask together with `causal`, of which that function ignores or refuses one on some devices.
     """
+    if causal and mask is not None:
+        raise ValueError("attention got a mask and causal=True: give the mask alone, combined with subsequent_mask")
     batch, heads, queries, width = query_BHQK.shape
     keys = lookup.keys.size(2)
     if query_BHQK.device.type != "cpu" or keys > SHORT or not batch:

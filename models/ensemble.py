@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch import Tensor
@@ -195,12 +196,18 @@ def limits_of(model: EncoderDecoder, src: Tensor, max_length: int | Sequence[int
         # From each sentence's own length, so that the other sentences of the batch change nothing
         return [default_limit(length) for length in (src != model.pad).sum(1).tolist()]
     if not isinstance(max_length, Sequence):
-        if max_length < 1:
-            raise ValueError(f"max_length is {max_length}, below 1: allow at least one step")
-        return [max_length] * src.size(0)
+        return [_limit(max_length, "max_length")] * src.size(0)
     if len(max_length) != src.size(0):
         raise ValueError(f"max_length has {len(max_length)} entries for {src.size(0)} sentences: give one for each")
-    for sentence, limit in enumerate(max_length):
-        if limit < 1:
-            raise ValueError(f"max_length[{sentence}] is {limit}, below 1: allow at least one step")
-    return list(max_length)
+    return [_limit(limit, f"max_length[{sentence}]") for sentence, limit in enumerate(max_length)]
+
+
+def _limit(steps: int, name: str) -> int:
+    """Return the number of steps; raise TypeError unless it is whole, as a search would not end, ValueError below 1."""
+    try:
+        limit = index(steps)
+    except (TypeError, RuntimeError):
+        raise TypeError(f"{name} is {steps!r:.60}; it must be a whole number") from None
+    if limit < 1:
+        raise ValueError(f"{name} is {limit}, below 1: allow at least one step")
+    return limit

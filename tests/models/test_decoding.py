@@ -267,6 +267,13 @@ def test_unfinished_hypotheses_are_returned_at_the_limit() -> None:
         assert all(row == sorted(row, key=lambda h: -h.score) for row in found)
 
 
+@pytest.mark.parametrize("limit", [2.5, [2, 2.5], torch.tensor([2, 2])])
+def test_a_limit_that_is_not_whole_is_an_error(limit: object) -> None:
+    """A search ends at the step that equals the limit, which would never come."""
+    with pytest.raises(TypeError, match=r"max_length(\[\d\])? is .*; it must be a whole number"):
+        greedy(MODELS[0], pad_to([[3, 4], [6]], 2), bos=BOS, eos=EOS, max_length=limit)  # type: ignore[arg-type]
+
+
 def test_each_sentence_may_have_a_limit_of_its_own() -> None:
     src = pad_to([[3, 4, 5], [6], [4, 4]], 4)
     assert [len(row) for row in greedy(never_ending(), src, bos=BOS, eos=EOS, max_length=[2, 7, 1])] == [2, 7, 1]

@@ -357,3 +357,11 @@ def test_dropout_is_off_in_eval_mode_and_on_in_training() -> None:
 def test_an_empty_batch_has_empty_hidden_states() -> None:
     nothing = torch.zeros(0, 4, dtype=torch.long)
     assert MODELS["post"](nothing, nothing).shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("keys", [3, 130])
+def test_a_mask_and_causal_together_are_refused(keys: int) -> None:
+    """torch's kernels combine them, or refuse them, by device and by the number of keys."""
+    x = torch.randn(1, 1, keys, 4)
+    with pytest.raises(ValueError, match="a mask and causal=True"):
+        attend(x, KeyValues(x, x), torch.ones(1, 1, 1, keys, dtype=torch.bool), True)

@@ -408,6 +408,16 @@ def test_a_closed_standard_input_is_one_line(
     assert main(["translate", "--run", str(run), SENTENCE]) == 0
 
 
+def test_a_command_works_without_standard_error(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python has none in a program that was started with 2>&-."""
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["translate", "--run", str(run), SENTENCE]) == 0
+    assert capsys.readouterr().out.strip()
+    sys.stderr.close()
+
+
 def test_results_are_not_printed_to_a_closed_output(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

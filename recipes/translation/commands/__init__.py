@@ -95,6 +95,9 @@ def started(name: str, words: Sequence[str]) -> int:
     # Python has none where the program that started it has closed it, and loses what is printed
     if sys.stdout is None and name in PRINTING:
         raise ConfigError(f"there is no standard output, where {name} prints its results")
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     processes, rest = processes_of(words)
     if processes is not None:
         return launch(processes, [name, *rest])

@@ -13,6 +13,7 @@ its positions in Marian's order already.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -226,6 +227,10 @@ def write_tokenizer(translator: Translator, folder: Path) -> None:
 
 
 def write_vocabulary(subwords: Subwords, path: Path) -> None:
-    """Write the id of every subword."""
-    ids = {piece: number for number, piece in enumerate(subwords.pieces())}
+    """Write the id of every subword.
+
+    transformers looks up the tag of a language, such as >>fra<<, without the blank that begins its piece.
+    """
+    names = [re.sub("^\u2581(>>.+<<)$", r"\1", piece) for piece in subwords.pieces()]
+    ids = {name: number for number, name in enumerate(names)}
     path.write_text(json.dumps(ids, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")

@@ -180,7 +180,7 @@ def _samples(run: RunRecords) -> list[str]:
             if number < len(earlier) and earlier[number]["source"] == sample["source"]:
                 pairs[f"step {run.samples[place]['step']:,}"] = earlier[number]["translation"]
         pairs["reference"] = sample["reference"]
-        found.append(page.listed(pairs))
+        found.append(page.listed(pairs.items()))
     said = run.note or "Validation sentences, translated greedily; the same ones at every validation."
     return [page.note(said), page.cards(found)]
 
@@ -217,12 +217,12 @@ def _sentences(run: RunRecords) -> list[str]:
     scores = chrf_of_sentences(newest)
     worst = [
         page.listed(
-            {
-                "chrF": f"{scores[row]:.1f}",
-                "source": newest.sources[row],
-                "translation": newest.translations[row],
-                "reference": newest.references[row],
-            }
+            [
+                ("chrF", f"{scores[row]:.1f}"),
+                ("source", newest.sources[row]),
+                ("translation", newest.translations[row]),
+                ("reference", newest.references[row]),
+            ]
         )
         for row in scores.argsort(kind="stable")[:WORST].tolist()
     ]
@@ -239,12 +239,12 @@ def _origin(run: RunRecords) -> list[str]:
         for each in starts
     ]
     if began:
-        parts.append(page.cards(map(page.listed, began)))
+        parts.append(page.cards(page.listed(each.items()) for each in began))
         about = {name: str(run.began[name]) for name in ("model", "layout") if name in run.began}
         facts = [
             each for each in (about, run.began.get("hardware"), run.began.get("software")) if isinstance(each, dict)
         ]
-        parts.append(page.cards(page.listed({str(name): str(value) for name, value in each.items()}) for each in facts))
+        parts.append(page.cards(page.listed((str(name), str(value)) for name, value in each.items()) for each in facts))
     else:
         parts.append(page.note("Command, machine and versions are not recorded: an earlier version trained this run."))
     settings = [(name, _shown(value)) for name, value in run.settings.items()]
@@ -300,7 +300,8 @@ def _samples_side_by_side(runs: Sequence[RunRecords]) -> str:
     if not shared:
         return page.note("The runs have no samples of the same sentences.")
     return page.cards(
-        page.listed({"source": source, **found, "reference": references[source]}) for source, found in shared.items()
+        page.listed([("source", source), *found.items(), ("reference", references[source])])
+        for source, found in shared.items()
     )
 
 

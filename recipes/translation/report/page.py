@@ -62,13 +62,13 @@ def charts(found: Iterable[Chart]) -> str:
 
 def attention_map(chart: Chart, pairs: Mapping[str, str]) -> str:
     """Return an attention map, which scrolls where it is wider than the page, under its sentences."""
-    heading = f"<h3>{escape(chart.title)}</h3>{listed(pairs)}"
+    heading = f"<h3>{escape(chart.title)}</h3>{listed(pairs.items())}"
     return f'<div class="card maps">{heading}<div class="scroll">{chart.svg}</div></div>'
 
 
-def listed(pairs: Mapping[str, str]) -> str:
-    """Return names with texts from data."""
-    each = "".join(f"<dt>{escape(name)}</dt><dd>{text_of(text)}</dd>" for name, text in pairs.items())
+def listed(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return names with texts from data; a name may occur twice."""
+    each = "".join(f"<dt>{escape(name)}</dt><dd>{text_of(text)}</dd>" for name, text in pairs)
     return f'<dl class="pairs">{each}</dl>'
 
 

@@ -79,3 +79,14 @@ def test_other_architectures_are_not_exported(write: object, tmp_path: Path) -> 
         ConfigError, match=r"^model\.preset m2m100 has the architecture m2m100, which is not exported; "
     ):
         write(translator, tmp_path / "exported")  # type: ignore[operator]
+
+
+def test_transformers_reads_the_tag_of_a_language_in_an_exported_model_as_in_the_published_one(
+    imported: Translator, tmp_path: Path
+) -> None:
+    huggingface_model.write(imported, tmp_path / "exported")
+    sentence = ">>xx<< A small dog!"
+    ids = published.tokenizer_of(tmp_path / "exported")(sentence).input_ids
+    pieces = imported.source.pieces()
+    assert pieces[ids[0]] == "\u2581>>xx<<"
+    assert ids == imported.source.symbols.source(imported.source.encode([sentence])[0])

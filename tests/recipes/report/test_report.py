@@ -283,6 +283,13 @@ def test_several_runs_are_compared_and_only_what_differs_is_listed(tmp_path: Pat
     assert {"Training loss", "Validation loss", *CHARTS[1:]} == set(drawn(page))
 
 
+def test_runs_may_be_called_as_the_parts_of_a_sample(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / name, steps)) for name, steps in (("source", 40), ("reference", 20))]
+    page = Page(report(runs))
+    assert "ein Hund rennt 40" in page.text
+    assert "ein Hund rennt 20" in page.text
+
+
 def test_the_largest_page_stays_below_a_megabyte(tmp_path: Path) -> None:
     runs = []
     long = "wort " * 150
