@@ -85,6 +85,10 @@ def _row_sums(
     BLOCK: constexpr,
 ):
     """Return the largest logit, its lowest class, lse, z_y, Z, and whether the target is one of this rank's classes."""
+    # Loaded first: the reductions below make all warps wait for each other, and after the last one of them a warp may
+    # already overwrite the target's product with its gradient
+    inside = (target >= 0) & (target < V)
+    gold, gold_tanh = _logits(x_ptr, bias_ptr, tl.where(inside, target, 0), inside, inside, softcap, temperature, dtype)
     best = tl.full([BLOCK], float("-inf"), dtype)
     total = tl.zeros([BLOCK], dtype)
     sum_ = tl.zeros([BLOCK], dtype)
@@ -109,8 +113,6 @@ def _row_sums(
     lse = row_best + tl.log(tl.sum(total * tl.exp(best - row_best), 0))
     # Of classes that tie, the lowest counts as the prediction
     row_argbest = tl.min(tl.where(best == row_best, argbest, V), 0)
-    inside = (target >= 0) & (target < V)
-    gold, _ = _logits(x_ptr, bias_ptr, tl.where(inside, target, 0), inside, inside, softcap, temperature, dtype)
     return row_best, row_argbest, lse, gold, tl.sum(sum_, 0), inside
 
 

@@ -2,6 +2,7 @@
 
 `python -m tests.seqpar.kernels.test_kernels_compile KERNEL TARGET DTYPE` compiles one, in a process that has no
 interpreter, and prints the registers that a thread takes and the bytes it spills (NVIDIA), or the size of the code.
+With `--ptx` it prints NVIDIA's assembly of a kernel without bias and smoothing instead.
 """
 
 from __future__ import annotations
@@ -24,20 +25,23 @@ SETTINGS = {
     "WIDTH": aligned(VOCAB), "BLOCK": LARGEST_BLOCK, "weight_ptr": None, "weight_sum_ptr": None, "PICKS": 3,
     "ENTROPY": True, "ARGBEST": True,
 }  # fmt: skip
+PLAIN = {"each": 0.0, "excluded": None, "gold_q": 1.0, "z_loss": 0.0, "bias_ptr": None}
+"""No bias, no smoothing: what is left out here may have made the warps wait for each other."""
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 
 
-def compiled(kernel: Any, target: str, dtype: str) -> Any:
+def compiled(kernel: Any, target: str, dtype: str, changed: dict[str, Any] | None = None) -> Any:
     """As a launch with such arguments would compile it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     narrow, wide = {"bfloat16": ("*bf16", "*fp32"), "float64": ("*fp64", "*fp64")}[dtype]
+    settings = SETTINGS | (changed or {})
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
-        if name in SETTINGS:
-            signature[name], constants[(i,)] = "constexpr", SETTINGS[name]
+        if name in settings:
+            signature[name], constants[(i,)] = "constexpr", settings[name]
             continue
         pointers = {"x_ptr": narrow, "grad_ptr": narrow, "bias_ptr": narrow, "target_ptr": "*i64", "index_ptr": "*i64"}
         signature[name] = pointers.get(name, wide if name.endswith("_ptr") else "i32")
@@ -74,18 +78,43 @@ def resources(cubin: bytes) -> tuple[int, int]:
     ],
 )
 def test_a_kernel_compiles_and_in_bfloat16_spills_nothing(kernel: str, target: str, dtype: str) -> None:
-    command = [sys.executable, "-m", "tests.seqpar.kernels.test_kernels_compile", kernel, target, dtype]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    size, spilled = map(int, done.stdout.split())
+    size, spilled = map(int, printed(kernel, target, dtype).split())
     assert size
     if dtype == "bfloat16" and target == "sm_90":
         assert spilled == 0
         assert size <= 80  # so that 24 warps share a multiprocessor, which has 65,536 registers
 
 
+def test_no_warp_reads_a_products_row_where_another_may_overwrite_it_already() -> None:
+    """After the last barrier before the loop that stores the gradient, no number of the row is read out of turn."""
+    lines = printed("_whole_rows", "sm_90", "bfloat16", "--ptx").splitlines()
+    barrier = max(i for i, line in enumerate(lines) if "bar.sync" in line)
+    second_pass = max(i for i, line in enumerate(lines) if "Inner Loop Header" in line)
+    store = min(i for i, line in enumerate(lines) if "st.global.v4" in line)
+    assert barrier < second_pass < store
+    # The products are the only numbers of two bytes
+    assert [line for line in lines[barrier:second_pass] if "ld.global.b16" in line] == []
+
+
+def printed(*arguments: str) -> str:
+    """What this file prints as a program."""
+    command = [sys.executable, "-m", "tests.seqpar.kernels.test_kernels_compile", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def main(kernel: Any, target: str, dtype: str, ptx: bool) -> None:
+    """Compile a kernel and print what the docstring of this file says."""
+    if ptx:
+        print(compiled(kernel, target, dtype, PLAIN).asm["ptx"])
+        return
+    made = compiled(kernel, target, dtype)
+    print(*(resources(made.asm["cubin"]) if "cubin" in made.asm else (len(made.asm["hsaco"]), 0)))
+
+
 if __name__ == "__main__":
     from seqpar.kernels import triton_rows, triton_scores
 
-    made = compiled({**vars(triton_rows), **vars(triton_scores)}[sys.argv[1]], *sys.argv[2:])
-    print(*(resources(made.asm["cubin"]) if "cubin" in made.asm else (len(made.asm["hsaco"]), 0)))
+    kernels = {**vars(triton_rows), **vars(triton_scores)}
+    main(kernels[sys.argv[1]], *sys.argv[2:4], ptx="--ptx" in sys.argv)
