@@ -56,10 +56,14 @@ def sequence_sums(values: Tensor, segment_ids: Tensor, sequences: int) -> Tensor
 
 
 def _sums(values: Tensor, segment_ids: Tensor, sequences: int) -> Tensor:
-    """Add up the values by segment; one more slot takes those that do not count, nan or not, and is dropped."""
-    slots = torch.where(segment_ids >= 0, segment_ids.long(), sequences)
-    sums = values.new_zeros(sequences + 1).index_add(0, slots.flatten(), values.flatten())
-    return sums[:sequences]
+    """Add up the values by segment; a first slot takes those that do not count, nan or not, and is dropped."""
+    sums = values.new_zeros(sequences + 1).index_add(0, _slots(segment_ids).flatten(), values.flatten())
+    return sums[1:]
+
+
+def _slots(segment_ids: Tensor) -> Tensor:
+    """Return 1 + id, and 0 where the token does not count: an id that is too large stays too large."""
+    return segment_ids.long().clamp(min=-1) + 1
 
 
 def sequence_lengths(segment_ids: Tensor, sequences: int) -> Tensor:
@@ -109,5 +113,5 @@ def spread_to_tokens(values: Tensor, segment_ids: Tensor) -> Tensor:
     check_segments(segment_ids, len(values), segment_ids, "segment_ids")
     if values.device != segment_ids.device:
         raise ValueError(f"values is on {values.device} and segment_ids on {segment_ids.device}; move them together")
-    with_zero = torch.cat([values, values.new_zeros(1)])
-    return with_zero[torch.where(segment_ids >= 0, segment_ids.long(), len(values))]
+    with_zero = torch.cat([values.new_zeros(1), values])
+    return with_zero[_slots(segment_ids)]

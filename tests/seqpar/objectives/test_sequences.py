@@ -1,5 +1,7 @@
 """From tokens to sequences and back, padded and packed."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
@@ -68,3 +70,15 @@ def test_low_precision_values_are_summed_in_float32(dtype):
 def test_narrow_segment_ids_give_the_same_sums(dtype):
     ids = torch.tensor([0, -1, 1, 1], dtype=dtype)
     assert sequence_sums(torch.tensor([1.0, 2, 3, 4]), ids, 300)[:3].tolist() == [1, 7, 0]
+
+
+@pytest.mark.parametrize("above", [0, 1])
+def test_an_id_that_is_too_large_is_an_error_where_its_value_is_not_read(above):
+    """As on an accelerator, whose numbers are not read: the indexing itself refuses it."""
+    values = torch.ones(3, dtype=torch.float64)
+    ids = torch.tensor([0, 1, 2 + above])
+    with patch("torch.compiler.is_compiling", lambda: True):
+        with pytest.raises((IndexError, RuntimeError), match="index out of range"):
+            sequence_sums(values, ids, 2)
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            spread_to_tokens(values[:2], ids)
