@@ -16,8 +16,9 @@ from seqpar.linear.teachers import SparseTarget, TeacherHidden, TeacherLogProbs,
 from seqpar.linear.token_scores import TokenScores, token_scores
 from seqpar.losses.criteria import CrossEntropy, LabelSmoothing
 from seqpar.multi_device.data_parallel import DataParallel, data_parallel
+from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.placement import place
-from seqpar.multi_device.replicas import gather, parallel_apply, replicate, scatter
+from seqpar.multi_device.replicas import gather, replicate, scatter
 
 __all__ = [
     "CrossEntropy",

@@ -14,7 +14,8 @@ from seqpar.engine.formula_match import FormulaMatch, NoFormula, match_formula
 from seqpar.engine.shards import OneOrScattered, Shard, check_targets, check_width, heads_on, scattered
 from seqpar.linear.token_scores import TokenScores, token_scores
 from seqpar.losses.criteria import ignored_target
-from seqpar.multi_device.replicas import check_replicable, gather, parallel_apply
+from seqpar.multi_device.parallel_apply import parallel_apply
+from seqpar.multi_device.replicas import check_replicable, gather
 
 
 def scores_over_devices(

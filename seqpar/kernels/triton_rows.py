@@ -88,7 +88,7 @@ def _row_sums(
     # Loaded first: the reductions below make all warps wait for each other, and after the last one of them a warp may
     # already overwrite the target's product with its gradient
     inside = (target >= 0) & (target < V)
-    gold, gold_tanh = _logits(x_ptr, bias_ptr, tl.where(inside, target, 0), inside, inside, softcap, temperature, dtype)
+    gold, _tanh = _logits(x_ptr, bias_ptr, tl.where(inside, target, 0), inside, inside, softcap, temperature, dtype)
     best = tl.full([BLOCK], float("-inf"), dtype)
     total = tl.zeros([BLOCK], dtype)
     sum_ = tl.zeros([BLOCK], dtype)

@@ -10,7 +10,8 @@ from torch import nn
 
 from seqpar.core.tensor_checks import check_integer, check_module
 from seqpar.multi_device.devices import Device, available, check_devices
-from seqpar.multi_device.replicas import batch_rows, gather, parallel_apply, replicate, scatter
+from seqpar.multi_device.parallel_apply import parallel_apply
+from seqpar.multi_device.replicas import batch_rows, gather, replicate, scatter
 
 
 def _apply(

@@ -6,7 +6,8 @@
 All assertions belong in the parent process. If a rank fails or does not answer in time, all processes of the pool are
 ended, because a rank's next collective could be matched with an earlier one of another rank; the next call starts new
 ones. A rank sees the modules that could be imported when it was forked. Warnings are ignored, shown or raised in it as
-in the parent at the time of the call.
+in the parent at the time of the call. On a machine with an accelerator the ranks are forked from a server process, so
+that a script needs the usual `if __name__ == "__main__":` around its calls.
 
 It needs `fork`, so Linux or macOS. Importing this file does not import torch, because the pytest plugin uses it.
 """
@@ -40,7 +41,7 @@ class Pool:
     """A pool of `world` forked processes in one gloo group."""
 
     def __init__(self, world: int) -> None:
-        context = get_context("fork")
+        context = _context()
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self.pipes: list[Connection] = []
         self.processes = []
@@ -83,6 +84,21 @@ class Pool:
         for pipe in self.pipes:
             pipe.close()
         self.folder.cleanup()
+
+
+def _context() -> Any:
+    """Return how to start the ranks: by forking this process or, where there is an accelerator, one without threads.
+
+    After a backward pass on a machine with an accelerator, autograd refuses to work in a fork of the process, and so
+    does CUDA once it has been used.
+    """
+    import torch
+
+    if not torch.accelerator.is_available():
+        return get_context("fork")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed"])
+    return context
 
 
 def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:

@@ -19,6 +19,17 @@ Feature = Literal[
 ]
 EVERYTHING: frozenset[Feature] = frozenset(get_args(Feature))
 LOW: frozenset[Feature] = frozenset({"float32", "bfloat16", "float16"})
+DEVICE = "cpu"
+"""Where all tensors of the checks are: on the GPU if there is one, because there the kernels are."""
+if torch.cuda.is_available():
+    DEVICE = "cuda"
+
+
+def on_device(imports: str) -> str:
+    """Return the first line of a reproduction, which puts the tensors of the next ones on the device."""
+    if DEVICE == "cpu":
+        return imports
+    return f"{imports}; import torch; torch.set_default_device({DEVICE!r})"
 
 
 @dataclass(frozen=True)

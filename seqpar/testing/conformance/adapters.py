@@ -11,10 +11,19 @@ from torch import Tensor, nn
 
 from seqpar.core.token_loss import TokenLoss
 from seqpar.engine.loss_compute import LossCompute
-from seqpar.testing.conformance.adapter import EVERYTHING, LOW, Adapter, Options, quietly, why_missing, written
+from seqpar.testing.conformance.adapter import (
+    DEVICE,
+    EVERYTHING,
+    LOW,
+    Adapter,
+    Options,
+    quietly,
+    why_missing,
+    written,
+)
 
 HALVES = (torch.bfloat16, torch.float16)
-CPU = not torch.cuda.is_available()
+CPU = DEVICE == "cpu"
 
 
 def _usual(options: Options) -> str:

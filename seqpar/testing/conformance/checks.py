@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -13,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from seqpar.testing.causes import FACTOR
-from seqpar.testing.conformance.adapter import Adapter, Options
+from seqpar.testing.conformance.adapter import DEVICE, Adapter, Options
 from seqpar.testing.conformance.finding import Check, Finding
 from seqpar.testing.conformance.inputs import (
     Answer,
@@ -242,10 +245,9 @@ def out_of_range(adapter: Adapter) -> Finding:
 def _in_a_process(x: Inputs) -> str:
     """Return the outcome of one forward and backward: "raises ...", "gave ..." or how the process ended."""
     # A forked process cannot use CUDA; without it, forking spares the imports
-    method = "fork"
-    if torch.cuda.is_available():
-        method = "spawn"
-    context: Any = multiprocessing.get_context(method)
+    if DEVICE != "cpu":
+        return _in_a_new_process(x)
+    context: Any = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_try, args=(theirs, x), daemon=True)
     process.start()
@@ -260,6 +262,26 @@ def _in_a_process(x: Inputs) -> str:
         return f"ends the process ({process.exitcode})"
     finally:
         process.kill()
+
+
+def _in_a_new_process(x: Inputs) -> str:
+    """Return the same of the code that a reproduction would show."""
+    # The number is read, which waits for the device
+    imports, rest = x.shown("loss.backward(); print(f'gave {float(loss):.6g}')").split("\n", 1)
+    command = [sys.executable, "-W", "ignore", "-c", f"{imports}\nprint('found')\n{rest}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SILENCE, check=False)
+    except subprocess.TimeoutExpired:
+        return f"gave no answer in {SILENCE} s"
+    if not done.stdout.startswith("found"):
+        return f"gave nothing: a new process does not find {x.adapter.spec!r}; name the adapter as module:object"
+    if not done.returncode:
+        return done.stdout.removeprefix("found").strip()
+    # "package.SomeError: what was wrong", of which CUDA's has more lines
+    errors = re.findall(r"^(?:\w+\.)*(\w*(?:Error|Exception))\b", done.stderr, re.MULTILINE)
+    if done.returncode < 0 or not errors:
+        return f"ends the process ({done.returncode})"
+    return f"raises {errors[-1]}"
 
 
 def _try(pipe: Connection, x: Inputs) -> None:

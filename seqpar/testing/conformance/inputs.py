@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.testing.conformance.adapter import Adapter, Options
+from seqpar.testing.conformance.adapter import DEVICE, Adapter, Options, on_device
 from seqpar.testing.conformance.finding import Checked, RaisedError
 from seqpar.testing.plain_reference import plain_value_and_gradients
 
@@ -42,7 +42,7 @@ class Inputs:
     """Such as `target[::3] = -100`."""
     frozen: tuple[str, ...] = ()
     seed: int = 0
-    device: str = "cpu"
+    device: str = DEVICE
 
     @property
     def code(self) -> str:
@@ -62,11 +62,11 @@ class Inputs:
     def imports(self) -> str:
         """Return the first line of a reproduction."""
         if self.adapter.call is not None and " as F" in self.adapter.imports:
-            return self.adapter.imports
+            return on_device(self.adapter.imports)
         if self.adapter.call is not None:
-            return self.adapter.imports + "; import torch.nn.functional as F"
+            return on_device(self.adapter.imports + "; import torch.nn.functional as F")
         ours = "from seqpar.testing.conformance import Options, adapter_of"
-        return f"import torch, torch.nn.functional as F; {ours}; adapter = adapter_of({self.adapter.spec!r})"
+        return on_device(f"import torch, torch.nn.functional as F; {ours}; adapter = adapter_of({self.adapter.spec!r})")
 
     @property
     def backward_code(self) -> str:

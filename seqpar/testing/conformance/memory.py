@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from seqpar.testing.conformance.adapter import quietly
+from seqpar.testing.conformance.adapter import DEVICE, quietly
 from seqpar.testing.conformance.finding import Finding
 from seqpar.testing.peak_memory import can_measure_cpu, peak_bytes, run_in_fresh_process
 
@@ -38,7 +38,7 @@ class Growth:
 
 def growth(spec: str, part: str = "losses") -> Growth | str:
     """Return the two peaks of a part's adapter, by the name it is found by, or why they could not be measured."""
-    if not can_measure_cpu():
+    if DEVICE == "cpu" and not can_measure_cpu():
         return "needs Linux's /proc"
     peaks = []
     for rows in (Growth.ROWS, TIMES * Growth.ROWS):
@@ -60,7 +60,7 @@ def _peak(part: str, spec: str, rows: int) -> int | str:
 def own_peak(step: Callable[[], object]) -> int:
     """Return this process's peak in the second of two runs; code loaded or compiled in the first does not count."""
     quietly(step)
-    return peak_bytes(lambda: quietly(step))
+    return peak_bytes(lambda: quietly(step), DEVICE)
 
 
 def growth_finding(found: Growth | str, imports: str, code: str, statement: str) -> Finding:
@@ -72,6 +72,9 @@ def growth_finding(found: Growth | str, imports: str, code: str, statement: str)
         return Finding("pass", grows)
     peak = "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) // 1024"
     forget = "open('/proc/self/clear_refs', 'w').write('5'); before = peak()"
+    if DEVICE != "cpu":
+        peak = "peak = lambda: torch.cuda.max_memory_allocated() // 2**20"
+        forget = "torch.cuda.reset_peak_memory_stats(); before = peak()"
     tensors = code.replace(str(found.ROWS), "rows")
     lines = [
         f"{imports}; {peak}",

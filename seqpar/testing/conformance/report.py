@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from seqpar.markdown_table import markdown_table
+from seqpar.testing.conformance.adapter import DEVICE
 from seqpar.testing.conformance.checks import CHECKS
 from seqpar.testing.conformance.finding import Check, Checked, Finding
 
@@ -68,14 +69,13 @@ def heading(adapters: Sequence[Checked], part: str = "losses") -> str:
     packages = dict.fromkeys(adapter.package for adapter in adapters if adapter.package)
     versions = [f"{package} {installed_version(package)}" for package in packages]
     names = " ".join(adapter.name for adapter in adapters)
-    device = "CPU"
-    if torch.cuda.is_available():
-        device = "CUDA"
     what = ", ".join([f"Python {platform.python_version()}", f"torch {torch.__version__}", *versions])
     option = ""
     if part != "losses":
         option = f"--part {part} "
-    return f"```\npython -m seqpar.testing.conformance {option}{names}\n```\n\n{date.today()}, {device}. {what}."
+    return (
+        f"```\npython -m seqpar.testing.conformance {option}{names}\n```\n\n{date.today()}, {DEVICE.upper()}. {what}."
+    )
 
 
 def installed_version(package: str) -> str:

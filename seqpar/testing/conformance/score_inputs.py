@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from seqpar.linear.token_scores import TokenScores
-from seqpar.testing.conformance.adapter import evaluator
+from seqpar.testing.conformance.adapter import DEVICE, evaluator, on_device
 from seqpar.testing.conformance.finding import RaisedError
 from seqpar.testing.conformance.inputs import (
     DRAWS,
@@ -87,7 +87,7 @@ class ScoreInputs:
         """Return the first line of a reproduction."""
         if self.adapter.call is None:
             ours = "from seqpar.testing.conformance import ScoreOptions, score_adapter_of"
-            return f"{TORCH}; {ours}; adapter = score_adapter_of({self.adapter.spec!r})"
+            return on_device(f"{TORCH}; {ours}; adapter = score_adapter_of({self.adapter.spec!r})")
         imports = [self.adapter.imports]
         for wanted, line in (
             (" as F", "import torch.nn.functional as F"),
@@ -95,7 +95,7 @@ class ScoreInputs:
         ):
             if wanted not in self.adapter.imports:
                 imports.append(line)
-        return "; ".join(imports)
+        return on_device("; ".join(imports))
 
     @property
     def loss_code(self) -> str:
@@ -114,7 +114,8 @@ class ScoreInputs:
     def made(self) -> dict[str, Tensor]:
         """Return new tensors: hidden, weight, target, bias if the implementation has one, and factors."""
         here: dict[str, Tensor | None] = {}
-        exec(self.code, {"torch": torch}, here)
+        with torch.device(DEVICE):
+            exec(self.code, {"torch": torch}, here)
         return {name: t for name, t in here.items() if t is not None}
 
     def options_of(self, tensors: dict[str, Tensor]) -> ScoreOptions:

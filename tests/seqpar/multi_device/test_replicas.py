@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import seqpar
-from seqpar.multi_device.replicas import side_by_side
+from seqpar.multi_device.parallel_apply import side_by_side
 
 
 def run_twice_and_sum(module, x, devices):

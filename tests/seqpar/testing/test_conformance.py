@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from seqpar.testing.conformance import CHECKS, EVERYTHING, KNOWN, Adapter, adapter_of, report, run
+from seqpar.testing.conformance import adapter as adapter_module
+from seqpar.testing.conformance import checks as checks_module
 from seqpar.testing.conformance.__main__ import main
 from seqpar.testing.conformance.finding import Finding
-from seqpar.testing.conformance.inputs import plain_loss
+from seqpar.testing.conformance.inputs import Inputs, plain_loss
 from seqpar.testing.conformance.memory import Growth, growth
 from tests.seqpar.testing.planted import MISTAKES
 
@@ -127,6 +129,34 @@ def test_the_command_says_what_exists_and_what_is_not_installed(capsys, monkeypa
     printed = capsys.readouterr().out
     assert "| float32 | not measured: not installed |" in printed
     assert "No check failed." in printed
+
+
+def test_a_bad_target_is_tried_in_a_new_process_where_a_fork_cannot_use_the_device(monkeypatch):
+    """No GPU is needed to see that the new process finds the adapter and raises what a forked one does."""
+    known = KNOWN["seqpar-engine"]
+    forked = BY_NAME["target out of range"](known)
+    monkeypatch.setattr(checks_module, "DEVICE", "cuda")
+    assert BY_NAME["target out of range"](known) == forked == Finding("pass", "raises IndexError")
+
+
+def test_a_new_process_that_gives_a_number_or_does_not_find_the_adapter_is_a_failure(monkeypatch):
+    monkeypatch.setattr(checks_module, "DEVICE", "cuda")
+    planted = BY_NAME["target out of range"](adapter_of("tests.seqpar.testing.planted:any_target"))
+    assert planted.verdict == "fail"
+    assert "target 128 of 128 classes gave" in planted.figure
+    lost = BY_NAME["target out of range"](Adapter("mine", KNOWN["torch"].loss))
+    assert lost.verdict == "fail"
+    assert "a new process does not find 'mine'; name the adapter as module:object" in lost.figure
+
+
+def test_on_a_gpu_tensors_and_reproductions_are_there(monkeypatch):
+    """The meta device stands for a GPU: its tensors have no numbers, but they are elsewhere."""
+    monkeypatch.setattr(adapter_module, "DEVICE", "meta")
+    x = Inputs(KNOWN["torch"], device="meta")
+    assert {t.device.type for t in x.made().values()} == {"meta"}
+    assert x.imports.endswith("; torch.set_default_device('meta')")
+    code = x.shown("print(loss.device)")
+    assert report.printed(code) == "meta"
 
 
 def test_a_report_has_the_table_and_what_each_reproduction_printed():

@@ -1,0 +1,146 @@
+"""Apply modules to inputs, one thread per distinct device: the third of the four primitives of `torch.nn.parallel`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.core.structures import leaves
+from seqpar.multi_device.devices import Device, accelerator, check_devices
+
+Result = TypeVar("Result")
+
+
+def parallel_apply(
+    modules: Sequence[Callable[..., Result]],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[Mapping[str, Any]] | None = None,
+    devices: Sequence[Device] | None = None,
+) -> list[Result]:
+    """Return `[module(*input, **kwargs) for ...]`, computed with one thread per distinct device.
+
+    As `torch.nn.parallel.parallel_apply`. An input that is a list or tuple is the positional arguments. Modules on the
+    same device run there one after another, in order: threads gain nothing there and make dropout irreproducible.
+    The threads have the caller's grad mode, inference mode and autocast (with its dtype).
+
+    Raises:
+        TypeError: modules, inputs or keyword arguments that are not lists of such.
+        ValueError: lists of different lengths.
+        Any error of a module, with a note that names the replica and its device.
+    """
+    _check_jobs(modules, inputs, kwargs_tup)
+    if kwargs_tup is None:
+        kwargs_tup = [{}] * len(modules)
+    where = _devices_of(inputs) if devices is None else list(check_devices(devices))
+    if not len(modules) == len(inputs) == len(kwargs_tup) == len(where):
+        raise ValueError(
+            f"{len(modules)} modules, {len(inputs)} inputs, {len(kwargs_tup)} kwargs and {len(where)} devices: "
+            "there must be as many of each"
+        )
+
+    def job(i: int) -> Result:
+        arguments = inputs[i]
+        if not isinstance(arguments, (list, tuple)):
+            arguments = (arguments,)
+        try:
+            with _on(where[i]):
+                return modules[i](*arguments, **kwargs_tup[i])
+        except Exception as error:
+            error.add_note(f"in replica {i} of {len(modules)} (counted from 0) on {where[i]}")
+            raise
+
+    return side_by_side(job, where)
+
+
+def _check_jobs(modules: object, inputs: object, kwargs_tup: object) -> None:
+    """Raise TypeError unless all three are lists of the right things; None for `kwargs_tup` is no keywords."""
+    for name, values in (("modules", modules), ("inputs", inputs), ("kwargs_tup", kwargs_tup)):
+        if not isinstance(values, (list, tuple, nn.ModuleList)) and (values is not None or name != "kwargs_tup"):
+            raise TypeError(f"{name} is a {type(values).__name__}; it must be a list with one for each replica")
+    for i, module in enumerate(cast(Sequence[object], modules)):
+        if not callable(module):
+            raise TypeError(f"modules[{i}] is a {type(module).__name__}; it must be a module or a function")
+    for i, keywords in enumerate(cast(Sequence[object], kwargs_tup or ())):
+        if not isinstance(keywords, Mapping):
+            raise TypeError(f"kwargs_tup[{i}] is a {type(keywords).__name__}; it must be a dict of keyword arguments")
+
+
+def side_by_side(job: Callable[[int], Result], where: Sequence[object]) -> list[Result]:
+    """Return `[job(0), job(1), ...]`; jobs with the same `where` run in order, all others in parallel threads."""
+    jobs_of: dict[object, list[int]] = {}
+    for i, device in enumerate(where):
+        jobs_of.setdefault(device, []).append(i)
+    if len(jobs_of) < 2:
+        return [job(i) for i in range(len(where))]
+    # Grad mode, autocast, current device and streams belong to a thread, so the new ones must be given the caller's
+    modes = _modes()
+
+    def worker(indices: list[int]) -> list[Result]:
+        with modes():
+            return [job(i) for i in indices]
+
+    # Leaving the block waits for all threads: an error of one is raised only when no other still computes
+    with ThreadPoolExecutor(len(jobs_of)) as pool:
+        futures = [pool.submit(worker, indices) for indices in jobs_of.values()]
+    results: dict[int, Result] = {}
+    for indices, future in zip(jobs_of.values(), futures, strict=True):
+        results.update(zip(indices, future.result(), strict=True))
+    return [results[i] for i in range(len(where))]
+
+
+def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a context manager that sets this thread's grad mode, autocast, device and streams in another."""
+    grad = torch.is_grad_enabled()
+    inference = torch.is_inference_mode_enabled()
+    kind = accelerator()
+    kinds = {"cpu", kind or "cpu"}
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)]
+    cache = torch.is_autocast_cache_enabled()
+    select_device_and_streams = _selection(kind)
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, enabled, dtype in autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            select_device_and_streams()
+            yield
+
+    return enter
+
+
+def _selection(kind: str | None) -> Callable[[], None]:
+    """Return a function that selects this thread's current device and streams in another, which keeps them."""
+    if kind is None:
+        return lambda: None
+    device = torch.accelerator.current_device_index()
+    streams = [torch.accelerator.current_stream(i) for i in range(torch.accelerator.device_count())]
+    # Stream 0 is the default, which a new thread has; selecting it would claim memory on devices that are not used
+    chosen = [stream for stream in streams if stream.stream_id]
+
+    def select() -> None:
+        for stream in chosen:
+            torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(device)
+
+    return select
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the device is the current one, so that "cuda" without an index means this one."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.accelerator.device_index(device.index)
+
+
+def _devices_of(inputs: Sequence[Any]) -> list[torch.device]:
+    """Return the device of each input's first tensor; the CPU for an input without tensors."""
+    cpu = torch.device("cpu")
+    return [next((t.device for t in leaves(i) if isinstance(t, Tensor)), cpu) for i in inputs]
