@@ -4,7 +4,11 @@ BIN := .venv/bin
 WORKERS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-launched test-formats test-tutorial test-hf test-browser test-comet check bench bench-gpu clean
+# Without the tests that choose their devices themselves: ranks over gloo, refusals of odd tensors, and torch.compile
+SWITCHED := tests/seqpar/core tests/seqpar/engine tests/seqpar/linear tests/seqpar/multi_device tests/seqpar/objectives \
+  tests/seqpar/testing tests/seqpar/test_every_option.py --ignore tests/seqpar/linear/test_compile.py
+
+.PHONY: help demo test test-launched test-accelerator test-formats test-tutorial test-hf test-browser test-comet check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -44,6 +48,10 @@ test-tutorial: .venv/dev  ## run the tutorials of docs/ as printed, commands and
 test-formats: .venv/dev  ## check imports from and exports to other programs' formats against these programs (under a minute)
 	@echo "[test-formats] pytest, models of Hugging Face transformers, CTranslate2 and ONNX"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m formats -q --durations=5 tests/recipes/importing tests/recipes/export
+
+test-accelerator: .venv/dev  ## run the library's tests on two emulated accelerators, which have the CPU's memory (about 3 minutes on 2 cores)
+	@echo "[test-accelerator] pytest, tensors on another device than the CPU"
+	@SEQPAR_TEST_DEVICE=emulated HYPOTHESIS_PROFILE=dev $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -q --durations=5 $(SWITCHED)
 
 test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Face transformers (about a minute on 2 cores)
 	@echo "[test-hf] pytest, every causal and conditional model class, and decoders under TRL"

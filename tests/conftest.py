@@ -34,7 +34,25 @@ def bound_shrinking(seconds: float) -> None:
 
 bound_shrinking(SHRINKING_SECONDS)
 
+SWITCHED = os.environ.get("SEQPAR_TEST_DEVICE", "")
+if SWITCHED:
+    from tests import on_device
+
+    on_device.switch(SWITCHED)
+
 torch.set_num_threads(1)  # the cases are tiny: more threads only wait for each other
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    """Under the switch, a test skips that needs what the device or the switch lacks."""
+    try:
+        return (yield)
+    except Exception as error:
+        reason = SWITCHED and on_device.reason_to_skip(error)
+        if reason:
+            pytest.skip(reason)
+        raise
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,5 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("unswitched") and SWITCHED:
+            item.add_marker(pytest.mark.skip(reason="chooses its devices itself"))
         if item.get_closest_marker("data") and not Path(os.environ.get("SEQPAR_DATA", "/nowhere")).is_dir():
             item.add_marker(pytest.mark.skip(reason="needs SEQPAR_DATA, the folder of the corpora"))

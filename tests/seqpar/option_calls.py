@@ -243,7 +243,7 @@ def walk_arguments() -> Arguments:
         "chunks": [slice(0, 3), slice(3, 6)],
         "per_token": [leaf(1, 6, D)],
         "params": [leaf(2, D)],
-        "empty": seqpar.TokenLoss.zero(torch.float64, torch.device("cpu"), False),
+        "empty": seqpar.TokenLoss(torch.tensor(0.0).double(), torch.tensor(0)),
     }
 
 

@@ -50,6 +50,7 @@ def test_an_index_without_an_accelerator_says_so():
         check_devices([0])
 
 
+@pytest.mark.unswitched
 def test_good_device_lists_are_normalised():
     assert check_devices(["cpu:0", torch.device("cpu")]) == (torch.device("cpu"),) * 2
 

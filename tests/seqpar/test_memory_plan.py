@@ -155,6 +155,7 @@ class Widest(nn.Module):
         return F.cross_entropy(logits, target, reduction="sum")
 
 
+@pytest.mark.unswitched
 @pytest.mark.parametrize(("tokens", "vocab", "chunk_tokens"), [(700, 5, None), (1030, 9000, None), (100, 7, 33)])
 def test_the_chunk_is_the_one_the_engine_takes(tokens: int, vocab: int, chunk_tokens: int | None) -> None:
     criterion = Widest()

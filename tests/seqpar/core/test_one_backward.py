@@ -183,6 +183,7 @@ def test_buffers_of_the_generator_keep_their_running_statistics():
     assert generator.rows == 12  # every row once: the probe counted on a copy
 
 
+@pytest.mark.unswitched
 def test_dropout_on_repeated_devices_is_reproducible_and_the_probe_draws_nothing():
     generator = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 9)).double()
     _, _, hidden, target = small()

@@ -42,20 +42,18 @@ MANY = 2**24 + 1
 
 
 def test_counts_are_exact_where_float32_is_not():
-    one = seqpar.TokenLoss.zero(torch.float32, torch.device("cpu"), tells=True)._replace(
-        tokens=torch.tensor(1), correct=torch.tensor(1)
-    )
+    hidden = torch.zeros(2, 1, requires_grad=True)
+    empty = seqpar.TokenLoss.zero(torch.float32, hidden.device, tells=True)
+    one = empty._replace(tokens=torch.tensor(1), correct=torch.tensor(1))
     many = one._replace(tokens=torch.tensor(MANY - 1), correct=torch.tensor(MANY - 1))
     for loss in (many + one, sum([one, many]), many.detach() + one):
         assert (loss.tokens, loss.correct) == (MANY, MANY)
-    hidden = torch.zeros(2, 1, requires_grad=True)
 
     def per_chunk(params, rows, chunk):
         return (many if chunk.start else one)._replace(total=rows[0].sum())
 
     for needs_gradient in (True, False):
         chunks = [slice(0, 1), slice(1, 2)]
-        empty = seqpar.TokenLoss.zero(torch.float32, torch.device("cpu"), tells=True)
         loss = seqpar.chunked_gradient(per_chunk, chunks, [hidden.requires_grad_(needs_gradient)], [], empty)
         assert (loss.tokens, loss.correct) == (MANY, MANY)
 

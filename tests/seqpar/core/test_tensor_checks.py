@@ -54,6 +54,6 @@ def test_numbers_outside_the_range_are_value_errors(value):
         check_number(value, "smoothing", at_least=0, below=1)
 
 
-@pytest.mark.parametrize("value", [0, 0.5, Fraction(1, 3), torch.ones(1).numpy()[0] / 2])
+@pytest.mark.parametrize("value", [0, 0.5, Fraction(1, 3), torch.ones(1).cpu().numpy()[0] / 2])
 def test_any_real_number_in_the_range_passes(value):
     check_number(value, "smoothing", at_least=0, below=1)

@@ -380,6 +380,7 @@ class Part:
         return rows._replace(share_N=torch.ones_like(rows.lse_N))
 
 
+@pytest.mark.unswitched
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(("autocast", "most"), [(False, 512), (True, 1024)])
 def test_chunks_are_sized_by_the_logits_that_will_exist(own, autocast, most, monkeypatch):

@@ -158,7 +158,7 @@ class CopyGenerator(nn.Module):
 
     def forward(self, hidden: Tensor, attention: Tensor, source: Tensor, teacher: Tensor | None = None) -> Tensor:
         gate = torch.sigmoid(self.gate(hidden if teacher is None else hidden + teacher))
-        copied = torch.zeros(*hidden.shape[:-1], self.vocab_size, dtype=hidden.dtype).scatter_add(-1, source, attention)
+        copied = hidden.new_zeros(*hidden.shape[:-1], self.vocab_size).scatter_add(-1, source, attention)
         return (gate * self.out(hidden).softmax(-1) + (1 - gate) * copied + 1e-3).log()
 
 

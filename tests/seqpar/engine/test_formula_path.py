@@ -112,6 +112,7 @@ def test_a_softmax_over_rows_is_not_taken_for_one_over_classes():
     assert "the generator is a Sequential, not nn.Linear" in engine.explain()
 
 
+@pytest.mark.unswitched
 def test_explain_has_chunks_and_bytes_and_the_reason():
     engine = seqpar.LossCompute(nn.Linear(4, 1000), seqpar.CrossEntropy(), chunk_tokens=100)
     assert engine.explain(250) == (
@@ -153,6 +154,7 @@ def test_explain_speaks_of_one_of_the_devices():
     assert "2 tokens in 1 chunk of" in engine.explain()
 
 
+@pytest.mark.unswitched
 @pytest.mark.parametrize("generator", [nn.Linear, Twice])
 def test_explain_has_the_dtype_of_the_latest_call(generator):
     engine = seqpar.LossCompute(generator(64, 70_000), seqpar.CrossEntropy())

@@ -37,6 +37,7 @@ BAD = {
 }
 
 
+@pytest.mark.unswitched
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_input_is_one_clear_line(case):
     change, error, message = BAD[case]

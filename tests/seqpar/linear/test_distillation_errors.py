@@ -34,6 +34,7 @@ def function_of(result):
     return seqpar.TeacherLogProbs(lambda rows: result)
 
 
+@pytest.mark.unswitched
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -20,7 +20,7 @@ def run_twice_and_sum(module, x, devices):
     """The gradients of all replicas' summed outputs, in the original's parameters."""
     replicas = seqpar.replicate(module, devices)
     for replica in replicas:
-        out = replica(x)
+        out = replica(x.to(next(replica.parameters()).device))
         (out[0] if isinstance(out, tuple) else out).sum().backward()
     return [p.grad for p in module.parameters()]
 
@@ -224,6 +224,7 @@ class Fails(nn.Module):
         return x
 
 
+@pytest.mark.unswitched
 def test_a_failing_replica_raises_its_own_type_with_a_note_naming_replica_and_device():
     with pytest.raises(KeyError, match="the module's own message") as error:
         seqpar.data_parallel(Fails(), torch.tensor([[1.0], [1.0], [9.0]]), ["cpu"] * 3)

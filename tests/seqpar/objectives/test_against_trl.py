@@ -123,6 +123,7 @@ def test_dpo_and_its_variants_are_trls(variant, smoothing):
     assert_same(ours, DPOTrainer._compute_loss(self, model_with(log_prob), inputs, False), log_prob)
 
 
+@pytest.mark.unswitched
 @pytest.mark.parametrize("point", [0.4, -0.4])
 def test_kto_is_trls(point):
     log_prob, reference = scores(1), scores(2).detach()

@@ -209,6 +209,7 @@ CASES = {
 }
 
 
+@pytest.mark.unswitched
 @pytest.mark.parametrize("name", CASES)
 def test_a_bad_input_is_named_in_one_line(name):
     call, error, message = CASES[name]

@@ -245,6 +245,7 @@ def test_low_precision_scores_are_widened(dtype):
         assert loss.dtype == torch.float32
 
 
+@pytest.mark.unswitched
 @pytest.mark.parametrize("point", [math.nan, torch.tensor(math.nan), torch.tensor([math.inf])])
 def test_a_reference_point_that_is_no_number_is_refused(point):
     with pytest.raises(ValueError, match="reference_point is"):

@@ -17,6 +17,8 @@ from seqpar.testing.conformance.inputs import Inputs, plain_loss
 from seqpar.testing.conformance.memory import Growth, growth
 from tests.seqpar.testing.planted import MISTAKES
 
+pytestmark = pytest.mark.unswitched
+
 ROOT = Path(__file__).parents[3]
 NUMBERS = tuple(check for check in CHECKS if not check.is_cost)
 QUICK = tuple(check for check in CHECKS if check.name != "memory by rows")

@@ -13,6 +13,8 @@ from seqpar.testing.conformance.memory import Growth, growth
 from seqpar.testing.conformance.score_inputs import plain_scores
 from tests.seqpar.testing.planted_scores import SCORE_MISTAKES
 
+pytestmark = pytest.mark.unswitched
+
 NUMBERS = tuple(check for check in SCORE_CHECKS if not check.is_cost)
 BY_NAME = {check.name: check for check in SCORE_CHECKS}
 RAISES = {"entropy_gradient_dropped", "frozen_head"}
