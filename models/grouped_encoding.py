@@ -16,7 +16,7 @@ GROUP_SIZE = 24
 
 def encode(model: EncoderDecoder, src: Tensor) -> Tensor:
     """Compute `model.encode(src)`, except that on the CPU the memory of padding may be 0: (B, S, D)."""
-    if src.device.type != "cpu" or len(src) <= GROUP_SIZE:
+    if src.device.type != "cpu" or len(src) <= GROUP_SIZE or not src.size(1):
         return model.encode(src)
     position_S = torch.arange(1, src.size(1) + 1)
     # The last real token ends a sentence; one of padding alone has length 1

@@ -375,3 +375,10 @@ def test_scores_are_divided_by_the_gnmt_length_penalty() -> None:
 def test_a_search_that_cannot_work_is_an_error(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         beam_search(MODELS[0], random_batch(1), bos=BOS, eos=EOS, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sentences", [24, 25, 60])
+def test_sources_without_tokens_are_decoded_in_a_batch_of_any_size(sentences: int) -> None:
+    src = torch.zeros(sentences, 0, dtype=torch.long)
+    alone = greedy(ENDING[0], src[:1], bos=BOS, eos=EOS, max_length=4)
+    assert greedy(ENDING[0], src, bos=BOS, eos=EOS, max_length=4) == alone * sentences

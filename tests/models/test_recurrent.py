@@ -199,3 +199,13 @@ def test_alignments_are_refused_where_there_is_no_attention() -> None:
 def test_sizes_that_cannot_be_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(TINY, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("sentences", "steps"), [(0, 3), (2, 0), (0, 0)])
+def test_no_sentences_and_no_steps_have_empty_hidden_states(sentences: int, steps: int) -> None:
+    model, src = model_of(replace(TINY, decoder_layers=2)), torch.randint(4, 11, (sentences, 5))
+    tgt = torch.randint(4, 11, (sentences, steps))
+    hidden = model(src, tgt)
+    assert hidden.shape == (sentences, steps, TINY.d_model)
+    assert attention_weights(model, src, tgt).shape == (sentences, steps, 5)
+    hidden.sum().backward()
