@@ -33,6 +33,7 @@ import seqpar
 from models.attention import Attention, subsequent_mask
 from models.decoder_only import DecoderOnly
 from models.embedding import Embedding
+from models.ensemble import SPLIT
 from models.lora import LoraLinear
 from models.transformer import EncoderDecoder, FeedForward
 from seqpar.distributed.collectives import (
@@ -125,6 +126,7 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
         return seqpar.VocabShard(None, 0, vocab_size)
     _check_kinds(model)
     _check_divisible(model, world)
+    setattr(model, SPLIT, True)
     # By the identity of the whole weight, so that tied weights share one slice
     slices: dict[int, nn.Parameter] = {}
 
@@ -180,6 +182,7 @@ def split_time_steps(model: EncoderDecoder, group: ProcessGroup | None) -> None:
     if isinstance(model, DecoderOnly):
         raise ValueError("a decoder-only model packs several pairs into a row, whose time steps are not split")
     split = _TimeSteps(group)
+    setattr(model, SPLIT, True)
     model.register_forward_pre_hook(split.begin, with_kwargs=True)
     for name, module in model.named_modules():
         side = "tgt"
