@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from recipes.translation.data.subwords import EOS
+from recipes.translation.data.subwords import EOS, PAD
 from recipes.translation.importing.folder import Folder
 from recipes.translation.importing.tokenizer import Tokenizer
 
@@ -93,7 +93,7 @@ def lost_settings(generation: Mapping[str, Any], tokenizer: Tokenizer) -> list[s
         found -= set(SAMPLING.split())
     start, *tags = (tokenizer.target_ids[each] for each in tokenizer.start)
     end = tokenizer.target_ids[EOS]
-    never = {given.get("pad_token_id"), start}
+    never = {tokenizer.target_ids[PAD], start}
     honoured = {
         "forced_bos_token_id": given.get("forced_bos_token_id") in (None, *tags),
         "eos_token_id": given.get("eos_token_id", end) in (end, [end]),

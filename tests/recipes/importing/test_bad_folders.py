@@ -223,6 +223,12 @@ def test_a_setting_is_named_where_it_changes_what_generate_gives(name: str, good
         assert read_model(folder, tmp_path / "run").ignored == expected
 
 
+def test_padding_is_never_output_and_its_ban_is_not_named(tmp_path: Path) -> None:
+    folder = published.m2m100(tmp_path / "m2m100")  # whose decoder does not start with padding
+    (folder / "generation_config.json").write_text(json.dumps({"decoder_start_token_id": 2, "bad_words_ids": [[1]]}))
+    assert read_model(folder, tmp_path / "run", "en", "de").ignored == []
+
+
 def test_a_temperature_is_named_only_where_generate_would_draw(good: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(good, tmp_path / "model"))
     setting("top_k", 5, "generation_config.json")(folder)
