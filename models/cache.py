@@ -66,7 +66,10 @@ def with_room(held: KeyValues | None, like: KeyValues, slots: int) -> KeyValues:
 
 @dataclass
 class DecoderCache:
-    """The decoder's state between steps. No gradient flows through it.
+    """The decoder's state between steps, for decoding without gradients.
+
+    Keys and values of further steps are written in place, so that torch refuses a backward through steps that were
+    followed by others. Through an LSTM's state (`RecurrentCache`) gradients flow.
 
     The keys and values of a sentence's beams are in one list, with a slot for each step of each beam. `visible`,
     (B, beams, slots), says which slots a beam's history consists of. Once half of the slots belong to discarded beams
@@ -97,7 +100,8 @@ class DecoderCache:
         if self.visible is not None:
             mask_BQS = torch.cat((self.visible.repeat_interleave(time, 1), mask_BQS), 2)
         # The history of a beam is what its latest step attends to
-        self.visible = mask_BQS.unflatten(1, (beams, time))[:, :, -1]
+        if time:
+            self.visible = mask_BQS.unflatten(1, (beams, time))[:, :, -1]
         self.length += time
         # As many slots as steps: each sentence has one beam, whose history is all of them
         if time == 1 and self.length == mask_BQS.size(2):

@@ -41,13 +41,23 @@ def tokens_of(start: Start) -> list[int]:
     return list(start)
 
 
+SPLIT = "split_over_ranks"
+"""The attribute of a model of which `models.sharding` has left a part here."""
+
+
 def members(model: Models) -> list[EncoderDecoder]:
-    """Return the models of an ensemble; raise ValueError for none, and for models that do not belong together."""
-    if not isinstance(model, Sequence):
-        return [model]
-    models = list(model)
+    """Return the models of an ensemble; raise ValueError for none, and for models that do not belong together.
+
+    A model that is split over ranks is refused as well: its generator may have some rows only.
+    """
+    models = list(model) if isinstance(model, Sequence) else [model]
     if not models:
         raise ValueError("the ensemble has no models: give at least one")
+    if any(hasattr(one, SPLIT) for one in models):
+        raise ValueError(
+            "the model is split over ranks, and can only be trained: join its weights by models.sharding.join_over, "
+            "and load them into a whole model"
+        )
     first = facts_of(models[0])
     for number, other in enumerate(models[1:], start=1):
         for (name, here), there in zip(first.items(), facts_of(other).values(), strict=True):

@@ -5,6 +5,8 @@ Shapes: B sentences, S source time, D model width.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -16,14 +18,16 @@ GROUP_SIZE = 24
 
 def encode(model: EncoderDecoder, src: Tensor) -> Tensor:
     """Compute `model.encode(src)`, except that on the CPU the memory of padding may be 0: (B, S, D)."""
-    if src.device.type != "cpu" or len(src) <= GROUP_SIZE:
+    if src.device.type != "cpu" or len(src) <= GROUP_SIZE or not src.size(1):
         return model.encode(src)
     position_S = torch.arange(1, src.size(1) + 1)
     # The last real token ends a sentence; one of padding alone has length 1
     length_B = (position_S * (src != model.pad)).amax(1).clamp(min=1)
     rows = length_B.argsort().split(GROUP_SIZE)
     found = [model.encode(src[some, : int(length_B[some].max())]) for some in rows]
-    memory_BSD = found[0].new_zeros(*src.shape, found[0].size(2))
+    # Under autocast torch's LSTM returns bfloat16 for sequences of one length, and float32 for those of several
+    widest = reduce(torch.promote_types, {memory.dtype for memory in found})
+    memory_BSD = found[0].new_zeros(*src.shape, found[0].size(2), dtype=widest)
     for some, memory in zip(rows, found, strict=True):
-        memory_BSD[some, : memory.size(1)] = memory
+        memory_BSD[some, : memory.size(1)] = memory.to(widest)
     return memory_BSD

@@ -68,7 +68,8 @@ class LoraLinear(nn.Module):
 def add_lora(model: nn.Module, rank: int, alpha: float) -> None:
     """Freeze the model and add LoRA to its projections, in place; they keep their names, and so do the weights.
 
-    Raises ValueError for a model without attention or feed-forward networks of `models`, and a rank below 1.
+    Raises ValueError for a model without attention or feed-forward networks of `models`, one whose projections are
+    not `nn.Linear`s, such as those of LoRA itself, and a rank below 1.
     """
     if rank < 1:
         raise ValueError(f"rank is {rank}, below 1: LoRA needs at least one row of A and one column of B")
@@ -127,5 +128,12 @@ def _projections(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for outer, module in model.named_modules():
         if isinstance(module, Attention | FeedForward):
             for name, linear in module.named_children():
-                assert isinstance(linear, nn.Linear)
+                if isinstance(linear, LoraLinear):
+                    raise ValueError(
+                        f"{outer}.{name} has LoRA already: train it as it is, or merge it first by without_lora(model)"
+                    )
+                if not isinstance(linear, nn.Linear):
+                    raise ValueError(
+                        f"{outer}.{name} is a {type(linear).__name__}, not an nn.Linear: add LoRA to a whole model"
+                    )
                 yield f"{outer}.{name}", linear

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +22,23 @@ def packed(modules: Iterable[nn.Module]) -> Iterator[None]:
     This is for many products of few rows without gradients. On 2 cores, with 5 to 500 rows, they take 0.25 to 0.95 of
     `F.linear`'s time, and packing takes about as long as one product of 100 rows. Other layers do not change. The
     operators are those that `torch.compile` puts in place of frozen layers; without them, or with oneDNN switched off,
-    no layer changes. A packed copy of the weights exists within the block, and a change of the weights has no effect on
-    it.
+    no layer changes.
+
+    A packed copy of the weights exists within the block. A layer whose weights are changed or moved there computes
+    `F.linear` from then on, as does any layer under autocast, in another dtype, or where gradients are enabled. A
+    change through `weight.data` alone cannot be seen. A copy or pickle of a layer is an ordinary one.
     """
     changed = []
     try:
         # By identity: a tied or reused layer is packed once
         for linear in {id(m): m for module in modules for m in module.modules()}.values():
             if isinstance(linear, nn.Linear) and can_be_packed(linear):
-                linear.forward = by_packed_weight(linear)  # type: ignore[method-assign, assignment]
+                pack(linear)
                 changed.append(linear)
         yield
     finally:
         for linear in changed:
-            del linear.forward
+            unpack(linear)
 
 
 def can_be_packed(linear: nn.Linear) -> bool:
@@ -47,13 +52,70 @@ def can_be_packed(linear: nn.Linear) -> bool:
     return bool(plain and available and ordinary and weight.numel() >= SMALLEST)
 
 
-def by_packed_weight(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """Return the layer's forward with its present weights, packed."""
-    weight_packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
-    bias = linear.bias
+class Weight(NamedTuple):
+    """A layer's packed weight, and what it was made from."""
 
-    def forward(x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_packed, bias, "none", [], "")
+    packed: Tensor
+    weight: Tensor
+    address: int
+    version: int
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Weight:
+        """Pack a weight."""
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        return cls(packed, weight, weight.data_ptr(), _version(weight))
+
+    def is_that_of(self, weight: Tensor) -> bool:
+        """Return whether this is the weight's present value."""
+        return self.weight is weight and self.address == weight.data_ptr() and self.version == _version(weight)
+
+
+def _version(weight: Tensor) -> int:
+    """Return how often torch has seen the tensor change; it does not count where the tensor is one of inference."""
+    if weight.is_inference():
+        return 0
+    return weight._version
+
+
+class _PackedLinear(nn.Linear):
+    """A layer within the block. It has another class, so that its copies are told apart from it.
+
+    A forward in the layer's own dict would be copied with the dict, together with the original's weights.
+    """
+
+    plain: ClassVar[type[nn.Linear]]
+    packed_weight: Weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute `F.linear`, by the packed weight wherever it is as good."""
+        # While compiling, the address is not known; gradients and autocast are unknown to the operator
+        usual = torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+        weight = self.weight
+        if usual or input.dtype != torch.float32 or not self.packed_weight.is_that_of(weight):
+            return super().forward(input)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed_weight.packed, self.bias, "none", [], "")
         return y
 
-    return forward
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Describe the ordinary layer, for `copy` and `pickle`."""
+        state = {name: value for name, value in vars(self).items() if name != "packed_weight"}
+        return object.__new__, (self.plain,), state
+
+
+@cache
+def _packed_class(plain: type[nn.Linear]) -> type[_PackedLinear]:
+    return type(plain.__name__, (_PackedLinear, plain), {"plain": plain})
+
+
+def pack(linear: nn.Linear) -> None:
+    """Pack the layer's present weights; the layer changes its class."""
+    vars(linear)["packed_weight"] = Weight.of(linear.weight)
+    linear.__class__ = _packed_class(type(linear))  # type: ignore[arg-type]
+
+
+def unpack(linear: nn.Linear) -> None:
+    """Make a packed layer an ordinary one again."""
+    assert isinstance(linear, _PackedLinear)
+    linear.__class__ = linear.plain  # type: ignore[assignment]
+    del vars(linear)["packed_weight"]

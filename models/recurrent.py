@@ -105,13 +105,13 @@ class RecurrentDecoder(nn.Module):
         """Compute the state before the first step of every row."""
         weight_BS1 = real_BS[:, :, None].to(memory.dtype)
         mean_BD = (memory * weight_BS1).sum(1) / weight_BS1.sum(1)
-        hidden_BLD = self.start(mean_BD).tanh().view(len(memory), self.layers, -1)
+        hidden_BLD = self.start(mean_BD).tanh().view(len(memory), self.layers, memory.size(2))
         hidden_LRD = hidden_BLD.repeat_interleave(beams, 0).transpose(0, 1).contiguous()
         return hidden_LRD, torch.zeros_like(hidden_LRD)
 
     def forward(self, x: Tensor, memory: Tensor, real_BS: Tensor, state: State) -> tuple[Tensor, State]:
         """Transform the states x (R, T, D) of a target; return the hidden states and the LSTM's last state."""
-        if not len(x):
+        if not x.numel():  # torch's LSTM takes neither a batch nor a sequence without entries
             return x, state
         h_RTD, state = self.lstm(x, state)
         h_RTD = self.dropout(h_RTD)
@@ -226,8 +226,8 @@ class RecurrentEncoderDecoder(EncoderDecoder):
         check_pairs(src, tgt)
         memory = self.encode(src)
         real_BS = padding_mask(src, self.pad)[:, 0, 0]
-        if not len(src):
-            return memory.new_zeros(0, tgt.size(1), src.size(1))
+        if not tgt.numel():
+            return memory.new_zeros(*tgt.shape, src.size(1))
         h_BTD, _ = self.decoder.lstm(self.tgt_embed(tgt), self.decoder.first_state(memory, real_BS, 1))
         return self.decoder.attention(self.decoder.dropout(h_BTD), memory, real_BS)
 

@@ -33,6 +33,8 @@ import seqpar
 from models.attention import Attention, subsequent_mask
 from models.decoder_only import DecoderOnly
 from models.embedding import Embedding
+from models.ensemble import SPLIT
+from models.lora import LoraLinear
 from models.transformer import EncoderDecoder, FeedForward
 from seqpar.distributed.collectives import (
     copy_to_group,
@@ -114,14 +116,17 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
     would; every rank must give it the same inputs and the same random numbers of dropout.
 
     Raises:
-        ValueError: heads that are not divisible by the ranks; fewer subwords or feed-forward units than ranks.
+        ValueError: heads that are not divisible by the ranks; fewer subwords or feed-forward units than ranks; a model
+            with layers of another kind, such as an LSTM or LoRA, or one that is split already.
     """
     world = world_size(group)
     rank = rank_in(group)
     vocab_size = model.generator.out_features
     if world == 1:
         return seqpar.VocabShard(None, 0, vocab_size)
+    _check_kinds(model)
     _check_divisible(model, world)
+    setattr(model, SPLIT, True)
     # By the identity of the whole weight, so that tied weights share one slice
     slices: dict[int, nn.Parameter] = {}
 
@@ -165,13 +170,19 @@ def split_time_steps(model: EncoderDecoder, group: ProcessGroup | None) -> None:
     order. Each layer joins keys and values over the ranks; everything else is computed for this rank's time steps
     alone. Gradients are those of the loss of these time steps: the model's gradient is their sum over the ranks.
 
-    Raises ValueError for a decoder-only model, whose pairs are packed.
+    Raises ValueError for a decoder-only model, whose pairs are packed, and for an LSTM.
     """
     if world_size(group) == 1:
         return
+    if not isinstance(model.src_embed, Embedding):
+        raise ValueError(
+            f"the time steps of a {type(model).__name__} are not split over ranks: only those of a Transformer are; "
+            "split the batch"
+        )
     if isinstance(model, DecoderOnly):
         raise ValueError("a decoder-only model packs several pairs into a row, whose time steps are not split")
     split = _TimeSteps(group)
+    setattr(model, SPLIT, True)
     model.register_forward_pre_hook(split.begin, with_kwargs=True)
     for name, module in model.named_modules():
         side = "tgt"
@@ -272,6 +283,22 @@ class _SplitInputs(_Split):
     def forward(self, x: Tensor) -> Tensor:
         # The bias is whole on every rank, and must be added once: after the sum
         return sum_from_group(F.linear(x, self.weight), self.group) + self.bias
+
+
+def _check_kinds(model: EncoderDecoder) -> None:
+    """Raise ValueError for a weight of the table in a layer of a kind that is not split: a tie with it would break."""
+    lookups = {id(module.lookup) for module in model.modules() if isinstance(module, Embedding)}
+    for name, module in model.named_modules():
+        if isinstance(module, _Split | _SplitLookup):
+            raise ValueError(f"{name} is split already: split the weights of a whole model, once")
+        if isinstance(module, LoraLinear):
+            raise ValueError(f"{name} has LoRA, which is not split over ranks: split models.lora.without_lora(model)")
+        known = isinstance(module, nn.Linear) or id(module) in lookups
+        if not known and any(cut_of(f"{name}.{own}") for own, _ in module.named_parameters(recurse=False)):
+            raise ValueError(
+                f"{name} of a {type(model).__name__} is not split over ranks: only the layers of a Transformer are; "
+                "split the batch"
+            )
 
 
 def _check_divisible(model: EncoderDecoder, world: int) -> None:

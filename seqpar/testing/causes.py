@@ -25,6 +25,8 @@ FACTOR = 0.125
 """The factor of the loss in the check that gradients follow it; a power of 2, so that it causes no rounding."""
 SAME = 1e-6
 """The relative difference up to which two ratios count as equal: mistakes are recognised in float32, too."""
+CALLS = 3
+"""How often the plain loss is computed once more: dropout may well draw the same for a few numbers once."""
 FLOAT32 = 1e-5
 """The relative difference up to which float32 rounding is the likely cause."""
 
@@ -48,6 +50,8 @@ class Evidence:
     divisor: float = 1
     """The number that the plain sum was divided by."""
     world: int = 1
+    again: Sequence[float] = ()
+    """The plain loss, computed some more times."""
 
     def pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield name, gradient and plain gradient, where the plain one is not 0 and the shapes agree."""
@@ -99,6 +103,18 @@ def _no_tokens(e: Evidence) -> str | None:
     if e.tokens == 0 and not torch.isfinite(e.got[0]):
         return "a division by 0 tokens: every target is ignored, and 0 / 0 is not a number"
     return None
+
+
+def _random_numbers(e: Evidence) -> str | None:
+    """Recognise a plain loss that is another number in every call."""
+    plain = float(e.expected[0])
+    other = [value for value in e.again if not math.isclose(value, plain, rel_tol=SAME, abs_tol=SAME)]
+    if not other or not math.isfinite(plain):
+        return None
+    return (
+        f"random numbers, such as those of dropout in training mode: the plain loss itself is {plain:.6g} in one call "
+        f"and {other[0]:.6g} in another"
+    )
 
 
 def _no_gradient(e: Evidence) -> str | None:
@@ -260,6 +276,7 @@ def _rounding(e: Evidence) -> str | None:
 # From the most specific to the most general: a bare ratio fits several mistakes, a lost row only one
 CAUSES: tuple[Callable[[Evidence], str | None], ...] = (
     _no_tokens,
+    _random_numbers,
     _ignored_factor,
     _no_gradient,
     _dropped_rows,
@@ -276,6 +293,9 @@ EXAMPLES: dict[Callable[[Evidence], str | None], str] = {
     _no_tokens: """
     (total / tokens).backward()                  # 0 / 0
     (total / tokens.clamp(min=1)).backward()     # 0, with gradients of 0""",
+    _random_numbers: """
+    assert_same_loss(head, criterion, ...)           # head.training: dropout is drawn anew in every call
+    assert_same_loss(head.eval(), criterion, ...)    # nothing is drawn; losses of draws cannot be compared""",
     _ignored_factor: """
     return gradient                              # in backward(ctx, upstream)
     return upstream * gradient                   # of hidden AND of every parameter""",
@@ -315,6 +335,12 @@ def _spelt(times: float) -> str:
     if math.isclose(simple, times, rel_tol=SAME):
         return str(simple)
     return f"{times:.6g}"
+
+
+def repeated(loss: Callable[[], Tensor]) -> list[float]:
+    """Return the loss of some more calls, by which one that draws random numbers is recognised."""
+    with torch.no_grad():
+        return [float(loss()) for _ in range(CALLS)]
 
 
 class _Uses(TorchFunctionMode):

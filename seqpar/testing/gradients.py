@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.tensor_checks import check_number
-from seqpar.testing.causes import FACTOR, Evidence, Result, dense, gradients_by_use, likely_cause
+from seqpar.testing.causes import FACTOR, Evidence, Result, dense, gradients_by_use, likely_cause, repeated
 
 ROUNDING = 1e-14
 """The difference of float64 sums that counts as rounding where the reference is 0 or nearly so, relative to the largest
@@ -39,7 +39,7 @@ def assert_same_gradients(
 
     Args:
         candidate: returns the loss under test; called once, and if it is wrong once more, to find the cause.
-        reference: returns the plain loss; called once, and if the candidate is wrong once more.
+        reference: returns the plain loss; called once, and if the candidate is wrong four times more.
         tensors: leaves by name; every one that requires a gradient is compared.
         rtol: the largest difference allowed, relative to the reference's largest entry. Differences up to 1e-14 of the
             largest number of all, or of 1, count as rounding: scale up a loss whose numbers are all smaller.
@@ -65,7 +65,8 @@ def assert_same_gradients(
         eighth = an_eighth(candidate, tensors)
         per_token = frozenset(name for name, t in tensors.items() if t.dim() > 1 and not isinstance(t, nn.Parameter))
         uses = gradients_by_use(reference, tensors)
-        cause = likely_cause(Evidence(got, expected, eighth, uses, per_token, tokens))
+        again = repeated(reference)
+        cause = likely_cause(Evidence(got, expected, eighth, uses, per_token, tokens, again=again))
         raise AssertionError(f"{error}\n{cause}") from None
 
 

@@ -19,7 +19,7 @@ from seqpar.distributed.collectives import gather_objects, group_sum, rank_in, w
 from seqpar.engine.loss_compute import LossCompute
 from seqpar.losses.criteria import ignored_target
 from seqpar.multi_device.devices import Device
-from seqpar.testing.causes import FACTOR, Evidence, Result, Uses, gradients_by_use, likely_cause
+from seqpar.testing.causes import FACTOR, Evidence, Result, Uses, gradients_by_use, likely_cause, repeated
 from seqpar.testing.gradients import (
     assert_same_results,
     check_tolerance,
@@ -61,7 +61,8 @@ def assert_same_loss(
         assert_same_loss(my_generator, my_criterion, hidden, target, loss=my_training_loss)
 
     Args:
-        generator, criterion: as `seqpar.LossCompute`. If either is not float64, float64 copies of both are used.
+        generator, criterion: as `seqpar.LossCompute`. If either is not float64, float64 copies of both are used. In
+            training mode dropout would draw other numbers in every call: call `.eval()` before.
         hidden: `(N, D)` or `(B, T, D)`; a float64 leaf is made of it.
         target: hidden's leading shape.
         loss: the function under test, `loss(generator, criterion, hidden, target, **per_token)`. It returns the tensor
@@ -145,7 +146,8 @@ class _Trial:
             assert_same_results(got, expected, self.rtol)
             assert_same_results(eighth, _times(expected, FACTOR), self.rtol)
         except AssertionError as error:
-            return f"{error}\n{likely_cause(self._evidence(got, expected, eighth, gradients_by_use(plain, tensors)))}"
+            uses = gradients_by_use(plain, tensors)
+            return f"{error}\n{likely_cause(self._evidence(got, expected, eighth, uses, repeated(plain)))}"
         return ""
 
     def _scaled(self, loss: Tensor | TokenLoss) -> Tensor:
@@ -174,14 +176,14 @@ class _Trial:
             averaged[name] = gradient / world
         return group_sum(value, self.group) / world, averaged
 
-    def _evidence(self, got: Result, expected: Result, eighth: Result, uses: Uses) -> Evidence:
+    def _evidence(self, got: Result, expected: Result, eighth: Result, uses: Uses, again: Sequence[float]) -> Evidence:
         """Return the numbers from which `likely_cause` infers the cause."""
         ignored = ignored_target(self.head["criterion"])
         tokens = self.target.numel()
         if ignored is not None:
             tokens = int((self.target != ignored).sum())
         counts = tokens, self.target.numel(), self.tokens, world_size(self.group)
-        return Evidence(got, expected, eighth, uses, frozenset({"hidden"}), *counts)
+        return Evidence(got, expected, eighth, uses, frozenset({"hidden"}), *counts, again)
 
     def smallest_failure(self) -> str:
         """Return the smallest subset of the inputs that fails as well, in words; nothing for several ranks."""

@@ -398,3 +398,8 @@ def test_what_it_cannot_obey_is_refused() -> None:
         replace(TINY, decoder_layers=0)
     with pytest.raises(ValueError, match=r"pad is 9, outside \[0, 9\)"):
         make_decoder_only(TINY, 9, 9)
+
+
+def test_a_target_without_steps_has_an_empty_attention() -> None:
+    src = padded([[3, 4, EOS], [5, EOS]])
+    assert model_of().source_attention(src, src[:, :0]).shape == (2, 0, 3)

@@ -172,13 +172,13 @@ def test_around_many_searches_weights_are_laid_out_once(monkeypatch: pytest.Monk
     model, src = copy.deepcopy(ENDING[0]).float().train(), pad_to([[3, 4, 5, 6], [5]], 5)
     alone = beam_search(model, src, bos=BOS, eos=EOS)
     with evaluating(model):
-        laid_out = model.generator.forward
+        laid_out = vars(model.generator)["packed_weight"]
         for _ in range(2):
             assert beam_search(model, src, bos=BOS, eos=EOS) == alone
-            assert model.generator.forward is laid_out
+            assert vars(model.generator)["packed_weight"] is laid_out
             assert not model.training
     assert model.training
-    assert "forward" not in vars(model.generator)
+    assert "packed_weight" not in vars(model.generator)
 
 
 def test_beams_that_died_leave_the_cache_and_change_nothing() -> None:
@@ -375,3 +375,10 @@ def test_scores_are_divided_by_the_gnmt_length_penalty() -> None:
 def test_a_search_that_cannot_work_is_an_error(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         beam_search(MODELS[0], random_batch(1), bos=BOS, eos=EOS, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sentences", [24, 25, 60])
+def test_sources_without_tokens_are_decoded_in_a_batch_of_any_size(sentences: int) -> None:
+    src = torch.zeros(sentences, 0, dtype=torch.long)
+    alone = greedy(ENDING[0], src[:1], bos=BOS, eos=EOS, max_length=4)
+    assert greedy(ENDING[0], src, bos=BOS, eos=EOS, max_length=4) == alone * sentences

@@ -174,3 +174,16 @@ def test_a_model_without_projections_and_a_rank_below_1_are_refused() -> None:
     assert all(each.requires_grad for each in lstm.parameters())
     with pytest.raises(ValueError, match=r"^rank is 0, below 1: LoRA needs at least one row"):
         add_lora(small_transformer(), 0, 16.0)
+
+
+def test_lora_is_added_once_and_to_plain_projections_alone() -> None:
+    adapted, strange = with_lora(small_transformer(), 2, 16.0), small_transformer()
+    strange.encoder.layers[0].feed_forward.outer = nn.Identity()
+    for model, said in (
+        (adapted, r"self_attention.query has LoRA already: train it as it is, or merge it first by without_lora"),
+        (strange, r"feed_forward.outer is a Identity, not an nn.Linear: add LoRA to a whole model"),
+    ):
+        before = [(name, id(tensor), tensor.requires_grad) for name, tensor in model.named_parameters()]
+        with pytest.raises(ValueError, match=said):
+            add_lora(model, 3, 16.0)
+        assert [(name, id(tensor), tensor.requires_grad) for name, tensor in model.named_parameters()] == before

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import seqpar
-from models import TransformerConfig, make_transformer, padding_mask, subsequent_mask
+from models import TransformerConfig, beam_search, greedy, make_transformer, padding_mask, subsequent_mask
 from models.sharding import split_time_steps, split_weights
 from seqpar.testing.ranks import ranks
 
@@ -125,3 +125,29 @@ def test_a_mask_that_fits_no_queries_is_refused_on_every_rank_with_both_numbers(
         assert source.startswith("src_mask has 5 rows of queries, but src has 5 time steps and tgt has 6 time steps")
         assert dims.startswith("tgt_mask has 2 dims, shape (6, 6), not 4")
         assert dtype.startswith("tgt_mask is torch.float64, not torch.bool")
+
+
+def searches_of_split_models(rank, world):
+    said = []
+    for split in (split_weights, split_time_steps):
+        part = model()
+        split(part, torch.distributed.group.WORLD)
+        for search in (greedy, beam_search):
+            for given in (part, [model(), part]):
+                with pytest.raises(ValueError, match="split over ranks") as caught:
+                    search(given, tokens(T)[0], bos=1, eos=2)
+                said.append(str(caught.value))
+    return said
+
+
+def test_a_split_model_is_not_searched_and_a_whole_one_is():
+    for said in ranks(2, searches_of_split_models):
+        assert len(said) == 8
+        assert set(said) == {
+            "the model is split over ranks, and can only be trained: join its weights by models.sharding.join_over, "
+            "and load them into a whole model"
+        }
+    alone = model()
+    split_weights(alone, None)
+    split_time_steps(alone, None)
+    assert len(greedy(alone, tokens(T)[0], bos=1, eos=2)) == B

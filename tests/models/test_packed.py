@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +21,10 @@ def _small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("models.packed.SMALLEST", 1)
 
 
+def is_packed(linear: nn.Linear) -> bool:
+    return "packed_weight" in vars(linear) or type(linear).__module__ == "models.packed"
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 7), (5, 1, 7), (320, 7)])
 def test_the_product_is_as_good_as_torchs(shape: tuple[int, ...], bias: bool) -> None:
@@ -24,12 +32,12 @@ def test_the_product_is_as_good_as_torchs(shape: tuple[int, ...], bias: bool) ->
     exact = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
     exact, plain = exact.detach(), linear(x).detach()
     with torch.no_grad(), packed([linear]):
-        assert "forward" in vars(linear)
+        assert is_packed(linear)
         product = linear(x)
     assert product.shape == plain.shape
     rounding = torch.finfo(torch.float32).eps * float(exact.abs().max())
     assert float((product - exact).norm()) <= 2 * float((plain - exact).norm()) + rounding
-    assert "forward" not in vars(linear)
+    assert not is_packed(linear)
 
 
 def test_layers_inside_are_packed_and_come_back_after_an_error() -> None:
@@ -42,45 +50,45 @@ def test_layers_inside_are_packed_and_come_back_after_an_error() -> None:
 
     def fails() -> None:
         with packed([model, inner]):
-            assert "forward" in vars(inner)
-            assert "forward" not in vars(own)
-            assert "forward" not in vars(wide)
+            assert is_packed(inner)
+            assert not is_packed(own)
+            assert not is_packed(wide)
             raise KeyError
 
     with pytest.raises(KeyError):
         fails()
-    assert "forward" not in vars(inner)
+    assert not is_packed(inner)
 
 
 def test_without_onednn_or_under_autocast_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = nn.Linear(3, 4)
     with torch.autocast("cpu", torch.bfloat16), packed([linear]):
-        assert "forward" not in vars(linear)
+        assert not is_packed(linear)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     with packed([linear]):
-        assert "forward" not in vars(linear)
+        assert not is_packed(linear)
 
 
 def test_what_is_too_small_to_gain_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("models.packed.SMALLEST", 13)
     small, large = nn.Linear(3, 4), nn.Linear(3, 5)
     with packed([small, large]):
-        assert "forward" not in vars(small)
-        assert "forward" in vars(large)
+        assert not is_packed(small)
+        assert is_packed(large)
 
 
 def test_where_onednn_is_switched_off_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     linear = nn.Linear(3, 4)
     with packed([linear]):
-        assert "forward" not in vars(linear)
+        assert not is_packed(linear)
 
 
 def test_without_the_private_operators_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
     linear = nn.Linear(3, 4)
     with packed([linear]):
-        assert "forward" not in vars(linear)
+        assert not is_packed(linear)
 
 
 def test_a_forward_that_someone_replaced_is_used_and_stays() -> None:
@@ -99,8 +107,8 @@ def test_weights_that_are_no_plain_tensors_or_on_another_device_are_left_alone()
     special.weight = nn.Parameter(torch.randn(4, 3).as_subclass(Marked))
     assert type(special.weight) is not nn.Parameter
     with packed([special, elsewhere]):
-        assert "forward" not in vars(special)
-        assert "forward" not in vars(elsewhere)
+        assert not is_packed(special)
+        assert not is_packed(elsewhere)
 
 
 def test_hooks_of_a_packed_layer_run() -> None:
@@ -115,6 +123,110 @@ def test_a_layer_that_is_named_twice_is_packed_once_and_comes_back() -> None:
     linear = nn.Linear(3, 4)
     with packed([linear, nn.Sequential(linear), linear]):
         with packed([linear]):
-            assert "forward" in vars(linear)
-        assert "forward" in vars(linear)
-    assert "forward" not in vars(linear)
+            assert is_packed(linear)
+        assert is_packed(linear)
+    assert not is_packed(linear)
+
+
+def saved_and_loaded(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+class Inheriting(nn.Linear):
+    """A subclass that inherits forward, and so is packed, too."""
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "torch.save": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Inheriting])
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_made_within_the_block_is_an_ordinary_layer_with_weights_of_its_own(
+    copied: Callable[[nn.Module], nn.Module], kind: type[nn.Linear]
+) -> None:
+    model, other, x = nn.Sequential(kind(7, 5)), nn.Linear(7, 5), torch.randn(2, 7)
+    before = set(vars(model[0]))
+    with torch.no_grad(), packed([model]):
+        assert is_packed(model[0])
+        twin = copied(model)[0]
+    assert type(twin) is type(model[0]) is kind
+    assert set(vars(twin)) == set(vars(model[0])) == before
+    assert torch.equal(twin(x), model[0](x))
+    twin.load_state_dict(other.state_dict())
+    twin(x).sum().backward()
+    other(x).sum().backward()
+    assert torch.equal(twin(x), other(x))
+    assert torch.equal(twin.weight.grad, other.weight.grad)
+    assert model[0].weight.grad is None
+
+
+def test_a_shallow_copy_made_within_the_block_is_an_ordinary_layer() -> None:
+    linear = nn.Linear(7, 5)
+    with packed([linear]):
+        twin = copy.copy(linear)
+    assert type(twin) is nn.Linear
+    assert twin.weight is linear.weight
+    assert not is_packed(twin)
+
+
+def test_autocast_within_the_block_is_that_of_an_ordinary_layer() -> None:
+    linear, x = nn.Linear(7, 5), torch.randn(2, 7)
+    with torch.no_grad(), packed([linear]), torch.autocast("cpu", torch.bfloat16):
+        product = linear(x)
+        again = linear(product @ torch.ones(5, 7))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(product, nn.Linear.forward(linear, x))
+    assert product.dtype == again.dtype == torch.bfloat16
+
+
+CHANGES: dict[str, Callable[[nn.Linear], object]] = {
+    "in place": lambda linear: linear.weight.mul_(2),
+    "load_state_dict": lambda linear: linear.load_state_dict(nn.Linear(7, 5).state_dict()),
+    "another parameter": lambda linear: setattr(linear, "weight", nn.Parameter(torch.ones(5, 7))),
+    "data": lambda linear: setattr(linear.weight, "data", torch.ones(5, 7)),
+    "half": lambda linear: linear.half(),
+    "double": lambda linear: linear.double(),
+    "double and back": lambda linear: linear.double().float(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_weights_that_change_within_the_block_are_used(change: Callable[[nn.Linear], object]) -> None:
+    linear = nn.Linear(7, 5)
+    with torch.no_grad(), packed([linear]):
+        change(linear)
+        x = torch.randn(2, 7, dtype=linear.weight.dtype)
+        product = linear(x)
+    assert torch.equal(product, F.linear(x, linear.weight, linear.bias))
+
+
+def test_within_the_block_gradients_are_those_of_an_ordinary_layer() -> None:
+    linear, x = nn.Linear(7, 5), torch.randn(2, 7, requires_grad=True)
+    with packed([linear]):
+        linear(x).sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, linear.weight.detach().sum(0).expand(2, 7))
+    assert torch.allclose(linear.weight.grad, x.detach().sum(0).expand(5, 7))
+
+
+def test_weights_made_in_inference_mode_are_packed() -> None:
+    with torch.inference_mode():
+        linear, x = nn.Linear(7, 5), torch.randn(2, 7)
+        with packed([linear]):
+            assert is_packed(linear)
+            assert torch.allclose(linear(x), F.linear(x, linear.weight, linear.bias), atol=1e-6)
+
+
+def test_a_layer_is_compiled_within_the_block_as_an_ordinary_one() -> None:
+    linear, x = nn.Linear(7, 5), torch.randn(2, 7)
+    with torch.no_grad(), packed([linear]):
+        compiled = torch.compile(linear, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), F.linear(x, linear.weight, linear.bias))

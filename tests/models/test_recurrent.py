@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import seqpar
 from models import RecurrentConfig, beam_search, greedy, make_recurrent, padding_mask
 from models.alignment import attention_weights
+from models.grouped_encoding import encode
 from models.recurrent import RecurrentEncoderDecoder
 from seqpar.testing import assert_same_loss
 from tests.models.examples import assert_loss_over_replicas_is_plain
@@ -199,3 +200,25 @@ def test_alignments_are_refused_where_there_is_no_attention() -> None:
 def test_sizes_that_cannot_be_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(TINY, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("sentences", "steps"), [(0, 3), (2, 0), (0, 0)])
+def test_no_sentences_and_no_steps_have_empty_hidden_states(sentences: int, steps: int) -> None:
+    model, src = model_of(replace(TINY, decoder_layers=2)), torch.randint(4, 11, (sentences, 5))
+    tgt = torch.randint(4, 11, (sentences, steps))
+    hidden = model(src, tgt)
+    assert hidden.shape == (sentences, steps, TINY.d_model)
+    assert attention_weights(model, src, tgt).shape == (sentences, steps, 5)
+    hidden.sum().backward()
+
+
+@torch.no_grad()
+def test_autocast_encodes_a_batch_of_several_groups() -> None:
+    model = model_of(seed=5).float().eval()
+    sources = padded([[5, EOS]] * 24 + [[4, 5, 6, EOS], [6, 5, EOS]])  # the first group's lengths are all the same
+    with torch.autocast("cpu", torch.bfloat16):
+        memory = encode(model, sources)
+        groups = (model.encode(sources[:24, :2]), model.encode(sources[24:]))
+        assert len(greedy(model, sources, bos=BOS, eos=EOS)) == 26
+    assert torch.equal(memory[:24, :2], groups[0].to(memory.dtype))
+    assert torch.equal(memory[24:], groups[1])

@@ -36,7 +36,7 @@ def import_(argv: Sequence[str]) -> int:
     translator = imported.translator
     if imported.ignored:
         print(
-            f"[import] generation_config.json sets {', '.join(imported.ignored)}, which a run does not have: see the "
+            f"[import] {imported.settings_file} sets {', '.join(imported.ignored)}, which a run does not have: see the "
             f"options of {PROGRAM} translate",
             file=sys.stderr,
         )

@@ -63,15 +63,15 @@ def sizes_of(settings: dict[str, Any], where: str) -> TransformerConfig:
         )
     lengths = preset.max_positions
     if ARCHITECTURES[preset.architecture].positions == "learned":
-        lengths = _number(settings, "max_position_embeddings", where)
+        lengths = settings.get("max_position_embeddings", 1024)
     try:
         return replace(
             preset,
-            d_model=_number(settings, "d_model", where),
+            d_model=settings["d_model"],
             d_ff=_same(settings, "ffn_dim", where),
             heads=_same(settings, "attention_heads", where),
-            encoder_layers=_number(settings, "encoder_layers", where),
-            decoder_layers=_number(settings, "decoder_layers", where),
+            encoder_layers=settings["encoder_layers"],
+            decoder_layers=settings["decoder_layers"],
             dropout=float(settings.get("dropout", 0.1)),
             activation=ACTIVATIONS[activation],
             tie=_tie(settings, where),
@@ -96,16 +96,9 @@ def _tie(settings: dict[str, Any], where: str) -> Tie:
     return "none"
 
 
-def _number(settings: dict[str, Any], name: str, where: str) -> int:
-    value = settings.get(name)
-    if not isinstance(value, int):
-        raise CheckpointError(f"{where}: {name} is {value!r}, not a whole number")
-    return value
-
-
 def _same(settings: dict[str, Any], name: str, where: str) -> int:
-    encoder = _number(settings, f"encoder_{name}", where)
-    decoder = _number(settings, f"decoder_{name}", where)
+    encoder: int = settings[f"encoder_{name}"]
+    decoder: int = settings[f"decoder_{name}"]
     if encoder != decoder:
         raise CheckpointError(
             f"{where}: encoder_{name} is {encoder}, decoder_{name} {decoder}; here both sides have the same"

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.importing.fields import check_fields
 
 WEIGHTS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
@@ -28,14 +29,15 @@ class Folder:
     path: Path
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return what a JSON file says."""
+        """Return what a JSON file says, with the types of `fields.py`."""
         content = self.content(name)
         try:
             found = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path / name} is not JSON: {error}") from None
         if not isinstance(found, dict):
             raise CheckpointError(f"{self.path / name} is a JSON {type(found).__name__}, not an object of names")
+        check_fields(found, name, str(self.path / name))
         return found
 
     def json_or_nothing(self, name: str) -> dict[str, Any]:
@@ -65,7 +67,7 @@ class Folder:
         names = [WEIGHTS]
         index = self.json_or_nothing(f"{WEIGHTS}.index.json")
         if index:
-            names = sorted(set(index.get("weight_map", {}).values()))
+            names = sorted(set(index["weight_map"].values()))
         elif not (self.path / WEIGHTS).is_file():
             self._refuse_pickled()
         found: dict[str, Tensor] = {}

@@ -14,19 +14,12 @@ from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.data.sentencepiece_file import kind_of_model
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.importing.architectures import published, sizes_of
-from recipes.translation.importing.folder import Folder, Weights
+from recipes.translation.importing.folder import Folder, Weights, check_subwords
+from recipes.translation.importing.generation import decoding_of, lost_settings, read_generation
 from recipes.translation.importing.tokenizer import Tokenizer, read_tokenizer
 from recipes.translation.importing.weights import our_weights
 from recipes.translation.run_folder.checkpoint import Translator, fill_model, model_to_fill, save_model
 from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
-
-KNOWN = (
-    "num_beams length_penalty max_length max_new_tokens decoder_start_token_id pad_token_id eos_token_id bos_token_id "
-    "forced_bos_token_id bad_words_ids use_cache transformers_version _from_model_config early_stopping "
-    "forced_eos_token_id renormalize_logits output_attentions output_hidden_states suppress_tokens"
-)
-"""Settings of generation_config.json that a run has, or that change nothing here: padding is never output, the symbols
-are in the subwords, and the search stops as docs/decoding.md says."""
 
 
 class Imported(NamedTuple):
@@ -35,6 +28,8 @@ class Imported(NamedTuple):
     translator: Translator
     ignored: list[str]
     """Settings of translation that a run does not have."""
+    settings_file: str
+    """The file that has them."""
 
 
 def import_model(folder: Path, run: Path, source: str = "", target: str = "") -> Imported:
@@ -59,30 +54,17 @@ def read_model(folder: Path, run: Path, source: str = "", target: str = "") -> I
     settings = files.json("config.json")
     where = str(folder / "config.json")
     sizes = sizes_of(settings, where)
-    # Earlier versions of transformers have the settings of translation in config.json
-    generation = {**settings, **files.json_or_nothing("generation_config.json")}
+    generation, settings_file = read_generation(files, settings)
     tokenizer = read_tokenizer(files, settings, generation, (source, target))
     weights = our_weights(Weights(files.tensors(), folder), sizes, tokenizer.source_ids, tokenizer.target_ids)
     config = run_config(published(settings, where).preset, sizes, tokenizer, generation, run)
-    subwords = (_subwords(tokenizer.source), _subwords(tokenizer.target))
+    subwords = (_subwords(tokenizer.source, folder), _subwords(tokenizer.target, folder))
     model = model_to_fill(sizes, *subwords).to(weights["generator.weight"].dtype)
     own = model.state_dict()
     tied = {name: tensor for name, tensor in own.items() if name not in _tied(sizes)}
     fill_model(model, {name: weights[name] for name in tied}, folder)
-    ignored = _ignored(files.json_or_nothing("generation_config.json"), settings)
-    return Imported(Translator(config, model.eval(), *subwords), ignored)
-
-
-def _ignored(generation: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Return the names of settings of translation that a run does not have."""
-    given = {name for name, value in generation.items() if value is not None}
-    found = given - set(KNOWN.split())
-    symbols = {settings.get("pad_token_id"), settings.get("decoder_start_token_id")}
-    if any(len(words) > 1 or words[0] not in symbols for words in generation.get("bad_words_ids") or ()):
-        found.add("bad_words_ids")
-    if not symbols.issuperset(generation.get("suppress_tokens") or ()):
-        found.add("suppress_tokens")
-    return sorted(found)
+    ignored = lost_settings(generation, tokenizer)
+    return Imported(Translator(config, model.eval(), *subwords), ignored, settings_file)
 
 
 def _tied(sizes: TransformerConfig) -> tuple[str, ...]:
@@ -94,7 +76,12 @@ def _tied(sizes: TransformerConfig) -> tuple[str, ...]:
     return ()
 
 
-def _subwords(model: bytes) -> Subwords:
+def _subwords(model: bytes, folder: Path) -> Subwords:
+    check_subwords(
+        model,
+        f"{folder / 'tokenizer_config.json'} names other special subwords than the sentencepiece model: one of the two "
+        "files is of another model",
+    )
     return Subwords(sentencepiece.SentencePieceProcessor(model_proto=model))
 
 
@@ -120,26 +107,9 @@ def run_config(
         "subwords.kind": kind_of_model(tokenizer.source),
         "model.preset": preset,
         **changed,
-        **_decoding(generation),
+        **decoding_of(generation, len(tokenizer.start)),
     }
     return load_config(None, given | _lengths(given, sizes))
-
-
-def _decoding(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of translation; transformers divides by length^length_penalty, 1 unless it is set."""
-    penalty = generation.get("length_penalty")
-    if penalty is None:
-        penalty = 1.0
-    found: dict[str, Any] = {
-        "decoding.beam": generation.get("num_beams") or 1,
-        "decoding.length_norm": "length",
-        "decoding.length_penalty": float(penalty),
-    }
-    if generation.get("max_new_tokens"):
-        found["decoding.max_length"] = generation["max_new_tokens"]
-    elif generation.get("max_length"):
-        found["decoding.max_length"] = generation["max_length"] - 1  # the start symbol is counted there
-    return found
 
 
 def _lengths(given: Mapping[str, Any], sizes: TransformerConfig) -> dict[str, Any]:

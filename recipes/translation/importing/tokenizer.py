@@ -34,6 +34,8 @@ class Tokenizer(NamedTuple):
     """The ids there, in the order of ours."""
     target_ids: list[int]
     languages: tuple[str, str]
+    start: tuple[int, ...]
+    """Our ids of the tokens before a translation."""
 
 
 class Side(NamedTuple):
@@ -76,6 +78,7 @@ def read_tokenizer(
         source_ids,
         target_ids,
         named,
+        symbols.start,
     )
 
 

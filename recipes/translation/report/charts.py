@@ -84,13 +84,13 @@ class Series:
 def line_chart(title: str, series: Sequence[Series], *, log: bool = False, legend: bool = False) -> str:
     """Return lines over the steps as SVG; `log` is for numbers that may fall by orders of magnitude."""
     figure, axes = _axes()
-    for each in series:
+    for place, each in enumerate(series):
         marker = None
         if each.points and len(each.x) <= 60:
             marker = "o"
         number = each.color % len(SERIES)
         style = STYLES[number % len(STYLES)]
-        axes.plot(each.x, each.y, color=SERIES[number], lw=1.7, ls=style, marker=marker, ms=3, label=_plain(each.label))
+        axes.plot(each.x, each.y, color=SERIES[number], lw=1.7, ls=style, marker=marker, ms=3, label=str(place))
         for x, y in each.marks:
             axes.plot([x], [y], color=MARK, ls="", marker="x", ms=6, mew=1.6)
     lowest = min((y for each in series for y in each.y), default=1.0)
@@ -106,7 +106,7 @@ def line_chart(title: str, series: Sequence[Series], *, log: bool = False, legen
     axes.xaxis.set_major_formatter(FuncFormatter(short))
     axes.set_xlabel("step", labelpad=1)
     if legend:
-        _legend(axes)
+        _legend(axes, [each.label for each in series])
     return svg_of(figure, title)
 
 
@@ -116,18 +116,16 @@ def histogram(title: str, label: str, groups: Sequence[tuple[str, Sequence[float
     figure, axes = _axes()
     values = np.concatenate([np.asarray(group, dtype=float) for _, group, _ in groups])
     edges = bins_of(values)
-    for name, group, color in groups:
+    for place, (_, group, color) in enumerate(groups):
         counts, _ = np.histogram(group, edges)
         number = color % len(SERIES)
         style = STYLES[number % len(STYLES)]
-        axes.stairs(
-            100 * counts / max(1, len(group)), edges, color=SERIES[number], lw=1.8, ls=style, label=_plain(name)
-        )
+        axes.stairs(100 * counts / max(1, len(group)), edges, color=SERIES[number], lw=1.8, ls=style, label=str(place))
     axes.set_xlabel(label, labelpad=1)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
     axes.set_ylim(bottom=0)
     if legend:
-        _legend(axes)
+        _legend(axes, [name for name, *_ in groups])
     return svg_of(figure, title)
 
 
@@ -221,10 +219,12 @@ def _square(row: int, column: int) -> MatplotlibPath:
     return MatplotlibPath(corners, closed=True)
 
 
-def _legend(axes: Any) -> None:
+def _legend(axes: Any, labels: Sequence[str]) -> None:
+    """Add a legend; the lines are labelled with their places, as matplotlib leaves out a label that begins with _."""
     legend = axes.legend(loc="best", handlelength=1.8, labelspacing=0.25, borderaxespad=0.2, fontsize=11)
-    for text in legend.get_texts():
+    for text, label in zip(legend.get_texts(), labels, strict=True):
         text.set_parse_math(False)
+        text.set_text(_plain(label))
 
 
 def _plain(text: str) -> str:

@@ -154,7 +154,7 @@ def _of_steps(runs: Sequence[RunRecords], title: str, name: str, caption: str, w
 
 
 def _of_validations(runs: Sequence[RunRecords], title: str, name: str, caption: str, log: bool = False) -> Chart:
-    series = [_validation_series(run, name, number, run.name) for number, run in enumerate(runs)]
+    series = [_validation_series(run, name, number, run.name, _points(runs)) for number, run in enumerate(runs)]
     several = len(runs) == 1 and bool(runs[0].parts)
     if several:
         whole = "all together"
@@ -244,10 +244,10 @@ def _memory(runs: Sequence[RunRecords]) -> Chart:
         for place, device in enumerate(devices):
             points = [(step, memory[device] / 2**30) for step, memory in found if is_number(memory.get(device))]
             if len(runs) == 1:
-                series.append(Series(device, *_columns(points), place, points=True))
+                series.append(Series(device, *thinned(points, MOST_POINTS), place, points=True))
         if found and len(runs) > 1:
             points = [(step, max(filter(is_number, memory.values()), default=0) / 2**30) for step, memory in found]
-            series.append(Series(run.name, *_columns(points), number, points=True))
+            series.append(Series(run.name, *thinned(points, _points(runs)), number, points=True))
     if not series:
         return Chart(title, "No memory is recorded: it is at each validation, and earlier versions did not.")
     which = "By device"
@@ -265,15 +265,16 @@ def _step_curve(run: RunRecords, name: str, weighted: bool, most: int) -> tuple[
     return binned([record["step"] for record in records], [record[name] for record in records], weights, most)
 
 
-def _validation_series(run: RunRecords, name: str, color: int, label: str) -> Series:
+def _validation_series(run: RunRecords, name: str, color: int, label: str, most: int = MOST_POINTS) -> Series:
     found = [(record["step"], record[name]) for record in run.validations if is_number(record.get(name))]
-    step = max(1, len(found) // MOST_POINTS)
-    kept = found[::-step][::-1]  # always with the newest
-    return Series(label, *_columns(kept), color, points=True)
+    return Series(label, *thinned(found, most), color, points=True)
 
 
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
+def thinned(points: Sequence[tuple[float, float]], most: int) -> tuple[list[float], list[float]]:
+    """Return the columns of every n-th point, at most `most` of them, always with the newest."""
+    step = max(1, -(-len(points) // most))
+    kept = points[::-step][::-1]
+    return [x for x, _ in kept], [y for _, y in kept]
 
 
 def _points(runs: Sequence[RunRecords]) -> int:

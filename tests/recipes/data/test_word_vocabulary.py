@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -31,6 +33,7 @@ from tests.recipes.tiny import few_held_out, tiny
 
 SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
 SIDES = ("source", "target")
+DOCUMENT = Path(__file__).parents[3] / "docs/export.md"
 DECODING = DecodingConfig(beam=1, max_length=8)
 SENTENCES = [side for pair in pairs(60, 1) for side in pair]
 WORDS: dict[str, Any] = {
@@ -92,6 +95,19 @@ def test_a_sentence_has_one_id_for_each_word_and_comes_back_with_its_known_ones(
     (back,) = subwords.decode([ids])
     assert back == " ".join(word if word in known else "<unk>" for word in text.split())
     assert subwords.encode([back]) == [ids]
+
+
+@given(text=texts)
+def test_the_words_that_the_manual_gives_to_exported_models_are_those_of_the_recipe(
+    subwords: Subwords, text: str
+) -> None:
+    (code,) = re.findall(r"```\n(def words.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=subwords.serialized())
+    ids = processor.piece_to_id(names["words"](processor, text))
+    assert [ids] == subwords.encode([text])
+    assert processor.decode(ids).strip() == subwords.decode([ids])[0]
 
 
 def test_padding_start_and_end_leave_no_trace_beside_an_unknown_word(subwords: Subwords) -> None:

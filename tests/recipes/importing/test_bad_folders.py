@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from recipes.translation.commands import main
 from recipes.translation.data.sentencepiece_file import Kind, fields_of, pieces_of
+from recipes.translation.importing.published_model import read_model
+from recipes.translation.run_folder.checkpoint import load_translator
 from tests.recipes.importing import published
 
 pytestmark = pytest.mark.formats
@@ -86,6 +88,11 @@ BAD: dict[str, tuple[Damage, str]] = {
     "another vocabulary": (setting("vocab_size", 100), "has id 100, outside the 100 rows of the model's embedding"),
     "another dropout": (setting("dropout", 1.5), "dropout is 1.5, outside [0, 1)"),
     "no start": (setting("decoder_start_token_id", None, "generation_config.json"), "decoder_start_token_id is None"),
+    "sizes that are no numbers": (setting("d_model", "16"), 'config.json: d_model is "16"; it must be a whole number'),
+    "another unknown subword": (
+        setting("unk_token", "x", "tokenizer_config.json"),
+        "tokenizer_config.json names other special subwords than the sentencepiece model: one of the two",
+    ),
     "no padding": (without_pad, "vocab.json has no <pad>, which every model needs"),
     "another padding": (setting("pad_token_id", 7), "config.json: pad_token_id is 7, and in"),
     "another end": (setting("eos_token_id", 9), "config.json: eos_token_id is 9, and in"),
@@ -173,6 +180,69 @@ def test_settings_of_translation_that_a_run_does_not_have_are_named(
     found = capsys.readouterr()
     assert "generation_config.json sets bad_words_ids, no_repeat_ngram_size, which a run does not have" in found.err
     assert "en to de" in found.out
+
+
+def test_settings_of_translation_in_config_json_are_honoured_or_named_where_transformers_reads_them(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    lost = {"no_repeat_ngram_size": 3, "min_length": 5, "bad_words_ids": [[9], [479]], "forced_bos_token_id": 7}
+    for name, value in {**lost, "num_beams": 4, "max_length": 17, "do_sample": False, "num_beam_groups": 1}.items():
+        setting(name, value)(folder)
+    beside = read_model(folder, tmp_path / "run")  # generation_config.json is there, and transformers reads it alone
+    assert beside.ignored == []
+    assert (beside.translator.config.decoding.beam, beside.translator.config.decoding.max_length) == (3, 29)
+    removed("generation_config.json")(folder)
+    assert main(["import", str(folder), "--run", str(tmp_path / "run")]) == 0
+    names = "bad_words_ids, forced_bos_token_id, min_length, no_repeat_ngram_size"
+    assert f"config.json sets {names}, which a run does not have" in capsys.readouterr().err
+    decoding = load_translator(tmp_path / "run" / "best").config.decoding
+    assert (decoding.beam, decoding.max_length) == (4, 16)
+
+
+LOST: dict[str, tuple[Any, Any]] = {
+    "forced_bos_token_id": (7, None),
+    "eos_token_id": ([0, 5], [0]),
+    "bad_words_ids": ([[479, 479]], [[479]]),
+    "suppress_tokens": ([479, 5], [479]),
+    "begin_suppress_tokens": ([5], []),
+    "repetition_penalty": (1.2, 1.0),
+    "min_new_tokens": (2, 0),
+    "do_sample": (True, False),
+    "sequence_bias": ([[[5], 2.0]], None),
+    "a_setting_of_later": (1, False),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_setting_is_named_where_it_changes_what_generate_gives(name: str, good: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    changes, keeps = LOST[name]
+    for value, expected in ((changes, [name]), (keeps, [])):
+        setting(name, value, "generation_config.json")(folder)
+        assert read_model(folder, tmp_path / "run").ignored == expected
+
+
+def test_padding_is_never_output_and_its_ban_is_not_named(tmp_path: Path) -> None:
+    folder = published.m2m100(tmp_path / "m2m100")  # whose decoder does not start with padding
+    (folder / "generation_config.json").write_text(json.dumps({"decoder_start_token_id": 2, "bad_words_ids": [[1]]}))
+    assert read_model(folder, tmp_path / "run", "en", "de").ignored == []
+
+
+def test_a_temperature_is_named_only_where_generate_would_draw(good: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    setting("top_k", 5, "generation_config.json")(folder)
+    assert read_model(folder, tmp_path / "run").ignored == []
+    setting("do_sample", True, "generation_config.json")(folder)
+    assert read_model(folder, tmp_path / "run").ignored == ["do_sample", "top_k"]
+
+
+def test_a_forced_tag_is_the_target_language_or_named(tmp_path: Path) -> None:
+    folder = published.mbart(tmp_path / "mbart")
+    tags = {each["content"]: each["id"] for each in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]}
+    setting("forced_bos_token_id", tags["de_DE"], "generation_config.json")(folder)
+    assert read_model(folder, tmp_path / "run", "en_XX", "de_DE").ignored == []
+    assert read_model(folder, tmp_path / "run", "de_DE", "en_XX").ignored == ["forced_bos_token_id"]
 
 
 def test_pieces_of_a_sentencepiece_model_are_read_as_sentencepiece_reads_them() -> None:

@@ -20,7 +20,8 @@ from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.data.batches import padded, padded_batch
 from recipes.translation.data.subwords import EOS, PAD
 from recipes.translation.importing.folder import Folder
-from recipes.translation.importing.published_model import _decoding, import_model, read_model
+from recipes.translation.importing.generation import decoding_of
+from recipes.translation.importing.published_model import import_model, read_model
 from recipes.translation.importing.tokenizer import read_tokenizer
 from recipes.translation.run_folder.checkpoint import Translator, load_translator
 from recipes.translation.translate import translate
@@ -252,7 +253,7 @@ def test_a_run_of_it_translates_as_before(pair: Pair, tmp_path: Path) -> None:
     assert decoding == imported.translator.config.decoding
     assert (decoding.beam, decoding.max_length) == (
         json.loads((pair.folder / "generation_config.json").read_text()).get("num_beams", 1),
-        29,
+        30 - len(pair.ours.source.symbols.start),
     )
     assert loaded.source.symbols == pair.ours.source.symbols
     found = translate(loaded, SENTENCES, decoding)
@@ -266,4 +267,21 @@ def test_a_run_of_it_translates_as_before(pair: Pair, tmp_path: Path) -> None:
     ("given", "penalty"), [({}, 1.0), ({"length_penalty": None}, 1.0), ({"length_penalty": 0}, 0.0)]
 )
 def test_a_length_penalty_that_is_null_is_that_of_transformers(given, penalty):
-    assert _decoding(given)["decoding.length_penalty"] == penalty
+    assert decoding_of(given)["decoding.length_penalty"] == penalty
+
+
+@pytest.mark.parametrize("name", ["max_length", "max_new_tokens"])
+def test_the_greatest_length_counts_the_start_as_transformers_does(pair: Pair, name: str) -> None:
+    start = pair.target_ids[torch.tensor(pair.ours.source.symbols.start)].tolist()
+    theirs = pair.theirs.generate(
+        input_ids=torch.tensor([[7, 8, 9]]),
+        num_beams=1,
+        eos_token_id=[],
+        forced_eos_token_id=None,
+        decoder_start_token_id=start[0],
+        **({"forced_bos_token_id": start[1]} if start[1:] else {}),
+        **{"max_length": None, name: 9},
+    )
+    limit = decoding_of({name: 9}, len(start))["decoding.max_length"]
+    assert theirs[0, : len(start)].tolist() == start
+    assert theirs.size(1) == len(start) + limit

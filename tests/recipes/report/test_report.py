@@ -10,7 +10,7 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.report import figures
-from recipes.translation.report.charts import Series, attention_chart, bins_of, short
+from recipes.translation.report.charts import Series, attention_chart, bins_of, histogram, line_chart, short
 from recipes.translation.report.draw import report, write_page, write_report
 from recipes.translation.report.figures import binned, chrf_of_sentences, curves
 from recipes.translation.report.records import RunRecords, read_run
@@ -239,6 +239,32 @@ def scores_of(run: Path) -> str:
     """The page's table of scores."""
     page = report([read_run(run)])
     return page[page.index("test set test") - 100 : page.index("test set test") + 300]
+
+
+def test_a_legend_has_every_name_whatever_it_begins_with() -> None:
+    names = ["_news", "__", "$x$", "<b>", "_news"]
+    chart = line_chart("Loss", [Series(name, [1, 2], [1, 2], place) for place, name in enumerate(names)], legend=True)
+    outlines = histogram("Lengths", "words", [(name, [1, 2], place) for place, name in enumerate(names)], True)
+    for svg in (chart, outlines):
+        text = Page(svg).text
+        assert [text.count(name) for name in ("_news", "__", "$x$", "<b>")] == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("validations", [0, 1, 200, 201, 399])
+@pytest.mark.parametrize("runs", [1, 8])
+def test_curves_of_validations_have_as_many_points_as_is_said_and_the_newest(
+    runs: int, validations: int, series: dict[str, list[Series]]
+) -> None:
+    records = [validation(number) for number in range(1, validations + 1)]
+    machine = [{"step": record["step"], "memory": {"cpu": 2**30}} for record in records]
+    made = [RunRecords(str(name), [], records, machine, [], None, {}, {}) for name in range(runs)]
+    curves(made)
+    most = min(200, 400 // runs)
+    for title in ("Perplexity", "Peak memory (GiB)", "Loss" if runs == 1 else "Validation loss")[: 3 * bool(records)]:
+        assert len(series[title]) == runs + (title == "Loss")
+        for each in series[title][-runs:]:
+            assert min(validations, most // 2) <= len(each.x) <= most
+            assert each.x[-1] == validations
 
 
 def test_scores_say_of_which_model_they_are(tmp_path: Path) -> None:

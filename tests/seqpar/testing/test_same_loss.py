@@ -205,6 +205,35 @@ def test_an_unusual_mistake_is_not_given_a_cause():
         assert_same_loss(generator, criterion, torch.randn(6, 4), torch.tensor([0, 1, 2] * 2), loss=noisy)
 
 
+@pytest.mark.parametrize("own", [None, plain_loss, halved])
+def test_dropout_in_training_mode_is_named_with_its_remedy(own):
+    torch.manual_seed(0)
+    generator, criterion = nn.Sequential(nn.Dropout(0.3), nn.Linear(4, 3)), nn.CrossEntropyLoss(reduction="sum")
+    hidden, target = torch.randn(6, 4), torch.tensor([0, 1, 2] * 2)
+    with pytest.raises(
+        AssertionError, match="Likely cause: random numbers, such as those of dropout in train"
+    ) as caught:
+        assert_same_loss(generator, criterion, hidden, target, loss=own)
+    assert "assert_same_loss(head.eval(), criterion, ...)" in str(caught.value)
+    if own is not halved:
+        assert_same_loss(generator.eval(), criterion, hidden, target, loss=own)
+        return
+    with pytest.raises(AssertionError, match="accumulation: all gradients are 1/2 of the plain ones"):
+        assert_same_loss(generator.eval(), criterion, hidden, target, loss=own)
+
+
+def test_dropout_of_two_losses_of_ones_own_is_named():
+    weight, x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True), torch.randn(4, dtype=torch.float64)
+
+    def loss():
+        return (F.dropout(weight, 0.5) @ x).square().sum()
+
+    with pytest.raises(
+        AssertionError, match=r"Likely cause: random numbers, .* the plain loss itself is .* in another"
+    ):
+        assert_same_gradients(loss, loss, {"weight": weight})
+
+
 @pytest.mark.parametrize("missed", ["embedding", "linear"])
 def test_a_missed_tie_is_named_with_the_use_that_is_left(missed):
     torch.manual_seed(0)
