@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.translation.atomic_folder import whole_folder
+from recipes.translation.atomic_folder import MODELS, whole_folder
 from recipes.translation.data.bleu_tokenizers import tokenizer_for
 from recipes.translation.data.held_out import HeldOutSplit, the_one_of
 from recipes.translation.data.lines import DataError, read_lines
 from recipes.translation.run_folder.checkpoint import saved_config
-from recipes.translation.run_folder.made_from import MODELS, is_current, translated_by
+from recipes.translation.run_folder.made_from import is_current, translated_by
 from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, intervals
 from recipes.translation.scores.paired_tests import TRIALS, Comparison, compared
 from recipes.translation.scores.scores import drawn, measure

@@ -60,9 +60,10 @@ class Evaluation:
         The latter also gets the SHA-256 of the `weights` of each model that translated.
         """
         record = {**self.scores.as_dict(), "weights": list(weights)}
+        translations, scores = result_files(folder, self.name)
         texts = {
-            folder / f"{self.name}.translations.txt": "".join(f"{text}\n" for text in self.translations),
-            folder / f"{self.name}.scores.json": json.dumps(record, indent=2) + "\n",
+            translations: "".join(f"{text}\n" for text in self.translations),
+            scores: json.dumps(record, indent=2) + "\n",
         }
         # Both are written before the first takes its place, so that a full disk leaves those of one evaluation
         for path, text in texts.items():
@@ -72,6 +73,11 @@ class Evaluation:
             with writing_to(path):
                 beside(path, "new").replace(path)
         return list(texts)
+
+
+def result_files(folder: Path, name: str) -> list[Path]:
+    """Return the files of the translations and of the scores of a test set."""
+    return [folder / f"{name}.translations.txt", folder / f"{name}.scores.json"]
 
 
 def evaluate(

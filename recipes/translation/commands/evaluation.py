@@ -22,6 +22,7 @@ from recipes.translation.commands.arguments import (
     path,
 )
 from recipes.translation.commands.searching import add_ensemble, load_ensemble, models_named
+from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser
 
@@ -97,10 +98,20 @@ def evaluate(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check_name(sources: Path, config: RunConfig) -> None:
-    """Raise DataError for a file by whose name its results would replace those of the run's own data."""
-    from recipes.translation.data.sentence_pairs import DataError
+def _check_name(options: argparse.Namespace, sources: Path, config: RunConfig) -> None:
+    """Raise DataError for a file by whose name its results would replace those of the run's own data.
 
+    Raises ConfigError where they would replace a file that is read.
+    """
+    from recipes.translation.data.sentence_pairs import DataError
+    from recipes.translation.evaluate import result_files
+
+    name = sources.name
+    if options.ensemble:
+        name += ".ensemble"
+    for file in result_files(Path(options.run), name):
+        reads = (options.sources, options.references, options.by)
+        check_output(file, "--sources", own=file.name, reads=reads)
     splits = ("test", "valid")
     own = [*splits, *(f"{split}.{name}" for split in splits for name in (*config.corpora, "ensemble"))]
     if sources.name in own:
@@ -132,7 +143,7 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
         translator = load_ensemble(options, ranks)
         decoding = translator.config.decoding
         if options.sources:
-            _check_name(sources, translator.config)
+            _check_name(options, sources, translator.config)
             lowercase = translator.config.subwords.lowercase
             pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
             _check_labels(options, None, len(pairs), ranks)

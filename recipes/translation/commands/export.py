@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.commands.arguments import (
     PROGRAM,
     add_checkpoint,
@@ -18,7 +17,8 @@ from recipes.translation.commands.arguments import (
     path,
     require,
 )
-from recipes.translation.settings.config import ConfigError, LayoutConfig
+from recipes.translation.run_folder.outputs import check_output
+from recipes.translation.settings.config import LayoutConfig
 
 if TYPE_CHECKING:
     from recipes.translation.run_folder.checkpoint import Translator
@@ -65,9 +65,7 @@ def export(argv: Sequence[str]) -> int:
     from recipes.translation.processes.ranks import joined
 
     folder = Path(options.out or Path(options.run) / options.to)
-    check_not_of_a_run(folder)
-    if folder.resolve() == checkpoint_folder(options).resolve():
-        raise ConfigError(f"{folder} is the model to export, which the export would replace: name another folder")
+    check_output(folder, "--out", reads=[str(checkpoint_folder(options))])
     with joined(LayoutConfig().timeout) as ranks:
         translator = load(options, ranks)
         if ranks.is_main:
@@ -75,16 +73,6 @@ def export(argv: Sequence[str]) -> int:
             size = sum(file.stat().st_size for file in folder.iterdir())
             print(f"[export] {folder}: {size / 1e6:.1f} MB")
     return 0
-
-
-def check_not_of_a_run(folder: Path) -> None:
-    """Raise ConfigError where an export would replace a model or the subwords of a run, which may be the only ones."""
-    from recipes.translation.run_folder.made_from import MODELS
-
-    inside = folder.resolve()
-    belongs = inside.name in (*MODELS, "subwords") or inside.parent.name == "checkpoints"
-    if belongs and whole_folder(inside):
-        raise ConfigError(f"--out names {folder}, a part of a run, which it would replace: name another folder")
 
 
 def write(translator: Translator, folder: Path, options: argparse.Namespace) -> None:

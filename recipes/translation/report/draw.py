@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from recipes.translation.atomic_folder import beside, writing_to
 from recipes.translation.report import page
 from recipes.translation.report.figures import NO_TRANSLATIONS, attention_maps, chrf_of_sentences, curves, distributions
 from recipes.translation.report.records import RunRecords, is_number, read_run
+from recipes.translation.run_folder.outputs import write_output
 from recipes.translation.status_line import duration
 
 WORST = 10
@@ -45,14 +45,7 @@ def write_report(folders: Sequence[Path], output: Path) -> int:
 def write_page(runs: Sequence[RunRecords], output: Path) -> int:
     """Write the page of runs that have been read, in place of an earlier one; return its size in bytes."""
     content = report(runs).encode("utf-8", "replace")  # half a surrogate pair can stand in JSON, but not in UTF-8
-    new = beside(output, "new")
-    with writing_to(output):
-        try:
-            new.write_bytes(content)
-            new.replace(output)
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise
+    write_output(output, content)
     return len(content)
 
 

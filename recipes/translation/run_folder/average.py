@@ -24,6 +24,7 @@ from recipes.translation.run_folder.checkpoint import (
     subword_names,
 )
 from recipes.translation.run_folder.kept_models import kept_in, kept_models
+from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.run_folder.resume import MAY_CHANGE, flat, without_paths
 from recipes.translation.run_folder.start import sizes_and_subwords
 from recipes.translation.settings.config import RunConfig
@@ -66,6 +67,7 @@ def average_of_runs(run: Path, models: Sequence[str]) -> Averaged:
                 f"--models names {name}, but there is no trained model in {folder}: name the folder of a run, or of "
                 "one of its checkpoints"
             )
+    check_output(run / "averaged", "--run", own="averaged", reads=[str(folder) for folder in folders])
     check_same(folders, kin_of, "only models of the same sizes and subwords can be averaged")
     check_related(folders)
     return write_average(run / "averaged", folders)

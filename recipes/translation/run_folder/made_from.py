@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from recipes.translation.atomic_folder import CheckpointError, whole_folder
+from recipes.translation.atomic_folder import MODELS, CheckpointError, whole_folder
 from recipes.translation.run_folder.checkpoint import weights_digest
 
-MODELS = ("best", "last", "averaged")
-"""The models of a run that its results can be of."""
 NOTE = "made_from.json"
 """The file of an export with the SHA-256 of the weights."""
 

@@ -119,7 +119,7 @@ def test_an_export_never_replaces_the_model_that_it_reads(
     shutil.copytree(run / "last", folder)
     before = contents(folder)
     assert main(["export", "--run", str(folder), "--to", format, "--out", str(folder / ".." / "copied")]) == 2
-    assert "is the model to export, which the export would replace: name another folder" in capsys.readouterr().err
+    assert f"--out: {folder / '..' / 'copied'} is read, and would be replaced" in capsys.readouterr().err
     assert contents(folder) == before
 
 
@@ -138,7 +138,7 @@ def test_an_export_never_replaces_a_part_of_a_run(
     shutil.copytree(run / "last", folder)
     before = contents(folder)
     assert main(["export", "--run", str(run), "--to", format, "--out", str(folder)]) == 2
-    assert f"error: --out names {folder}, a part of a run, which it would replace" in capsys.readouterr().err
+    assert f"error: --out: {folder} belongs to {tmp_path / 'run'}, and would be replaced" in capsys.readouterr().err
     assert contents(folder) == before
     monkeypatch.chdir(folder)
     assert main(["export", "--run", str(run), "--to", format, "--out", "."]) == 2

@@ -337,6 +337,18 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(
         assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+def test_a_comparison_is_beside_the_first_run_also_from_inside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make_run(tmp_path / "one")
+    two = make_run(tmp_path / "two")
+    for name, here in ((".", one), ("..", one / "deeper")):
+        here.mkdir(exist_ok=True)
+        monkeypatch.chdir(here)
+        assert main(["report", name, str(two)]) == 0
+        (tmp_path / "comparison.html").unlink()
+
+
 def test_a_folder_without_a_run_and_too_many_runs_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
