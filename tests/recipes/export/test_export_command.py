@@ -167,6 +167,23 @@ def test_translating_by_an_export_older_than_the_best_model_says_so(
     assert line == capsys.readouterr().err
 
 
+def test_an_export_of_a_model_that_is_named_by_its_own_folder_is_current(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = tmp_path / "run" / "best"
+    shutil.copytree(run / "best", best)
+    words = ["--run", str(best)]
+    assert main(["export", *words, "--to", "ctranslate2"]) == 0
+    translating = ["translate", *words, "--engine", "ctranslate2", "Two trains leave."]
+    capsys.readouterr()
+    assert main(translating) == 0
+    assert capsys.readouterr().err == ""
+    train(tiny(tmp_path / "other", {"training.seed": 9, "training.steps": 1}))
+    shutil.copytree(tmp_path / "other" / "best", best, dirs_exist_ok=True)
+    assert main(translating) == 0
+    assert f"{best / 'ctranslate2'} was made from an earlier model than {best}" in capsys.readouterr().err
+
+
 def test_a_checkpoint_cannot_be_chosen_for_an_export(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
