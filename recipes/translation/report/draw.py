@@ -142,10 +142,14 @@ def _evaluation(runs: Sequence[RunRecords]) -> str:
 
 
 def _scored_by(run: RunRecords, name: str) -> str:
-    """Return which of the run's models has the scores of a test set; empty where they do not say so."""
+    """Return which of the run's models has the scores of a test set, alone or with those of an ensemble."""
     if name not in run.scored:
-        return ""
-    return f" ({run.scored[name] or 'an earlier model'})"
+        return " (model not recorded)"
+    others = len(run.scores[name]["weights"]) - 1
+    ensemble = ""
+    if others:
+        ensemble = f", with {others} other model{'s' * (others > 1)}"
+    return f" ({run.scored[name] or 'an earlier model'}{ensemble})"
 
 
 def _score(record: Mapping[str, object], field: str) -> str:

@@ -206,7 +206,7 @@ def test_a_run_before_its_first_validation_says_so(tmp_path: Path) -> None:
 
 def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path, series: dict[str, list[Series]]) -> None:
     run = make_run(tmp_path / "run")
-    odd = [step(1, loss=float("nan")), step(2, gradient_norm=float("inf")), step(3, loss="high", tokens=None)]
+    odd = [step(1, loss=float("nan")), step(2, gradient_norm=float("inf")), step(3, loss=None, tokens=None)]
     lines(
         run / "metrics.jsonl", [*odd, step(4), validation(4, valid_bleu=None), validation(5, valid_loss=float("nan"))]
     )
@@ -245,7 +245,7 @@ def test_scores_say_of_which_model_they_are(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     found = tmp_path / "run" / "test.scores.json"
     record = json.loads(found.read_text())
-    assert ">run<" in scores_of(run)  # they do not say of which model they are
+    assert ">run (model not recorded)<" in scores_of(run)
     made = random_translator(tmp_path / "other")
     save_model(run / "best", made, {"step": 1})
     found.write_text(json.dumps({**record, "weights": [weights_digest(run / "best")]}))
