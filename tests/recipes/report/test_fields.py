@@ -94,6 +94,15 @@ def test_scores_that_cannot_be_read_are_not_taken_for_none(
     )
 
 
+def test_what_a_record_may_lack_is_no_error(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "test.scores.json").write_text(json.dumps({"bleu": 30.0, "chrf": None, "intervals": {}, "new": [{}]}))
+    damage(run / "resources.jsonl", 42, "memory", {})
+    damage(run / "samples.jsonl", 4, "samples", [])
+    damage(run / "metrics.jsonl", 41, "valid_bleu", None)
+    assert "30.00" in report([read_run(run)])
+
+
 def test_numbers_beyond_what_can_be_drawn_are_left_out(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", settings={"training.steps": 10**400})
     damage(run / "metrics.jsonl", 3, "loss", 1e308)

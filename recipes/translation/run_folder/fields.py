@@ -69,7 +69,10 @@ def fields(checks: Mapping[str, Check], fits: Callable[[Any], bool] = lambda fou
         if not isinstance(found, dict):
             raise WrongFieldError(field or "it", found, "an object of fields")
         for pattern, check_field in checks.items():
-            for name in [name for name in found if fnmatchcase(name, pattern)] or [pattern]:
+            names = [name for name in found if fnmatchcase(name, pattern)]
+            if "*" not in pattern:
+                names = [pattern]
+            for name in names:
                 check_field(found.get(name), f"{field}.{name}".removeprefix("."))
         if not fits(found):
             raise WrongFieldError(field or "it", found, what)
@@ -143,3 +146,9 @@ SCORES = fields(
     }
 )
 """A `*.scores.json`."""
+MARK = value(
+    "a step, and whether the record is of a validation",
+    lambda found: isinstance(found, list) and [type(one) for one in found] == [int, bool],
+)
+TRACKERS = fields({"id": TEXT, "begun": TEXTS, "sent": maybe(fields({"*": each(MARK)}))})
+"""`trackers.json`."""
