@@ -48,18 +48,17 @@ class Evaluation:
     """Every metric, with the statistics of each sentence."""
     held_out: HeldOut | None = None
     """Which of the run's data it is; None for other files."""
+    digests: Sequence[str] = ()
+    """The SHA-256 of the weights of each model that translated."""
 
     @cached_property
     def scores(self) -> Scores:
         """Return the scores of the whole test set."""
         return scores_of(self.measured)
 
-    def write(self, folder: Path, weights: Sequence[str]) -> list[Path]:
-        """Write `<name>.translations.txt`, one line for each sentence, and `<name>.scores.json`.
-
-        The latter also gets the SHA-256 of the `weights` of each model that translated.
-        """
-        record = {**self.scores.as_dict(), "weights": list(weights)}
+    def write(self, folder: Path) -> list[Path]:
+        """Write `<name>.translations.txt`, one line for each sentence, and `<name>.scores.json`."""
+        record = {**self.scores.as_dict(), "weights": list(self.digests)}
         translations, scores = result_files(folder, self.name)
         texts = {
             translations: "".join(f"{text}\n" for text in self.translations),
@@ -141,7 +140,7 @@ def evaluate_pairs(
     translations = translate(translator, [pair.source for pair in spoken], decoding, ranks, label)
     lowercase = config.subwords.lowercase
     measured = ranks.run_on_main(lambda: measure(translations, references, lowercase=lowercase, tokenize=tokenize))
-    return Evaluation(name, pairs, translations, measured, held_out)
+    return Evaluation(name, pairs, translations, measured, held_out, translator.digests)
 
 
 def evaluate_files(

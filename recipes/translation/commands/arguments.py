@@ -34,6 +34,8 @@ def count(word: str) -> int:
 def path(word: str) -> str:
     if "\0" in word:
         raise argparse.ArgumentTypeError(f"{word!r} is not a path: it contains a NUL")
+    if not word:
+        raise argparse.ArgumentTypeError("it is empty, as of a variable of the shell that is not set: give a path")
     return word
 
 

@@ -16,12 +16,11 @@ from recipes.translation.commands.arguments import (
     add_model_options,
     add_processes,
     add_run,
-    checkpoint_folder,
     load,
     parser_of,
     path,
 )
-from recipes.translation.commands.searching import add_ensemble, load_ensemble, models_named
+from recipes.translation.commands.searching import add_ensemble, load_ensemble
 from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser
@@ -77,7 +76,6 @@ def evaluate(argv: Sequence[str]) -> int:
 
     from recipes.translation.data.bleu_tokenizers import check_tokenizer
     from recipes.translation.processes.ranks import joined
-    from recipes.translation.run_folder.checkpoint import weights_digest
     from recipes.translation.scores.comet import check_comet
 
     if options.tokenize and options.tokenize != "auto":
@@ -88,8 +86,7 @@ def evaluate(argv: Sequence[str]) -> int:
         found = _evaluated(options, ranks)
         print(_table(found))
         if ranks.is_main and not options.hypotheses:
-            weights = [weights_digest(checkpoint_folder(each)) for each in models_named(options)]
-            written = [path for evaluation in found for path in evaluation.write(Path(options.run), weights)]
+            written = [path for evaluation in found for path in evaluation.write(Path(options.run))]
             print("[evaluate] written:", *written)
         if options.by:
             for evaluation in found:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands.arguments import (
     PROGRAM,
     add_checkpoint,
@@ -78,15 +79,13 @@ def export(argv: Sequence[str]) -> int:
 def write(translator: Translator, folder: Path, options: argparse.Namespace) -> None:
     """Write the model in the format that --to names."""
     if options.to == "safetensors":
-        from recipes.translation.run_folder.checkpoint import load_facts, save_model
+        from recipes.translation.run_folder.checkpoint import save_model
 
-        save_model(folder, translator, load_facts(checkpoint_folder(options)))
+        save_model(folder, translator, facts_of(translator, checkpoint_folder(options)))
     elif options.to == "ctranslate2":
         from recipes.translation.export import ctranslate2_model
-        from recipes.translation.run_folder.checkpoint import weights_digest
 
-        weights = weights_digest(checkpoint_folder(options))
-        ctranslate2_model.write(translator, folder, options.quantization, weights)
+        ctranslate2_model.write(translator, folder, options.quantization, translator.digests[0])
     elif options.to == "onnx":
         from recipes.translation.export import onnx_model
 
@@ -95,3 +94,13 @@ def write(translator: Translator, folder: Path, options: argparse.Namespace) -> 
         from recipes.translation.export import huggingface_model
 
         huggingface_model.write(translator, folder)
+
+
+def facts_of(translator: Translator, checkpoint: Path) -> dict[str, Any]:
+    """Return the facts that are saved with a model; raise CheckpointError where training has replaced it since."""
+    from recipes.translation.run_folder.checkpoint import load_facts, weights_digest
+
+    facts = load_facts(checkpoint)
+    if (weights_digest(checkpoint),) != translator.digests:
+        raise CheckpointError(f"training has replaced {checkpoint} while it was exported: export it again")
+    return facts
