@@ -311,5 +311,9 @@ def _shown(value: object) -> str:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Return the names of runs, numbered where two are the same."""
-    return [f"{name} ({number + 1})" if names.count(name) > 1 else name for number, name in enumerate(names)]
+    """Return the names of runs, numbered where two are the same: all of them where a run's own name has a number."""
+    numbered = [f"{name} ({number})" for number, name in enumerate(names, start=1)]
+    found = [long if names.count(name) > 1 else name for long, name in zip(numbered, names, strict=True)]
+    if len(set(found)) < len(found):
+        return numbered
+    return found

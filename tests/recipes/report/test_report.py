@@ -290,6 +290,14 @@ def test_runs_may_be_called_as_the_parts_of_a_sample(tmp_path: Path) -> None:
     assert "ein Hund rennt 20" in page.text
 
 
+def test_no_two_runs_have_the_same_name(tmp_path: Path) -> None:
+    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "run (1)"]
+    runs = [read_run(make_run(folder, steps)) for folder, steps in zip(folders, (40, 20, 10), strict=True)]
+    page = Page(report(runs))
+    for steps in (40, 20, 10):  # none takes the place of another's translation
+        assert f"ein Hund rennt {steps}" in page.text
+
+
 def test_the_largest_page_stays_below_a_megabyte(tmp_path: Path) -> None:
     runs = []
     long = "wort " * 150
