@@ -21,7 +21,7 @@ from recipes.translation.commands.arguments import (
     path,
 )
 from recipes.translation.commands.searching import add_ensemble, load_ensemble
-from recipes.translation.run_folder.outputs import check_output
+from recipes.translation.run_folder.outputs import check_output, results_folder
 from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser
 
@@ -86,7 +86,7 @@ def evaluate(argv: Sequence[str]) -> int:
         found = _evaluated(options, ranks)
         print(_table(found))
         if ranks.is_main and not options.hypotheses:
-            written = [path for evaluation in found for path in evaluation.write(Path(options.run))]
+            written = [path for evaluation in found for path in evaluation.write(results_folder(Path(options.run)))]
             print("[evaluate] written:", *written)
         if options.by:
             for evaluation in found:
@@ -106,7 +106,7 @@ def _check_name(options: argparse.Namespace, sources: Path, config: RunConfig) -
     name = sources.name
     if options.ensemble:
         name += ".ensemble"
-    for file in result_files(Path(options.run), name):
+    for file in result_files(results_folder(Path(options.run)), name):
         reads = (options.sources, options.references, options.by)
         check_output(file, "--sources", own=file.name, reads=reads)
     splits = ("test", "valid")

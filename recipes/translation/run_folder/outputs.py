@@ -87,6 +87,16 @@ def owner_of(inside: Path) -> Path | None:
     return None
 
 
+def results_folder(named: Path) -> Path:
+    """Return the folder for results of what is named: that of the run, also where one of the run's models is named.
+
+    A file in the folder of a model would keep training from removing the model.
+    """
+    if whole_folder(named) is None:
+        return named
+    return owner_of(named.resolve()) or named
+
+
 def is_own(path: Path) -> bool:
     """Return whether a run has a file or folder of this name; `path` begins at the run's folder."""
     known = any(path.match(pattern) and len(path.parts) == len(Path(pattern).parts) for pattern in OWN)

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from recipes.translation.atomic_folder import check_removable
 from recipes.translation.commands import main
+from recipes.translation.report.draw import report
+from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.outputs import owner_of, write_output
 from tests.recipes.random_translator import random_translator
@@ -125,6 +128,26 @@ def test_results_of_an_evaluation_never_replace_what_it_reads(
     told = refusal(capsys, "evaluate", *words, option, str(read))
     assert told == f"error: --sources: {read} is read, and would be replaced: choose another name"
     assert read.read_text() == "Zwei Züge.\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("averaged", "averaged"), ("checkpoints/step-00000004", "an earlier model")]
+)
+def test_results_of_a_model_of_a_run_are_in_the_run_where_training_may_remove_the_model(
+    name: str, said: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(run / name, random_translator(tmp_path, seed=5), {"step": 4})
+    (tmp_path / "news").write_text("Two trains.\n")
+    monkeypatch.chdir(run / name)
+    files = ["--sources", str(tmp_path / "news"), "--references", str(tmp_path / "news")]
+    for named in (run / name, "."):
+        assert main(["evaluate", "--run", str(named), *files]) == 0
+        check_removable(run / name)
+        assert f">run ({said})<" in report([read_run(run)])
+        (run / "news.scores.json").unlink()
+    save_model(tmp_path / "alone", random_translator(tmp_path), {"step": 4})
+    assert main(["evaluate", "--run", str(tmp_path / "alone"), *files]) == 0
+    assert (tmp_path / "alone" / "news.scores.json").is_file()
 
 
 @pytest.mark.parametrize("missing", [True, False])
