@@ -61,6 +61,14 @@ def check_output_file(output: Path, option: str, *, own: str = "", reads: Collec
         raise ConfigError(f"{option}: there is no folder {output.parent} for {output.name}: make it first")
 
 
+def check_run(run: Path) -> None:
+    """Raise ConfigError for a run that would be written into the folder of a model, or into a part of another run."""
+    if whole_folder(run):
+        raise ConfigError(f"--run: {run} is the folder of a model: name the folder of a run, such as the one it is in")
+    if owner := owner_of(run.resolve()):
+        raise ConfigError(f"--run: {run} belongs to {owner}: name the folder of a run")
+
+
 def write_output(output: Path, content: bytes) -> None:
     """Write a file in place of an earlier one, which stays if that fails; a device or a pipe is written to."""
     with writing_to(output):

@@ -150,6 +150,25 @@ def test_results_of_a_model_of_a_run_are_in_the_run_where_training_may_remove_th
     assert (tmp_path / "alone" / "news.scores.json").is_file()
 
 
+@pytest.mark.parametrize("name", ["best", "onnx", "checkpoints"])
+@pytest.mark.parametrize("command", ["train", "prepare", "demo", "distil", "import", "average"])
+def test_no_run_is_written_into_a_model_or_a_part_of_another_run(
+    command: str, name: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(run)
+    words = {
+        "import": [str(run / "best")],
+        "average": ["--models", str(run / "best"), str(run / "onnx")],
+        "distil": ["--teacher", str(run)],
+    }
+    told = refusal(capsys, command, "--run", str(run / name), *words.get(command, []))
+    said = f"--run: {run / name} is the folder of a model: name the folder of a run, such as the one it is in"
+    if name == "checkpoints":
+        said = f"--run: {run / name} belongs to {run}: name the folder of a run"
+    assert told == f"error: {said}"
+    assert contents(run) == before
+
+
 @pytest.mark.parametrize("missing", [True, False])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     missing: bool, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
