@@ -108,7 +108,7 @@ def _check_name(options: argparse.Namespace, sources: Path, config: RunConfig) -
         name += ".ensemble"
     for file in result_files(results_folder(Path(options.run)), name):
         reads = (options.sources, options.references, options.by)
-        check_output(file, "--sources", own=file.name, reads=reads)
+        check_output(file, "--sources", own=file, reads=reads)
     splits = ("test", "valid")
     own = [*splits, *(f"{split}.{name}" for split in splits for name in (*config.corpora, "ensemble"))]
     if sources.name in own:

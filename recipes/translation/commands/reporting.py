@@ -33,7 +33,8 @@ def report(argv: Sequence[str]) -> int:
     if len(folders) > MOST_RUNS:
         parser.error(f"name at most {MOST_RUNS} runs; got {len(folders)}")
     if options.output:
-        check_output_file(Path(options.output), "--output", own="report.html")
+        own = folders[0] / "report.html" if len(folders) == 1 else None
+        check_output_file(Path(options.output), "--output", own=own)
     require("matplotlib")
 
     from recipes.translation.report.draw import write_page

@@ -67,10 +67,11 @@ def average_of_runs(run: Path, models: Sequence[str]) -> Averaged:
                 f"--models names {name}, but there is no trained model in {folder}: name the folder of a run, or of "
                 "one of its checkpoints"
             )
-    check_output(run / "averaged", "--run", own="averaged", reads=[str(folder) for folder in folders])
+    target = run / "averaged"
+    check_output(target, "--run", own=target, reads=[str(folder) for folder in folders])
     check_same(folders, kin_of, "only models of the same sizes and subwords can be averaged")
     check_related(folders)
-    return write_average(run / "averaged", folders)
+    return write_average(target, folders)
 
 
 def check_enough(kept: Sequence[Path], last: int | None, best: int | None, run: Path) -> None:

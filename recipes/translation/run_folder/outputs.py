@@ -35,24 +35,27 @@ TRACKED = ("tensorboard", "wandb")
 """Folders of which everything is the run's, at any depth."""
 
 
-def check_output(output: Path, option: str, *, own: str = "", reads: Collection[str | None] = ()) -> None:
+def check_output(output: Path, option: str, *, own: Path | None = None, reads: Collection[str | None] = ()) -> None:
     """Raise ConfigError for an output that would take the place of a run's file or folder, or of an input.
 
     Args:
         output: what the user has named, a file or a folder.
         option: the option that names it.
-        own: the name of the file that the command makes in a run's folder, and may make again.
+        own: what the command has made itself in a run's folder, and may make again.
         reads: the files and folders that the command reads.
     """
     inside = output.resolve()
     if any(name and Path(name).resolve() == inside for name in reads):
         raise ConfigError(f"{option}: {output} is read, and would be replaced: choose another name")
-    owner = owner_of(inside)
-    if owner and (inside.parent, inside.name) != (owner, own):
+    if own is not None and inside == own.resolve():
+        return
+    if owner := owner_of(inside):
         raise ConfigError(f"{option}: {output} belongs to {owner}, and would be replaced: choose another name")
 
 
-def check_output_file(output: Path, option: str, *, own: str = "", reads: Collection[str | None] = ()) -> None:
+def check_output_file(
+    output: Path, option: str, *, own: Path | None = None, reads: Collection[str | None] = ()
+) -> None:
     """Do the same for a file, before the work of making it; its folder must exist."""
     check_output(output, option, own=own, reads=reads)
     if output.is_dir():

@@ -72,6 +72,15 @@ def test_no_file_of_a_run_is_replaced_by_a_report_or_by_alignments(
     assert contents(run) == before
 
 
+def test_the_report_of_a_run_is_not_replaced_by_that_of_others(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = make_run(tmp_path / "other")
+    for runs in ([other], [run, other]):
+        told = refusal(capsys, "report", *map(str, runs), "--output", str(run / "report.html"))
+        assert told.startswith(f"error: --output: {run / 'report.html'} belongs to {run}")
+
+
 def test_files_of_an_export_are_not_replaced_wherever_it_is(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
