@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MANIFEST = "manifest.json"
+MODELS = ("best", "last", "averaged")
+"""The models of a run that its results can be of."""
 
 
 class CheckpointError(Exception):
@@ -83,7 +85,7 @@ def check_replaceable(target: Path) -> None:
     if not target.is_dir():
         raise CheckpointError(f"{target} is not a folder, and was not made here: move it away")
     if any(target.iterdir()):
-        _listed(target)
+        listed_files(target)
 
 
 def whole_folder(target: Path) -> Path | None:
@@ -110,7 +112,7 @@ def verified_folder(target: Path) -> Path:
     if folder is None and not target.exists():
         raise CheckpointError(f"there is no checkpoint at {target}")
     folder = folder or target
-    for name, digest in _listed(folder).items():
+    for name, digest in listed_files(folder).items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder} is damaged: {name} is missing; restore the folder from a copy")
@@ -162,7 +164,7 @@ def beside(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.{what}")
 
 
-def _listed(folder: Path) -> dict[str, str]:
+def listed_files(folder: Path) -> dict[str, str]:
     """Read the names and hashes of the files that a folder's manifest lists."""
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(
@@ -184,7 +186,7 @@ def _foreign(folder: Path) -> list[Path]:
     """Return the files of a folder that its manifest does not list."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return []
-    ours = {*_listed(folder), MANIFEST}
+    ours = {*listed_files(folder), MANIFEST}
     return sorted(path for path in folder.iterdir() if path.name not in ours)
 
 
@@ -201,7 +203,7 @@ def _remove_own(folder: Path) -> None:
     if not folder.is_dir():
         return
     if any(folder.iterdir()):
-        for name in [*_listed(folder), MANIFEST]:
+        for name in [*listed_files(folder), MANIFEST]:
             (folder / name).unlink(missing_ok=True)
     with suppress(OSError):  # other files are left in it
         folder.rmdir()

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.translation.atomic_folder import whole_folder
+from recipes.translation.atomic_folder import MODELS, whole_folder
 from recipes.translation.data.bleu_tokenizers import tokenizer_for
 from recipes.translation.data.held_out import HeldOutSplit, the_one_of
 from recipes.translation.data.lines import DataError, read_lines
 from recipes.translation.run_folder.checkpoint import saved_config
-from recipes.translation.run_folder.made_from import MODELS, is_current, translated_by
+from recipes.translation.run_folder.made_from import model_with, translated_by
 from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, intervals
 from recipes.translation.scores.paired_tests import TRIALS, Comparison, compared
 from recipes.translation.scores.scores import drawn, measure
@@ -142,8 +142,11 @@ def _system(name: str, split: HeldOutSplit) -> System:
     again = f"evaluate --run {shlex.quote(name)} --split {split}"
     if not file.exists():
         raise DataError(f"there is no {file}: make it with {again}")
-    if not is_current(path, translated_by(path / f"{split}.scores.json")):
+    by = model_with(path, translated_by(path / f"{split}.scores.json"))
+    if not by:
         raise DataError(f"{file} was not translated by a model that {name} has now: {again}, or name the file itself")
+    if by != "best":
+        name = f"{name} ({by})"
     return System(name, read_lines(file), [pair.target for pair in data.pairs()], config)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.evaluate import evaluate
 from recipes.translation.processes.ranks import Ranks, joined
-from recipes.translation.run_folder.checkpoint import load_translator, weights_digest
+from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.status_line import duration
 from recipes.translation.train import train
@@ -49,7 +49,7 @@ def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
             print(Sample(pair.source, translation, pair.target))
     paths: list[Path] = []
     if ranks.is_main:
-        paths = evaluation.write(run, [weights_digest(run / "best")])
+        paths = evaluation.write(run)
     written = ", ".join(map(str, paths))
     print(f"[demo] trained and evaluated in {duration(time.monotonic() - began)}")
     print(f"[demo] the model is {run / 'best'}; every step is in {run / 'metrics.jsonl'}; the test set in {written}")

@@ -48,21 +48,21 @@ class Evaluation:
     """Every metric, with the statistics of each sentence."""
     held_out: HeldOut | None = None
     """Which of the run's data it is; None for other files."""
+    digests: Sequence[str] = ()
+    """The SHA-256 of the weights of each model that translated."""
 
     @cached_property
     def scores(self) -> Scores:
         """Return the scores of the whole test set."""
         return scores_of(self.measured)
 
-    def write(self, folder: Path, weights: Sequence[str]) -> list[Path]:
-        """Write `<name>.translations.txt`, one line for each sentence, and `<name>.scores.json`.
-
-        The latter also gets the SHA-256 of the `weights` of each model that translated.
-        """
-        record = {**self.scores.as_dict(), "weights": list(weights)}
+    def write(self, folder: Path) -> list[Path]:
+        """Write `<name>.translations.txt`, one line for each sentence, and `<name>.scores.json`."""
+        record = {**self.scores.as_dict(), "weights": list(self.digests)}
+        translations, scores = result_files(folder, self.name)
         texts = {
-            folder / f"{self.name}.translations.txt": "".join(f"{text}\n" for text in self.translations),
-            folder / f"{self.name}.scores.json": json.dumps(record, indent=2) + "\n",
+            translations: "".join(f"{text}\n" for text in self.translations),
+            scores: json.dumps(record, indent=2) + "\n",
         }
         # Both are written before the first takes its place, so that a full disk leaves those of one evaluation
         for path, text in texts.items():
@@ -72,6 +72,11 @@ class Evaluation:
             with writing_to(path):
                 beside(path, "new").replace(path)
         return list(texts)
+
+
+def result_files(folder: Path, name: str) -> list[Path]:
+    """Return the files of the translations and of the scores of a test set."""
+    return [folder / f"{name}.translations.txt", folder / f"{name}.scores.json"]
 
 
 def evaluate(
@@ -135,7 +140,7 @@ def evaluate_pairs(
     translations = translate(translator, [pair.source for pair in spoken], decoding, ranks, label)
     lowercase = config.subwords.lowercase
     measured = ranks.run_on_main(lambda: measure(translations, references, lowercase=lowercase, tokenize=tokenize))
-    return Evaluation(name, pairs, translations, measured, held_out)
+    return Evaluation(name, pairs, translations, measured, held_out, translator.digests)
 
 
 def evaluate_files(

@@ -135,8 +135,15 @@ def as_batch(translator: Translator, sources: list[list[int]]) -> Tensor:
 def check_unicode(sentences: Sequence[str]) -> None:
     """Raise DataError for text that is not Unicode, which is what Python makes of an argument in another encoding."""
     for number, sentence in enumerate(sentences, start=1):
-        try:
-            sentence.encode()
-        except UnicodeEncodeError as error:
-            near = sentence[max(0, error.start - 20) : error.end + 20]
-            raise DataError(f"sentence {number:,} is not UTF-8 text: {near!a}; convert it to UTF-8") from None
+        if reason := not_unicode(sentence):
+            raise DataError(f"sentence {number:,} {reason}")
+
+
+def not_unicode(sentence: str) -> str:
+    """Return what is wrong with a sentence that is not Unicode; "" of any other."""
+    try:
+        sentence.encode()
+    except UnicodeEncodeError as error:
+        near = sentence[max(0, error.start - 20) : error.end + 20]
+        return f"is not UTF-8 text: {near!a}; convert it to UTF-8"
+    return ""

@@ -213,6 +213,18 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
         ),
         (["evaluate", "--hypotheses", "a", "--references", "b", "--run", "{tmp}"], "--run belongs to a model"),
         (["train", "--run", ""], "run is empty, as of a variable of the shell that is not set: name the folder"),
+        *[
+            (words, "it is empty, as of a variable of the shell that is not set: give a path")
+            for words in (
+                ["evaluate", "--sources", "", "--references", ""],
+                ["translate", "--file", ""],
+                ["translate", "--run", "", SENTENCE],
+                ["report", "--output", "", "a"],
+                ["report", ""],
+                ["export", "--to", "hf", "--out", ""],
+                ["compare", "", "a"],
+            )
+        ],
         (["evaluate", "--sources", "a.txt"], "--sources and --references go together"),
         (["evaluate", "--references", "a.txt"], "--references go together with --hypotheses, or with --sources"),
         (["evaluate", "--split", "test", "--sources", "a", "--references", "b"], "give one of them"),

@@ -12,9 +12,11 @@ import pytest
 from recipes.translation.commands import main
 from recipes.translation.compare import compare
 from recipes.translation.data.sentence_pairs import load_pairs
+from recipes.translation.run_folder.checkpoint import save_model, weights_digest
 from recipes.translation.scores.paired_tests import compared
 from recipes.translation.scores.scores import measure
 from recipes.translation.train import train
+from tests.recipes.random_translator import random_translator
 from tests.recipes.scores.examples import damaged, references
 from tests.recipes.test_cli import refusal
 from tests.recipes.tiny import tiny
@@ -137,6 +139,16 @@ def test_translations_of_an_older_model_are_refused(
         line = refusal(capsys, "compare", str(run), str(other))
         assert f"{other / 'test.translations.txt'} was not translated by a model that {other} has now" in line
         assert f"evaluate --run '{other}' --split test" in line
+
+
+def test_a_model_other_than_the_best_is_named(run: Path, tmp_path: Path) -> None:
+    """The scores of a run are those of its last evaluation, whatever its --checkpoint was."""
+    shutil.copytree(run, tmp_path / "run")
+    save_model(tmp_path / "run" / "averaged", random_translator(tmp_path), {"step": 1})
+    scores = tmp_path / "run" / "test.scores.json"
+    weights = [weights_digest(tmp_path / "run" / "averaged")]
+    scores.write_text(json.dumps({**json.loads(scores.read_text()), "weights": weights}))
+    assert list(compare([str(run), str(tmp_path / "run")]).names) == [str(run), f"{tmp_path / 'run'} (averaged)"]
 
 
 def test_a_run_that_was_not_evaluated_is_told_how(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

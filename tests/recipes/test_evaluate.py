@@ -223,7 +223,7 @@ def test_an_evaluation_scores_its_split_and_writes_what_it_translated(
     references = [pair.target for pair in pairs]
     assert found.translations == translate(translator, [pair.source for pair in pairs], translator.config.decoding)
     assert found.scores == score(found.translations, references)
-    texts, scores = found.write(tmp_path, ["abc", "def"])
+    texts, scores = replace(found, digests=("abc", "def")).write(tmp_path)
     assert texts.read_text().split("\n")[:-1] == found.translations
     assert json.loads(scores.read_text()) == {**found.scores.as_dict(), "weights": ["abc", "def"]}
     assert found.scores.bleu_signature in str(found.scores)

@@ -150,7 +150,8 @@ def test_alignments_never_replace_what_is_read(
     words = [f"--{option}", "own.en", "--alignments", str(tmp_path / "own.en")]
     if option != "file":
         words += ["--file", "other.en"]
-    assert f"which --{option} reads: name another file" in refusal(capsys, "translate", *words)
+    told = refusal(capsys, "translate", *words)
+    assert told == f"error: --alignments: {tmp_path / 'own.en'} is read, and would be replaced: choose another name"
     assert (tmp_path / "own.en").read_text() == "six\n"
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.translation.atomic_folder import CheckpointError, model_folder, whole_folder
+from recipes.translation.run_folder.outputs import check_run
 from recipes.translation.settings.config import ConfigError, DecodingConfig, RunConfig, load_config, moved_to
 from recipes.translation.settings.options import ALSO, OneLineParser, overrides
 
@@ -34,6 +35,8 @@ def count(word: str) -> int:
 def path(word: str) -> str:
     if "\0" in word:
         raise argparse.ArgumentTypeError(f"{word!r} is not a path: it contains a NUL")
+    if not word:
+        raise argparse.ArgumentTypeError("it is empty, as of a variable of the shell that is not set: give a path")
     return word
 
 
@@ -131,10 +134,12 @@ def resumed_config(path: Path, run: str, given: dict[str, object]) -> RunConfig:
 
 
 def with_folder(config: RunConfig) -> RunConfig:
+    """Return settings whose run is a folder that a run can be in; raise ConfigError for any other."""
     if not config.run:
         raise ConfigError("run is empty, as of a variable of the shell that is not set: name the folder of the run")
     if "\0" in config.run:
         raise ConfigError(f"run is {config.run!r}, which is not a path: it contains a NUL")
+    check_run(Path(config.run))
     return config
 
 

@@ -16,12 +16,12 @@ from recipes.translation.commands.arguments import (
     add_model_options,
     add_processes,
     add_run,
-    checkpoint_folder,
     load,
     parser_of,
     path,
 )
-from recipes.translation.commands.searching import add_ensemble, load_ensemble, models_named
+from recipes.translation.commands.searching import add_ensemble, load_ensemble
+from recipes.translation.run_folder.outputs import check_output, results_folder
 from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser
 
@@ -76,7 +76,6 @@ def evaluate(argv: Sequence[str]) -> int:
 
     from recipes.translation.data.bleu_tokenizers import check_tokenizer
     from recipes.translation.processes.ranks import joined
-    from recipes.translation.run_folder.checkpoint import weights_digest
     from recipes.translation.scores.comet import check_comet
 
     if options.tokenize and options.tokenize != "auto":
@@ -87,8 +86,7 @@ def evaluate(argv: Sequence[str]) -> int:
         found = _evaluated(options, ranks)
         print(_table(found))
         if ranks.is_main and not options.hypotheses:
-            weights = [weights_digest(checkpoint_folder(each)) for each in models_named(options)]
-            written = [path for evaluation in found for path in evaluation.write(Path(options.run), weights)]
+            written = [path for evaluation in found for path in evaluation.write(results_folder(Path(options.run)))]
             print("[evaluate] written:", *written)
         if options.by:
             for evaluation in found:
@@ -97,10 +95,20 @@ def evaluate(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check_name(sources: Path, config: RunConfig) -> None:
-    """Raise DataError for a file by whose name its results would replace those of the run's own data."""
-    from recipes.translation.data.sentence_pairs import DataError
+def _check_name(options: argparse.Namespace, sources: Path, config: RunConfig) -> None:
+    """Raise DataError for a file by whose name its results would replace those of the run's own data.
 
+    Raises ConfigError where they would replace a file that is read.
+    """
+    from recipes.translation.data.sentence_pairs import DataError
+    from recipes.translation.evaluate import result_files
+
+    name = sources.name
+    if options.ensemble:
+        name += ".ensemble"
+    for file in result_files(results_folder(Path(options.run)), name):
+        reads = (options.sources, options.references, options.by)
+        check_output(file, "--sources", own=file, reads=reads)
     splits = ("test", "valid")
     own = [*splits, *(f"{split}.{name}" for split in splits for name in (*config.corpora, "ensemble"))]
     if sources.name in own:
@@ -132,7 +140,7 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
         translator = load_ensemble(options, ranks)
         decoding = translator.config.decoding
         if options.sources:
-            _check_name(sources, translator.config)
+            _check_name(options, sources, translator.config)
             lowercase = translator.config.subwords.lowercase
             pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
             _check_labels(options, None, len(pairs), ranks)

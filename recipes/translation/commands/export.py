@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from recipes.translation.atomic_folder import whole_folder
+from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands.arguments import (
     PROGRAM,
     add_checkpoint,
@@ -18,7 +18,8 @@ from recipes.translation.commands.arguments import (
     path,
     require,
 )
-from recipes.translation.settings.config import ConfigError, LayoutConfig
+from recipes.translation.run_folder.outputs import check_output
+from recipes.translation.settings.config import LayoutConfig
 
 if TYPE_CHECKING:
     from recipes.translation.run_folder.checkpoint import Translator
@@ -65,9 +66,7 @@ def export(argv: Sequence[str]) -> int:
     from recipes.translation.processes.ranks import joined
 
     folder = Path(options.out or Path(options.run) / options.to)
-    check_not_of_a_run(folder)
-    if folder.resolve() == checkpoint_folder(options).resolve():
-        raise ConfigError(f"{folder} is the model to export, which the export would replace: name another folder")
+    check_output(folder, "--out", reads=[str(checkpoint_folder(options))])
     with joined(LayoutConfig().timeout) as ranks:
         translator = load(options, ranks)
         if ranks.is_main:
@@ -77,28 +76,16 @@ def export(argv: Sequence[str]) -> int:
     return 0
 
 
-def check_not_of_a_run(folder: Path) -> None:
-    """Raise ConfigError where an export would replace a model or the subwords of a run, which may be the only ones."""
-    from recipes.translation.run_folder.made_from import MODELS
-
-    inside = folder.resolve()
-    belongs = inside.name in (*MODELS, "subwords") or inside.parent.name == "checkpoints"
-    if belongs and whole_folder(inside):
-        raise ConfigError(f"--out names {folder}, a part of a run, which it would replace: name another folder")
-
-
 def write(translator: Translator, folder: Path, options: argparse.Namespace) -> None:
     """Write the model in the format that --to names."""
     if options.to == "safetensors":
-        from recipes.translation.run_folder.checkpoint import load_facts, save_model
+        from recipes.translation.run_folder.checkpoint import save_model
 
-        save_model(folder, translator, load_facts(checkpoint_folder(options)))
+        save_model(folder, translator, facts_of(translator, checkpoint_folder(options)))
     elif options.to == "ctranslate2":
         from recipes.translation.export import ctranslate2_model
-        from recipes.translation.run_folder.checkpoint import weights_digest
 
-        weights = weights_digest(checkpoint_folder(options))
-        ctranslate2_model.write(translator, folder, options.quantization, weights)
+        ctranslate2_model.write(translator, folder, options.quantization, translator.digests[0])
     elif options.to == "onnx":
         from recipes.translation.export import onnx_model
 
@@ -107,3 +94,13 @@ def write(translator: Translator, folder: Path, options: argparse.Namespace) -> 
         from recipes.translation.export import huggingface_model
 
         huggingface_model.write(translator, folder)
+
+
+def facts_of(translator: Translator, checkpoint: Path) -> dict[str, Any]:
+    """Return the facts that are saved with a model; raise CheckpointError where training has replaced it since."""
+    from recipes.translation.run_folder.checkpoint import load_facts, weights_digest
+
+    facts = load_facts(checkpoint)
+    if (weights_digest(checkpoint),) != translator.digests:
+        raise CheckpointError(f"training has replaced {checkpoint} while it was exported: export it again")
+    return facts

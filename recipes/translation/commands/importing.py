@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.translation.commands.arguments import PROGRAM, add_run, parser_of, path
+from recipes.translation.run_folder.outputs import check_run
 
 
 def import_(argv: Sequence[str]) -> int:
@@ -32,6 +33,7 @@ def import_(argv: Sequence[str]) -> int:
     from recipes.translation.training.summary import command
 
     run = Path(options.run)
+    check_run(run)
     imported = import_model(Path(options.model), run, options.source, options.target)
     translator = imported.translator
     if imported.ignored:

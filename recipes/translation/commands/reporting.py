@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.translation.commands.arguments import PROGRAM, add_runs, parser_of, path, require, runs_of
+from recipes.translation.run_folder.outputs import check_output_file
 
 MOST_RUNS = 8
 """Runs that can be compared on a page: as many as there are colors that can be told apart."""
@@ -31,6 +32,9 @@ def report(argv: Sequence[str]) -> int:
     folders = [Path(each) for each in runs_of(parser, options)]
     if len(folders) > MOST_RUNS:
         parser.error(f"name at most {MOST_RUNS} runs; got {len(folders)}")
+    if options.output:
+        own = folders[0] / "report.html" if len(folders) == 1 else None
+        check_output_file(Path(options.output), "--output", own=own)
     require("matplotlib")
 
     from recipes.translation.report.draw import write_page
@@ -39,10 +43,17 @@ def report(argv: Sequence[str]) -> int:
 
     output = folders[0] / "report.html"
     if len(folders) > 1:
-        output = folders[0].parent / "comparison.html"
+        output = parent_of(folders[0]) / "comparison.html"
     if options.output:
         output = Path(options.output)
     runs = [with_samples(read_run(folder), folder) for folder in folders]
     size = write_page(runs, output)
     print(f"[report] {output}: {size / 1e3:.0f} kB")
     return 0
+
+
+def parent_of(folder: Path) -> Path:
+    """Return the folder that a run is in, also where the run is the current folder, whose name has no parent."""
+    if folder.name in ("", ".."):
+        return folder.resolve().parent
+    return folder.parent

@@ -198,7 +198,8 @@ def load_ensemble(options: argparse.Namespace, ranks: Ranks) -> Translator:
     first, *others = (load(each, ranks) for each in models_named(options))
     for run, other in zip(options.ensemble or [], others, strict=True):
         check_same_subwords(options.run, first, run, other)
-    return replace(first, others=tuple(other.model for other in others))
+    digests = (*first.digests, *(digest for other in others for digest in other.digests))
+    return replace(first, others=tuple(other.model for other in others), digests=digests)
 
 
 def models_named(options: argparse.Namespace) -> list[argparse.Namespace]:

@@ -17,6 +17,7 @@ from recipes.translation.commands.arguments import (
     run_config,
     with_folder,
 )
+from recipes.translation.run_folder.outputs import check_run
 from recipes.translation.settings.config import LayoutConfig, load_config
 from recipes.translation.settings.options import add_config_options, overrides
 
@@ -130,6 +131,8 @@ def average(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     if options.models and options.run == parser.get_default("run"):
         parser.error("--models takes models of several runs: name the folder of their average with --run")
+
+    check_run(Path(options.run))
 
     from recipes.translation.processes.ranks import joined
     from recipes.translation.run_folder.average import average as average_models

@@ -22,6 +22,7 @@ from recipes.translation.commands.arguments import (
 )
 from recipes.translation.commands.searching import add_search_options, clashing, load_ensemble, search_options
 from recipes.translation.data.lines import lines_of, read_lines, unpacked
+from recipes.translation.run_folder.outputs import check_output_file, write_output
 from recipes.translation.search_options import SearchOptions
 from recipes.translation.settings.config import ConfigError, LayoutConfig
 
@@ -62,8 +63,9 @@ def translate(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     if options.sentences and options.file:
         parser.error("give sentences or --file, not both")
-    if clash := clashing(options) or replaced_input(options):
+    if clash := clashing(options):
         parser.error(clash)
+    check_alignments(options)
 
     from recipes.translation.processes.ranks import joined
 
@@ -90,6 +92,13 @@ def translate(argv: Sequence[str]) -> int:
     return 0
 
 
+def check_alignments(options: argparse.Namespace) -> None:
+    """Raise ConfigError for a file of alignments that would replace one of a run, or one that is read."""
+    if options.alignments:
+        reads = (options.file, options.prefixes, options.constraints)
+        check_output_file(Path(options.alignments), "--alignments", reads=reads)
+
+
 def is_typing(options: argparse.Namespace) -> bool:
     """Return whether a person types the sentences; raise ConfigError if there is nothing to read them from."""
     if options.sentences or options.file:
@@ -98,15 +107,6 @@ def is_typing(options: argparse.Namespace) -> bool:
     if sys.stdin is None:
         raise ConfigError("there is no standard input: give sentences, or --file")
     return sys.stdin.isatty()
-
-
-def replaced_input(options: argparse.Namespace) -> str:
-    """Return an error for --alignments that names a file which is read, or "" for none."""
-    for name in ("file", "prefixes", "constraints"):
-        file = getattr(options, name)
-        if options.alignments and file and Path(options.alignments).resolve() == Path(file).resolve():
-            return f"--alignments would replace {options.alignments}, which --{name} reads: name another file"
-    return ""
 
 
 def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: argparse.Namespace, ranks: Ranks) -> None:
@@ -184,7 +184,7 @@ def write_alignments(
 
     found = align(translator, sentences, translations, translator.config.decoding, ranks)
     if ranks.is_main:
-        file.write_text("".join(f"{pharaoh(links)}\n" for links in found), encoding="utf-8")
+        write_output(file, "".join(f"{pharaoh(links)}\n" for links in found).encode())
 
 
 def _sentences(file: str | None) -> list[str]:

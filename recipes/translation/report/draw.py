@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from recipes.translation.atomic_folder import beside, writing_to
 from recipes.translation.report import page
 from recipes.translation.report.figures import NO_TRANSLATIONS, attention_maps, chrf_of_sentences, curves, distributions
 from recipes.translation.report.records import RunRecords, is_number, read_run
+from recipes.translation.run_folder.outputs import write_output
 from recipes.translation.status_line import duration
 
 WORST = 10
@@ -45,14 +45,7 @@ def write_report(folders: Sequence[Path], output: Path) -> int:
 def write_page(runs: Sequence[RunRecords], output: Path) -> int:
     """Write the page of runs that have been read, in place of an earlier one; return its size in bytes."""
     content = report(runs).encode("utf-8", "replace")  # half a surrogate pair can stand in JSON, but not in UTF-8
-    new = beside(output, "new")
-    with writing_to(output):
-        try:
-            new.write_bytes(content)
-            new.replace(output)
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise
+    write_output(output, content)
     return len(content)
 
 
@@ -149,10 +142,14 @@ def _evaluation(runs: Sequence[RunRecords]) -> str:
 
 
 def _scored_by(run: RunRecords, name: str) -> str:
-    """Return which of the run's models has the scores of a test set; empty where they do not say so."""
+    """Return which of the run's models has the scores of a test set, alone or with those of an ensemble."""
     if name not in run.scored:
-        return ""
-    return f" ({run.scored[name] or 'an earlier model'})"
+        return " (model not recorded)"
+    others = len(run.scores[name]["weights"]) - 1
+    ensemble = ""
+    if others:
+        ensemble = f", with {others} other model{'s' * (others > 1)}"
+    return f" ({run.scored[name] or 'an earlier model'}{ensemble})"
 
 
 def _score(record: Mapping[str, object], field: str) -> str:
@@ -314,5 +311,9 @@ def _shown(value: object) -> str:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Return the names of runs, numbered where two are the same."""
-    return [f"{name} ({number + 1})" if names.count(name) > 1 else name for number, name in enumerate(names)]
+    """Return the names of runs, numbered where two are the same: all of them where a run's own name has a number."""
+    numbered = [f"{name} ({number})" for number, name in enumerate(names, start=1)]
+    found = [long if names.count(name) > 1 else name for long, name in zip(numbered, names, strict=True)]
+    if len(set(found)) < len(found):
+        return numbered
+    return found

@@ -1,13 +1,13 @@
 """Everything that a run's folder says of the run, as far as it is there.
 
 A folder may be that of a run that has just begun, that is being written at this moment, or that an earlier version
-wrote; what is missing or unreadable is None or empty, and the page says so.
+wrote; what is missing, or a line that is cut off, is None or empty, and the page says so. A field that is not what it
+must be is an error.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +17,9 @@ import yaml
 
 from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.run_folder.fields import METRICS, RESOURCES, SAMPLES, SCORES, SENTENCES, Check, check_record
 from recipes.translation.run_folder.made_from import model_with, translated_by
-from recipes.translation.training.progress import read_metrics
+from recipes.translation.training.progress import numbered_records
 
 Record = Mapping[str, Any]
 
@@ -83,8 +84,8 @@ class RunRecords:
 
 def read_run(folder: Path) -> RunRecords:
     """Read a run; raise DataError if the folder is not that of a run that has begun."""
-    metrics = _lines(folder / "metrics.jsonl")
-    machine = _lines(folder / "resources.jsonl")
+    metrics = _lines(folder / "metrics.jsonl", METRICS)
+    machine = _lines(folder / "resources.jsonl", RESOURCES)
     if not metrics and not machine:
         raise DataError(f"{folder} has no records of training (metrics.jsonl): name the folder of a run")
     found = RunRecords(
@@ -92,7 +93,7 @@ def read_run(folder: Path) -> RunRecords:
         steps=[record for record in metrics if is_number(record.get("loss"))],
         validations=[record for record in metrics if is_number(record.get("valid_loss"))],
         machine=machine,
-        samples=[record for record in _lines(folder / "samples.jsonl") if isinstance(record.get("samples"), list)],
+        samples=[record for record in _lines(folder / "samples.jsonl", SAMPLES) if record.get("samples") is not None],
         newest=_newest(folder / "validation.json"),
         scores=_scores(folder),
         scored=_scored_models(folder),
@@ -102,14 +103,18 @@ def read_run(folder: Path) -> RunRecords:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value of a record can be drawn."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether a value of a record can be drawn: a finite number that float64 can sum and scale."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e280
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path, check: Check) -> list[dict[str, Any]]:
+    """Read the records of a file with one a line; raise DataError for a field that is not what it must be."""
     if not path.is_file():
         return []
-    return read_metrics(path)
+    records = numbered_records(path)
+    for number, record in records.items():
+        check_record(record, check, f"{path}, line {number:,}")
+    return list(records.values())
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -125,19 +130,23 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _newest(path: Path) -> Sentences | None:
     found = _json(path)
-    lists = [found.get(name) for name in ("sources", "references", "translations")]
-    step = found.get("step")
-    if not isinstance(step, int) or not all(isinstance(each, list) for each in lists):
+    if not found:
         return None
-    sources, references, translations = ([str(text) for text in each or []] for each in lists)
-    if not sources or not len(sources) == len(references) == len(translations):
+    check_record(found, SENTENCES, str(path))
+    if not found["sources"]:
         return None
-    return Sentences(step, sources, references, translations)
+    return Sentences(found["step"], found["sources"], found["references"], found["translations"])
 
 
 def _scores(folder: Path) -> dict[str, Record]:
-    found = {path.name.removesuffix(".scores.json"): _json(path) for path in sorted(folder.glob("*.scores.json"))}
-    return {name: record for name, record in found.items() if is_number(record.get("bleu"))}
+    found: dict[str, Record] = {}
+    for path in sorted(folder.glob("*.scores.json")):
+        record = _json(path)
+        if not record:
+            raise DataError(f"{path} is no JSON object with scores: make it again with evaluate, or remove it")
+        check_record(record, SCORES, str(path))
+        found[path.name.removesuffix(".scores.json")] = record
+    return found
 
 
 def _scored_models(folder: Path) -> dict[str, str]:
@@ -154,7 +163,7 @@ def _saved_settings(folder: Path) -> dict[str, object]:
             continue
         try:
             found = yaml.safe_load((checkpoint / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
             continue
         if isinstance(found, dict):
             return _flat(found)

@@ -24,6 +24,7 @@ from recipes.translation.run_folder.checkpoint import (
     subword_names,
 )
 from recipes.translation.run_folder.kept_models import kept_in, kept_models
+from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.run_folder.resume import MAY_CHANGE, flat, without_paths
 from recipes.translation.run_folder.start import sizes_and_subwords
 from recipes.translation.settings.config import RunConfig
@@ -66,9 +67,11 @@ def average_of_runs(run: Path, models: Sequence[str]) -> Averaged:
                 f"--models names {name}, but there is no trained model in {folder}: name the folder of a run, or of "
                 "one of its checkpoints"
             )
+    target = run / "averaged"
+    check_output(target, "--run", own=target, reads=[str(folder) for folder in folders])
     check_same(folders, kin_of, "only models of the same sizes and subwords can be averaged")
     check_related(folders)
-    return write_average(run / "averaged", folders)
+    return write_average(target, folders)
 
 
 def check_enough(kept: Sequence[Path], last: int | None, best: int | None, run: Path) -> None:

@@ -59,6 +59,8 @@ class Translator:
     target: Subwords
     others: tuple[EncoderDecoder, ...] = ()
     """Models that translate together with `model`; they are not saved."""
+    digests: tuple[str, ...] = ()
+    """The SHA-256 of the weights of each model, as they were saved, where they have been read from a folder."""
 
     @property
     def models(self) -> list[EncoderDecoder]:
@@ -166,7 +168,7 @@ def load_training(folder: Path) -> SavedTraining:
     """Read and verify a checkpoint that `save_training` wrote."""
     whole = verified_folder(folder)
     record = _read_json(whole / "training.json")
-    weights = _read_weights(whole)
+    weights, _ = _read_weights(whole)
     moments = _read_tensors(whole / "training.safetensors")
     if record.pop("of", None) != {"weights": fingerprint(weights), "moments": fingerprint(moments)}:
         raise CheckpointError(
@@ -198,24 +200,25 @@ def load_translator(
 ) -> Translator:
     """Read and verify the model in `folder`, in eval mode on `device`; `overrides` are those of `load_config`."""
     whole = verified_folder(folder)
-    weights = _merged_weights(whole)
+    weights, digest = _merged_weights(whole)
     config, source, target = load_belongings(whole, overrides)
     model = model_to_fill(model_sizes(config.model), source, target)
     fill_model(model, weights, whole)
-    return Translator(config, model.to(device).eval(), source, target)
+    return Translator(config, model.to(device).eval(), source, target, digests=(digest,))
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Read and verify the weights of the model in `folder`, in the dtype in which they were saved."""
-    return _merged_weights(verified_folder(folder))
+    weights, _ = _merged_weights(verified_folder(folder))
+    return weights
 
 
-def _merged_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the weights of a verified folder; LoRA's change is added to them."""
-    weights = _read_weights(folder)
-    if not has_lora(weights):
-        return weights
-    return merged_tensors(weights, load_config(folder / "config.yaml").training.lora_alpha)
+def _merged_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
+    """Read the weights of a verified folder, to which LoRA's change is added, and the SHA-256 of what is saved."""
+    weights, digest = _read_weights(folder)
+    if has_lora(weights):
+        weights = merged_tensors(weights, load_config(folder / "config.yaml").training.lora_alpha)
+    return weights, digest
 
 
 def load_facts(folder: Path) -> dict[str, Any]:
@@ -346,8 +349,11 @@ def _subwords_of(translator: Translator) -> dict[str, Subwords]:
     return {f"{source}.model": translator.source, f"{target}.model": translator.target}
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the weights of a verified folder; settings, subwords and weights must be those that `model.json` lists."""
+def _read_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
+    """Read the weights of a verified folder and their SHA-256.
+
+    Settings, subwords and weights must be those that `model.json` lists.
+    """
     of = _listed_in(folder)
     for name, digest in of.items():
         if name != "weights" and (not (folder / name).is_file() or sha256(folder / name) != digest):
@@ -355,7 +361,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     weights = _read_tensors(folder / "model.safetensors")
     if fingerprint(weights) != of["weights"]:
         raise CheckpointError(f"{folder / 'model.json'} belongs to other weights than those beside it; {MIXED}")
-    return weights
+    return weights, of["weights"]
 
 
 def _listed_in(folder: Path) -> dict[str, str]:

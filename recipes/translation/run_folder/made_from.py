@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from recipes.translation.atomic_folder import CheckpointError, whole_folder
+from recipes.translation.atomic_folder import MODELS, CheckpointError, whole_folder
 from recipes.translation.run_folder.checkpoint import weights_digest
 
-MODELS = ("best", "last", "averaged")
-"""The models of a run that its results can be of."""
 NOTE = "made_from.json"
 """The file of an export with the SHA-256 of the weights."""
 
@@ -21,9 +19,11 @@ def model_with(run: Path, digest: str) -> str:
     return next((name for name in MODELS if digest_in(run / name) == digest), "")
 
 
-def is_current(run: Path, digest: str) -> bool:
-    """Return whether one of the run's models has these weights, and has not been replaced since by a later one."""
-    return bool(model_with(run, digest))
+def is_current(named: Path, digest: str) -> bool:
+    """Return whether a model has these weights still: the one in the folder that is named, or one of the run there."""
+    if whole_folder(named):
+        return bool(digest) and digest_in(named) == digest
+    return bool(model_with(named, digest))
 
 
 def translated_by(scores: Path) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from recipes.translation.serve.batching import Wanted
-from recipes.translation.serve.bodies import Limits, RefusedError
+from recipes.translation.serve.bodies import Limits, RefusedError, shown
 from recipes.translation.serve.models import Line, Model
 
 T = TypeVar("T")
@@ -76,9 +76,18 @@ def translate_asked(fields: Mapping[str, object], models: Sequence[Model], limit
     return asked
 
 
-def lines_asked(fields: Mapping[str, object], models: Sequence[Model], limits: Limits) -> tuple[Wanted, list[str]]:
+class Lines(NamedTuple):
+    """A request of the page to translate lines."""
+
+    wanted: Wanted
+    lines: list[str]
+    numbers: list[int]
+    """The number of each line where it stands, for errors."""
+
+
+def lines_asked(fields: Mapping[str, object], models: Sequence[Model], limits: Limits) -> Lines:
     """Return what the fields of `POST /lines` ask for; raise RefusedError for what is missing or wrong."""
-    check_names(fields, ("model", "lines", "n_best", "links"))
+    check_names(fields, ("model", "lines", "numbers", "n_best", "links"))
     lines = strings(fields.get("lines"))
     if lines is None:
         raise RefusedError(400, "lines are what to translate: send a list of strings")
@@ -90,7 +99,15 @@ def lines_asked(fields: Mapping[str, object], models: Sequence[Model], limits: L
     model = whole(fields, "model", 0, 0, len(models) - 1)
     n_best = whole(fields, "n_best", 1, 1, models[model].config.decoding.beam)
     check_size(lines, limits)
-    return Wanted(model, n_best, links), lines
+    return Lines(Wanted(model, n_best, links), lines, numbers_of(fields, len(lines)))
+
+
+def numbers_of(fields: Mapping[str, object], lines: int) -> list[int]:
+    """Return the numbers of the lines: from 1 up, unless the request has others."""
+    found = fields.get("numbers", list(range(1, lines + 1)))
+    if not isinstance(found, list) or len(found) != lines or any(type(one) is not int for one in found):
+        raise RefusedError(400, f"numbers is {shown(found)}: send a whole number for each of the {lines:,} lines")
+    return found
 
 
 def lines_answer(lines: Sequence[str], found: Sequence[Line]) -> dict[str, object]:
@@ -144,14 +161,6 @@ def whole(fields: Mapping[str, object], name: str, default: int, least: int, mos
     if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= most:
         raise RefusedError(400, f"{name} is {shown(found)}: send a whole number from {least} to {most}")
     return found
-
-
-def shown(value: object) -> str:
-    """Return a value as it is shown in an error: not all of a long one."""
-    text = ascii(value)
-    if len(text) > 60:
-        text = text[:60] + "..."
-    return text
 
 
 def check_names(fields: Mapping[str, object], known: Sequence[str]) -> None:

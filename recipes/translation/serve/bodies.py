@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from email.message import Message
+from importlib.util import find_spec
 from urllib.parse import parse_qsl
 
+from starlette.datastructures import Headers
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
 
@@ -40,29 +44,50 @@ class RefusedError(Exception):
         self.headers = dict(headers or {})
 
 
+JSON = "application/json"
+FORM = "application/x-www-form-urlencoded"
+MULTIPART = "multipart/form-data"
 CLOSE = {"Connection": "close"}
 """For an answer before the body's end, of which the server would otherwise read the rest."""
 
 
 async def fields_of(request: Request, limits: Limits) -> dict[str, object]:
-    """Read a JSON object or a form; raise RefusedError for anything else, and for what is too large or too slow."""
+    """Read the fields of the query string and of the body, a JSON object or a form.
+
+    Raises RefusedError for anything else, for a field that is given twice, and for a body that is too large or too
+    slow.
+    """
+    query = request.scope["query_string"]
+    asked = form_of(text_of(query, "query string"), "query string")
+    empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
+    if query and empty:
+        return asked
+    return once([*asked.items(), *(await fields_of_body(request, limits)).items()])
+
+
+async def fields_of_body(request: Request, limits: Limits) -> dict[str, object]:
+    """Read the fields of the body; raises as `fields_of` does."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind not in ("application/json", "application/x-www-form-urlencoded"):
-        raise RefusedError(
-            415,
-            f"Content-Type is {kind or 'missing'}: send application/json or application/x-www-form-urlencoded",
-            CLOSE,
-        )
+    if kind not in (JSON, FORM, MULTIPART):
+        raise RefusedError(415, f"Content-Type is {kind or 'missing'}: send {JSON}, {FORM} or {MULTIPART}", CLOSE)
+    if kind == MULTIPART and find_spec("python_multipart") is None:
+        raise RefusedError(415, f"{MULTIPART} needs pip install python-multipart: send {JSON} or {FORM}", CLOSE)
     if request.headers.get("content-encoding", "identity") != "identity":
         raise RefusedError(415, "Content-Encoding is not supported: send the body uncompressed", CLOSE)
-    body = await body_of(request, limits)
-    try:
-        text = body.decode()
-    except UnicodeDecodeError as error:
-        raise RefusedError(400, f"the body is not UTF-8 text, at byte {error.start:,}") from None
-    if kind == "application/json":
+    text = text_of(await body_of(request, limits), "body")
+    if kind == JSON:
         return object_of(text)
-    return form_of(text)
+    if kind == FORM:
+        return form_of(text, "body")
+    return await parts_of(request, text, limits)
+
+
+def text_of(content: bytes, what: str) -> str:
+    """Decode UTF-8."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise RefusedError(400, f"the {what} is not UTF-8 text, at byte {error.start:,}") from None
 
 
 async def body_of(request: Request, limits: Limits) -> bytes:
@@ -109,7 +134,7 @@ async def discard(request: Request, size: int, limits: Limits) -> None:
 def object_of(text: str) -> dict[str, object]:
     """Decode a JSON object."""
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         if isinstance(error, RecursionError):
@@ -120,13 +145,48 @@ def object_of(text: str) -> dict[str, object]:
     return found
 
 
-def form_of(text: str) -> dict[str, object]:
-    """Decode a form; each field may be given once."""
+def form_of(text: str, what: str) -> dict[str, object]:
+    """Decode a form."""
     try:
         pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text), errors="strict")
     except ValueError as error:
-        raise RefusedError(400, f"the body is not a form in UTF-8: {' '.join(str(error).split())}") from None
-    fields: dict[str, object] = dict(pairs)
-    if len(fields) < len(pairs):
-        raise RefusedError(400, "a field of the form is given twice: send lists as JSON")
+        raise RefusedError(400, f"the {what} is not a form in UTF-8: {' '.join(str(error).split())}") from None
+    return once(pairs)
+
+
+async def parts_of(request: Request, text: str, limits: Limits) -> dict[str, object]:
+    """Decode a form of several parts, each of which is a field in UTF-8; files are refused."""
+
+    async def body() -> AsyncGenerator[bytes, None]:
+        yield text.encode()
+
+    header = Message()
+    header["content-type"] = request.headers["content-type"]
+    boundary = header.get_boundary()
+    # Of a form that was cut off, the parser returns the fields before the cut
+    if not boundary or f"--{boundary}--" not in text:
+        raise RefusedError(400, "the body is not a form of fields: its last boundary is missing")
+    utf8 = Headers({"content-type": f'{MULTIPART}; boundary="{boundary}"'})
+    try:
+        form = await MultiPartParser(utf8, body(), max_files=0, max_part_size=limits.body_bytes).parse()
+    except MultiPartException as error:
+        raise RefusedError(400, f"the body is not a form of fields: {error.message}") from None
+    return once(form.multi_items())
+
+
+def once(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
+    """Return fields by their names; raise RefusedError for one that is given twice, of which one would be lost."""
+    fields: dict[str, object] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise RefusedError(400, f"{shown(name)} is given twice: send it once, and several texts as a list in JSON")
+        fields[name] = value
     return fields
+
+
+def shown(value: object) -> str:
+    """Return a value as it is shown in an error: not all of a long one."""
+    text = ascii(value)
+    if len(text) > 60:
+        text = text[:60] + "..."
+    return text

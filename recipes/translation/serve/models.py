@@ -17,7 +17,7 @@ from recipes.translation.data.subwords import Subwords
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.search_options import SearchOptions
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.translate import check_unicode, longest_source
+from recipes.translation.translate import longest_source, not_unicode
 
 if TYPE_CHECKING:
     from recipes.translation.export.ctranslate2_engine import ExportedTranslator
@@ -31,6 +31,15 @@ class Line(NamedTuple):
 
     translations: list[Translation]
     links: list[Link]
+
+
+class LineError(DataError):
+    """A line that cannot be translated: its number in its request, from 1, and the reason."""
+
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(f"line {number:,} {reason}")
+        self.number = number
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -64,15 +73,18 @@ class Model:
         return self.translator is not None
 
     def check(self, lines: Sequence[str]) -> None:
-        """Raise DataError for a line that is not Unicode, or longer than the model reads."""
-        check_unicode(lines)
+        """Raise LineError for a line that is not Unicode, or longer than the model reads."""
+        for number, line in enumerate(lines, start=1):
+            if reason := not_unicode(line):
+                raise LineError(number, reason)
         longest = longest_source(self.config, self.config.decoding)
         ids = self.subwords.encode([source_text(self.config, line) for line in lines])
         for number, row in enumerate(ids, start=1):
             if len(row) > longest:
-                raise DataError(
-                    f"line {number:,} has {len(row):,} subwords, and the model reads at most {longest:,}: split it "
-                    "into sentences, one a line"
+                raise LineError(
+                    number,
+                    f"has {len(row):,} subwords, and the model reads at most {longest:,}: split it into sentences, "
+                    "one a line",
                 )
 
     def translate(self, lines: Sequence[str], n_best: int = 1, links: bool = False) -> list[Line]:

@@ -133,7 +133,13 @@ class Metrics:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read all records of a `metrics.jsonl`."""
-    return [record for record in map(_record, path.read_bytes().splitlines()) if record is not None]
+    return list(numbered_records(path).values())
+
+
+def numbered_records(path: Path) -> dict[int, dict[str, Any]]:
+    """Do the same, by the numbers of the lines, from 1."""
+    records = enumerate(map(_record, path.read_bytes().splitlines()), start=1)
+    return {number: record for number, record in records if record is not None}
 
 
 def _remove_after(path: Path, after_step: int) -> None:

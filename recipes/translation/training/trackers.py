@@ -1,7 +1,7 @@
 """Trackers: TensorBoard, Weights & Biases and trackio, which get every number that `metrics.jsonl` gets.
 
 None is used unless `training.trackers` names it. A run is one run of a tracker, however often it is stopped and
-resumed: `trackers.json` keeps the name by which it is found again.
+resumed: `trackers.json` keeps the name by which it is found again, and what it must not be sent once more.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from recipes.translation.atomic_folder import beside, writing_to
+from recipes.translation.run_folder.fields import TRACKERS, WrongFieldError
 from recipes.translation.run_folder.resume import flat
 from recipes.translation.settings.config import ConfigError, RunConfig
 from recipes.translation.training.progress import read_metrics
@@ -112,12 +113,8 @@ def open_trackers(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
         return []
     run = Path(config.run)
     path = run / "trackers.json"
-    known: dict[str, Any] = {"id": uuid.uuid4().hex[:12], "begun": []}
-    if resumed_at is not None and path.exists():
-        try:
-            known = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{path} is damaged ({error}): remove it, and the trackers begin anew") from None
+    known = _known(path, resumed_at)
+    sent = known["sent"]
     found: list[Tracker] = []
     for name in names:
         tracker: Tracker
@@ -125,16 +122,17 @@ def open_trackers(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
             if name == "tensorboard":
                 tracker = TensorBoard(run, resumed_at)
             elif name == "wandb":
-                tracker = Logged(_wandb_run(config, known["id"]), _sent(run, name in known["begun"], resumed_at))
+                tracker = Logged(_wandb_run(config, known["id"]), sent.get(name, set()))
             else:
-                tracker = Logged(_trackio_run(config, known["id"]), _sent(run, name in known["begun"], resumed_at))
+                tracker = Logged(_trackio_run(config, known["id"]), sent.get(name, set()))
         except Exception as error:  # each package has errors of its own
             raise ConfigError(f"training.trackers: {name} does not begin: {type(error).__name__}: {error}") from error
         found.append(Forgiving(name, tracker))
-    known["begun"] = sorted({*known["begun"], *names})
+    begun = sorted({*known["begun"], *names})
+    marks = {name: sorted(map(list, some)) for name, some in sent.items()}
     new = beside(path, "new")
     with writing_to(path):
-        new.write_text(json.dumps(known) + "\n", encoding="utf-8")
+        new.write_text(json.dumps({"id": known["id"], "begun": begun, "sent": marks}) + "\n", encoding="utf-8")
         os.replace(new, path)
     return found
 
@@ -176,12 +174,29 @@ def _trackio_run(config: RunConfig, name: str) -> Any:
     )
 
 
-def _sent(run: Path, begun: bool, resumed_at: int | None) -> set[tuple[int, bool]]:
-    """Return the marks of the records that a killed process has sent and that will be made again."""
-    path = run / "metrics.jsonl"
-    if not begun or resumed_at is None or not path.exists():
-        return set()
-    return {_mark(record) for record in read_metrics(path) if record["step"] > resumed_at}
+def _known(path: Path, resumed_at: int | None) -> dict[str, Any]:
+    """Return what `trackers.json` says: the run's id, its trackers, and the marks of records that each has.
+
+    These are of steps after `resumed_at`, which killed processes have sent and which will be made again: those that the
+    last one has written to `metrics.jsonl`, and those of processes before it, whose records were cut off there.
+
+    Raises ConfigError for a file that is damaged.
+    """
+    if resumed_at is None or not path.exists():
+        return {"id": uuid.uuid4().hex[:12], "begun": [], "sent": {}}
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        TRACKERS(known, "")
+    except (ValueError, RecursionError, WrongFieldError) as error:
+        raise ConfigError(f"{path} is damaged ({error}): remove it, and the trackers begin anew") from None
+    written: list[dict[str, Any]] = []
+    metrics = path.with_name("metrics.jsonl")
+    if metrics.exists():
+        written = read_metrics(metrics)
+    now = {_mark(record) for record in written}
+    earlier = known.get("sent") or {}
+    sent = {name: now.union(map(tuple, earlier.get(name, ()))) for name in known["begun"]}
+    return {**known, "sent": {name: {mark for mark in marks if mark[0] > resumed_at} for name, marks in sent.items()}}
 
 
 def _mark(values: Mapping[str, Any]) -> tuple[int, bool]:

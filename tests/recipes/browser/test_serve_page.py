@@ -122,6 +122,26 @@ def test_the_line_with_the_cursor_is_the_one_explained(page: sync_api.Page) -> N
     sync_api.expect(words).to_have_text(["Six", "trains."], timeout=30_000)
 
 
+def test_the_heading_is_the_number_of_the_line_also_where_two_are_equal(page: sync_api.Page) -> None:
+    translated(page, "Two trains.\nTwo trains.")
+    heading = page.locator(".model .of-line").first
+    sync_api.expect(heading).to_have_text("Line 2")
+    page.keyboard.press("ArrowUp")
+    sync_api.expect(heading).to_have_text("Line 1", timeout=30_000)
+
+
+def test_an_error_names_the_line_of_the_text(browser: sync_api.Browser, service: Running) -> None:
+    page = browser.new_page()
+    page.goto(service.url)
+    page.locator(".model").first.wait_for()
+    alert = page.get_by_role("alert").first
+    page.get_by_role("textbox").fill("Six.\n\n" + "Two.\n" * 3 + "a " * 300 + "\nTen.")
+    sync_api.expect(alert).to_contain_text("line 6 has", timeout=30_000)
+    page.get_by_role("textbox").fill("Six.\n\nTwo.\n" + "a " * 300)  # with the cursor
+    sync_api.expect(alert).to_contain_text("line 4 has", timeout=30_000)
+    page.close()
+
+
 def test_nothing_is_wider_than_the_page(page: sync_api.Page) -> None:
     translated(page, "The train to Vienna leaves at half past seven. " + "w" * 80)
     assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0

@@ -119,7 +119,7 @@ def test_an_export_never_replaces_the_model_that_it_reads(
     shutil.copytree(run / "last", folder)
     before = contents(folder)
     assert main(["export", "--run", str(folder), "--to", format, "--out", str(folder / ".." / "copied")]) == 2
-    assert "is the model to export, which the export would replace: name another folder" in capsys.readouterr().err
+    assert f"--out: {folder / '..' / 'copied'} is read, and would be replaced" in capsys.readouterr().err
     assert contents(folder) == before
 
 
@@ -138,7 +138,7 @@ def test_an_export_never_replaces_a_part_of_a_run(
     shutil.copytree(run / "last", folder)
     before = contents(folder)
     assert main(["export", "--run", str(run), "--to", format, "--out", str(folder)]) == 2
-    assert f"error: --out names {folder}, a part of a run, which it would replace" in capsys.readouterr().err
+    assert f"error: --out: {folder} belongs to {tmp_path / 'run'}, and would be replaced" in capsys.readouterr().err
     assert contents(folder) == before
     monkeypatch.chdir(folder)
     assert main(["export", "--run", str(run), "--to", format, "--out", "."]) == 2
@@ -165,6 +165,23 @@ def test_translating_by_an_export_older_than_the_best_model_says_so(
     assert main(translating) == 0
     line = f"[translate] {exported} was made from an earlier model than {best}: export it again\n"
     assert line == capsys.readouterr().err
+
+
+def test_an_export_of_a_model_that_is_named_by_its_own_folder_is_current(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = tmp_path / "run" / "best"
+    shutil.copytree(run / "best", best)
+    words = ["--run", str(best)]
+    assert main(["export", *words, "--to", "ctranslate2"]) == 0
+    translating = ["translate", *words, "--engine", "ctranslate2", "Two trains leave."]
+    capsys.readouterr()
+    assert main(translating) == 0
+    assert capsys.readouterr().err == ""
+    train(tiny(tmp_path / "other", {"training.seed": 9, "training.steps": 1}))
+    shutil.copytree(tmp_path / "other" / "best", best, dirs_exist_ok=True)
+    assert main(translating) == 0
+    assert f"{best / 'ctranslate2'} was made from an earlier model than {best}" in capsys.readouterr().err
 
 
 def test_a_checkpoint_cannot_be_chosen_for_an_export(

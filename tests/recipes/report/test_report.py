@@ -206,7 +206,7 @@ def test_a_run_before_its_first_validation_says_so(tmp_path: Path) -> None:
 
 def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path, series: dict[str, list[Series]]) -> None:
     run = make_run(tmp_path / "run")
-    odd = [step(1, loss=float("nan")), step(2, gradient_norm=float("inf")), step(3, loss="high", tokens=None)]
+    odd = [step(1, loss=float("nan")), step(2, gradient_norm=float("inf")), step(3, loss=None, tokens=None)]
     lines(
         run / "metrics.jsonl", [*odd, step(4), validation(4, valid_bleu=None), validation(5, valid_loss=float("nan"))]
     )
@@ -271,7 +271,7 @@ def test_scores_say_of_which_model_they_are(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     found = tmp_path / "run" / "test.scores.json"
     record = json.loads(found.read_text())
-    assert ">run<" in scores_of(run)  # they do not say of which model they are
+    assert ">run (model not recorded)<" in scores_of(run)
     made = random_translator(tmp_path / "other")
     save_model(run / "best", made, {"step": 1})
     found.write_text(json.dumps({**record, "weights": [weights_digest(run / "best")]}))
@@ -314,6 +314,14 @@ def test_runs_may_be_called_as_the_parts_of_a_sample(tmp_path: Path) -> None:
     page = Page(report(runs))
     assert "ein Hund rennt 40" in page.text
     assert "ein Hund rennt 20" in page.text
+
+
+def test_no_two_runs_have_the_same_name(tmp_path: Path) -> None:
+    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "run (1)"]
+    runs = [read_run(make_run(folder, steps)) for folder, steps in zip(folders, (40, 20, 10), strict=True)]
+    page = Page(report(runs))
+    for steps in (40, 20, 10):  # none takes the place of another's translation
+        assert f"ein Hund rennt {steps}" in page.text
 
 
 def test_the_largest_page_stays_below_a_megabyte(tmp_path: Path) -> None:
@@ -361,6 +369,18 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(
         assert main(["report", *words]) == 0
         assert capsys.readouterr().out.startswith(f"[report] {path}: ")
         assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_comparison_is_beside_the_first_run_also_from_inside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make_run(tmp_path / "one")
+    two = make_run(tmp_path / "two")
+    for name, here in ((".", one), ("..", one / "deeper")):
+        here.mkdir(exist_ok=True)
+        monkeypatch.chdir(here)
+        assert main(["report", name, str(two)]) == 0
+        (tmp_path / "comparison.html").unlink()
 
 
 def test_a_folder_without_a_run_and_too_many_runs_are_one_line(

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import pytest
 
+from recipes.translation.serve import bodies
 from recipes.translation.serve.app import application
 from recipes.translation.serve.batching import Batcher
 from recipes.translation.serve.bodies import Limits
@@ -138,3 +140,15 @@ def test_an_error_of_the_service_is_answered_as_one() -> None:
         answer = asyncio.run(post(app))
     assert answer.status_code == 500
     assert answer.json() == {"error": "the service failed; its own output says how"}
+
+
+def test_a_form_of_parts_without_its_package_is_refused_with_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def post(app: Guard) -> httpx.Response:
+        async with client_of(app) as client:
+            return await client.post("/translate", files={name: (None, text) for name, text in GOOD.items()})
+
+    monkeypatch.setattr(bodies, "find_spec", lambda name: None)
+    with serving(Recorder()) as app:
+        answer = asyncio.run(post(app))
+    assert answer.status_code == 415
+    assert "multipart/form-data needs pip install python-multipart: send application/json" in answer.json()["error"]

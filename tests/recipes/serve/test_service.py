@@ -102,6 +102,54 @@ def test_a_form_is_answered_as_json_is(client: httpx.Client) -> None:
     assert form.json() == translated(client, SENTENCES[0], alternatives=1)
 
 
+@pytest.mark.parametrize("charset", ["", "; charset=latin-1"])
+def test_a_query_string_and_a_form_of_parts_are_answered_as_json_is(client: httpx.Client, charset: str) -> None:
+    fields = {"q": "Zwölf Züge.\nZwei 火车", **LANGUAGES, "alternatives": "1", "api_key": ""}
+    expected = translated(client, fields["q"], alternatives=1)
+    body = "".join(f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{fields[name]}\r\n' for name in fields)
+    headers = {"Content-Type": f"multipart/form-data; boundary=x{charset}"}
+    assert client.post("/translate", content=f"{body}--x--\r\n".encode(), headers=headers).json() == expected
+    assert client.post("/translate", params=fields).json() == expected
+    q = fields.pop("q")
+    assert client.post("/translate", params=fields, json={"q": q}).json() == expected
+    assert client.post("/translate", params=fields, data={"q": q}).json() == expected
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("q=b", "'q' is given twice: send it once"),
+        ("alternatives=0&alternatives=1", "'alternatives' is given twice"),
+        ("altrnatives=1", "unknown field 'altrnatives'; did you mean alternatives?"),
+        ("api_key=%ff", "the query string is not a form in UTF-8"),
+        ("api_key", "the query string is not a form in UTF-8"),
+    ],
+)
+def test_a_query_string_that_cannot_be_read_is_answered_with_one_line(
+    query: str, message: str, client: httpx.Client
+) -> None:
+    answer = client.post(f"/translate?{query}", json=GOOD)
+    assert answer.status_code == 400, answer.text
+    assert message in answer.json()["error"]
+
+
+def test_a_file_in_a_form_is_refused(client: httpx.Client) -> None:
+    answer = client.post("/translate", data=LANGUAGES, files={"q": ("q.txt", b"Two trains.")})
+    assert (answer.status_code, answer.json()["error"][:39]) == (400, "the body is not a form of fields: Too m")
+
+
+def test_lines_are_called_by_the_numbers_that_the_page_gives_them(client: httpx.Client) -> None:
+    lines = ["a", "a " * 300, "\ud800"]
+    for number, some in ((7, lines[:2]), (30, lines[::2])):
+        body = json.dumps({"lines": some, "numbers": [2, number]})
+        answer = client.post("/lines", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400
+        assert answer.json()["error"].startswith(f"line {number} ")
+    for numbers in ([1], [1, 2, 3], "12", [1, "2"], [1, True]):
+        answer = client.post("/lines", json={"lines": ["a", "b"], "numbers": numbers})
+        assert "send a whole number for each of the 2 lines" in answer.json()["error"]
+
+
 def test_the_page_gets_the_alternatives_and_alignments_of_the_command(
     client: httpx.Client, translator: Translator
 ) -> None:
@@ -151,7 +199,7 @@ GOOD: dict[str, object] = {"q": "a", **LANGUAGES}
         (400, {**GOOD, "alternatives": 3}, "alternatives is 3: send a whole number from 0 to 2"),
         (400, {**GOOD, "alternatives": True}, "alternatives is True"),
         (400, {**GOOD, "altrnatives": 1}, "unknown field 'altrnatives'; did you mean alternatives?"),
-        (400, {**GOOD, "q": "a\n\ud800"}, "sentence 2 is not UTF-8 text"),
+        (400, {**GOOD, "q": "a\n\ud800"}, "line 2 is not UTF-8 text"),
         (400, {**GOOD, "q": "a \n" + "a " * 300}, "line 2 has 3"),
         (413, {**GOOD, "q": "\n" * 1000}, "the text has 1,001 lines, and at most 1,000 are"),
         (413, {**GOOD, "q": "a" * 50_001}, "the text has 50,001 characters, and at most 50,000 are"),
@@ -175,7 +223,17 @@ def test_what_cannot_be_translated_is_answered_with_one_line(
         (400, "application/json", b"[]", "the body is not a JSON object"),
         (400, "application/json", b'{"q": "\xff"}', "the body is not UTF-8 text, at byte 7"),
         (400, "application/x-www-form-urlencoded", b"q=%ff", "the body is not a form in UTF-8"),
-        (400, "application/x-www-form-urlencoded", b"q=a&q=b", "given twice"),
+        (400, "application/x-www-form-urlencoded", b"q=a&q=b", "'q' is given twice: send it once"),
+        (400, "application/json", b'{"q": "a", "source": "en", "q": "b", "target": "de"}', "'q' is given twice"),
+        (400, "application/json", b'{"q": [{"a": 1, "a": 2}]}', "'a' is given twice"),
+        (400, "multipart/form-data", b"--x--", "the body is not a form of fields: its last boundary is missing"),
+        (400, "multipart/form-data; boundary=x", b"--x\r\n\r\n--x--", "the body is not a form of fields"),
+        (
+            400,
+            "multipart/form-data; boundary=x",
+            b'--x\r\nContent-Disposition: form-data; name="q"\r\n\r\na',
+            "missing",
+        ),
         (415, "text/plain", b"{}", "Content-Type is text/plain"),
         (413, "application/json", b" " * (2**20 + 1), "the body has 1,048,577 bytes, and at most 1,048,576 are read"),
     ],

@@ -87,7 +87,54 @@ def test_tensorboard_forgets_an_earlier_run_of_the_folder(tmp_path: Path) -> Non
     assert_same({name: points for name, points in found.items() if points}, run, rel=1e-6)
 
 
-@pytest.mark.parametrize("content", ["", "{", "nan;"])
+class Counted:
+    """A run of a tracker that notes what it is sent."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, bool]] = []
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self.steps.append((step, "valid_loss" in values))
+
+    def finish(self) -> None:
+        pass
+
+
+def test_a_run_that_is_killed_again_sends_no_step_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracker that is added later is sent what it does not have."""
+    run = tmp_path / "run"
+    run.mkdir()
+    wandb, trackio = Counted(), Counted()
+    monkeypatch.setattr(trackers, "_wandb_run", lambda *_: wandb)
+    monkeypatch.setattr(trackers, "_trackio_run", lambda *_: trackio)
+    both = ["wandb", "trackio"]
+    # Saved after step 2; killed after step 5, again in 3, before the first step, and in 4
+    for names, resumed_at, last in (
+        (["wandb"], None, 5),
+        (both, 2, 3),
+        (both, 2, 2),
+        (["trackio", "wandb"], 2, 4),
+        (both, 2, 7),
+    ):
+        opened = open_trackers(tiny(run, {"training.trackers": names}), resumed_at)
+        with Metrics(run / "metrics.jsonl", after_step=resumed_at or 0, trackers=opened) as metrics:
+            for step in range((resumed_at or 0) + 1, last + 1):
+                metrics.write(**record(step))
+                if step % 2 == 0:
+                    metrics.write(step=step, valid_loss=1.0)
+    every = sorted([(step, False) for step in range(1, 8)] + [(step, True) for step in (2, 4, 6)])
+    assert sorted(wandb.steps) == every
+    assert sorted(trackio.steps) == [mark for mark in every if mark[0] > 2]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "nan;", "[" * 100_000, "[]", "3", "{}", '{"id": "a"}', '{"id": 3, "begun": []}', '{"begun": []}'),
+        *('{"id": "a", "begun": "wandb"}', '{"id": "a", "begun": [1]}', '{"id": "a", "begun": [], "sent": []}'),
+        *('{"id": "a", "begun": [], "sent": {"wandb": 3}}', '{"id": "a", "begun": [], "sent": {"wandb": [[1]]}}'),
+    ],
+)
 def test_a_damaged_record_of_trackers_is_one_line(content: str, tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", {"training.trackers": ("tensorboard",)})
     (tmp_path / "run").mkdir()

@@ -37,15 +37,18 @@ class Translator {
     return this.details.get(line) || this.plain.get(line);
   }
 
-  /** Ask for lines that are not known, some at a time, and call `show` after each request. */
-  async translate(lines, focus, signal, show) {
+  /** Ask for lines that are not known, that at `place` first, some at a time, and call `show` after each request. */
+  async translate(lines, place, signal, show) {
+    const focus = lines[place];
     if (focus.trim() && !this.details.has(focus)) {
-      await this.ask([focus], this.details, { n_best: this.most, links: true }, signal);
+      await this.ask([focus], this.details, { numbers: [place + 1], n_best: this.most, links: true }, signal);
       show();
     }
     const missing = [...new Set(lines)].filter((line) => line.trim() && !this.known(line));
     for (let start = 0; start < missing.length; start += AT_ONCE) {
-      await this.ask(missing.slice(start, start + AT_ONCE), this.plain, {}, signal);
+      const some = missing.slice(start, start + AT_ONCE);
+      const numbers = some.map((line) => lines.indexOf(line) + 1); // an error calls a line by its place in the text
+      await this.ask(some, this.plain, { numbers }, signal);
       show();
     }
   }
@@ -97,7 +100,7 @@ async function updatePanel(panel, lines, place, signal) {
   const show = () => panel.show(lines, place);
   show();
   try {
-    await panel.translator.translate(lines, lines[place], signal, show);
+    await panel.translator.translate(lines, place, signal, show);
     panel.fail("");
     return false;
   } catch (error) {

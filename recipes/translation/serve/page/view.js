@@ -67,11 +67,12 @@ export class Panel {
 
   showLine(found, place, count) {
     this.find(".line").hidden = !found;
+    this.find(".of-line").textContent = count > 1 ? `Line ${place + 1}` : "Words";
+    // Left as it is, with the focus it may have, where the same is shown; equal lines differ in their number alone
     if (!found || found === this.shown) {
       return;
     }
     this.shown = found;
-    this.find(".of-line").textContent = count > 1 ? `Line ${place + 1}` : "Words";
     const rows = found.translations.map((one, index) => {
       const row = document.createElement("tr");
       const text = made("td", one.text);

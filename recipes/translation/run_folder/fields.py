@@ -1,0 +1,154 @@
+"""What the fields of a run's records must be, and the one line that says which of them is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from recipes.translation.data.sentence_pairs import DataError
+
+Check = Callable[[Any, str], None]
+"""Raises WrongFieldError for a value that is not what it must be; the text is the name of its field."""
+
+
+class WrongFieldError(Exception):
+    """A field has a value of another kind, or none."""
+
+    def __init__(self, field: str, value: object, what: str) -> None:
+        shown = ascii(value)
+        if len(shown) > 60:
+            shown = f"{shown[:60]}..."
+        if value is None:
+            shown = "missing"
+        super().__init__(f"{field} is {shown}, and must be {what}")
+
+
+def check_record(record: object, check: Check, where: str) -> None:
+    """Raise DataError, with the file and the line where a record is, unless it is what it must be."""
+    try:
+        check(record, "")
+    except WrongFieldError as error:
+        raise DataError(f"{where}: {error}; restore the file from a copy, or remove what is wrong") from None
+
+
+def value(what: str, fits: Callable[[Any], bool]) -> Check:
+    """Return the check of a single value."""
+
+    def check(found: Any, field: str) -> None:
+        if not fits(found):
+            raise WrongFieldError(field, found, what)
+
+    return check
+
+
+def maybe(check: Check) -> Check:
+    """Return the check of a field that may be missing, or null."""
+    return lambda found, field: None if found is None else check(found, field)
+
+
+def each(check: Check) -> Check:
+    """Return the check of a list and its items."""
+
+    def check_items(found: Any, field: str) -> None:
+        if not isinstance(found, list):
+            raise WrongFieldError(field, found, "a list")
+        for number, item in enumerate(found):
+            check(item, f"{field}[{number}]")
+
+    return check_items
+
+
+def fields(checks: Mapping[str, Check], fits: Callable[[Any], bool] = lambda found: True, what: str = "") -> Check:
+    """Return the check of an object: of its fields by their names or patterns, and of whether these fit each other.
+
+    Other fields may be anything.
+    """
+
+    def check(found: Any, field: str) -> None:
+        if not isinstance(found, dict):
+            raise WrongFieldError(field or "it", found, "an object of fields")
+        for pattern, check_field in checks.items():
+            names = [name for name in found if fnmatchcase(name, pattern)]
+            if "*" not in pattern:
+                names = [pattern]
+            for name in names:
+                check_field(found.get(name), f"{field}.{name}".removeprefix("."))
+        if not fits(found):
+            raise WrongFieldError(field or "it", found, what)
+
+    return check
+
+
+def _is_int(found: object) -> bool:
+    return isinstance(found, int) and not isinstance(found, bool)
+
+
+def _is_number(found: object) -> bool:
+    # A larger int is none of float64's numbers, with which charts are drawn
+    return isinstance(found, float) or (isinstance(found, int) and _is_int(found) and abs(found) < 2**1000)
+
+
+NUMBER = value("a number", _is_number)
+WEIGHT = value("a number from 0 to 1", lambda found: _is_number(found) and 0 <= found <= 1)
+STEP = value("a whole number from 0 to 10^15", lambda found: _is_int(found) and 0 <= found <= 10**15)
+TEXT = value("text", lambda found: isinstance(found, str))
+OBJECT = fields({})
+TEXTS = each(TEXT)
+
+
+def _fits_map(found: Any) -> bool:
+    source = len(found["source"])
+    rows = [len(row) for row in found["weights"]]
+    return source > 0 and rows == [source] * max(1, len(found["target"]))
+
+
+ATTENTION = fields(
+    {"source": TEXTS, "target": TEXTS, "weights": each(each(WEIGHT)), "read": maybe(TEXT)},
+    _fits_map,
+    "as many rows of weights as it has target subwords, each of as many as source subwords",
+)
+SAMPLE = fields({"source": TEXT, "reference": TEXT, "translation": TEXT, "attention": maybe(ATTENTION)})
+METRICS = fields(
+    {
+        "step": STEP,
+        **dict.fromkeys(("loss", "learning_rate", "gradient_norm", "tokens", "valid_*"), maybe(NUMBER)),
+        "stands_out": maybe(TEXTS),
+    }
+)
+"""A line of `metrics.jsonl`."""
+BEGAN = fields(dict.fromkeys(("settings", "hardware", "software"), maybe(OBJECT)))
+RESOURCES = fields(
+    {"step": STEP, "seconds": maybe(NUMBER), "memory": maybe(fields({"*": maybe(NUMBER)})), "began": maybe(BEGAN)}
+)
+"""A line of `resources.jsonl`."""
+SAMPLES = fields({"step": STEP, "samples": maybe(each(SAMPLE))})
+"""A line of `samples.jsonl`."""
+SENTENCES = fields(
+    {"step": STEP, "sources": TEXTS, "references": TEXTS, "translations": TEXTS},
+    lambda found: len({len(found[name]) for name in ("sources", "references", "translations")}) == 1,
+    "as many references and translations as it has sources",
+)
+"""`validation.json`."""
+INTERVAL = value(
+    "two numbers", lambda found: isinstance(found, list) and [_is_number(one) for one in found] == [True] * 2
+)
+SCORES = fields(
+    {
+        "bleu": NUMBER,
+        **dict.fromkeys(
+            ("bleu_lowercase", "multi_bleu_lowercase", "chrf", "ter", "comet", "exact_match"), maybe(NUMBER)
+        ),
+        "sentences": maybe(STEP),
+        "*_signature": maybe(TEXT),
+        "intervals": maybe(fields({"*": INTERVAL})),
+        "weights": maybe(TEXTS),
+    }
+)
+"""A `*.scores.json`."""
+MARK = value(
+    "a step, and whether the record is of a validation",
+    lambda found: isinstance(found, list) and [type(one) for one in found] == [int, bool],
+)
+TRACKERS = fields({"id": TEXT, "begun": TEXTS, "sent": maybe(fields({"*": each(MARK)}))})
+"""`trackers.json`."""

@@ -1,0 +1,128 @@
+"""Files and folders that a user names for results: anything but what a run's folder keeps, and what is read.
+
+A run's own files and folders are known by their names, in a folder that is a run; the files of a model, an export or
+subwords, wherever their folder is, by its manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from recipes.translation.atomic_folder import (
+    MANIFEST,
+    MODELS,
+    CheckpointError,
+    beside,
+    listed_files,
+    whole_folder,
+    writing_to,
+)
+from recipes.translation.settings.config import ConfigError
+
+RECORDS = ("metrics.jsonl", "resources.jsonl")
+"""Files by which a folder is known to be a run, besides its models and subwords."""
+WHOLE = (*MODELS, "subwords")
+"""Folders that are replaced as a whole; what others put into them is not the run's."""
+OWN = (
+    *(*RECORDS, "samples.jsonl", "validation.json", "report.html", "trackers.json", ".lock", *WHOLE),
+    *("*.scores.json", "*.translations.txt", "*.odd.txt"),
+    *("checkpoints", "checkpoints/step-*"),
+    *("translations", "translations/*.source.txt", "translations/*.target.txt", "translations/*.json"),
+)
+"""The files and folders of a run."""
+TRACKED = ("tensorboard", "wandb")
+"""Folders of which everything is the run's, at any depth."""
+
+
+def check_output(output: Path, option: str, *, own: Path | None = None, reads: Collection[str | None] = ()) -> None:
+    """Raise ConfigError for an output that would take the place of a run's file or folder, or of an input.
+
+    Args:
+        output: what the user has named, a file or a folder.
+        option: the option that names it.
+        own: what the command has made itself in a run's folder, and may make again.
+        reads: the files and folders that the command reads.
+    """
+    inside = output.resolve()
+    if any(name and Path(name).resolve() == inside for name in reads):
+        raise ConfigError(f"{option}: {output} is read, and would be replaced: choose another name")
+    if own is not None and inside == own.resolve():
+        return
+    if owner := owner_of(inside):
+        raise ConfigError(f"{option}: {output} belongs to {owner}, and would be replaced: choose another name")
+
+
+def check_output_file(
+    output: Path, option: str, *, own: Path | None = None, reads: Collection[str | None] = ()
+) -> None:
+    """Do the same for a file, before the work of making it; its folder must exist."""
+    check_output(output, option, own=own, reads=reads)
+    if output.is_dir():
+        raise ConfigError(f"{option}: {output} is a folder: name a file")
+    if not output.parent.is_dir():
+        raise ConfigError(f"{option}: there is no folder {output.parent} for {output.name}: make it first")
+
+
+def check_run(run: Path) -> None:
+    """Raise ConfigError for a run that would be written into the folder of a model, or into a part of another run."""
+    if whole_folder(run):
+        raise ConfigError(f"--run: {run} is the folder of a model: name the folder of a run, such as the one it is in")
+    if owner := owner_of(run.resolve()):
+        raise ConfigError(f"--run: {run} belongs to {owner}: name the folder of a run")
+
+
+def write_output(output: Path, content: bytes) -> None:
+    """Write a file in place of an earlier one, which stays if that fails; a device or a pipe is written to."""
+    with writing_to(output):
+        if output.exists() and not output.is_file():
+            output.write_bytes(content)
+            return
+        target = output.resolve()
+        new = beside(target, "new")
+        try:
+            new.write_bytes(content)
+            new.replace(target)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+
+
+def owner_of(inside: Path) -> Path | None:
+    """Return the run or the folder with a manifest that a resolved path is a part of; None for anybody's."""
+    if inside.name == MANIFEST or inside.name in _listed(inside.parent):
+        return whole_folder(inside.parent)
+    for folder in inside.parents:
+        if is_own(inside.relative_to(folder)) and is_run(folder):
+            return folder
+    return None
+
+
+def results_folder(named: Path) -> Path:
+    """Return the folder for results of what is named: that of the run, also where one of the run's models is named.
+
+    A file in the folder of a model would keep training from removing the model.
+    """
+    if whole_folder(named) is None:
+        return named
+    return owner_of(named.resolve()) or named
+
+
+def is_own(path: Path) -> bool:
+    """Return whether a run has a file or folder of this name; `path` begins at the run's folder."""
+    known = any(path.match(pattern) and len(path.parts) == len(Path(pattern).parts) for pattern in OWN)
+    return known or path.parts[0] in TRACKED
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder has the records, a model or the subwords of a run."""
+    whole = (*(folder / name for name in WHOLE), *(folder / "checkpoints").glob("step-*"))
+    return any((folder / name).is_file() for name in RECORDS) or any(map(whole_folder, whole))
+
+
+def _listed(folder: Path) -> Collection[str]:
+    """Return the names in a folder's manifest; none without a readable one."""
+    try:
+        return listed_files(folder)
+    except CheckpointError:
+        return ()

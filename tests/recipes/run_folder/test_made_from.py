@@ -1,0 +1,66 @@
+"""What is made of a model while training replaces it says of which model it is, or is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.translation.commands import main
+from recipes.translation.run_folder.checkpoint import save_model, weights_digest
+from recipes.translation.run_folder.made_from import exported_from
+from recipes.translation.translate import translate
+from tests.recipes.random_translator import random_translator
+from tests.recipes.test_cli import refusal
+
+EXPORT = import_module("recipes.translation.commands.export")
+"""The module, whose name in its package is that of the command."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    save_model(tmp_path / "run" / "best", random_translator(tmp_path / "first"), {"step": 1})
+    return tmp_path / "run"
+
+
+def replacing(run: Path, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, before which training saves a better model."""
+    later = random_translator(run.parent / "later", seed=5)
+
+    def replaced(*arguments: Any, **options: Any) -> Any:
+        save_model(run / "best", later, {"step": 2})
+        return function(*arguments, **options)
+
+    return replaced
+
+
+def test_scores_are_of_the_model_that_translated(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text").write_text("Two trains.\n")
+    first = weights_digest(run / "best")
+    monkeypatch.setattr("recipes.translation.evaluate.translate", replacing(run, translate))
+    files = ["--sources", str(tmp_path / "text"), "--references", str(tmp_path / "text")]
+    assert main(["evaluate", "--run", str(run), *files, "--ensemble", str(run)]) == 0
+    scores = json.loads((run / "text.ensemble.scores.json").read_text())
+    assert scores["weights"] == [first, first]
+    assert weights_digest(run / "best") != first
+
+
+@pytest.mark.formats
+def test_an_export_says_from_which_model_it_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = weights_digest(run / "best")
+    monkeypatch.setattr(EXPORT, "write", replacing(run, EXPORT.write))
+    assert main(["export", "--run", str(run), "--to", "ctranslate2"]) == 0
+    assert exported_from(run / "ctranslate2") == first
+
+
+def test_an_export_never_has_the_step_of_another_model(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EXPORT, "write", replacing(run, EXPORT.write))
+    told = refusal(capsys, "export", "--run", str(run), "--to", "safetensors")
+    assert told == f"error: training has replaced {run / 'best'} while it was exported: export it again"
+    assert not (run / "safetensors").exists()
