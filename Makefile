@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # Without the tests that choose their devices themselves: ranks over gloo, refusals of odd tensors, and torch.compile
 SWITCHED := tests/seqpar/core tests/seqpar/engine tests/seqpar/linear tests/seqpar/multi_device tests/seqpar/objectives \
-  tests/seqpar/testing tests/seqpar/test_every_option.py --ignore tests/seqpar/linear/test_compile.py
+  tests/seqpar/testing tests/seqpar/test_every_option.py tests/recipes/training/test_accelerators.py --ignore tests/seqpar/linear/test_compile.py
 
 .PHONY: help demo test test-launched test-accelerator test-formats test-tutorial test-hf test-browser test-comet check bench bench-gpu clean
 .DEFAULT_GOAL := help

@@ -173,6 +173,9 @@ class Layout:
         self.axes = axes
         self.devices = devices
         self.device = devices[0]
+        if self.device.type != "cpu":
+            # FSDP2 gathers weights on the current device, and NCCL takes it for this process's own
+            torch.accelerator.set_device_index(self.device.index)
         self.groups = Groups.of(axes, ranks, config.layout.timeout, self.device)
         self.token_rank = ranks.rank // axes.vocab
         # Ranks of a sequence group have the same sentences

@@ -1,0 +1,78 @@
+"""Training on accelerators is training on the CPU; `SEQPAR_TEST_DEVICE=emulated` runs this without a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.translation.train import train
+from recipes.translation.training.progress import read_metrics
+from tests.recipes.tiny import tiny
+from tests.recipes.training.test_decoder_only import tiny_decoder_only
+from tests.recipes.training.test_lstm import tiny_lstm
+
+pytestmark = pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two GPUs")
+STEPS = {"training.steps": 4, "training.validate_every": 2, "training.validate_bleu": 4, "model.dropout": 0.0}
+
+
+def on(devices: list[int]) -> str:
+    """The setting for these accelerators."""
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return f"[{', '.join(f'{kind.type}:{index}' for index in devices)}]"
+
+
+@pytest.fixture(autouse=True)
+def current_device() -> Iterator[None]:
+    before = torch.accelerator.current_device_index()
+    yield
+    torch.accelerator.set_device_index(before)
+
+
+def trained(make: Any, run: Path, **changes: Any) -> list[dict[str, Any]]:
+    train(make(run, STEPS | changes))
+    return read_metrics(run / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module", params=[tiny, tiny_lstm, tiny_decoder_only])
+def on_cpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
+    """A kind of model, and what its training on the CPU records."""
+    cpu = "[cpu]"
+    if os.environ.get("SEQPAR_TEST_DEVICE"):  # under the switch, a CPU in a list stands for an accelerator
+        cpu = "auto"
+    run = tmp_path_factory.mktemp("cpu") / "run"
+    return request.param, trained(request.param, run, **{"training.devices": cpu})
+
+
+@pytest.mark.parametrize("devices", [[0], [1, 1, 0]])
+def test_losses_gradients_and_translations_are_those_of_the_cpu(
+    on_cpu: tuple[Any, list[Any]], devices: list[int], tmp_path: Path
+) -> None:
+    make, expected = on_cpu
+    found = trained(make, tmp_path / "run", **{"training.devices": on(devices)})
+    assert len(found) == len(expected) == 6
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        compared = {"loss", "gradient_norm", "valid_loss", "valid_bleu", "valid_chrf"} & theirs.keys()
+        assert compared
+        for name in compared:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
+
+
+def test_the_first_device_is_the_current_one_since_fsdp_and_nccl_ask_for_it(tmp_path: Path) -> None:
+    torch.accelerator.set_device_index(0)
+    trained(tiny, tmp_path / "run", **{"training.devices": on([1, 0])})
+    assert torch.accelerator.current_device_index() == 1
+
+
+def test_a_run_of_an_accelerator_is_resumed_there(tmp_path: Path) -> None:
+    devices = {"training.devices": on([0, 1])}
+    whole = trained(tiny, tmp_path / "whole", **devices)
+    trained(tiny, tmp_path / "parts", **devices, **{"training.steps": 2})
+    parts = trained(tiny, tmp_path / "parts", **devices)
+    assert [record.get("loss") for record in parts] == [record.get("loss") for record in whole]
