@@ -63,11 +63,16 @@ def main() -> None:
     """Print the table, row by row as it is measured, then what it was measured on."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="where to measure")
+    parser.add_argument("--dry-run", action="store_true", help="one small shape on the CPU, once")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each number of rows, interleaved")
     options = parser.parse_args()
     device_type = torch.device(options.device).type
+    shapes = SHAPES[device_type]
+    if options.dry_run:
+        shapes = ((256, 16, 1_000),)
+        options.repeats = 1
     print(markdown_table(["N, D, V, dtype", *map(str, ROWS), "chosen", "fastest, ms"], []), flush=True)
-    for shape in SHAPES[device_type]:
+    for shape in shapes:
         for dtype in DTYPES:
             medians = median_seconds(shape, dtype, options.device, options.repeats)
             best = min(medians.values())

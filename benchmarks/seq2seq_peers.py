@@ -25,6 +25,7 @@ from recipes.translation.data.subwords import BOS, EOS, PAD
 from recipes.translation.processes.ranks import ALONE
 from recipes.translation.settings.config import load_config
 from recipes.translation.training.layout import Layout, axes_of
+from seqpar.multi_device.devices import check_devices
 
 SMOOTHING = 0.1
 CLIP = 1.0
@@ -80,11 +81,11 @@ class Ours:
 
     name = "seqpar"
 
-    def __init__(self, config: TransformerConfig, vocab_size: int, precision: str) -> None:
+    def __init__(self, config: TransformerConfig, vocab_size: int, precision: str, device: str = "cpu") -> None:
         self.model = make_transformer(config, vocab_size, vocab_size, PAD)
         settings = {"training.precision": precision, "training.label_smoothing": SMOOTHING}
         run = load_config(None, settings)
-        self.layout = Layout(self.model, run, axes_of(run.layout, 1), [torch.device("cpu")], ALONE)
+        self.layout = Layout(self.model, run, axes_of(run.layout, 1), list(check_devices([device])), ALONE)
         self.optimizer = torch.optim.Adam(self.model.parameters(), **ADAM)
 
     def loss_mean(self, batch: Batch) -> float:
@@ -107,9 +108,10 @@ class Plain:
 
     name: str
 
-    def __init__(self, model: nn.Module, precision: str) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, precision: str, device: str) -> None:
+        self.model = model.to(device)
         self.precision = precision
+        self.device = torch.device(device)
         self.optimizer = torch.optim.Adam(model.parameters(), **ADAM)
 
     def logits(self, batch: Batch) -> Tensor:
@@ -118,7 +120,8 @@ class Plain:
 
     def loss_mean(self, batch: Batch) -> float:
         """Return the mean loss in the model's present mode, and leave gradients."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"):
+        batch = Batch(*(ids.to(self.device, non_blocking=True) for ids in batch))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             logits = self.logits(batch).flatten(0, 1)
             target = batch.tgt_out.flatten()
             loss = F.cross_entropy(logits, target, ignore_index=PAD, label_smoothing=SMOOTHING)
@@ -140,8 +143,8 @@ class OursWithPlainLoss(Plain):
 
     name = "seqpar's model, plain loss"
 
-    def __init__(self, config: TransformerConfig, vocab_size: int, precision: str) -> None:
-        super().__init__(make_transformer(config, vocab_size, vocab_size, PAD), precision)
+    def __init__(self, config: TransformerConfig, vocab_size: int, precision: str, device: str = "cpu") -> None:
+        super().__init__(make_transformer(config, vocab_size, vocab_size, PAD), precision, device)
 
     def logits(self, batch: Batch) -> Tensor:
         """Return logits (B, T, V)."""
@@ -153,8 +156,8 @@ class Marian(Plain):
 
     name = "Marian"
 
-    def __init__(self, config: TransformerConfig, vocab_size: int, precision: str) -> None:
-        super().__init__(marian(config, vocab_size), precision)
+    def __init__(self, config: TransformerConfig, vocab_size: int, precision: str, device: str = "cpu") -> None:
+        super().__init__(marian(config, vocab_size), precision, device)
 
     def logits(self, batch: Batch) -> Tensor:
         """Return logits of the model as its users call it: padded ids with their masks."""
@@ -197,8 +200,8 @@ class TorchTransformer(Plain):
 
     name = "nn.Transformer"
 
-    def __init__(self, config: TransformerConfig, vocab_size: int, precision: str) -> None:
-        super().__init__(_TorchTransformer(config, vocab_size), precision)
+    def __init__(self, config: TransformerConfig, vocab_size: int, precision: str, device: str = "cpu") -> None:
+        super().__init__(_TorchTransformer(config, vocab_size), precision, device)
 
     def logits(self, batch: Batch) -> Tensor:
         """Return logits (B, T, V)."""
@@ -234,7 +237,7 @@ class _TorchTransformer(nn.Module):
         hidden = self.transformer(
             self._embedded(src),
             self._embedded(tgt),
-            tgt_mask=torch.ones(length, length, dtype=torch.bool).triu(1),
+            tgt_mask=torch.ones(length, length, dtype=torch.bool, device=src.device).triu(1),
             src_key_padding_mask=src == PAD,
             tgt_key_padding_mask=tgt == PAD,
             memory_key_padding_mask=src == PAD,

@@ -4,6 +4,7 @@
     python -m benchmarks.training                                   # every part; about an hour on two cores
     python -m benchmarks.training --parts training --sizes d128 --precisions float32
     python -m benchmarks.training --write docs/results/training     # adds its figures to the .json and .md there
+    python -m benchmarks.training --parts training --device cuda
 
 Implementations take turns on the same batches, two steps each, of which the second is timed. A figure is the median
 over batches of target tokens a second, padding not counted; a ratio is the median of the ratios on one batch. Parts:
@@ -31,6 +32,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,6 +42,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.loss.results import hardware
+from benchmarks.loss.timing import wall_seconds
 from benchmarks.seq2seq_peers import (
     ADAM,
     SIZES,
@@ -81,8 +84,10 @@ def report(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
-def in_turn(steps: dict[str, Callable[[Any], object]], inputs: list[Any], warm_up: int) -> dict[str, list[float]]:
-    """Return the seconds of each step on each input, after the first inputs.
+def in_turn(
+    steps: dict[str, Callable[[Any], object]], inputs: list[Any], warm_up: int, device: str = "cpu"
+) -> dict[str, list[float]]:
+    """Return the seconds of each step on each input, after the first inputs, to the end of the device's work.
 
     Of two steps in a row the second is timed: in use, a step follows its own kind, while after another model its memory
     comes from the system page by page.
@@ -92,9 +97,7 @@ def in_turn(steps: dict[str, Callable[[Any], object]], inputs: list[Any], warm_u
         for name, step in steps.items():
             step(given)
             if number >= warm_up:
-                start = time.perf_counter()
-                step(given)
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(wall_seconds(partial(step, given), device != "cpu"))
         done = [f"{name} {times[-1]:.3f} s" for name, times in seconds.items() if times]
         report(", ".join(done) or "warming up")
     return seconds
@@ -122,19 +125,25 @@ def products_alone(step: Callable[[Any], object], given: Any) -> float:
     return sum(event.self_cpu_time_total for event in record.key_averages() if event.key in names) / 1e6
 
 
-def training(size: str, precision: str, order: str, steps: int) -> Row:
-    """Return target tokens a second of whole training steps, and the ratio if our step were its products alone."""
+def training(size: str, precision: str, order: str, steps: int, device: str) -> Row:
+    """Return target tokens a second of whole training steps, and the ratio if our step were its products alone.
+
+    On a GPU there is no such ratio: the profiler's time of a product there is the time to launch it.
+    """
     config, vocab_size = SIZES[size]
     apart = check_loss(size)
     report(f"{size} {precision}, {order} lengths; our loss and the plain one are {apart:.0e} apart in float64")
     torch.manual_seed(0)
     # All three are in memory at once, so that they can take turns on each batch
-    built = [kind(config, vocab_size, precision) for kind in (Ours, Marian, TorchTransformer)]
+    built = [kind(config, vocab_size, precision, device) for kind in (Ours, Marian, TorchTransformer)]
     made = batches(vocab_size, TOKENS, order)
-    inputs = [next(made) for _ in range(WARM_UP + steps)]
-    seconds = in_turn({each.name: each.step for each in built}, inputs, WARM_UP)
+    inputs = [placed(next(made), device) for _ in range(WARM_UP + steps)]
+    seconds = in_turn({each.name: each.step for each in built}, inputs, WARM_UP, device)
     timed = inputs[WARM_UP:]
-    bare = [products_alone(built[0].step, batch) for batch in timed]
+    most = {}
+    if device == "cpu":
+        bare = [products_alone(built[0].step, batch) for batch in timed]
+        most["most"] = median_ratio(seconds[Marian.name], bare)
     cells = sum(batch.src.numel() + batch.tgt_in.numel() for batch in timed)
     real = sum(int((batch.src != PAD).sum()) + batch.tokens for batch in timed)
     return {
@@ -143,9 +152,16 @@ def training(size: str, precision: str, order: str, steps: int) -> Row:
         "precision": precision,
         "parameters": {each.name: parameters(each.model) for each in built},
         "padding": round(1 - real / cells, 3),
-        "most": median_ratio(seconds[Marian.name], bare),
+        **most,
         **rates([batch.tokens for batch in timed], seconds),
     }
+
+
+def placed(batch: Batch, device: str) -> Batch:
+    """Return a batch as it is trained on: in pinned memory for a GPU."""
+    if device == "cpu":
+        return batch
+    return Batch(*(ids.pin_memory() for ids in batch))
 
 
 def parameters(model: nn.Module) -> int:
@@ -323,24 +339,24 @@ def _ratios(row: Row) -> list[str]:
     return [f"{ratio:.2f}" for ratio in row["ratios"].values()]
 
 
-def machine() -> str:
+def machine(device: str = "cpu") -> str:
     """Return what the figures were taken on."""
     import transformers
 
     return (
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
-        f"{hardware('cpu')}, {torch.get_num_threads()} threads"
+        f"{hardware(device)}, {torch.get_num_threads()} threads"
     )
 
 
-def write(path: Path, rows: list[Row]) -> None:
+def write(path: Path, rows: list[Row], device: str) -> None:
     """Put the rows into `<path>.json`, replacing those of the same name, and the tables into `<path>.md`."""
     data = path.with_suffix(".json")
     merged: dict[tuple[str, str, str | None], Row] = {}
     if data.exists():
         merged = {_key(row): row for row in json.loads(data.read_text())}
     for row in rows:
-        merged[_key(row)] = {**row, "date": str(date.today()), "on": machine()}
+        merged[_key(row)] = {**row, "date": str(date.today()), "on": machine(device)}
     ordered = sorted(merged.values(), key=lambda row: (PARTS.index(row["part"]), str(_key(row))))
     data.write_text(json.dumps(ordered, indent=1) + "\n")
     document = path.with_suffix(".md")
@@ -373,13 +389,18 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", choices=("float32", "bf16"), default=["float32", "bf16"])
     parser.add_argument("--orders", nargs="+", choices=("similar", "mixed"), default=["similar", "mixed"])
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each implementation")
+    parser.add_argument("--device", default="cpu", help="where to train; the other parts are of the CPU")
+    parser.add_argument("--dry-run", action="store_true", help="train the smallest model on the CPU, one step each")
     parser.add_argument("--write", type=Path, default=None, help="where results are kept, without suffix")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    if options.dry_run:
+        print(tables([training("d128", "float32", "similar", 1, "cpu")]))
+        return
     rows: list[Row] = []
     if "training" in options.parts:
         rows += [
-            training(size, precision, order, options.steps)
+            training(size, precision, order, options.steps, options.device)
             for size in options.sizes
             for precision in options.precisions
             for order in options.orders
@@ -390,9 +411,9 @@ def main() -> None:
         rows += [decoding(size, options.steps) for size in options.sizes]
     if "loading" in options.parts:
         rows += loading()
-    print(f"{tables(rows)}\n\n{date.today()}, {machine()}")
+    print(f"{tables(rows)}\n\n{date.today()}, {machine(options.device)}")
     if options.write:
-        write(options.write, rows)
+        write(options.write, rows, options.device)
 
 
 if __name__ == "__main__":

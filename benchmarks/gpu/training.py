@@ -1,7 +1,7 @@
 """Measure target tokens a second of the Multi30k recipe on one GPU: the engine, the plain loss, and two ranks.
 
-    python -m benchmarks.gpu_training                 # SEQPAR_DATA is the folder that holds multi30k/
-    python -m benchmarks.gpu_training --steps 300
+    python -m benchmarks.gpu.training                 # SEQPAR_DATA is the folder that holds multi30k/
+    python -m benchmarks.gpu.training --steps 300
 
 The recipe's own `train` runs, data loading included, at the setting whose published result is 41.02 BLEU: 4+4 layers of
 d_model 128, 10,000 joint subwords, 8,192 target tokens an update, dropout 0.3, smoothing 0.1. "Plain loss" is the same
@@ -68,7 +68,7 @@ def rate(folder: str, steps: int, precision: str, how: str, device: str) -> floa
     launch = ["-m"]
     if how == "two ranks":  # "--" keeps torchrun from taking --run for one of its own options
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
-    command = [sys.executable, *launch, "benchmarks.gpu_training", "--child", how, "--run", run]
+    command = [sys.executable, *launch, "benchmarks.gpu.training", "--child", how, "--run", run]
     # It never reaches its last step: it is stopped when enough steps are timed
     command += ["--steps", str(100 * steps), "--precision", precision, "--device", device]
     metrics = Path(run, "metrics.jsonl")
@@ -116,11 +116,15 @@ def main() -> None:
     """Measure, or be one of the processes that are measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150, help=f"of each run; the first {WARM_UP} do not count")
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, some steps")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--precision", default="float32", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.dry_run:
+        options.device = "cpu"
+        options.steps = WARM_UP + 2
     if options.child is None:
         print(table(options.steps, options.device))
         return

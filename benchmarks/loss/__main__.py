@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.loss import report, results
+from benchmarks.loss import gpu, report, results
 from benchmarks.loss.parts import PARTS, Run
 
 
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="only problems with this text in their name")
     parser.add_argument("--again", action="store_true", help="measure again what the file already has")
     parser.add_argument("--out", type=Path, help=f"the file; default is {results.default_path('cpu')}, by date")
+    parser.add_argument("--dry-run", action="store_true", help="try the part gpu on the CPU, on one small problem")
     parser.add_argument("--render", action="store_true", help="measure nothing; write tables and plots from the file")
     options = parser.parse_args()
     unknown = set(options.parts) - set(PARTS)
@@ -44,6 +45,9 @@ def main() -> None:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if options.render:
         report.write(options.out or results.newest_path(options.device))
+        return
+    if options.dry_run:
+        print("\n".join(gpu.tried_on_the_cpu()))
         return
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")  # the peers warn of what the tables already state

@@ -137,6 +137,13 @@ def measure(problem: Problem, device: str, repeats: int | None, progress: Progre
     }
 
 
+def tried_on_the_cpu() -> list[str]:
+    """Return the table of one small problem on the CPU, where what needs a GPU does not run."""
+    problem = Problem(128, 8, 50, dtype=torch.bfloat16, bias=False)
+    entry = measure(problem, "cpu", 1, Progress("gpu", 2 * problem.products))
+    return table([{"problem": problem._asdict() | {"dtype": problem.dtype_name}, **entry}])
+
+
 def table(entries: list[Entry]) -> list[str]:
     """Return a table with a row for every implementation at every shape, and the remarks below it."""
     header = ["shape", "way", "ms", "share of the products' rate", "peak, MiB", "to the least"]

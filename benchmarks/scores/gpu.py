@@ -108,9 +108,14 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of interleaved runs")
+    parser.add_argument("--dry-run", action="store_true", help="one small problem on the CPU, once")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # of peers, about what is not installed
-    print("\n".join(measured(PROBLEM, "cuda", options.rounds)))
+    if options.dry_run:
+        lines = measured(PROBLEM._replace(rows=64, width=8, vocab_size=50), "cpu", 1)
+    else:
+        lines = measured(PROBLEM, "cuda", options.rounds)
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

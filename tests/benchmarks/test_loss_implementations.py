@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import seqpar
-from benchmarks.gpu_training import plain_loss
+from benchmarks.gpu.training import plain_loss
 from benchmarks.loss import gpu, ours, peers, plain_ways, report, results, targets
 from benchmarks.loss.checks import kit_inputs, what_is_wrong
 from benchmarks.loss.implementations import ENGINE, LINEAR, PLAIN, Implementation

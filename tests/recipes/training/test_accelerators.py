@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import seqpar
+from recipes.translation.data.corpus import load_corpus
+from recipes.translation.processes.ranks import ALONE
+from recipes.translation.run_folder.checkpoint import build_model, model_sizes
 from recipes.translation.train import train
+from recipes.translation.training.layout import Layout, axes_of, devices_of
 from recipes.translation.training.progress import read_metrics
 from tests.recipes.tiny import tiny
 from tests.recipes.training.test_decoder_only import tiny_decoder_only
@@ -76,3 +83,37 @@ def test_a_run_of_an_accelerator_is_resumed_there(tmp_path: Path) -> None:
     trained(tiny, tmp_path / "parts", **devices, **{"training.steps": 2})
     parts = trained(tiny, tmp_path / "parts", **devices)
     assert [record.get("loss") for record in parts] == [record.get("loss") for record in whole]
+
+
+class Reads(TorchDispatchMode):
+    """The operations whose result the host waits for, other than copies to the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "equal", "masked_select") and args[0].device.type != "cpu":
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_five_numbers_of_a_step(tmp_path: Path) -> None:
+    """The range of the targets, which of them count, the tokens, the loss, the norm; none for a chunk or a layer."""
+    config = tiny(tmp_path / "run", STEPS | {"training.devices": on([0]), "training.chunk_tokens": 8})
+    corpus = load_corpus(config)
+    devices = devices_of(config.training, ALONE)
+    model = build_model(model_sizes(config.model), corpus.source, corpus.target)
+    layout = Layout(model, config, axes_of(config.layout, 1), devices, ALONE)
+    batch = corpus.train.batch(corpus.train.epoch(0)[0])
+
+    def step() -> None:
+        loss = seqpar.accumulate_gradients([batch], layout.loss_of, layout.tokens_of, model=layout.reducer)
+        assert math.isfinite(loss.mean)
+        layout.clip(1.0)
+
+    step()  # the first call looks at some logits
+    with Reads() as reads:
+        step()
+    assert sorted(reads.names) == ["_local_scalar_dense"] * 4 + ["nonzero"]
