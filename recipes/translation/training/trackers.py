@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from recipes.translation.atomic_folder import beside, writing_to
-from recipes.translation.run_folder.fields import TRACKERS, WrongFieldError
+from recipes.translation.json_fields import WrongFieldError
+from recipes.translation.run_folder.fields import TRACKERS
 from recipes.translation.run_folder.resume import flat
 from recipes.translation.settings.config import ConfigError, RunConfig
 from recipes.translation.training.progress import read_metrics
