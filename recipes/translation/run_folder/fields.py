@@ -91,5 +91,12 @@ MARK = value(
     "a step, and whether the record is of a validation",
     lambda found: isinstance(found, list) and [type(one) for one in found] == [int, bool],
 )
-TRACKERS = fields({"id": TEXT, "begun": TEXTS, "sent": maybe(fields({"*": each(MARK)}))})
+TRACKERS = fields(
+    {
+        "id": TEXT,
+        "begun": TEXTS,
+        "sent": maybe(fields({"*": each(MARK)})),
+        "stopped": maybe(fields({"*": MARK})),
+    }
+)
 """`trackers.json`."""
