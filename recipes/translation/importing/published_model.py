@@ -19,6 +19,7 @@ from recipes.translation.importing.generation import decoding_of, lost_settings,
 from recipes.translation.importing.tokenizer import Tokenizer, read_tokenizer
 from recipes.translation.importing.weights import our_weights
 from recipes.translation.run_folder.checkpoint import Translator, fill_model, model_to_fill, save_model
+from recipes.translation.run_folder.outputs import is_run
 from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
 
 
@@ -37,12 +38,16 @@ def import_model(folder: Path, run: Path, source: str = "", target: str = "") ->
 
     `source` and `target` are the languages, which a model of several languages needs.
 
-    Raises CheckpointError for a folder that is not such a model, or a run that has a model already, and ConfigError for
-    a language that the model does not have.
+    Raises CheckpointError for a folder that is not such a model, or a run that is there already, and ConfigError for a
+    language that the model does not have.
     """
     for name in ("best", "last"):
         if (run / name).exists():
             raise CheckpointError(f"{run} has a model already, in {run / name}: name another folder with --run")
+    if is_run(run):
+        raise CheckpointError(
+            f"{run} is a run already, with records, subwords or models: name another folder with --run"
+        )
     imported = read_model(folder, run, source, target)
     save_model(run / "best", imported.translator, {"step": 0, "imported_from": folder.resolve().name})
     return imported
