@@ -15,7 +15,7 @@ from recipes.translation.data.sentencepiece_file import kind_of_model
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.importing.architectures import published, sizes_of
 from recipes.translation.importing.folder import Folder, Weights, check_subwords
-from recipes.translation.importing.generation import decoding_of, lost_settings, read_generation
+from recipes.translation.importing.generation import decoding_of, lost_settings, read_generation, searches_on
 from recipes.translation.importing.tokenizer import Tokenizer, read_tokenizer
 from recipes.translation.importing.weights import our_weights
 from recipes.translation.run_folder.checkpoint import Translator, fill_model, model_to_fill, save_model
@@ -31,6 +31,8 @@ class Imported(NamedTuple):
     """Settings of translation that a run does not have."""
     settings_file: str
     """The file that has them."""
+    searches_on: bool
+    """Whether transformers' search goes on where the run's stops."""
 
 
 def import_model(folder: Path, run: Path, source: str = "", target: str = "") -> Imported:
@@ -69,7 +71,8 @@ def read_model(folder: Path, run: Path, source: str = "", target: str = "") -> I
     tied = {name: tensor for name, tensor in own.items() if name not in _tied(sizes)}
     fill_model(model, {name: weights[name] for name in tied}, folder)
     ignored = lost_settings(generation, tokenizer)
-    return Imported(Translator(config, model.eval(), *subwords), ignored, settings_file)
+    translator = Translator(config, model.eval(), *subwords)
+    return Imported(translator, ignored, settings_file, searches_on(generation))
 
 
 def _tied(sizes: TransformerConfig) -> tuple[str, ...]:
