@@ -70,6 +70,25 @@ def test_tensorboard_reads_every_number_once(tmp_path: Path) -> None:
     assert_same(found, tmp_path / "run", rel=1e-6)  # its values are float32
 
 
+def test_tensorboard_reads_every_number_once_where_it_was_left_out(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    run.mkdir()
+    # The first process is killed after step 5, and what it did after 2 is done again without it
+    for names, resumed_at, last in ((("tensorboard",), None, 5), ((), 2, 7), (("tensorboard",), 7, 8)):
+        opened = open_trackers(tiny(run, {"training.trackers": names}), resumed_at)
+        with Metrics(run / "metrics.jsonl", after_step=resumed_at or 0, trackers=opened) as metrics:
+            for step in range((resumed_at or 0) + 1, last + 1):
+                metrics.write(**record(step))
+                metrics.write(step=step, valid_loss=step / 7)
+        time.sleep(1.1)  # files of events are read in the order of their names, which begin with the second
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert_same(found, run, rel=1e-6)
+
+
 def test_tensorboard_forgets_an_earlier_run_of_the_folder(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
