@@ -105,9 +105,12 @@ def _shown(found: object) -> str:
     """Return a value as the file has it, shortened and in one line."""
     if found is MISSING:
         return "missing"
-    text = json.dumps(found, ensure_ascii=False)
-    if not text.isprintable():
-        text = json.dumps(found)
+    try:
+        text = json.dumps(found, ensure_ascii=False)
+        if not text.isprintable():
+            text = json.dumps(found)
+    except RecursionError:
+        return "a value of too many levels"
     if len(text) > 60:
         return f"{text[:57]}..."
     return text

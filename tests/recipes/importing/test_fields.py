@@ -120,6 +120,19 @@ def test_a_name_with_a_line_break_leaves_one_line() -> None:
     assert str(caught.value).startswith(r"""F: 'a\nb' is "c\u2028", and must be a whole number""")
 
 
+def test_a_value_that_can_be_read_but_not_written_out_leaves_one_line() -> None:
+    read = 0
+    for levels in range(800, 1_100):
+        try:
+            found = json.loads(f'{{"num_beams": {"[" * levels}{"]" * levels}}}')
+        except RecursionError:
+            break
+        read += 1
+        with pytest.raises(CheckpointError, match=r"num_beams is .*, and must be a whole number"):
+            check_fields(found, "generation_config.json", "F")
+    assert read
+
+
 def test_fields_that_nothing_reads_may_be_anything() -> None:
     check_fields({"num_beams": None, "x": object()}, "generation_config.json", "F")
     check_fields({"added_tokens": [], "model": 3}, "tokenizer.json", "F")
