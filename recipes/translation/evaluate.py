@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Sequence
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from recipes.translation.atomic_folder import beside, writing_to
+from recipes.translation.atomic_folder import sha256, writing_to
 from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.data.held_out import HeldOut, HeldOutSplit, the_one_of
 from recipes.translation.data.lines import DataError, read_lines
@@ -50,6 +55,8 @@ class Evaluation:
     """Which of the run's data it is; None for other files."""
     digests: Sequence[str] = ()
     """The SHA-256 of the weights of each model that translated."""
+    sources: Path | None = None
+    """The file of sources; None for the run's data."""
 
     @cached_property
     def scores(self) -> Scores:
@@ -58,25 +65,62 @@ class Evaluation:
 
     def write(self, folder: Path) -> list[Path]:
         """Write `<name>.translations.txt`, one line for each sentence, and `<name>.scores.json`."""
-        record = {**self.scores.as_dict(), "weights": list(self.digests)}
+        record: dict[str, object] = {**self.scores.as_dict(), "weights": list(self.digests)}
+        if self.sources:
+            record["sources"] = {"file": str(self.sources.resolve()), "sha256": sha256(self.sources)}
         translations, scores = result_files(folder, self.name)
         texts = {
             translations: "".join(f"{text}\n" for text in self.translations),
             scores: json.dumps(record, indent=2) + "\n",
         }
-        # Both are written before the first takes its place, so that a full disk leaves those of one evaluation
+        _replace_together(folder, texts)
+        return list(texts)
+
+
+def _replace_together(folder: Path, texts: Mapping[Path, str]) -> None:
+    """Write files of a folder so that all are of one evaluation, also on a full disk, or beside another process."""
+    first = next(iter(texts))
+    with writing_to(first):
+        new = Path(tempfile.mkdtemp(prefix=f".{first.name}.", dir=folder))
+    try:
         for path, text in texts.items():
             with writing_to(path):
-                beside(path, "new").write_text(text, encoding="utf-8")
-        for path in texts:
-            with writing_to(path):
-                beside(path, "new").replace(path)
-        return list(texts)
+                (new / path.name).write_text(text, encoding="utf-8")
+        with _locked(folder):
+            for path in texts:
+                with writing_to(path):
+                    (new / path.name).replace(path)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time into the block, where the file system has locks of folders."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def result_files(folder: Path, name: str) -> list[Path]:
     """Return the files of the translations and of the scores of a test set."""
     return [folder / f"{name}.translations.txt", folder / f"{name}.scores.json"]
+
+
+def other_sources(scores: Path, sources: Path) -> str:
+    """Return the file of other sentences whose scores these are; empty for this file, and where none is noted."""
+    try:
+        noted = json.loads(scores.read_text(encoding="utf-8"))["sources"]
+        file, digest = noted["file"], noted["sha256"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return ""
+    if file == str(sources.resolve()) or digest == sha256(sources):
+        return ""
+    return str(file)
 
 
 def evaluate(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from recipes.translation.atomic_folder import sha256
 from recipes.translation.commands import main
 from recipes.translation.data.lines import DataError
-from recipes.translation.evaluate import labels_of, score
+from recipes.translation.evaluate import Evaluation, labels_of, score
 from recipes.translation.run_folder.checkpoint import load_translator, save_model, weights_digest
 from recipes.translation.translate import translate
 from tests.recipes.random_translator import random_translator
@@ -46,10 +51,65 @@ def test_scores_that_cannot_be_written_leave_the_earlier_evaluation_and_are_name
     monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 60)
     own = shutil.copytree(run, tmp_path / "run")
     (own / "valid.translations.txt").write_text("earlier\n")
-    (own / ".valid.scores.json.new").mkdir()
+    before = {path.name for path in own.iterdir()}
+    write = Path.write_text
+
+    def full(path: Path, text: str, encoding: str | None = None) -> int:
+        if path.name == "valid.scores.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, text, encoding)
+
+    monkeypatch.setattr(Path, "write_text", full)
     assert main(["evaluate", "--run", str(own), "--split", "valid", "--beam", "1"]) == 2
-    assert "valid.scores.json: cannot be written: Is a directory" in capsys.readouterr().err
+    assert f"{own / 'valid.scores.json'}: cannot be written: No space left" in capsys.readouterr().err
     assert (own / "valid.translations.txt").read_text() == "earlier\n"
+    assert {path.name for path in own.iterdir()} == before
+
+
+def test_results_of_two_processes_at_once_are_those_of_one(tmp_path: Path) -> None:
+    both = threading.Barrier(2)
+
+    def write(number: int) -> None:
+        made = Evaluation("news", [], [str(number)] * 2_000, [], digests=[str(number)])
+        object.__setattr__(made, "scores", score(["a b c d"], ["a b c d"]))
+        for _ in range(100):
+            both.wait(20)
+            made.write(tmp_path)
+            both.wait(20)
+            scores = json.loads((tmp_path / "news.scores.json").read_text())
+            assert (tmp_path / "news.translations.txt").read_text() == f"{scores['weights'][0]}\n" * 2_000
+
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(write, number) for number in (1, 2)]:
+            done.result()
+
+
+def test_results_of_a_file_are_not_replaced_by_those_of_another_with_its_name(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {}
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "dev").write_text(f"{SENTENCE} {folder}\n")
+        file = str(tmp_path / folder / "dev")
+        words[folder] = ["evaluate", "--run", str(run), "--sources", file, "--references", file, "--beam", "1"]
+    assert main(words["a"]) == 0
+    before = (run / "dev.scores.json").read_text()
+    capsys.readouterr()
+    assert refusal(capsys, *words["b"]) == (
+        f"error: --sources {tmp_path / 'b' / 'dev'} would replace {run / 'dev.scores.json'}, the scores of "
+        f"{tmp_path / 'a' / 'dev'}: rename the file, or move those results away"
+    )
+    assert (run / "dev.scores.json").read_text() == before
+    with (tmp_path / "a" / "dev").open("a") as file:  # a correction
+        file.write("Two trains.\n")
+    assert main(words["a"]) == 0
+    shutil.copy(tmp_path / "a" / "dev", tmp_path / "dev")  # the same sentences elsewhere
+    moved = ["--sources", str(tmp_path / "dev"), "--references", str(tmp_path / "dev"), "--beam", "1"]
+    assert main(["evaluate", "--run", str(run), *moved]) == 0
+    assert main([*words["b"], "--ensemble", str(run)]) == 0
+    capsys.readouterr()
+    assert "dev.ensemble.scores.json, the scores of " in refusal(capsys, *words["a"], "--ensemble", str(run))
 
 
 @pytest.mark.parametrize("labels", ["nowhere", "a\nb\n"])
@@ -107,18 +167,19 @@ def test_files_of_equal_length_are_scored_without_a_model(tmp_path: Path, capsys
 def test_a_model_is_evaluated_on_any_pair_of_files(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "news.en").write_text(f"{SENTENCE}\n\nThe number is six.\n")
-    (tmp_path / "news.de").write_text("Der Zug.\n\nDie Zahl ist sechs.\n")
-    files = ["--sources", str(tmp_path / "news.en"), "--references", str(tmp_path / "news.de")]
+    (tmp_path / "wmt.en").write_text(f"{SENTENCE}\n\nThe number is six.\n")
+    (tmp_path / "wmt.de").write_text("Der Zug.\n\nDie Zahl ist sechs.\n")
+    files = ["--sources", str(tmp_path / "wmt.en"), "--references", str(tmp_path / "wmt.de")]
     assert main(["evaluate", "--run", str(run), *files]) == 0
     printed = capsys.readouterr().out
     translator = load_translator(run / "best")
     texts = translate(translator, [SENTENCE, "", "The number is six."], translator.config.decoding)
-    assert (run / "news.en.translations.txt").read_text() == "".join(f"{text}\n" for text in texts)
+    assert (run / "wmt.en.translations.txt").read_text() == "".join(f"{text}\n" for text in texts)
     expected = score(texts, ["Der Zug.", "", "Die Zahl ist sechs."])
-    assert json.loads((run / "news.en.scores.json").read_text()) == {
+    assert json.loads((run / "wmt.en.scores.json").read_text()) == {
         **expected.as_dict(),
         "weights": [weights_digest(run / "best")],
+        "sources": {"file": str(tmp_path / "wmt.en"), "sha256": sha256(tmp_path / "wmt.en")},
     }
     assert str(expected) in printed
 

@@ -96,17 +96,18 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def _check_name(options: argparse.Namespace, sources: Path, config: RunConfig) -> None:
-    """Raise DataError for a file by whose name its results would replace those of the run's own data.
+    """Raise DataError for a file by whose name its results would replace those of another, or of the run's own data.
 
     Raises ConfigError where they would replace a file that is read.
     """
     from recipes.translation.data.sentence_pairs import DataError
-    from recipes.translation.evaluate import result_files
+    from recipes.translation.evaluate import other_sources, result_files
 
     name = sources.name
     if options.ensemble:
         name += ".ensemble"
-    for file in result_files(results_folder(Path(options.run)), name):
+    files = result_files(results_folder(Path(options.run)), name)
+    for file in files:
         reads = (options.sources, options.references, options.by)
         check_output(file, "--sources", own=file, reads=reads)
     splits = ("test", "valid")
@@ -115,6 +116,11 @@ def _check_name(options: argparse.Namespace, sources: Path, config: RunConfig) -
         raise DataError(
             f"--sources {sources} would replace {sources.name}.scores.json, the scores of the run's own data: rename "
             "the file"
+        )
+    if other := other_sources(files[1], sources):
+        raise DataError(
+            f"--sources {sources} would replace {files[1]}, the scores of {other}: rename the file, or move those "
+            "results away"
         )
 
 
@@ -140,11 +146,12 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
         translator = load_ensemble(options, ranks)
         decoding = translator.config.decoding
         if options.sources:
-            _check_name(options, sources, translator.config)
+            ranks.run_on_main(lambda: _check_name(options, sources, translator.config))
             lowercase = translator.config.subwords.lowercase
             pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
             _check_labels(options, None, len(pairs), ranks)
-            found = [evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks, "evaluate")]
+            one = evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks, "evaluate")
+            found = [replace(one, sources=sources)]
         else:
             sets = held_out(translator.config, options.split or "test")
             for each in sets if options.by else ():

@@ -42,6 +42,12 @@ def import_(argv: Sequence[str]) -> int:
             f"options of {PROGRAM} translate",
             file=sys.stderr,
         )
+    if imported.searches_on:
+        print(
+            f"[import] early_stopping is not true in {imported.settings_file}: transformers searches on after "
+            f"{translator.config.decoding.beam} translations have ended, and may find others; see docs/import.md",
+            file=sys.stderr,
+        )
     size = sum(parameter.numel() for parameter in translator.model.parameters()) / 1e6
     data = translator.config.data
     print(

@@ -25,6 +25,7 @@ from recipes.translation.atomic_folder import sha256
 from recipes.translation.data.builtin_corpus import Pair
 from recipes.translation.data.lines import DataError
 from recipes.translation.data.subwords import Subwords
+from recipes.translation.json_fields import TEXT, WrongFieldError, each, fields, is_whole, value
 
 ROWS = 50_000
 """Pairs in a record batch."""
@@ -32,6 +33,9 @@ LAYOUT = 2
 """Part of every key: it changes when this file writes something else from the same data."""
 PAIRS = "pairs.arrow"
 FACTS = "facts.json"
+COUNT = value("a whole number, not below 0", lambda found: is_whole(found) and found >= 0)
+CHECK = fields({"corpora": each(COUNT), "sha256": TEXT})
+"""What `facts.json` must be."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,15 @@ class TokenStore:
     """Of the file."""
 
     @classmethod
-    def open(cls, folder: Path) -> TokenStore:
-        """Map a store that `write_store` has written; raise DataError if it is damaged."""
+    def open(cls, folder: Path, corpora: int) -> TokenStore:
+        """Map a store that `write_store` has written of so many corpora; raise DataError if it is damaged."""
         import pyarrow
 
         facts = _facts(folder)
+        if len(facts.corpora) != corpora:
+            raise DataError(
+                _damaged(folder, f"{FACTS} has the sizes of {len(facts.corpora):,} corpora, not {corpora:,}")
+            )
         try:
             with pyarrow.memory_map(str(folder / PAIRS)) as file:
                 batches = list(pyarrow.ipc.open_stream(file))
@@ -177,9 +185,13 @@ def _kind(vocabulary: int) -> Any:
 
 def _facts(folder: Path) -> Facts:
     try:
-        return Facts(**json.loads((folder / FACTS).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        found = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        CHECK(found, "")
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(_damaged(folder, str(error))) from error
+    except WrongFieldError as error:
+        raise DataError(_damaged(folder, f"{FACTS}: {error}")) from None
+    return Facts(found["corpora"], found["sha256"])
 
 
 def _damaged(folder: Path, reason: str) -> str:

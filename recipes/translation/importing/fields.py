@@ -1,201 +1,84 @@
-"""The fields that are read from the JSON files of a published model, their types, and the check of what a file has."""
+"""What the fields of a published model's JSON files must be, as far as they are read."""
 
 from __future__ import annotations
 
-import json
 import sys
-import types
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypedDict, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
+from collections.abc import Mapping
+from typing import Any
 
 from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.json_fields import (
+    TEXT,
+    TEXTS,
+    Check,
+    WrongFieldError,
+    each,
+    either,
+    fields,
+    is_whole,
+    maybe,
+    unless_missing,
+    value,
+)
 
 
-class Generation(TypedDict, total=False):
-    """Settings of translation: generation_config.json, or earlier config.json."""
-
-    num_beams: int | None
-    length_penalty: float | None
-    max_length: int | None
-    max_new_tokens: int | None
-    decoder_start_token_id: int | None
-    forced_bos_token_id: int | None
-    pad_token_id: int | None
-    eos_token_id: int | list[int] | None
-    bad_words_ids: list[list[int]] | None
-    suppress_tokens: list[int] | None
+def _is_finite(found: Any) -> bool:
+    return (isinstance(found, float) or is_whole(found)) and abs(found) <= sys.float_info.max
 
 
-class Sizes(TypedDict):
-    """What every config.json has."""
-
-    vocab_size: int
-    d_model: int
-    encoder_layers: int
-    decoder_layers: int
-    encoder_attention_heads: int
-    decoder_attention_heads: int
-    encoder_ffn_dim: int
-    decoder_ffn_dim: int
-
-
-class Config(Generation, Sizes, total=False):
-    """The architecture: config.json."""
-
-    model_type: str
-    architectures: list[str] | None
-    activation_function: str
-    scale_embedding: bool
-    dropout: float
-    share_encoder_decoder_embeddings: bool
-    tie_word_embeddings: bool
-    max_position_embeddings: int
-    decoder_vocab_size: int | None
-
-
-class Symbol(TypedDict, total=False):
-    """A special subword, as earlier versions of transformers write it."""
-
-    content: str
-
-
-class TokenizerConfig(TypedDict, total=False):
-    """Settings of the tokenizer: tokenizer_config.json."""
-
-    tokenizer_class: str | None
-    source_lang: str | None
-    target_lang: str | None
-    separate_vocabs: bool
-    language_codes: str
-    num_madeup_words: int
-    legacy_behaviour: bool
-    pad_token: str | Symbol | None
-    unk_token: str | Symbol | None
-    bos_token: str | Symbol | None
-    eos_token: str | Symbol | None
-
-
-class AddedToken(TypedDict):
-    """A subword beside those of the sentencepiece model."""
-
-    content: str
-    id: int
-
-
-class TokenizerJson(TypedDict, total=False):
-    """What is read of tokenizer.json beside the sentencepiece model in it, which is checked as a whole."""
-
-    added_tokens: list[AddedToken]
-
-
-class Index(TypedDict):
-    """The file of each weight: model.safetensors.index.json."""
-
-    weight_map: dict[str, str]
-
-
-FILES: dict[str, Any] = {
-    "config.json": Config,
-    "generation_config.json": Generation,
-    "tokenizer_config.json": TokenizerConfig,
-    "tokenizer.json": TokenizerJson,
-    "vocab.json": dict[str, int],
-    "target_vocab.json": dict[str, int],
-    "model.safetensors.index.json": Index,
+# Larger sizes would fill the memory before the weights contradict them
+WHOLE = value("a whole number of 32 bits", lambda found: is_whole(found) and -(2**31) <= found < 2**31)
+NUMBER = value("a number", _is_finite)
+YES_OR_NO = value("true or false", lambda found: isinstance(found, bool))
+SYMBOL = either(TEXT, fields({"content": unless_missing(TEXT)}))
+"""A special subword, which earlier versions of transformers write as an object."""
+GENERATION: Mapping[str, Check] = {
+    **dict.fromkeys(("num_beams", "max_length", "max_new_tokens"), maybe(WHOLE)),
+    "length_penalty": maybe(NUMBER),
+    **dict.fromkeys(("decoder_start_token_id", "forced_bos_token_id", "pad_token_id"), maybe(WHOLE)),
+    "eos_token_id": maybe(either(WHOLE, each(WHOLE))),
+    "bad_words_ids": maybe(each(each(WHOLE))),
+    "suppress_tokens": maybe(each(WHOLE)),
 }
-"""What each file has."""
-WORDS: dict[Any, str] = {
-    int: "a whole number of 32 bits",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    list: "a list",
-    dict: "an object with names",
+"""Settings of translation: generation_config.json, or earlier config.json."""
+CONFIG: Mapping[str, Check] = {
+    **GENERATION,
+    **dict.fromkeys(("vocab_size", "d_model"), WHOLE),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), WHOLE),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), WHOLE),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), WHOLE),
+    **dict.fromkeys(("model_type", "activation_function"), unless_missing(TEXT)),
+    "architectures": maybe(TEXTS),
+    **dict.fromkeys(("scale_embedding", "tie_word_embeddings"), unless_missing(YES_OR_NO)),
+    "share_encoder_decoder_embeddings": unless_missing(YES_OR_NO),
+    "dropout": unless_missing(NUMBER),
+    "max_position_embeddings": unless_missing(WHOLE),
+    "decoder_vocab_size": maybe(WHOLE),
 }
-
-
-class Misfit(NamedTuple):
-    """A value that is not what its field should have."""
-
-    field: str
-    value: str
-    expected: str
+"""The architecture."""
+TOKENIZER: Mapping[str, Check] = {
+    **dict.fromkeys(("tokenizer_class", "source_lang", "target_lang"), maybe(TEXT)),
+    **dict.fromkeys(("separate_vocabs", "legacy_behaviour"), unless_missing(YES_OR_NO)),
+    "language_codes": unless_missing(TEXT),
+    "num_madeup_words": unless_missing(WHOLE),
+    **dict.fromkeys(("pad_token", "unk_token", "bos_token", "eos_token"), maybe(SYMBOL)),
+}
+FILES: Mapping[str, Mapping[str, Check]] = {
+    "config.json": CONFIG,
+    "generation_config.json": GENERATION,
+    "tokenizer_config.json": TOKENIZER,
+    # Beside the sentencepiece model in it, which is checked as a whole
+    "tokenizer.json": {"added_tokens": unless_missing(each(fields({"content": TEXT, "id": WHOLE})))},
+    "vocab.json": {"*": WHOLE},
+    "target_vocab.json": {"*": WHOLE},
+    "model.safetensors.index.json": {"weight_map": fields({"*": TEXT})},
+}
+"""The fields of each file, by their names."""
 
 
 def check_fields(found: object, name: str, where: str) -> None:
-    """Raise CheckpointError if the content of the file `name` has a field of another type, or lacks one."""
-    misfit = next(_misfits(found, FILES[name], ""), None)
-    if misfit is not None:
-        raise CheckpointError(
-            f"{where}: {misfit.field} is {misfit.value}; it must be {misfit.expected}: correct it, or download the "
-            "file again"
-        )
-
-
-def _misfits(value: object, kind: Any, field: str) -> Iterator[Misfit]:
-    """Yield what does not fit a type, from the outside to the inside."""
-    base = get_origin(kind) or kind
-    if base in (Union, types.UnionType):
-        yield from _misfits_of_all(value, get_args(kind), field)
-    elif not _is(value, base):
-        yield Misfit(field, _shown(value), _words(kind))
-    elif is_typeddict(base):
-        yield from _misfits_of_names(cast(dict[str, object], value), base, field)
-    elif base is list:
-        for place, each in enumerate(cast(list[object], value)):
-            yield from _misfits(each, get_args(kind)[0], f"{field}[{place}]")
-    elif base is dict:
-        for name, each in cast(dict[str, object], value).items():
-            yield from _misfits(each, get_args(kind)[1], _inside(field, name))
-
-
-def _misfits_of_names(value: Mapping[str, object], kind: Any, field: str) -> Iterator[Misfit]:
-    """Yield the misfits of an object whose names have types of their own."""
-    for name, own in get_type_hints(kind).items():
-        if name in value:
-            yield from _misfits(value[name], own, _inside(field, name))
-        elif name in kind.__required_keys__:
-            yield Misfit(_inside(field, name), "missing", _words(own))
-
-
-def _misfits_of_all(value: object, kinds: tuple[Any, ...], field: str) -> Iterator[Misfit]:
-    """Yield a misfit if the value fits none of the types: the one deepest inside, of the type that fits best."""
-    first = [next(_misfits(value, kind, field), None) for kind in kinds]
-    deepest = max((each for each in first if each is not None), key=lambda each: len(each.field), default=None)
-    if None in first or deepest is None:
-        return
-    if deepest.field == field:
-        deepest = deepest._replace(expected=" or ".join(_words(kind) for kind in kinds if kind is not type(None)))
-    yield deepest
-
-
-def _is(value: object, base: Any) -> bool:
-    """Tell whether a value of JSON is of a type, without what is inside; whole numbers are numbers, nan is none."""
-    if base is float:
-        return _is(value, int | float) and abs(cast(float, value)) <= sys.float_info.max
-    if base is int:  # larger sizes would fill the memory before the weights contradict them
-        return _is(value, int | float) and isinstance(value, int) and -(2**31) <= value < 2**31
-    if is_typeddict(base):
-        base = dict
-    return isinstance(value, base) and (base is bool or not isinstance(value, bool))
-
-
-def _words(kind: Any) -> str:
-    base = get_origin(kind) or kind
-    if base in (Union, types.UnionType):
-        return " or ".join(_words(each) for each in get_args(kind) if each is not type(None))
-    if is_typeddict(base):
-        base = dict
-    return WORDS.get(base, "null")
-
-
-def _inside(field: str, name: str) -> str:
-    return f"{field}.{name}".removeprefix(".")
-
-
-def _shown(value: object) -> str:
-    """Return a value as the file has it, shortened."""
-    text = json.dumps(value, ensure_ascii=False)
-    if len(text) > 60:
-        return f"{text[:57]}..."
-    return text
+    """Raise CheckpointError if the content of the file `name` has a field that is not what it must be."""
+    try:
+        fields(FILES[name])(found, "")
+    except WrongFieldError as error:
+        raise CheckpointError(f"{where}: {error}: correct it, or download the file again") from None

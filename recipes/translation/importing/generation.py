@@ -15,7 +15,7 @@ KNOWN = (
     "output_hidden_states remove_invalid_values"
 )
 """Settings of translation that a run has, or that change nothing here: padding is never output, the symbols are in the
-subwords, and the search stops as docs/decoding.md says."""
+subwords, and of the search's end see `searches_on`."""
 NEUTRAL: dict[str, Any] = {
     "min_length": 0,
     "min_new_tokens": 0,
@@ -82,6 +82,11 @@ def decoding_of(generation: Mapping[str, Any], start: int = 1) -> dict[str, Any]
     elif generation.get("max_length"):
         found["decoding.max_length"] = generation["max_length"] - start
     return found
+
+
+def searches_on(generation: Mapping[str, Any]) -> bool:
+    """Return whether transformers' search goes on after as many translations have ended as end ours."""
+    return (generation.get("num_beams") or 1) > 1 and generation.get("early_stopping") is not True
 
 
 def lost_settings(generation: Mapping[str, Any], tokenizer: Tokenizer) -> list[str]:

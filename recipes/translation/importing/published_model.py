@@ -15,10 +15,11 @@ from recipes.translation.data.sentencepiece_file import kind_of_model
 from recipes.translation.data.subwords import Subwords
 from recipes.translation.importing.architectures import published, sizes_of
 from recipes.translation.importing.folder import Folder, Weights, check_subwords
-from recipes.translation.importing.generation import decoding_of, lost_settings, read_generation
+from recipes.translation.importing.generation import decoding_of, lost_settings, read_generation, searches_on
 from recipes.translation.importing.tokenizer import Tokenizer, read_tokenizer
 from recipes.translation.importing.weights import our_weights
 from recipes.translation.run_folder.checkpoint import Translator, fill_model, model_to_fill, save_model
+from recipes.translation.run_folder.outputs import is_run
 from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
 
 
@@ -30,6 +31,8 @@ class Imported(NamedTuple):
     """Settings of translation that a run does not have."""
     settings_file: str
     """The file that has them."""
+    searches_on: bool
+    """Whether transformers' search goes on where the run's stops."""
 
 
 def import_model(folder: Path, run: Path, source: str = "", target: str = "") -> Imported:
@@ -37,12 +40,16 @@ def import_model(folder: Path, run: Path, source: str = "", target: str = "") ->
 
     `source` and `target` are the languages, which a model of several languages needs.
 
-    Raises CheckpointError for a folder that is not such a model, or a run that has a model already, and ConfigError for
-    a language that the model does not have.
+    Raises CheckpointError for a folder that is not such a model, or a run that is there already, and ConfigError for a
+    language that the model does not have.
     """
     for name in ("best", "last"):
         if (run / name).exists():
             raise CheckpointError(f"{run} has a model already, in {run / name}: name another folder with --run")
+    if is_run(run):
+        raise CheckpointError(
+            f"{run} is a run already, with records, subwords or models: name another folder with --run"
+        )
     imported = read_model(folder, run, source, target)
     save_model(run / "best", imported.translator, {"step": 0, "imported_from": folder.resolve().name})
     return imported
@@ -64,7 +71,8 @@ def read_model(folder: Path, run: Path, source: str = "", target: str = "") -> I
     tied = {name: tensor for name, tensor in own.items() if name not in _tied(sizes)}
     fill_model(model, {name: weights[name] for name in tied}, folder)
     ignored = lost_settings(generation, tokenizer)
-    return Imported(Translator(config, model.eval(), *subwords), ignored, settings_file)
+    translator = Translator(config, model.eval(), *subwords)
+    return Imported(translator, ignored, settings_file, searches_on(generation))
 
 
 def _tied(sizes: TransformerConfig) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ import yaml
 
 from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.run_folder.fields import METRICS, RESOURCES, SAMPLES, SCORES, SENTENCES, Check, check_record
+from recipes.translation.json_fields import Check
+from recipes.translation.run_folder.fields import METRICS, RESOURCES, SAMPLES, SCORES, SENTENCES, check_record
 from recipes.translation.run_folder.made_from import model_with, translated_by
 from recipes.translation.training.progress import numbered_records
 

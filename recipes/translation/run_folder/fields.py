@@ -1,27 +1,22 @@
-"""What the fields of a run's records must be, and the one line that says which of them is not."""
+"""What the fields of a run's records must be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 from recipes.translation.data.sentence_pairs import DataError
-
-Check = Callable[[Any, str], None]
-"""Raises WrongFieldError for a value that is not what it must be; the text is the name of its field."""
-
-
-class WrongFieldError(Exception):
-    """A field has a value of another kind, or none."""
-
-    def __init__(self, field: str, value: object, what: str) -> None:
-        shown = ascii(value)
-        if len(shown) > 60:
-            shown = f"{shown[:60]}..."
-        if value is None:
-            shown = "missing"
-        super().__init__(f"{field} is {shown}, and must be {what}")
+from recipes.translation.json_fields import (
+    OBJECT,
+    TEXT,
+    TEXTS,
+    Check,
+    WrongFieldError,
+    each,
+    fields,
+    is_whole,
+    maybe,
+    value,
+)
 
 
 def check_record(record: object, check: Check, where: str) -> None:
@@ -32,69 +27,14 @@ def check_record(record: object, check: Check, where: str) -> None:
         raise DataError(f"{where}: {error}; restore the file from a copy, or remove what is wrong") from None
 
 
-def value(what: str, fits: Callable[[Any], bool]) -> Check:
-    """Return the check of a single value."""
-
-    def check(found: Any, field: str) -> None:
-        if not fits(found):
-            raise WrongFieldError(field, found, what)
-
-    return check
-
-
-def maybe(check: Check) -> Check:
-    """Return the check of a field that may be missing, or null."""
-    return lambda found, field: None if found is None else check(found, field)
-
-
-def each(check: Check) -> Check:
-    """Return the check of a list and its items."""
-
-    def check_items(found: Any, field: str) -> None:
-        if not isinstance(found, list):
-            raise WrongFieldError(field, found, "a list")
-        for number, item in enumerate(found):
-            check(item, f"{field}[{number}]")
-
-    return check_items
-
-
-def fields(checks: Mapping[str, Check], fits: Callable[[Any], bool] = lambda found: True, what: str = "") -> Check:
-    """Return the check of an object: of its fields by their names or patterns, and of whether these fit each other.
-
-    Other fields may be anything.
-    """
-
-    def check(found: Any, field: str) -> None:
-        if not isinstance(found, dict):
-            raise WrongFieldError(field or "it", found, "an object of fields")
-        for pattern, check_field in checks.items():
-            names = [name for name in found if fnmatchcase(name, pattern)]
-            if "*" not in pattern:
-                names = [pattern]
-            for name in names:
-                check_field(found.get(name), f"{field}.{name}".removeprefix("."))
-        if not fits(found):
-            raise WrongFieldError(field or "it", found, what)
-
-    return check
-
-
-def _is_int(found: object) -> bool:
-    return isinstance(found, int) and not isinstance(found, bool)
-
-
 def _is_number(found: object) -> bool:
     # A larger int is none of float64's numbers, with which charts are drawn
-    return isinstance(found, float) or (isinstance(found, int) and _is_int(found) and abs(found) < 2**1000)
+    return isinstance(found, float) or (isinstance(found, int) and is_whole(found) and abs(found) < 2**1000)
 
 
 NUMBER = value("a number", _is_number)
 WEIGHT = value("a number from 0 to 1", lambda found: _is_number(found) and 0 <= found <= 1)
-STEP = value("a whole number from 0 to 10^15", lambda found: _is_int(found) and 0 <= found <= 10**15)
-TEXT = value("text", lambda found: isinstance(found, str))
-OBJECT = fields({})
-TEXTS = each(TEXT)
+STEP = value("a whole number from 0 to 10^15", lambda found: is_whole(found) and 0 <= found <= 10**15)
 
 
 def _fits_map(found: Any) -> bool:
@@ -143,6 +83,7 @@ SCORES = fields(
         "*_signature": maybe(TEXT),
         "intervals": maybe(fields({"*": INTERVAL})),
         "weights": maybe(TEXTS),
+        "sources": maybe(fields({"file": TEXT, "sha256": TEXT})),
     }
 )
 """A `*.scores.json`."""
@@ -150,5 +91,12 @@ MARK = value(
     "a step, and whether the record is of a validation",
     lambda found: isinstance(found, list) and [type(one) for one in found] == [int, bool],
 )
-TRACKERS = fields({"id": TEXT, "begun": TEXTS, "sent": maybe(fields({"*": each(MARK)}))})
+TRACKERS = fields(
+    {
+        "id": TEXT,
+        "begun": TEXTS,
+        "sent": maybe(fields({"*": each(MARK)})),
+        "stopped": maybe(fields({"*": MARK})),
+    }
+)
 """`trackers.json`."""

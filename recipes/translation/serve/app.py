@@ -21,7 +21,7 @@ from recipes.translation.serve.batching import Batcher, QueueFullError, StoppedE
 from recipes.translation.serve.bodies import Limits, RefusedError, fields_of
 from recipes.translation.serve.guard import Guard
 from recipes.translation.serve.metrics import Metrics
-from recipes.translation.serve.models import Line, LineError, Model
+from recipes.translation.serve.models import Line, Model
 
 PAGE = Path(__file__).parent / "page"
 FILES = {
@@ -77,23 +77,18 @@ class Service:
         return JSONResponse(asked.answer(await self.found(request, asked.wanted, asked.lines)))
 
     async def lines(self, request: Request) -> Response:
-        """Translate lines for the page: with scores, and alignments if wanted."""
-        wanted, lines, numbers = lines_asked(await fields_of(request, self.limits), self.models, self.limits)
-        return JSONResponse(lines_answer(lines, await self.found(request, wanted, lines, numbers)))
+        """Translate lines for the page: with scores, and alignments if wanted; one that cannot be has an error."""
+        wanted, lines = lines_asked(await fields_of(request, self.limits), self.models, self.limits)
+        return JSONResponse(lines_answer(lines, await self.found(request, wanted, lines, partly=True)))
 
-    async def found(
-        self, request: Request, wanted: Wanted, lines: Sequence[str], numbers: Sequence[int] = ()
-    ) -> list[Line]:
-        """Queue lines and wait for their translations; errors call them by `numbers`, or else from 1 up."""
+    async def found(self, request: Request, wanted: Wanted, lines: Sequence[str], partly: bool = False) -> list[Line]:
+        """Queue lines and wait for their translations."""
         start = time.monotonic()
         try:
-            answer = self.batcher.submit(wanted, lines)
+            answer = self.batcher.submit(wanted, lines, partly)
             found = await awaited(request, answer, self.limits.answer_seconds)
         except (QueueFullError, StoppedError) as error:
             raise RefusedError(503, str(error), RETRY) from None
-        except LineError as error:
-            number = numbers[error.number - 1] if numbers else error.number
-            raise RefusedError(400, f"line {number:,} {error.reason}") from None
         except DataError as error:
             raise RefusedError(400, str(error)) from None
         self.metrics.took(time.monotonic() - start)

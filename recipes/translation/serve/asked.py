@@ -81,13 +81,11 @@ class Lines(NamedTuple):
 
     wanted: Wanted
     lines: list[str]
-    numbers: list[int]
-    """The number of each line where it stands, for errors."""
 
 
 def lines_asked(fields: Mapping[str, object], models: Sequence[Model], limits: Limits) -> Lines:
     """Return what the fields of `POST /lines` ask for; raise RefusedError for what is missing or wrong."""
-    check_names(fields, ("model", "lines", "numbers", "n_best", "links"))
+    check_names(fields, ("model", "lines", "n_best", "links"))
     lines = strings(fields.get("lines"))
     if lines is None:
         raise RefusedError(400, "lines are what to translate: send a list of strings")
@@ -99,29 +97,23 @@ def lines_asked(fields: Mapping[str, object], models: Sequence[Model], limits: L
     model = whole(fields, "model", 0, 0, len(models) - 1)
     n_best = whole(fields, "n_best", 1, 1, models[model].config.decoding.beam)
     check_size(lines, limits)
-    return Lines(Wanted(model, n_best, links), lines, numbers_of(fields, len(lines)))
-
-
-def numbers_of(fields: Mapping[str, object], lines: int) -> list[int]:
-    """Return the numbers of the lines: from 1 up, unless the request has others."""
-    found = fields.get("numbers", list(range(1, lines + 1)))
-    if not isinstance(found, list) or len(found) != lines or any(type(one) is not int for one in found):
-        raise RefusedError(400, f"numbers is {shown(found)}: send a whole number for each of the {lines:,} lines")
-    return found
+    return Lines(Wanted(model, n_best, links), lines)
 
 
 def lines_answer(lines: Sequence[str], found: Sequence[Line]) -> dict[str, object]:
-    """Return the translations of each line, its words and those of the best translation, and their links."""
+    """Return what was found for each line, in their order."""
+    return {"lines": [line_answer(*each) for each in zip(lines, found, strict=True)]}
+
+
+def line_answer(line: str, found: Line) -> dict[str, object]:
+    """Return the translations of a line, its words and those of the best translation, and their links, or an error."""
+    if found.refused:
+        return {"error": found.refused}
     return {
-        "lines": [
-            {
-                "translations": [translation._asdict() for translation in one.translations],
-                "source_words": line.split(),
-                "target_words": one.translations[0].text.split(),
-                "links": one.links,
-            }
-            for line, one in zip(lines, found, strict=True)
-        ]
+        "translations": [translation._asdict() for translation in found.translations],
+        "source_words": line.split(),
+        "target_words": found.translations[0].text.split(),
+        "links": found.links,
     }
 
 

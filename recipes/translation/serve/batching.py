@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from recipes.translation.serve.models import Line, Model, ready
+from recipes.translation.serve.models import Line, LineError, Model, ready
 
 Prepare = Callable[[Sequence[Model]], AbstractContextManager[None]]
 """Makes the block in which the thread translates."""
@@ -39,6 +39,8 @@ class Request:
 
     wanted: Wanted
     lines: Sequence[str]
+    partly: bool = False
+    """Whether the others are translated where one cannot be."""
     answer: Future[list[Line]] = field(default_factory=Future)
     begun: int = 0
     """The lines that the worker has taken."""
@@ -87,12 +89,14 @@ class Batcher:
         with self._changed:
             return self._waiting()
 
-    def submit(self, wanted: Wanted, lines: Sequence[str]) -> Future[list[Line]]:
-        """Put lines into the queue; the future returns their translations, or raises what `Model.check` does.
+    def submit(self, wanted: Wanted, lines: Sequence[str], partly: bool = False) -> Future[list[Line]]:
+        """Put lines into the queue; the future returns their translations.
+
+        It raises LineError where a line cannot be translated; `partly`, the other lines are, and that one says why not.
 
         Raises QueueFullError if more than `most` lines would wait, and StoppedError after `close`.
         """
-        request = Request(wanted, lines)
+        request = Request(wanted, lines, partly)
         if not lines:
             request.answer.set_result([])
             return request.answer
@@ -154,7 +158,7 @@ class Batcher:
 
     def _translate(self, batch: Sequence[Place]) -> None:
         """Translate a batch; where that fails, translate the requests one by one, so that only one of them fails."""
-        batch = [(request, number) for request, number in batch if not request.answer.done() and self._fits(request)]
+        batch = [place for place in batch if self._fits(*place)]
         if not batch:
             return
         (model, n_best, links) = batch[0][0].wanted
@@ -174,15 +178,23 @@ class Batcher:
         for (request, number), line in zip(batch, found, strict=True):
             answer(request, number, line)
 
-    def _fits(self, request: Request) -> bool:
-        """Return whether the model can translate a request's lines, all of which are checked with its first one."""
-        if not request.checked:
+    def _fits(self, request: Request, number: int) -> bool:
+        """Return whether a line is to be translated; all lines of a request are checked with its first one."""
+        if not request.answer.done() and not request.checked:
             request.checked = True
             try:
-                self.models[request.wanted.model].check(request.lines)
+                refuse(request, self.models[request.wanted.model].refusals(request.lines))
             except Exception as error:
                 fail(request, error)
-        return not request.answer.done()
+        return not request.answer.done() and number not in request.found
+
+
+def refuse(request: Request, refusals: Mapping[int, str]) -> None:
+    """Refuse lines of a request, or for one of them the request."""
+    for number, reason in sorted(refusals.items()):
+        if not request.partly:
+            raise LineError(number + 1, reason)
+        answer(request, number, Line([], [], reason))
 
 
 def answer(request: Request, number: int, line: Line) -> None:

@@ -31,6 +31,8 @@ class Line(NamedTuple):
 
     translations: list[Translation]
     links: list[Link]
+    refused: str = ""
+    """Why the line was not translated."""
 
 
 class LineError(DataError):
@@ -38,8 +40,6 @@ class LineError(DataError):
 
     def __init__(self, number: int, reason: str) -> None:
         super().__init__(f"line {number:,} {reason}")
-        self.number = number
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -72,20 +72,19 @@ class Model:
         """Return whether the model can link words: its run is there, and not an export alone."""
         return self.translator is not None
 
-    def check(self, lines: Sequence[str]) -> None:
-        """Raise LineError for a line that is not Unicode, or longer than the model reads."""
-        for number, line in enumerate(lines, start=1):
-            if reason := not_unicode(line):
-                raise LineError(number, reason)
+    def refusals(self, lines: Sequence[str]) -> dict[int, str]:
+        """Return why lines cannot be translated, by their places: not Unicode, or longer than the model reads."""
+        found = {place: reason for place, line in enumerate(lines) if (reason := not_unicode(line))}
+        readable = [place for place in range(len(lines)) if place not in found]
         longest = longest_source(self.config, self.config.decoding)
-        ids = self.subwords.encode([source_text(self.config, line) for line in lines])
-        for number, row in enumerate(ids, start=1):
+        ids = self.subwords.encode([source_text(self.config, lines[place]) for place in readable])
+        for place, row in zip(readable, ids, strict=True):
             if len(row) > longest:
-                raise LineError(
-                    number,
-                    f"has {len(row):,} subwords, and the model reads at most {longest:,}: split it into sentences, "
-                    "one a line",
+                found[place] = (
+                    f"has {len(row):,} subwords, and the model reads at most {longest:,}: split it into sentences, one "
+                    "a line"
                 )
+        return found
 
     def translate(self, lines: Sequence[str], n_best: int = 1, links: bool = False) -> list[Line]:
         """Translate lines; link the words of each with its best translation if wanted and possible."""

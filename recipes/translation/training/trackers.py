@@ -1,24 +1,21 @@
 """Trackers: TensorBoard, Weights & Biases and trackio, which get every number that `metrics.jsonl` gets.
 
 None is used unless `training.trackers` names it. A run is one run of a tracker, however often it is stopped and
-resumed: `trackers.json` keeps the name by which it is found again, and what it must not be sent once more.
+resumed, and with which trackers: `tracker_record.py` keeps account of what each of them has.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from recipes.translation.atomic_folder import beside, writing_to
-from recipes.translation.run_folder.fields import TRACKERS, WrongFieldError
 from recipes.translation.run_folder.resume import flat
 from recipes.translation.settings.config import ConfigError, RunConfig
-from recipes.translation.training.progress import read_metrics
+from recipes.translation.training.tracker_record import Mark, TrackerRecord, mark_of
 
 PROJECT = "seqpar"
 """The project of wandb and trackio, where WANDB_PROJECT or TRACKIO_PROJECT does not name another one."""
@@ -37,14 +34,11 @@ class Tracker(Protocol):
 class TensorBoard:
     """Event files in `<run>/tensorboard`."""
 
-    def __init__(self, run: Path, resumed_at: int | None) -> None:
+    def __init__(self, run: Path, first: int) -> None:
+        """Begin with a step: what is there of it and of later ones no longer counts."""
         from torch.utils.tensorboard import SummaryWriter
 
-        # What a killed process wrote of later steps does not count, nor what an earlier run left in the folder
-        purge = 0
-        if resumed_at is not None:
-            purge = resumed_at + 1
-        self.writer = SummaryWriter(run / "tensorboard", purge_step=purge)
+        self.writer = SummaryWriter(run / "tensorboard", purge_step=first)
 
     def log(self, values: Mapping[str, object]) -> None:
         step = values["step"]
@@ -58,13 +52,13 @@ class TensorBoard:
 class Logged:
     """A run of wandb or trackio, whose objects are alike."""
 
-    def __init__(self, run: Any, sent: set[tuple[int, bool]]) -> None:
+    def __init__(self, run: Any, sent: Container[Mark]) -> None:
         """Log to `run`, except what an earlier process of the same run has `sent`."""
         self.run = run
         self.sent = sent
 
     def log(self, values: Mapping[str, object]) -> None:
-        if _mark(values) not in self.sent:
+        if mark_of(values) not in self.sent:
             self.run.log(numbers(values), step=values["step"])
 
     def close(self) -> None:
@@ -74,25 +68,32 @@ class Logged:
 class Forgiving:
     """A tracker that is left out after its first error, so that a lost network or a full disk ends no training."""
 
-    def __init__(self, name: str, tracker: Tracker) -> None:
+    def __init__(self, name: str, tracker: Tracker, record: TrackerRecord) -> None:
         self.name = name
         self.tracker: Tracker | None = tracker
+        self.record = record
 
     def log(self, values: Mapping[str, object]) -> None:
-        self._try(lambda tracker: tracker.log(values))
+        if self._try(lambda tracker: tracker.log(values)):
+            return
+        with suppress(OSError):  # a full disk, which the next record of the run's own reports
+            self.record.stop(self.name, mark_of(values))
 
     def close(self) -> None:
         self._try(lambda tracker: tracker.close())
 
-    def _try(self, call: Callable[[Tracker], None]) -> None:
+    def _try(self, call: Callable[[Tracker], None]) -> bool:
+        """Return False for the first error."""
         if self.tracker is None:
-            return
+            return True
         try:
             call(self.tracker)
         except Exception as error:  # each package has errors of its own
             self.tracker = None
             what = f"{type(error).__name__}: {error}"
             print(f"[train] {self.name} gets no more numbers ({what}); metrics.jsonl has them all", flush=True)
+            return False
+        return True
 
 
 def check_installed(names: Iterable[str]) -> None:
@@ -105,35 +106,34 @@ def check_installed(names: Iterable[str]) -> None:
 def open_trackers(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
     """Begin the trackers of `training.trackers`, or go on with those of the run that resumes after a step.
 
-    It must be called before `metrics.jsonl` is cut at that step. Raises ConfigError for a tracker that cannot begin, as
-    wandb without a key.
+    Each is sent what it lacks of the records up to there. It must be called before `metrics.jsonl` is cut at that step.
+    Raises ConfigError for a tracker that cannot begin, as wandb without a key.
     """
     names = list(dict.fromkeys(config.training.trackers))
-    if not names:
+    record = TrackerRecord(Path(config.run), resumed_at)
+    if not names and not record.path.exists():
         return []
-    run = Path(config.run)
-    path = run / "trackers.json"
-    known = _known(path, resumed_at)
-    sent = known["sent"]
+    missing = {name: record.missing(name) for name in names}
     found: list[Tracker] = []
     for name in names:
-        tracker: Tracker
         try:
             if name == "tensorboard":
-                tracker = TensorBoard(run, resumed_at)
+                first = min((one["step"] for one in missing[name]), default=record.resumed_at + 1)
+                missing[name] = [one for one in record.kept if one["step"] >= first]
+                record.forget(name, first)
+                tracker: Tracker = TensorBoard(Path(config.run), first)
             elif name == "wandb":
-                tracker = Logged(_wandb_run(config, known["id"]), sent.get(name, set()))
+                tracker = Logged(_wandb_run(config, record.id), record.sent.get(name, ()))
             else:
-                tracker = Logged(_trackio_run(config, known["id"]), sent.get(name, set()))
+                tracker = Logged(_trackio_run(config, record.id), record.sent.get(name, ()))
         except Exception as error:  # each package has errors of its own
             raise ConfigError(f"training.trackers: {name} does not begin: {type(error).__name__}: {error}") from error
-        found.append(Forgiving(name, tracker))
-    begun = sorted({*known["begun"], *names})
-    marks = {name: sorted(map(list, some)) for name, some in sent.items()}
-    new = beside(path, "new")
-    with writing_to(path):
-        new.write_text(json.dumps({"id": known["id"], "begun": begun, "sent": marks}) + "\n", encoding="utf-8")
-        os.replace(new, path)
+        found.append(Forgiving(name, tracker, record))
+    record.begin(names)
+    for name, one in zip(names, found, strict=True):
+        for values in missing[name]:
+            one.log(values)
+    record.write()
     return found
 
 
@@ -172,33 +172,3 @@ def _trackio_run(config: RunConfig, name: str) -> Any:
         auto_log_cpu=False,
         auto_log_gpu=False,
     )
-
-
-def _known(path: Path, resumed_at: int | None) -> dict[str, Any]:
-    """Return what `trackers.json` says: the run's id, its trackers, and the marks of records that each has.
-
-    These are of steps after `resumed_at`, which killed processes have sent and which will be made again: those that the
-    last one has written to `metrics.jsonl`, and those of processes before it, whose records were cut off there.
-
-    Raises ConfigError for a file that is damaged.
-    """
-    if resumed_at is None or not path.exists():
-        return {"id": uuid.uuid4().hex[:12], "begun": [], "sent": {}}
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        TRACKERS(known, "")
-    except (ValueError, RecursionError, WrongFieldError) as error:
-        raise ConfigError(f"{path} is damaged ({error}): remove it, and the trackers begin anew") from None
-    written: list[dict[str, Any]] = []
-    metrics = path.with_name("metrics.jsonl")
-    if metrics.exists():
-        written = read_metrics(metrics)
-    now = {_mark(record) for record in written}
-    earlier = known.get("sent") or {}
-    sent = {name: now.union(map(tuple, earlier.get(name, ()))) for name in known["begun"]}
-    return {**known, "sent": {name: {mark for mark in marks if mark[0] > resumed_at} for name, marks in sent.items()}}
-
-
-def _mark(values: Mapping[str, Any]) -> tuple[int, bool]:
-    """Return what tells a record from the others: its step, and whether it is of a validation."""
-    return values["step"], "valid_loss" in values

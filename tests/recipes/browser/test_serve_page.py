@@ -130,15 +130,54 @@ def test_the_heading_is_the_number_of_the_line_also_where_two_are_equal(page: sy
     sync_api.expect(heading).to_have_text("Line 1", timeout=30_000)
 
 
-def test_an_error_names_the_line_of_the_text(browser: sync_api.Browser, service: Running) -> None:
+def test_lines_are_translated_beside_those_that_cannot_be_which_are_named(
+    page: sync_api.Page, translators: list[Translator]
+) -> None:
+    """The line with the cursor, here the last, is one like the others."""
+    page.locator(".model").first.wait_for()
+    alert = page.get_by_role("alert").first
+    rows = page.locator(".model").first.locator(".output p")
+    good = [f"{number} trains." for number in range(3, 25)]
+    expected = translate(translators[0], good, translators[0].config.decoding)
+    for first in ("Two.", "a " * 300):
+        text = [first, *good[:2], "", "b " * 300, *good[2:], "c " * 300]
+        page.get_by_role("textbox").fill("\n".join(text))
+        bad = {True: "line 5 has", False: "line 1 has"}[first == "Two."]
+        sync_api.expect(page.get_by_role("status")).to_have_text("Not everything was translated.", timeout=30_000)
+        sync_api.expect(alert).to_contain_text(bad)
+        also = {True: "(also line 26)", False: "(also lines 5, 26)"}[first == "Two."]
+        sync_api.expect(alert).to_contain_text(also)
+        shown = rows.all_text_contents()
+        assert shown[1:3] + shown[5:-1] == expected
+        assert shown[4] == shown[-1] == "\N{EN DASH}"
+    page.get_by_role("textbox").fill("\n".join(["Two.", *text[1:4], *good]))
+    sync_api.expect(page.get_by_role("status")).to_have_text(re.compile("^Translated in"), timeout=30_000)
+    assert alert.is_hidden()
+
+
+def test_lines_are_translated_beside_one_that_the_service_refuses_or_fails_at(
+    browser: sync_api.Browser, service: Running, translators: list[Translator]
+) -> None:
     page = browser.new_page()
     page.goto(service.url)
     page.locator(".model").first.wait_for()
-    alert = page.get_by_role("alert").first
-    page.get_by_role("textbox").fill("Six.\n\n" + "Two.\n" * 3 + "a " * 300 + "\nTen.")
-    sync_api.expect(alert).to_contain_text("line 6 has", timeout=30_000)
-    page.get_by_role("textbox").fill("Six.\n\nTwo.\n" + "a " * 300)  # with the cursor
-    sync_api.expect(alert).to_contain_text("line 4 has", timeout=30_000)
+    good = [f"{number} trains." for number in range(3, 25)]
+    expected = translate(translators[0], good, translators[0].config.decoding)
+
+    def fail(route: sync_api.Route) -> None:
+        if "poison" in (route.request.post_data or ""):
+            route.fulfill(status=500, json={"error": "the service failed"})
+        else:
+            route.continue_()
+
+    page.route("**/lines", fail)
+    for bad, error in (("d " * 30_000, "the text has 60,000 characters"), ("poison", "the service failed")):
+        page.get_by_role("textbox").fill("\n".join([*good[:4], bad, *good[4:]]))
+        told = f"line 5 cannot be translated: {error}"
+        sync_api.expect(page.get_by_role("alert").first).to_contain_text(told, timeout=30_000)
+        sync_api.expect(page.get_by_role("status")).to_have_text("Not everything was translated.", timeout=30_000)
+        shown = page.locator(".model").first.locator(".output p").all_text_contents()
+        assert shown[:4] + shown[5:] == expected
     page.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,39 @@ def test_a_damaged_store_is_refused_with_the_way_out(damage: str, tmp_path: Path
     else:
         (folder / token_store.FACTS).write_text('{"corpora": ')
     with pytest.raises(DataError, match=r"is damaged \(.*\): remove it, and it is made again"):
+        load_corpus(stored(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"corpora": "two"}, r"facts\.json: corpora is \"two\", and must be a list"),
+        ({"corpora": None}, r"facts\.json: corpora is null, and must be a list"),
+        ({"corpora": ["2"]}, r"facts\.json: corpora\[0\] is \"2\", and must be a whole number, not below 0"),
+        ({"corpora": [-1, 1]}, r"facts\.json: corpora\[0\] is -1, and must be a whole number, not below 0"),
+        ({"corpora": []}, r"facts\.json has the sizes of 0 corpora, not 1"),
+        ({"corpora": [0, 100]}, r"facts\.json has the sizes of 2 corpora, not 1"),
+        ({"corpora": [7]}, r"it has \d+ pairs, not 7"),
+        ({"sha256": 3}, r"facts\.json: sha256 is 3, and must be text"),
+        ([], r"facts\.json: it is \[\], and must be an object of fields"),
+        ("[" * 100_000, ".*"),
+    ],
+)
+def test_a_field_of_the_facts_that_is_not_what_it_must_be_is_one_line(
+    changed: Any, reason: str, tmp_path: Path
+) -> None:
+    load_corpus(stored(tmp_path))
+    (folder,) = stores(tmp_path)
+    path = folder / token_store.FACTS
+    content: Any = changed
+    if isinstance(changed, dict):
+        content = {**json.loads(path.read_text()), **changed}
+    if not isinstance(content, str):
+        content = json.dumps(content)
+    path.write_text(content)
+    with pytest.raises(
+        DataError, match=rf"^{re.escape(str(folder))} is damaged \({reason}\): remove it, and it is made "
+    ):
         load_corpus(stored(tmp_path))
 
 

@@ -88,7 +88,7 @@ BAD: dict[str, tuple[Damage, str]] = {
     "another vocabulary": (setting("vocab_size", 100), "has id 100, outside the 100 rows of the model's embedding"),
     "another dropout": (setting("dropout", 1.5), "dropout is 1.5, outside [0, 1)"),
     "no start": (setting("decoder_start_token_id", None, "generation_config.json"), "decoder_start_token_id is None"),
-    "sizes that are no numbers": (setting("d_model", "16"), 'config.json: d_model is "16"; it must be a whole number'),
+    "sizes that are no numbers": (setting("d_model", "16"), 'config.json: d_model is "16", and must be a whole number'),
     "another unknown subword": (
         setting("unk_token", "x", "tokenizer_config.json"),
         "tokenizer_config.json names other special subwords than the sentencepiece model: one of the two",

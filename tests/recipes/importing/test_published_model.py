@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 import seqpar
 from models import beam_search, greedy
 from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.commands import main
 from recipes.translation.data.batches import padded, padded_batch
 from recipes.translation.data.subwords import EOS, PAD
 from recipes.translation.importing.folder import Folder
@@ -285,3 +287,28 @@ def test_the_greatest_length_counts_the_start_as_transformers_does(pair: Pair, n
     limit = decoding_of({name: 9}, len(start))["decoding.max_length"]
     assert theirs[0, : len(start)].tolist() == start
     assert theirs.size(1) == len(start) + limit
+
+
+@pytest.mark.parametrize("pair", ["opus-mt"], indirect=True)
+def test_a_search_that_goes_on_there_finds_other_translations_and_is_named(
+    pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    symbols = pair.ours.source.symbols
+    src = padded([symbols.source(row) for row in pair.ours.source.encode(SENTENCES)])
+    ends = {token for row in greedy(pair.ours.model, src, bos=symbols.start, eos=EOS, max_length=12) for token in row}
+    found: dict[Any, Any] = {}
+    for how in (True, False, "never"):
+        found[how] = [generated(pair, src, eos, num_beams=3, early_stopping=how) for eos in sorted(ends)]
+    assert found[True] != found[False]
+    assert found[True] != found["never"]
+    path = Path(shutil.copytree(pair.folder, tmp_path / "model")) / "generation_config.json"
+    settings = json.loads(path.read_text())
+    for beams in (None, 1, 3):
+        for number, how in enumerate((True, False, "never", None)):
+            path.write_text(json.dumps({**settings, "num_beams": beams, "early_stopping": how}))
+            assert main(["import", str(tmp_path / "model"), "--run", str(tmp_path / f"{beams}-{number}")]) == 0
+            told = capsys.readouterr().err.splitlines()
+            assert told == [
+                "[import] early_stopping is not true in generation_config.json: transformers searches on after 3 "
+                "translations have ended, and may find others; see docs/import.md"
+            ] * (beams == 3 and how is not True)

@@ -18,19 +18,19 @@ from tests.recipes.report.made import SENTENCES, make_run
 from tests.recipes.test_cli import refusal
 
 WRONG: list[tuple[str, int, str, Any, str]] = [
-    ("metrics.jsonl", 2, "loss", "high", "loss is 'high', and must be a number"),
+    ("metrics.jsonl", 2, "loss", "high", 'loss is "high", and must be a number'),
     ("metrics.jsonl", 2, "tokens", [7], "tokens is [7], and must be a number"),
     ("metrics.jsonl", 2, "step", -1, "step is -1, and must be a whole number from 0 to 10^15"),
-    ("metrics.jsonl", 2, "stands_out", "loss", "stands_out is 'loss', and must be a list"),
+    ("metrics.jsonl", 2, "stands_out", "loss", 'stands_out is "loss", and must be a list'),
     ("metrics.jsonl", 2, "gradient_norm", 10**400, "gradient_norm is 1000000000"),
-    ("metrics.jsonl", 41, "valid_bleu", True, "valid_bleu is True, and must be a number"),
+    ("metrics.jsonl", 41, "valid_bleu", True, "valid_bleu is true, and must be a number"),
     ("metrics.jsonl", 41, "valid_loss.news", {}, "valid_loss.news is {}, and must be a number"),
     ("resources.jsonl", 1, "began", [], "began is [], and must be an object of fields"),
-    ("resources.jsonl", 1, "began/settings", "none", "began.settings is 'none', and must be an object of fields"),
-    ("resources.jsonl", 2, "seconds", "0.5", "seconds is '0.5', and must be a number"),
-    ("resources.jsonl", 42, "memory/cpu", "1 GB", "memory.cpu is '1 GB', and must be a number"),
-    ("samples.jsonl", 4, "samples/0", "a dog", "samples[0] is 'a dog', and must be an object of fields"),
-    ("samples.jsonl", 4, "samples/1/source", None, "samples[1].source is missing, and must be text"),
+    ("resources.jsonl", 1, "began/settings", "none", 'began.settings is "none", and must be an object of fields'),
+    ("resources.jsonl", 2, "seconds", "0.5", 'seconds is "0.5", and must be a number'),
+    ("resources.jsonl", 42, "memory/cpu", "1 GB", 'memory.cpu is "1 GB", and must be a number'),
+    ("samples.jsonl", 4, "samples/0", "a dog", 'samples[0] is "a dog", and must be an object of fields'),
+    ("samples.jsonl", 4, "samples/1/source", None, "samples[1].source is null, and must be text"),
     ("samples.jsonl", 4, "samples/1/attention/weights/0/1", 7, "attention.weights[0][1] is 7, and must be a number fr"),
     ("samples.jsonl", 4, "samples/1/attention/target", [], "and must be as many rows of weights as it has target subw"),
     (
@@ -42,10 +42,10 @@ WRONG: list[tuple[str, int, str, Any, str]] = [
     ),
     ("validation.json", 0, "sources/2", 5, "sources[2] is 5, and must be text"),
     ("validation.json", 0, "references", ["ein Hund"], "and must be as many references and translations as it has so"),
-    ("test.scores.json", 0, "bleu", "30", "bleu is '30', and must be a number"),
+    ("test.scores.json", 0, "bleu", "30", 'bleu is "30", and must be a number'),
     ("test.scores.json", 0, "sentences", 1.5, "sentences is 1.5, and must be a whole number"),
-    ("test.scores.json", 0, "intervals/bleu", ["a", "b"], "intervals.bleu is ['a', 'b'], and must be two numbers"),
-    ("test.scores.json", 0, "weights", "0a", "weights is '0a', and must be a list"),
+    ("test.scores.json", 0, "intervals/bleu", ["a", "b"], 'intervals.bleu is ["a", "b"], and must be two numbers'),
+    ("test.scores.json", 0, "weights", "0a", 'weights is "0a", and must be a list'),
 ]
 """File, number of the line (0 for a file of one record), field, value and error."""
 

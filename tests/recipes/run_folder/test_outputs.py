@@ -178,6 +178,21 @@ def test_no_run_is_written_into_a_model_or_a_part_of_another_run(
     assert contents(run) == before
 
 
+@pytest.mark.parametrize("name", ["averaged", "metrics.jsonl", "resources.jsonl", "checkpoints/step-00000004"])
+def test_no_model_is_imported_into_a_run_whatever_it_has(
+    name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    (other / name).parent.mkdir(parents=True)
+    (run / name).rename(other / name)
+    before = contents(other)
+    told = refusal(capsys, "import", str(run / "best"), "--run", str(other))
+    assert told == (
+        f"error: {other} is a run already, with records, subwords or models: name another folder with --run"
+    )
+    assert contents(other) == before
+
+
 @pytest.mark.parametrize("missing", [True, False])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     missing: bool, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

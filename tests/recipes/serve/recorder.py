@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from recipes.translation.alternatives import Translation
-from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.serve.models import Line
 from recipes.translation.settings.config import DecodingConfig, RunConfig
 
@@ -24,10 +23,9 @@ class Recorder:
     batches: list[list[str]] = field(default_factory=list)
     config: RunConfig = field(default_factory=lambda: RunConfig(decoding=DecodingConfig(batch_sentences=4)))
 
-    def check(self, lines: Sequence[str]) -> None:
+    def refusals(self, lines: Sequence[str]) -> dict[int, str]:
         """Refuse the line "long"."""
-        if "long" in lines:
-            raise DataError("too long")
+        return {place: "is too long" for place, line in enumerate(lines) if line == "long"}
 
     def translate(self, lines: Sequence[str], n_best: int, links: bool) -> list[Line]:
         """Wait at the gate; the line "poison" is an error."""

@@ -88,8 +88,21 @@ def test_a_line_that_is_too_long_fails_its_own_request_alone() -> None:
         good = batcher.submit(Wanted(0), ["good"])
         model.gate.set()
         assert texts(good.result(20)) == ["GOOD"]
-        with pytest.raises(DataError, match="too long"):
+        with pytest.raises(DataError, match="line 2 is too long"):
             bad.result(20)
+
+
+def test_the_other_lines_of_a_request_are_translated_beside_one_that_is_too_long_where_it_wants_that() -> None:
+    model = Recorder()
+    with batching(model) as batcher:
+        some = batcher.submit(Wanted(0), ["a", "long", "b", "long"], partly=True)
+        none = batcher.submit(Wanted(0), ["long"], partly=True)
+        model.gate.set()
+        assert [line.refused for line in some.result(20)] == ["", "is too long", "", "is too long"]
+        assert texts(some.result(20)[::2]) == ["A", "B"]
+        assert [line.refused for line in none.result(20)] == ["is too long"]
+        assert batcher.translated == 3
+    assert model.batches[1:] == [["a", "b"]]
 
 
 def test_an_error_in_a_batch_fails_the_request_that_causes_it_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,16 +138,19 @@ def test_a_file_in_a_form_is_refused(client: httpx.Client) -> None:
     assert (answer.status_code, answer.json()["error"][:39]) == (400, "the body is not a form of fields: Too m")
 
 
-def test_lines_are_called_by_the_numbers_that_the_page_gives_them(client: httpx.Client) -> None:
-    lines = ["a", "a " * 300, "\ud800"]
-    for number, some in ((7, lines[:2]), (30, lines[::2])):
-        body = json.dumps({"lines": some, "numbers": [2, number]})
-        answer = client.post("/lines", content=body, headers={"Content-Type": "application/json"})
-        assert answer.status_code == 400
-        assert answer.json()["error"].startswith(f"line {number} ")
-    for numbers in ([1], [1, 2, 3], "12", [1, "2"], [1, True]):
-        answer = client.post("/lines", json={"lines": ["a", "b"], "numbers": numbers})
-        assert "send a whole number for each of the 2 lines" in answer.json()["error"]
+def test_lines_of_the_page_are_translated_beside_one_that_cannot_be(client: httpx.Client) -> None:
+    lines = ["a", "a " * 300, "\ud800", "two trains"]
+    body = json.dumps({"lines": lines, "n_best": 2, "links": True})
+    answer = client.post("/lines", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    first, long, odd, last = answer.json()["lines"]
+    assert [first, last] == client.post("/lines", json={"lines": lines[::3], "n_best": 2, "links": True}).json()[
+        "lines"
+    ]
+    assert list(long) == list(odd) == ["error"]
+    assert long["error"].startswith("has 3")
+    assert long["error"].endswith("split it into sentences, one a line")
+    assert odd["error"].startswith("is not UTF-8 text")
 
 
 def test_the_page_gets_the_alternatives_and_alignments_of_the_command(

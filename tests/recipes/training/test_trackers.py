@@ -70,6 +70,25 @@ def test_tensorboard_reads_every_number_once(tmp_path: Path) -> None:
     assert_same(found, tmp_path / "run", rel=1e-6)  # its values are float32
 
 
+def test_tensorboard_reads_every_number_once_where_it_was_left_out(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    run.mkdir()
+    # The first process is killed after step 5, and what it did after 2 is done again without it
+    for names, resumed_at, last in ((("tensorboard",), None, 5), ((), 2, 7), (("tensorboard",), 7, 8)):
+        opened = open_trackers(tiny(run, {"training.trackers": names}), resumed_at)
+        with Metrics(run / "metrics.jsonl", after_step=resumed_at or 0, trackers=opened) as metrics:
+            for step in range((resumed_at or 0) + 1, last + 1):
+                metrics.write(**record(step))
+                metrics.write(step=step, valid_loss=step / 7)
+        time.sleep(1.1)  # files of events are read in the order of their names, which begin with the second
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert_same(found, run, rel=1e-6)
+
+
 def test_tensorboard_forgets_an_earlier_run_of_the_folder(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -101,7 +120,7 @@ class Counted:
 
 
 def test_a_run_that_is_killed_again_sends_no_step_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tracker that is added later is sent what it does not have."""
+    """A tracker that is added later is sent the whole run."""
     run = tmp_path / "run"
     run.mkdir()
     wandb, trackio = Counted(), Counted()
@@ -124,7 +143,94 @@ def test_a_run_that_is_killed_again_sends_no_step_twice(tmp_path: Path, monkeypa
                     metrics.write(step=step, valid_loss=1.0)
     every = sorted([(step, False) for step in range(1, 8)] + [(step, True) for step in (2, 4, 6)])
     assert sorted(wandb.steps) == every
-    assert sorted(trackio.steps) == [mark for mark in every if mark[0] > 2]
+    assert sorted(trackio.steps) == every
+
+
+class Failing(Counted):
+    """One that fails at every step in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: set[int] = set()
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        if step in self.at:
+            raise ConnectionError("no network")
+        super().log(values, step)
+
+
+Process = tuple[list[str], int | None, int, set[int]]
+"""The trackers of a process, the step after which it resumes, its last one, and the steps at which wandb fails."""
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [
+        # Left out once
+        [(["wandb"], None, 4, set()), (["trackio"], 4, 8, set()), (["wandb"], 8, 10, set())],
+        # Left out twice, without any other, and the first process was killed
+        [(["wandb"], None, 5, set()), ([], 2, 7, set()), ([], 6, 8, set()), (["wandb"], 8, 10, set())],
+        # What the first had sent is done again without it, only in part
+        [(["wandb"], None, 8, set()), ([], 4, 6, set()), (["wandb"], 6, 10, set())],
+        # Failed midway, and again where it is sent what it lacks; and in steps that were done again
+        [(["wandb"], None, 6, {3}), (["wandb"], 6, 8, {4, 5}), (["wandb"], 8, 10, set())],
+        [(["wandb"], None, 6, {5}), (["wandb"], 2, 8, {7}), (["wandb"], 4, 10, set())],
+        [(["wandb"], None, 6, {2}), ([], 6, 8, set()), (["wandb"], 4, 10, set())],
+        # Added late, and of a run whose trackers.json says nothing of it
+        [([], None, 4, set()), (["wandb"], 4, 10, set())],
+    ],
+)
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_tracker_that_was_left_out_or_failed_is_sent_what_it_lacks(
+    name: str, processes: list[Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    tracker = Failing()
+    monkeypatch.setattr(trackers, "_wandb_run", lambda *_: tracker)
+    monkeypatch.setattr(trackers, "_trackio_run", lambda *_: Counted())
+    monkeypatch.setattr(trackers, "TensorBoard", lambda run, first: Purged(tracker, first))
+    for names, resumed_at, last, failing in processes:
+        tracker.at = failing
+        named = [{"wandb": name}.get(one, one) for one in names]
+        opened = open_trackers(tiny(run, {"training.trackers": named}), resumed_at)
+        with Metrics(run / "metrics.jsonl", after_step=resumed_at or 0, trackers=opened) as metrics:
+            for step in range((resumed_at or 0) + 1, last + 1):
+                metrics.write(**record(step))
+                if step % 2 == 0:
+                    metrics.write(step=step, valid_loss=1.0)
+    every = [(step, valid) for step in range(1, 11) for valid in (False, True) if step % 2 == 0 or not valid]
+    assert tracker.steps == every
+
+
+class Purged:
+    """TensorBoard, as it reads its files: what is written from a step on takes the place of what was."""
+
+    def __init__(self, tracker: Failing, first: int) -> None:
+        self.tracker = tracker
+        tracker.steps = [mark for mark in tracker.steps if mark[0] < first]
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        self.tracker.log(numbers(values), values["step"])
+
+    def close(self) -> None:
+        pass
+
+
+def test_another_run_in_the_folder_is_another_run_of_its_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it began without any."""
+    begun: list[str] = []
+    monkeypatch.setattr(trackers, "_wandb_run", lambda config, name: begun.append(name) or Counted())
+    (tmp_path / "run").mkdir()
+    wandb = tiny(tmp_path / "run", {"training.trackers": ["wandb"]})
+    open_trackers(wandb, None)
+    open_trackers(tiny(tmp_path / "run"), None)  # --fresh
+    for _ in range(2):
+        open_trackers(wandb, 3)
+    assert len(set(begun[1:])) == 1
+    assert begun[0] != begun[1]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ const PAUSE = 250; // milliseconds without a key before a translation is asked f
 const AT_ONCE = 16; // lines of one request: a long text is shown as it is translated
 const MOST = 5; // translations of the line with the cursor
 const KEPT = 2000; // lines whose translations are remembered, for each model
+const NAMED = 10; // lines without a translation that are named
+const OF_A_LINE = [413, 500]; // statuses of a request that may be due to one of its lines
 
 const source = document.getElementById("source");
 const status = document.getElementById("status");
@@ -19,7 +21,7 @@ async function answerOf(path, request) {
   const response = await fetch(path, request);
   const answer = await response.json().catch(() => ({ error: response.statusText }));
   if (!response.ok) {
-    throw new Error(answer.error);
+    throw Object.assign(new Error(answer.error), { status: response.status });
   }
   return answer;
 }
@@ -41,32 +43,61 @@ class Translator {
   async translate(lines, place, signal, show) {
     const focus = lines[place];
     if (focus.trim() && !this.details.has(focus)) {
-      await this.ask([focus], this.details, { numbers: [place + 1], n_best: this.most, links: true }, signal);
+      await this.ask([focus], this.details, { n_best: this.most, links: true }, signal);
       show();
     }
     const missing = [...new Set(lines)].filter((line) => line.trim() && !this.known(line));
     for (let start = 0; start < missing.length; start += AT_ONCE) {
-      const some = missing.slice(start, start + AT_ONCE);
-      const numbers = some.map((line) => lines.indexOf(line) + 1); // an error calls a line by its place in the text
-      await this.ask(some, this.plain, { numbers }, signal);
+      await this.ask(missing.slice(start, start + AT_ONCE), this.plain, {}, signal);
       show();
     }
   }
 
   async ask(lines, kept, options, signal) {
-    const answer = await answerOf("/lines", {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({ model: this.number, lines, ...options }),
-      signal,
-    });
-    answer.lines.forEach((found, index) => kept.set(lines[index], found));
+    for (const [index, found] of (await this.found(lines, options, signal)).entries()) {
+      kept.set(lines[index], found);
+    }
     for (const line of kept.keys()) {
       if (kept.size <= KEPT) {
         break;
       }
       kept.delete(line);
     }
+  }
+
+  /** Return what was found for each line; where a request fails, that of each half, so that a line fails alone. */
+  async found(lines, options, signal) {
+    try {
+      const answer = await answerOf("/lines", {
+        method: "POST",
+        headers: { "Content-Type": "application/json" },
+        body: JSON.stringify({ model: this.number, lines, ...options }),
+        signal,
+      });
+      return answer.lines;
+    } catch (error) {
+      if (!OF_A_LINE.includes(error.status)) {
+        throw error;
+      }
+      if (lines.length === 1) {
+        return [{ error: `cannot be translated: ${error.message}` }];
+      }
+      const half = Math.ceil(lines.length / 2);
+      const first = await this.found(lines.slice(0, half), options, signal);
+      return first.concat(await this.found(lines.slice(half), options, signal));
+    }
+  }
+
+  /** Return what to say of lines that cannot be translated: why not the first, and which others. */
+  refusal(lines) {
+    const bad = lines.map((line, index) => [index + 1, this.known(line)?.error]).filter(([, error]) => error);
+    const [first, ...others] = bad;
+    if (!first) {
+      return "";
+    }
+    const numbers = others.slice(0, NAMED).map(([number]) => number).join(", ") + (others.length > NAMED ? ", …" : "");
+    const also = others.length ? ` (also ${others.length > 1 ? "lines" : "line"} ${numbers})` : "";
+    return `line ${first[0]} ${first[1]}${also}`;
   }
 }
 
@@ -101,8 +132,9 @@ async function updatePanel(panel, lines, place, signal) {
   show();
   try {
     await panel.translator.translate(lines, place, signal, show);
-    panel.fail("");
-    return false;
+    const refusal = panel.translator.refusal(lines);
+    panel.fail(refusal);
+    return refusal !== "";
   } catch (error) {
     if (signal.aborted) {
       return false;

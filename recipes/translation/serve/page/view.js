@@ -47,7 +47,8 @@ export class Panel {
     this.output.dataset.lines = lines.length;
     const rows = lines.map((line, index) => this.row(line, index, index === place));
     this.output.replaceChildren(...rows);
-    this.showLine(this.translator.details.get(lines[place]), place, lines.length);
+    const found = this.translator.details.get(lines[place]);
+    this.showLine(found?.error ? undefined : found, place, lines.length);
   }
 
   /** Return a paragraph with a line's translation; one that is not known yet keeps what its place has shown. */
@@ -55,7 +56,10 @@ export class Panel {
     const found = this.translator.known(line);
     const row = made("p", "");
     row.dir = "auto";
-    if (found) {
+    if (found?.error) {
+      row.textContent = "–";
+      row.classList.add("refused");
+    } else if (found) {
       row.textContent = found.translations[0].text;
     } else if (line.trim()) {
       row.textContent = this.output.children[index]?.textContent || "…";

@@ -1,0 +1,121 @@
+"""Checks of JSON that was read from a file: what each field must be, and the line that says which of them is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+MISSING = object()
+"""The value of a field that an object does not have."""
+Check = Callable[[Any, str], None]
+"""Raises WrongFieldError for a value that is not what it must be; the text is the name of its field."""
+
+
+class WrongFieldError(Exception):
+    """A field has a value of another kind, or none."""
+
+    def __init__(self, field: str, found: object, what: str) -> None:
+        self.field = field
+        self.what = what
+        name = field or "it"
+        if not name.isprintable():  # a line break in a name
+            name = ascii(name)
+        super().__init__(f"{name} is {_shown(found)}, and must be {what}")
+
+
+def value(what: str, fits: Callable[[Any], bool]) -> Check:
+    """Return the check of a single value."""
+
+    def check(found: Any, field: str) -> None:
+        if not fits(found):
+            raise WrongFieldError(field, found, what)
+
+    return check
+
+
+def unless_missing(check: Check) -> Check:
+    """Return the check of a field that may be missing, but not null."""
+    return lambda found, field: None if found is MISSING else check(found, field)
+
+
+def maybe(check: Check) -> Check:
+    """Return the check of a field that may be missing, or null."""
+    return lambda found, field: None if found is MISSING or found is None else check(found, field)
+
+
+def either(*checks: Check) -> Check:
+    """Return the check of a value that passes one of several; the error is of the one that came furthest inside."""
+
+    def check_any(found: Any, field: str) -> None:
+        errors = []
+        for check in checks:
+            try:
+                return check(found, field)
+            except WrongFieldError as error:
+                errors.append(error)
+        furthest = max(errors, key=lambda error: len(error.field))
+        if furthest.field == field:
+            raise WrongFieldError(field, found, " or ".join(error.what for error in errors))
+        raise furthest
+
+    return check_any
+
+
+def each(check: Check) -> Check:
+    """Return the check of a list and its items."""
+
+    def check_items(found: Any, field: str) -> None:
+        if not isinstance(found, list):
+            raise WrongFieldError(field, found, "a list")
+        for number, item in enumerate(found):
+            check(item, f"{field}[{number}]")
+
+    return check_items
+
+
+def fields(checks: Mapping[str, Check], fits: Callable[[Any], bool] = lambda found: True, what: str = "") -> Check:
+    """Return the check of an object: of its fields by their names or patterns, and of whether these fit each other.
+
+    Other fields may be anything.
+    """
+
+    def check(found: Any, field: str) -> None:
+        if not isinstance(found, dict):
+            raise WrongFieldError(field, found, "an object of fields")
+        for pattern, check_field in checks.items():
+            names = [pattern]
+            if "*" in pattern:
+                names = [name for name in found if fnmatchcase(name, pattern)]
+            for name in names:
+                check_field(found.get(name, MISSING), f"{field}.{name}".removeprefix("."))
+        if not fits(found):
+            raise WrongFieldError(field, found, what)
+
+    return check
+
+
+def is_whole(found: object) -> bool:
+    """Return whether a value of JSON is a whole number; true and false are none."""
+    return isinstance(found, int) and not isinstance(found, bool)
+
+
+def _shown(found: object) -> str:
+    """Return a value as the file has it, shortened and in one line."""
+    if found is MISSING:
+        return "missing"
+    try:
+        text = json.dumps(found, ensure_ascii=False)
+        if not text.isprintable():
+            text = json.dumps(found)
+    except RecursionError:
+        return "a value of too many levels"
+    if len(text) > 60:
+        return f"{text[:57]}..."
+    return text
+
+
+TEXT = value("text", lambda found: isinstance(found, str))
+OBJECT = fields({})
+TEXTS = each(TEXT)
