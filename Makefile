@@ -6,7 +6,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # Without the tests that choose their devices themselves: ranks over gloo, refusals of odd tensors, and torch.compile
 SWITCHED := tests/seqpar/core tests/seqpar/engine tests/seqpar/linear tests/seqpar/multi_device tests/seqpar/objectives \
-  tests/seqpar/testing tests/seqpar/test_every_option.py tests/recipes/training/test_accelerators.py --ignore tests/seqpar/linear/test_compile.py
+  tests/seqpar/testing tests/seqpar/test_every_option.py tests/recipes/training/test_accelerators.py \
+  --ignore tests/seqpar/linear/test_compile.py
 
 .PHONY: help demo test test-launched test-accelerator test-formats test-tutorial test-hf test-browser test-comet check bench bench-gpu clean
 .DEFAULT_GOAL := help
@@ -93,8 +94,8 @@ bench: .venv/bench  ## compare the loss with other implementations in speed and 
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check liger-kernel quack-kernels cut-cross-entropy || echo "[env] implementations that could not be installed are left out"
 	@touch $@
 
-bench-gpu: .venv/bench-gpu  ## on a CUDA device, run the GPU tests and benchmarks (under 12 minutes; prints one table at the end)
-	@benchmarks/gpu_all.sh
+bench-gpu: .venv/bench-gpu  ## on a CUDA device, run the GPU tests and benchmarks (six parts of under 9 minutes; one table a part)
+	@$(BIN)/python -m benchmarks.gpu
 
 clean:  ## remove the environment and the caches, but not runs/
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info dist

@@ -86,5 +86,5 @@ def _own(name: str, seconds: int, module: str, *arguments: str) -> Step:
 def _demo(devices: str, seconds: int) -> Step:
     """Return the step that trains, evaluates and tries the demo's model on some devices."""
     run = str(out() / f"demo-{devices.count('cuda')}")
-    command = (*RECIPE, "demo", "--run", run, "--fresh", "--training.devices")
+    command = (*RECIPE, "demo", "--run", run, "--training.devices")
     return Step(f"demo on {devices}", seconds, (*command, devices), (*command, "[cpu]", "--training.steps", "2"))

@@ -24,37 +24,38 @@ from triton.language import constexpr
 
 @triton.jit
 def _tanh_of_absolute(x, dtype: constexpr):
-    """Return tanh |x|."""
-    # (1 - e^(-2|x|)) / (1 + e^(-2|x|)) cannot overflow
+    """Return tanh |x| and its derivative."""
+    # With s = e^(-2|x|), which cannot overflow: tanh |x| = (1 - s) / (1 + s), and 1 - tanh^2 = 4 s / (1 + s)^2, which
+    # keeps the digits that 1 - tanh^2 has lost where tanh is near 1
     y = tl.abs(x)
     shrunk = tl.exp(-2.0 * y)
     tanh = (1.0 - shrunk) / (1.0 + shrunk)
+    derivative = 4.0 * shrunk / ((1.0 + shrunk) * (1.0 + shrunk))
     if dtype == tl.float32:
         # Near 0 that difference has lost the digits which a softcap far above the logits needs; the series
         # y - y^3/3 + 2 y^5/15 - ... has all of float32's below 1/4
         s = y * y
         series = y * (1.0 - s * (1 / 3 - s * (2 / 15 - s * (17 / 315 - s * (62 / 2835)))))
         tanh = tl.where(y < 0.25, series, tanh)
-    return tanh
+    return tanh, derivative
 
 
 @triton.jit
 def _logits(x_ptr, bias_ptr, k, there, here, softcap: constexpr, temperature: constexpr, dtype: constexpr):
-    """Return the logits of some classes of one row, and the tanh of the softcap.
+    """Return the logits of some classes of one row, and the derivative of the softcap.
 
     `there` masks numbers within the row's memory, `here` those that are classes.
     """
     z = tl.load(x_ptr + k, there, other=0.0).to(dtype)
     if bias_ptr is not None:
         z += tl.load(bias_ptr + k, here, other=0.0).to(dtype)
-    tanh = z
+    derivative = z
     if softcap is not None:
-        tanh = _tanh_of_absolute(z / softcap, dtype)
-        tanh = tl.where(z < 0, -tanh, tanh)
-        z = tanh * softcap
+        tanh, derivative = _tanh_of_absolute(z / softcap, dtype)
+        z = tl.where(z < 0, -tanh, tanh) * softcap
     if temperature != 1.0:
         z = z / temperature
-    return z, tanh
+    return z, derivative
 
 
 @triton.jit
@@ -88,7 +89,8 @@ def _row_sums(
     # Loaded first: the reductions below make all warps wait for each other, and after the last one of them a warp may
     # already overwrite the target's product with its gradient
     inside = (target >= 0) & (target < V)
-    gold, _tanh = _logits(x_ptr, bias_ptr, tl.where(inside, target, 0), inside, inside, softcap, temperature, dtype)
+    gold_k = tl.where(inside, target, 0)
+    gold, _derivative = _logits(x_ptr, bias_ptr, gold_k, inside, inside, softcap, temperature, dtype)
     best = tl.full([BLOCK], float("-inf"), dtype)
     total = tl.zeros([BLOCK], dtype)
     sum_ = tl.zeros([BLOCK], dtype)
@@ -147,20 +149,19 @@ def _row_gradient(
 ):
     """Overwrite the product with its gradient, 0 in an ignored row.
 
-    factor x (mass p - w q) x (1 - tanh^2) / temperature
+    factor x (mass p - w q) x derivative of the softcap / temperature
     """
     for start in range(0, V, BLOCK):
         k = start + tl.arange(0, BLOCK)
         here = k < V
-        z, tanh = _logits(x_ptr, bias_ptr, k, k < WIDTH, here, softcap, temperature, dtype)
+        z, derivative = _logits(x_ptr, bias_ptr, k, k < WIDTH, here, softcap, temperature, dtype)
         # p_k = exp(z_k - lse)
         grad = tl.exp(z - lse) * mass
         if each != 0.0:
             grad -= each * _class_weights(weight_ptr, k, here, excluded, dtype)
         grad -= tl.where(k == target, gold_share, 0.0)
-        # d cap(x) / d x = 1 - tanh^2
         if softcap is not None:
-            grad *= 1.0 - tanh * tanh
+            grad *= derivative
         if temperature != 1.0:
             grad = grad / temperature
         grad = tl.where(kept, grad * factor, 0.0)

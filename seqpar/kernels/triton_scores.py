@@ -33,11 +33,11 @@ from seqpar.kernels.triton_rows import _logits
 def _divided_logits(
     x_ptr, bias_ptr, temperature_ptr, k, there, here, softcap: constexpr, temperature: constexpr, dtype: constexpr
 ):
-    """Return the logits of some classes of one row, also divided by the row's own temperature, and tanh."""
-    z, tanh = _logits(x_ptr, bias_ptr, k, there, here, softcap, temperature, dtype)
+    """Return the logits of some classes of one row, also divided by the row's temperature, and softcap's derivative."""
+    z, derivative = _logits(x_ptr, bias_ptr, k, there, here, softcap, temperature, dtype)
     if temperature_ptr is not None:
         z = z / tl.load(temperature_ptr)
-    return z, tanh
+    return z, derivative
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def _score_gradient(
 ):
     """Store the gradient of a row's product, given m, log S and mean of the whole vocabulary.
 
-    (sum_j g_j [k = id_j] - p_k (mass + h (z_k - m - mean))) x (1 - tanh^2) / temperature,  mass = sum_j g_j
+    (sum_j g_j [k = id_j] - p_k (mass + h (z_k - m - mean))) x softcap's derivative / temperature,  mass = sum_j g_j
 
     g are the factors of the PICKS classes, the first of which is the target, and h is that of the entropy: without the
     pointers to mean and h there is none.
@@ -160,7 +160,7 @@ def _score_gradient(
     one_over_sum = tl.exp(-tl.load(log_sum_ptr + row))
     for start in range(0, V, BLOCK):
         k = start + tl.arange(0, BLOCK)
-        z, tanh = _divided_logits(
+        z, derivative = _divided_logits(
             x_ptr, bias_ptr, temperature_ptr, k, k < WIDTH, k < V, softcap, temperature, dtype
         )  # fmt: skip
         d = _finite(z - best)
@@ -171,9 +171,8 @@ def _score_gradient(
         grad = -(tl.exp(d) * one_over_sum) * slope
         for j in range(0, PICKS):
             grad += tl.where(k == tl.load(index_ptr + j), tl.load(factor_ptr + j), 0.0)
-        # d cap(x) / d x = 1 - tanh^2
         if softcap is not None:
-            grad *= 1.0 - tanh * tanh
+            grad *= derivative
         if temperature != 1.0:
             grad = grad / temperature
         if temperature_ptr is not None:

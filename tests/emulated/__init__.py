@@ -25,8 +25,6 @@ def register() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend()
-    # As on a GPU, a parameter that is moved stays the same object, and ties with it
-    torch.__future__.set_swap_module_params_on_conversion(True)
 
 
 def _module() -> Any:

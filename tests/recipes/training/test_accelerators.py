@@ -35,9 +35,13 @@ def on(devices: list[int]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def current_device() -> Iterator[None]:
+def as_on_a_gpu() -> Iterator[None]:
+    """Keep a moved parameter the same object, ties included, and select the device of before in the end."""
     before = torch.accelerator.current_device_index()
+    swapped = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
     yield
+    torch.__future__.set_swap_module_params_on_conversion(swapped)
     torch.accelerator.set_device_index(before)
 
 
