@@ -352,7 +352,7 @@ SETTINGS = st.fixed_dictionaries(
     SETTINGS,
 )
 def test_in_low_precision_the_error_is_at_most_twice_that_of_plain_torch(dtype, shape, seed, scale, options):
-    """On examples that are always the same: a bias that the product's rounding exceeds costs more (docs/numerics.md)."""
+    """On the same examples always: with a bias there are worse ones (docs/numerics.md)."""
     with patch.object(row_kernel, "LARGEST_BLOCK", 16):
         assert_at_most_twice_plain_torchs_error(dtype, shape, seed, scale, options, chunk_tokens=7)
 
