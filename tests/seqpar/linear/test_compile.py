@@ -210,7 +210,8 @@ def test_a_second_derivative_is_refused_in_a_graph_as_well(backend):
         (gradient,) = torch.autograd.grad(total, hidden, create_graph=True)
         gradient.square().sum().backward()
 
-    with pytest.raises(RuntimeError, match=r"second derivative|double backward"):
+    # torch 2.11 returns a gradient without a graph there
+    with pytest.raises(RuntimeError, match=r"second derivative|double backward|does not require grad"):
         twice()
 
 
