@@ -106,7 +106,7 @@ def _numbers(run: RunRecords) -> list[tuple[str, str, str]]:
     for field, name in BEST.items():
         best = run.best(field, field not in SMALLER_IS_BETTER)
         if best:
-            found.append((f"best {name}", f"{best[field]:.4g}", f"validation, step {best['step']:,}"))
+            found.append((f"best {name}", shown(best[field]), f"validation, step {best['step']:,}"))
     marked = sum(bool(record.get("stands_out")) for record in run.steps)
     found.append(("steps that stand out", f"{marked:,}", "loss or gradient norm"))
     return found
@@ -116,7 +116,14 @@ def _best(run: RunRecords, field: str) -> str:
     best = run.best(field, field not in SMALLER_IS_BETTER)
     if best is None:
         return "none"
-    return f"{best[field]:.4g} (step {best['step']:,})"
+    return f"{shown(best[field])} (step {best['step']:,})"
+
+
+def shown(number: float) -> str:
+    """Return a number with four digits, or as a whole one from 10,000 on, where these would need an exponent."""
+    if abs(number) >= 10_000:
+        return f"{number:,.0f}"
+    return f"{number:.4g}"
 
 
 def _evaluation(runs: Sequence[RunRecords]) -> str:

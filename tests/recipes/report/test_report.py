@@ -11,7 +11,7 @@ import pytest
 from recipes.translation.commands import main
 from recipes.translation.report import figures
 from recipes.translation.report.charts import Series, attention_chart, bins_of, histogram, line_chart, short
-from recipes.translation.report.draw import report, write_page, write_report
+from recipes.translation.report.draw import report, shown, write_page, write_report
 from recipes.translation.report.figures import binned, chrf_of_sentences, curves
 from recipes.translation.report.records import RunRecords, read_run
 from recipes.translation.run_folder.checkpoint import save_model, weights_digest
@@ -398,3 +398,11 @@ def test_a_folder_without_a_run_and_too_many_runs_are_one_line(
 def test_a_run_without_settings_is_still_a_page() -> None:
     run = RunRecords("empty", [step(1)], [], [], [], None, {}, {})
     assert "No settings are recorded." in Page(report([run])).text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(17279.1, "17,279"), (-12345.6, "-12,346"), (9999.4, "9999"), (5.45, "5.45"), (0.0063, "0.0063")],
+)
+def test_a_large_number_on_the_page_has_no_exponent(number: float, text: str) -> None:
+    assert shown(number) == text
