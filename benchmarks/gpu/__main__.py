@@ -12,9 +12,11 @@ implementations of the loss that are not installed are left out, and the table s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -50,19 +52,17 @@ def run(part: str, step: Step, dry_run: bool) -> Outcome:
     print(f"[gpu] {part}, {step.name}: at most {step.seconds} s", file=sys.stderr, flush=True)
     log = out() / f"{part}-{re.sub(r'[^a-z0-9]+', '-', step.name.lower())}.log"
     start = time.monotonic()
-    with log.open("w") as file:
+    settings = {"env": environment(step, dry_run), "stderr": subprocess.STDOUT, "start_new_session": True}
+    with log.open("w") as file, subprocess.Popen(_with_plugin(command), stdout=file, **settings) as process:
         try:
-            done = subprocess.run(
-                _with_plugin(command),
-                env=environment(step, dry_run),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=step.seconds,
-                check=False,
-            )
-            verdict = "pass" if done.returncode == 0 else f"FAIL: ended with {done.returncode}"
+            code = process.wait(step.seconds)
+            verdict = "pass" if code == 0 else f"FAIL: ended with {code}"
         except subprocess.TimeoutExpired:
             verdict = f"FAIL: not done after {step.seconds} s"
+        finally:
+            # With all that it has started, or that would go on beside the next step
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     lines = [line for line in log.read_text(errors="replace").splitlines() if SHOWN.match(line)]
     return Outcome(step, verdict, time.monotonic() - start, lines)
 

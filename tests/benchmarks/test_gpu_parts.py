@@ -1,6 +1,7 @@
 """The parts that run on a GPU, without one: how long they may take, and what their summary says."""
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,19 @@ def test_a_step_passes_fails_or_is_ended_and_its_tables_are_kept(code, verdict, 
     assert outcome.verdict == verdict
     assert outcome.lines == (["| a | b |"] if verdict == "pass" else [])
     assert (tmp_path / "part-a-step.log").exists()
+
+
+def test_what_a_step_has_started_ends_with_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    start = "print('|', subprocess.Popen(['sleep', '60']).pid, '|', flush=True)"
+    code = f"import subprocess, time; {start}; time.sleep(60)"
+    outcome = run("part", Step("a step", 2, (), python(code)), dry_run=True)
+    assert outcome.verdict == "FAIL: not done after 2 s"
+    child = Path("/proc", outcome.lines[0].split()[1])
+    ended = time.monotonic() + 10
+    while child.exists() and "State:\tZ" not in (child / "status").read_text():
+        assert time.monotonic() < ended, "the child lives on"
+        time.sleep(0.05)
 
 
 def test_failures_come_first():
