@@ -35,7 +35,6 @@ from seqpar.markdown_table import markdown_table
 CONFIG = "recipes/translation/configs/multi30k_en_de.yaml"
 PUBLISHED = {
     "subwords.vocab_size": "10000",
-    "training.batch_tokens": "8192",
     "training.warmup": "2000",
     "training.validate_every": "1000000",
 }
@@ -56,13 +55,14 @@ def plain_loss(engine: Any, hidden: Tensor | list[Tensor], target: Tensor, **_: 
     return seqpar.TokenLoss(total, (target != ignored).sum())
 
 
-def settings(run: str, steps: int, precision: str, devices: list[str]) -> Any:
-    """Return the published setting for so many steps, with a device for each rank."""
+def settings(run: str, steps: int, batch_tokens: int, precision: str, devices: list[str]) -> Any:
+    """Return the published setting for so many steps and tokens of a step, with a device for each rank."""
     given = {"run": run, "training.steps": str(steps), "training.precision": precision}
+    given["training.batch_tokens"] = str(batch_tokens)
     return load_config(CONFIG, PUBLISHED | given | {"training.devices": f"[{', '.join(devices)}]"})
 
 
-def rate(folder: str, steps: int, precision: str, how: str, device: str) -> float:
+def rate(folder: str, steps: int, batch_tokens: int, precision: str, how: str, device: str) -> float:
     """Return target tokens a second over the steps after the first ones, timed by the lines of the run's metrics."""
     run = str(Path(folder, f"{how}-{precision}"))
     launch = ["-m"]
@@ -71,6 +71,7 @@ def rate(folder: str, steps: int, precision: str, how: str, device: str) -> floa
     command = [sys.executable, *launch, "benchmarks.gpu.training", "--child", how, "--run", run]
     # It never reaches its last step: it is stopped when enough steps are timed
     command += ["--steps", str(100 * steps), "--precision", precision, "--device", device]
+    command += ["--batch-tokens", str(batch_tokens)]
     metrics = Path(run, "metrics.jsonl")
     output = Path(f"{run}.log")
     started = 0.0
@@ -98,15 +99,15 @@ def rate(folder: str, steps: int, precision: str, how: str, device: str) -> floa
     return found
 
 
-def table(steps: int, device: str) -> str:
+def table(steps: int, batch_tokens: int, device: str) -> str:
     """Return the table, with ratios to one rank with the engine in the same precision, and what it was measured on."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        prepare(settings(str(Path(folder, "subwords")), steps, "float32", [device]))
+        prepare(settings(str(Path(folder, "subwords")), steps, batch_tokens, "float32", [device]))
         for precision in ("float32", "bf16"):
             found: dict[str, float] = {}
             for how in ("one rank", "plain loss", "two ranks"):
-                found[how] = rate(folder, steps, precision, how, device)
+                found[how] = rate(folder, steps, batch_tokens, precision, how, device)
                 rows.append([how, precision, f"{found[how]:,.0f}", f"{found[how] / found['one rank']:.2f}"])
     lines = markdown_table(["Multi30k recipe", "dtype", "target tokens/s", "to one rank"], rows)
     return f"{lines}\n\n{hardware(device)}, torch {torch.__version__}, {steps - WARM_UP} steps each"
@@ -116,6 +117,7 @@ def main() -> None:
     """Measure, or be one of the processes that are measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150, help=f"of each run; the first {WARM_UP} do not count")
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="target tokens of a step")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, some steps")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -125,13 +127,14 @@ def main() -> None:
     if options.dry_run:
         options.device = "cpu"
         options.steps = WARM_UP + 2
+        options.batch_tokens = 256
     if options.child is None:
-        print(table(options.steps, options.device))
+        print(table(options.steps, options.batch_tokens, options.device))
         return
     devices = [options.device]
     if options.child == "two ranks":
         devices = 2 * devices
-    config = settings(options.run, options.steps, options.precision, devices)
+    config = settings(options.run, options.steps, options.batch_tokens, options.precision, devices)
     if options.child == "plain loss":
         with patch.object(seqpar.LossCompute, "forward", plain_loss):
             train(config)
