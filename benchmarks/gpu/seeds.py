@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.gpu.parts import RECIPE, out
 from benchmarks.loss.results import hardware
 from seqpar.markdown_table import markdown_table
 
@@ -32,7 +33,6 @@ TRAIN_SECONDS = 400
 """After so long a run is told to stop."""
 SCORE_SECONDS = 100
 STEPS = 8_000
-RECIPE = (sys.executable, "-m", "recipes.translation")
 
 
 class Run(NamedTuple):
@@ -126,7 +126,7 @@ def main() -> int:
     options = parser.parse_args()
     if "SEQPAR_DATA" not in os.environ:
         parser.error("SEQPAR_DATA is not set: name the folder that holds multi30k/tok")
-    folder = Path(os.environ.get("OUT", "runs/gpu"))
+    folder = out()
     device = "cuda:0"
     seeds = SEEDS
     steps = STEPS

@@ -11,11 +11,8 @@ one for the loss and one for the norm of the gradient. The traces go to the fold
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +20,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu.parts import out
 from benchmarks.loss.results import hardware
+from benchmarks.loss.timing import wall_seconds
 from benchmarks.seq2seq_peers import SIZES, Ours, batches
 from benchmarks.training import TOKENS, placed
 from seqpar.markdown_table import markdown_table
@@ -69,25 +68,20 @@ def traced(size: str, precision: str, device: str, folder: Path, steps: int) -> 
     inputs = [placed(next(made), device) for _ in range(2 * steps)]
     for batch in inputs:
         model.step(batch)
-    seconds = _seconds(model, inputs[:steps], device)
+
+    def run() -> None:
+        for batch in inputs[:steps]:
+            model.step(batch)
+
+    seconds = wall_seconds(run, device != "cpu")
     activities = [ProfilerActivity.CPU]
     if device != "cpu":
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as record:
-        under = _seconds(model, inputs[:steps], device)
+        under = wall_seconds(run, device != "cpu")
     name = f"{size}, {precision}"
     record.export_chrome_trace(str(folder / f"trace-{name.replace(', ', '-')}.json.gz"))
     return _summary(name, record.events(), seconds / steps, under, steps)
-
-
-def _seconds(model: Ours, inputs: Sequence[Any], device: str) -> float:
-    """Return the seconds of some steps, one after the other, to the end of the device's work."""
-    start = time.perf_counter()
-    for batch in inputs:
-        model.step(batch)
-    if device != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start
 
 
 def _summary(name: str, events: Any, seconds: float, under: float, steps: int) -> Trace:
@@ -149,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="the smallest model on the CPU")
     options = parser.parse_args()
-    folder = Path(os.environ.get("OUT", "runs/gpu"))
+    folder = out()
     folder.mkdir(parents=True, exist_ok=True)
     device = "cuda"
     cases = [("d128", "bf16"), ("d512", "bf16"), ("d512", "float32")]
