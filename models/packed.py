@@ -24,9 +24,10 @@ def packed(modules: Iterable[nn.Module]) -> Iterator[None]:
     operators are those that `torch.compile` puts in place of frozen layers; without them, or with oneDNN switched off,
     no layer changes.
 
-    A packed copy of the weights exists within the block. A layer whose weights are changed or moved there computes
-    `F.linear` from then on, as does any layer under autocast, in another dtype, or where gradients are enabled. A
-    change through `weight.data` alone cannot be seen. A copy or pickle of a layer is an ordinary one.
+    A packed copy of the weights exists within the block, and the memory of weights that are moved or replaced there is
+    freed at its end. A layer whose weights are changed or moved computes `F.linear` from then on, as does any layer
+    under autocast, in another dtype, or where gradients are enabled. A change in place through `weight.data` cannot be
+    seen. A copy or pickle of a layer is an ordinary one.
     """
     changed = []
     try:
@@ -57,18 +58,24 @@ class Weight(NamedTuple):
 
     packed: Tensor
     weight: Tensor
-    address: int
+    memory: Tensor
     version: int
 
     @classmethod
     def of(cls, weight: Tensor) -> Weight:
         """Pack a weight."""
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-        return cls(packed, weight, weight.data_ptr(), _version(weight))
+        # An alias keeps the memory, so that no later value of the weight can have its address
+        return cls(packed, weight, weight.detach(), _version(weight))
 
     def is_that_of(self, weight: Tensor) -> bool:
         """Return whether this is the weight's present value."""
-        return self.weight is weight and self.address == weight.data_ptr() and self.version == _version(weight)
+        return self.weight is weight and _place(self.memory) == _place(weight) and self.version == _version(weight)
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    """Return the memory that a tensor describes, while it lives."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _version(weight: Tensor) -> int:

@@ -208,6 +208,33 @@ def test_weights_that_change_within_the_block_are_used(change: Callable[[nn.Line
     assert torch.equal(product, F.linear(x, linear.weight, linear.bias))
 
 
+@pytest.mark.parametrize("size", [7, 64])
+def test_a_weight_whose_memory_was_freed_is_never_taken_for_a_later_one(size: int) -> None:
+    x = torch.randn(2, size)
+    for _ in range(40):
+        linear = nn.Linear(size, size)
+        with torch.no_grad(), packed([linear]):
+            for value in range(30):
+                # The second one may be given the address of the first weight
+                linear.weight.data = torch.full((size, size), float(value))
+                assert torch.allclose(linear(x), F.linear(x, linear.weight, linear.bias), atol=1e-2)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda weight: weight.t(),
+    "fewer rows": lambda weight: weight[:5],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_of_the_weights_memory_is_another_weight(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    linear, x = nn.Linear(7, 7, bias=False), torch.randn(2, 7)
+    with torch.no_grad(), packed([linear]):
+        linear.weight.data = view(linear.weight.data)
+        product = linear(x)
+    assert torch.equal(product, F.linear(x, linear.weight))
+
+
 def test_within_the_block_gradients_are_those_of_an_ordinary_layer() -> None:
     linear, x = nn.Linear(7, 5), torch.randn(2, 7, requires_grad=True)
     with packed([linear]):
