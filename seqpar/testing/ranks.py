@@ -6,8 +6,9 @@
 All assertions belong in the parent process. If a rank fails or does not answer in time, all processes of the pool are
 ended, because a rank's next collective could be matched with an earlier one of another rank; the next call starts new
 ones. A rank sees the modules that could be imported when it was forked. Warnings are ignored, shown or raised in it as
-in the parent at the time of the call. On a machine with an accelerator the ranks are forked from a server process, so
-that a script needs the usual `if __name__ == "__main__":` around its calls.
+in the parent at the time of the call. On a machine with an accelerator, or where autograd would refuse to work in a
+fork, the ranks are forked from a server process, so that a script needs the usual `if __name__ == "__main__":` around
+its calls.
 
 It needs `fork`, so Linux or macOS. Importing this file does not import torch, because the pytest plugin uses it.
 """
@@ -26,6 +27,8 @@ from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from seqpar.testing.forks import autograd_works_in_a_fork
 
 TIMEOUT = 60.0
 """The longest time in seconds between two answers of a call."""
@@ -87,14 +90,13 @@ class Pool:
 
 
 def _context() -> Any:
-    """Return how to start the ranks: by forking this process or, where there is an accelerator, one without threads.
+    """Return how to start the ranks: by forking this process or, where a fork could not work, one without threads.
 
-    After a backward pass on a machine with an accelerator, autograd refuses to work in a fork of the process, and so
-    does CUDA once it has been used.
+    CUDA refuses a fork of a process that has used it, and so may autograd.
     """
     import torch
 
-    if not torch.accelerator.is_available():
+    if not torch.accelerator.is_available() and autograd_works_in_a_fork():
         return get_context("fork")
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed"])
