@@ -1,20 +1,16 @@
 """Hypothesis profiles, and what the tests need to know of the machine."""
 
 import importlib
-import importlib.util
 import os
 from pathlib import Path
-from unittest.mock import patch
 
 import hypothesis.internal.conjecture.engine
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    # Kernels can be interpreted only where the first import of Triton was told so, and torch.compile imports it, too
-    with patch.dict(os.environ, TRITON_INTERPRET="1"):
-        importlib.import_module("triton.language")
+# Before torch.compile imports Triton
+importlib.import_module("tests.seqpar.kernels.interpreted")
 
 slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=slow_is_fine)

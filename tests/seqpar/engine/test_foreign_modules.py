@@ -323,7 +323,7 @@ class Own(nn.Linear):
         return super().forward(x) * 1
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch's own jvp
 @pytest.mark.parametrize("kind", ["function", "engine", "engine by autograd"])
 def test_transforms_of_functions_are_refused_in_one_line(kind: str) -> None:
     hidden, target = batch()
