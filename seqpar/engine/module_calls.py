@@ -24,9 +24,18 @@ def extra_in_call(module: nn.Module) -> str:
         if any(getattr(submodule, hooks) for hooks in HOOKS):
             return f"{kind} has hooks"
         # For a `fully_shard` unit it is `inside_unit` that sets this attribute
-        if "forward" in vars(submodule) and not is_fsdp_unit(submodule):
+        if _has_own_forward(submodule) and not is_fsdp_unit(submodule):
             return f"{kind} has a forward of its own, set on the instance"
     return ""
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Return whether the instance has a forward of its own."""
+    if "forward" in vars(module):
+        return True
+    # The same question once more: torch.compile notices later that this answer changes, but not that the one above does
+    forward = module.forward
+    return isinstance(forward, MethodType) and forward.__func__ is not type(module).forward
 
 
 def what_calls_run(module: nn.Module) -> tuple[object, ...]:
