@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import index
+from threading import Lock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.attention import padding_mask
 from models.cache import DecoderCache
@@ -87,15 +88,43 @@ def evaluating(model: Models) -> Iterator[None]:
     within the block.
     """
     models = members(model)
-    modes = [(module, module.training) for one in models for module in one.modules()]
-    try:
+    with ExitStack() as stack:
         for one in models:
-            one.eval()
+            stack.enter_context(_in_eval_mode(one))
         with torch.no_grad(), packed(models):
             yield
+
+
+Modes = list[tuple[nn.Module, bool]]
+"""Modules, and whether each is in training mode."""
+
+_CHANGING_MODES = Lock()
+_open_blocks: dict[nn.Module, list[Modes]] = {}
+"""For each model, what the blocks around it that have not ended will restore, in the order in which they began."""
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Within the block, set eval mode; modes are restored once no other thread has such a block around the model."""
+    with _CHANGING_MODES:
+        modes: Modes = [(module, module.training) for module in model.modules()]
+        blocks = _open_blocks.setdefault(model, [])
+        blocks.append(modes)
+        model.eval()
+    try:
+        yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        with _CHANGING_MODES:
+            place = next(i for i, block in enumerate(blocks) if block is modes)
+            del blocks[place]
+            if place < len(blocks):
+                # A block of another thread, which began later, goes on in eval mode, and restores these in its turn
+                blocks[place][:] = modes
+            else:
+                for module, mode in modes:
+                    module.training = mode
+            if not blocks:
+                del _open_blocks[model]
 
 
 def logits_of(models: Sequence[EncoderDecoder], hiddens: Sequence[Tensor]) -> Tensor:

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 SMALLEST = 2**15
 """Weights in the smallest layer for which packing pays: 320 rows times 128 x 128 take 1.1 of the time of `F.linear`,
 times 256 x 256 0.9."""
+
+_PACKING = Lock()
+"""Held while a layer is packed, so that two threads with the same model do not both pack it."""
 
 
 @contextmanager
@@ -27,15 +32,17 @@ def packed(modules: Iterable[nn.Module]) -> Iterator[None]:
     A packed copy of the weights exists within the block, and the memory of weights that are moved or replaced there is
     freed at its end. A layer whose weights are changed or moved computes `F.linear` from then on, as does any layer
     under autocast, in another dtype, or where gradients are enabled. A change in place through `weight.data` cannot be
-    seen. A copy or pickle of a layer is an ordinary one.
+    seen. A copy or pickle of a layer is an ordinary one. Several threads may have blocks around the same modules; where
+    the block that packed a layer ends first, the others go on with `F.linear`.
     """
     changed = []
     try:
         # By identity: a tied or reused layer is packed once
         for linear in {id(m): m for module in modules for m in module.modules()}.values():
-            if isinstance(linear, nn.Linear) and can_be_packed(linear):
-                pack(linear)
-                changed.append(linear)
+            with _PACKING:
+                if isinstance(linear, nn.Linear) and can_be_packed(linear):
+                    pack(linear)
+                    changed.append(linear)
         yield
     finally:
         for linear in changed:
@@ -99,9 +106,11 @@ class _PackedLinear(nn.Linear):
         # While compiling, the address is not known; gradients and autocast are unknown to the operator
         usual = torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
         weight = self.weight
-        if usual or input.dtype != torch.float32 or not self.packed_weight.is_that_of(weight):
-            return super().forward(input)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed_weight.packed, self.bias, "none", [], "")
+        # Another thread's block may end meanwhile, after which this layer is of its plain class
+        held: Weight | None = vars(self).get("packed_weight")
+        if usual or input.dtype != torch.float32 or held is None or not held.is_that_of(weight):
+            return F.linear(input, weight, self.bias)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(input, held.packed, self.bias, "none", [], "")
         return y
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ with detached parameters and copied buffers, and with a forked random state.
   whose scores are random is checked again in evaluation mode.
 
 Neither check finds mixing whose weight is 0 in the first call and is learnt later, nor mixing of distant rows only.
+Hooks, modules, flags and functions that change later are noticed, and the checks repeated; other numbers are not.
 
 Shape suffixes: N all rows, K probed rows, V vocabulary.
 """

@@ -1,7 +1,8 @@
 """Probe the generator and the criterion on a few rows in the first call.
 
 The probe finds the size of the vocabulary and checks that both modules meet the engine's requirements. It is repeated
-for each mode and dtype, because batch normalisation, for example, mixes rows in training only.
+for each mode and dtype, because batch normalisation, for example, mixes rows in training only, and whenever another
+code may run: after hooks, submodules, buffers, flags or the number of hidden's dimensions have changed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from seqpar.engine.contract import (
     refuse_mixing,
 )
 from seqpar.engine.formula_match import check_class_weight
+from seqpar.engine.module_calls import what_calls_run
 from seqpar.engine.shards import Shard, check_targets, rows_of
 from seqpar.linear.leaves import product_dtype
 from seqpar.multi_device.replicas import bind
@@ -37,17 +39,24 @@ class LogitFacts(NamedTuple):
     """False if the probed rows cannot show it, for example because their loss is 0; the next call probes again."""
 
 
+MOST_SITUATIONS = 32
+"""How many situations are remembered: one with a hook that is made anew for each step never comes back."""
+
+
 class Situation(NamedTuple):
-    """Everything that the facts depend on."""
+    """Everything that the facts depend on, as far as it can be compared."""
 
     shapes: tuple[torch.Size, ...]
-    """The shapes of the parameters."""
-    modes: tuple[bool, ...]
-    """For each module, whether it is in training mode."""
-    dtype: torch.dtype
+    """The shapes of the parameters and buffers."""
+    calls: tuple[object, ...]
+    """What a call of each module runs, from hooks of all modules to the mode."""
+    dtypes: tuple[torch.dtype, ...]
+    """Those of the products and of the parameters."""
     wants_gradients: bool
-    per_token: tuple[torch.Size, ...]
-    """The shape of one token's share of each per-token tensor: a copy generator may have as many classes."""
+    leading: int
+    """The number of leading dimensions: a softmax over dimension 1 is over the classes of (N, V), or over time."""
+    per_token: tuple[tuple[str, torch.Size], ...]
+    """The shape of one token's share of hidden and of each per-token tensor, which may have a column for a class."""
 
 
 def logit_facts(
@@ -69,27 +78,33 @@ def logit_facts(
         RuntimeError: the facts are not known and a CUDA graph is being recorded.
     """
     hidden = shards[0].hidden
+    leading = shards[0].target.dim()
+    columns = {"hidden": hidden, **shards[0].per_token}
     situation = Situation(
-        tuple(p.shape for p in head.parameters()),
-        tuple(module.training for module in head.modules()),
-        product_dtype(hidden),
+        tuple(t.shape for t in (*head.parameters(), *head.buffers())),
+        what_calls_run(head),
+        (product_dtype(hidden), *(p.dtype for p in head.parameters())),
         _wants_gradients(head, shards[0]),
-        tuple(t.shape[shards[0].target.dim() :] for t in shards[0].per_token.values()),
+        leading,
+        tuple((name, t.shape[leading:]) for name, t in columns.items()),
     )
     found = known.get(situation)
     if recording(hidden.device):
         found = _facts_while_recording(known, situation)
     if found is not None and found.criterion_is_checked:
         if situation in known:
-            known[situation] = known.pop(situation)  # those of the latest call come last
+            known[situation] = known.pop(situation, found)  # those of the latest call come last
         check_targets(shards, found.vocab_size)
         return found
     # One shard is enough, because all replicas run the same code; the first may have nothing but padding
     for replica, shard in zip(replicas, shards, strict=True):
         index_K = probe_index(shard.counted.flatten())
         if len(index_K):
-            known[situation] = _probe(replica, shard, index_K, lambda size: check_targets(shards, size))
-            return known[situation]
+            facts = _probe(replica, shard, index_K, lambda size: check_targets(shards, size))
+            known[situation] = facts
+            for earliest in list(known)[:-MOST_SITUATIONS]:
+                known.pop(earliest, None)
+            return facts
     # Every target is ignored, so there is nothing to project and the size of the vocabulary does not matter
     return LogitFacts(vocab_size=1, dtype=hidden.dtype, criterion_is_checked=False)
 

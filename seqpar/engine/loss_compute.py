@@ -210,6 +210,10 @@ class LossCompute(nn.Module):
             devices = len(self.devices)
         return max(1, math.ceil(int(self._latest.tokens) / devices))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy or pickle, which finds out for itself what the first call finds out."""
+        return {**self.__dict__, "_facts": {}, "_latest": None}
+
     def extra_repr(self) -> str:
         """Return the settings for `print(module)`."""
         devices = None

@@ -1,6 +1,8 @@
-"""Find out whether calling a module does more than its class's `forward`: hooks, or a forward of its own."""
+"""Find out what calling a module runs, and whether that is more than its class's `forward`."""
 
 from __future__ import annotations
+
+from types import BuiltinFunctionType, FunctionType, MethodType
 
 from torch import nn
 from torch.nn.modules import module as torch_modules
@@ -22,6 +24,30 @@ def extra_in_call(module: nn.Module) -> str:
         if any(getattr(submodule, hooks) for hooks in HOOKS):
             return f"{kind} has hooks"
         # For a `fully_shard` unit it is `inside_unit` that sets this attribute
-        if "forward" in vars(submodule) and not is_fsdp_unit(submodule):
+        if _has_own_forward(submodule) and not is_fsdp_unit(submodule):
             return f"{kind} has a forward of its own, set on the instance"
     return ""
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Return whether the instance has a forward of its own."""
+    if "forward" in vars(module):
+        return True
+    # The same question once more: torch.compile notices later that this answer changes, but not that the one above does
+    forward = module.forward
+    return isinstance(forward, MethodType) and forward.__func__ is not type(module).forward
+
+
+def what_calls_run(module: nn.Module) -> tuple[object, ...]:
+    """Return what decides which code a call of the module runs, for comparison with another time.
+
+    That is, for it and each submodule: the class, the hooks, and the attributes that are flags (the mode is one), text
+    or functions. Numbers are left out, because many change in every step, such as one that counts them.
+    """
+    # Hooks by their numbers, which torch uses once
+    found: list[object] = [tuple(getattr(torch_modules, f"_global{hooks}")) for hooks in HOOKS]
+    switches = (bool, str, FunctionType, BuiltinFunctionType, MethodType)
+    for name, submodule in module.named_modules():
+        found += (name, type(submodule), *(tuple(getattr(submodule, hooks)) for hooks in HOOKS))
+        found += (item for item in vars(submodule).items() if isinstance(item[1], switches))
+    return tuple(found)

@@ -187,6 +187,8 @@ class AppliedLoss:
         for name in self.flags:
             del self.model.__dict__[name]
         self.model.__dict__.update(self.flags_before)
+        # Ctrl-C leaves it behind, and with it the graph of a whole step
+        self.model.get_output_embeddings().__dict__.pop("seqpar_call", None)
 
     def __enter__(self) -> AppliedLoss:
         return self
@@ -319,6 +321,7 @@ class AppliedLoss:
                 f"be (batch, time, hidden); {WITHOUT}"
             )
         call.hidden_BTD = hidden_BTD
+        call.computed_weight = vars(head).get("weight")
         if call.target_BT is not None:
             call.loss = self._token_loss(call.model, call.reading, hidden_BTD, call.target_BT)
         # Any rows serve as the window: its logits are replaced by random ones, or thrown away with their loss
@@ -335,6 +338,12 @@ class AppliedLoss:
         call: Call | None = head.__dict__.get("seqpar_call")
         if call is None:
             return None
+        if vars(head).get("weight") is not call.computed_weight:
+            raise RefusedModelError(
+                f"the weight of {type(call.model).__name__}'s output embeddings is computed in each forward by a hook "
+                "(pruning, torch.nn.utils.spectral_norm) that was added after apply_seqpar_loss, and the loss would "
+                "have that of the forward before; call remove() and apply it again"
+            )
         if call.made_up is None:
             return output.detach()
         assert call.window_1WD is not None

@@ -32,6 +32,8 @@ class Call:
     hidden_BTD: Tensor | None = None
     loss: TokenLoss | None = None
     window_1WD: Tensor | None = None
+    computed_weight: Tensor | None = None
+    """The weight that a hook of the output embeddings, such as that of pruning, had computed before the loss was."""
     made_up: Tensor | None = None
     """The random logits of the check; None in all other forwards."""
 

@@ -65,13 +65,15 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     forked = []
     if device.type == "cuda":
         forked = [device]
-    with torch.random.fork_rng(forked):
-        yield
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    try:
+        with torch.random.fork_rng(forked):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def own_outputs(model: nn.Module, kwargs: dict[str, Any], forget: Callable[[], None]) -> object:

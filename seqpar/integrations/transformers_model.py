@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -86,7 +87,7 @@ def special_labels(model: PreTrainedModel, vocab_size: int) -> set[int]:
 
 
 def settings_of(model: PreTrainedModel, kwargs: Mapping[str, object]) -> Settings:
-    """Return everything that a forward may branch on: which arguments are given, its flags, and the configuration."""
+    """Return everything that a forward may branch on: arguments that are given, flags, configuration and attributes."""
     # A flag or a mode may choose a branch; of a tensor only whether it is given
     given: list[tuple[str, object]] = []
     for name, value in sorted(kwargs.items()):
@@ -96,15 +97,23 @@ def settings_of(model: PreTrainedModel, kwargs: Mapping[str, object]) -> Setting
             given.append((name, type(value)))
     plain = (bool, int, float, str)
     configured = (v for c in configurations(model.config) for v in vars(c).items() if isinstance(v[1], plain))
-    return *given, *configured
+    # Such as the factor of Cohere's logits, which the model has from its configuration. Its mode is not a setting
+    own = (v for v in vars(model).items() if isinstance(v[1], plain) and v[0] != "training")
+    return *given, *configured, *own
 
 
 def calls_of(model: PreTrainedModel) -> Settings:
-    """Return the functions that a forward calls after its last hidden states, each of which can be replaced."""
+    """Return what a forward calls after its last hidden states, each part of which can be replaced."""
     head = model.get_output_embeddings()
-    hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
-    named = [("forward", vars(head).get("forward")), ("loss_function", vars(model).get("_loss_function"))]
-    return *named, *(("hook", hook) for hook in hooks)
+    hooks = (
+        *head._forward_hooks.values(),
+        *head._forward_pre_hooks.values(),
+        *torch_modules._global_forward_hooks.values(),
+        *torch_modules._global_forward_pre_hooks.values(),
+    )
+    kinds = [("class", type(module)) for module in (model, head)]
+    forwards = [("forward", vars(module).get("forward")) for module in (model, head)]
+    return *kinds, *forwards, ("loss_function", vars(model).get("_loss_function")), *(("hook", hook) for hook in hooks)
 
 
 def shifts_labels(model: PreTrainedModel) -> bool:

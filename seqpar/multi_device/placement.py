@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
     Args:
         model: any module.
         parts: the device of each submodule, by its name in `named_modules` ("" is the model). A name inside another
-            one takes precedence.
+            one takes precedence. A second placement of a model takes the place of the first.
 
     Raises:
         TypeError: a model that is not a module, `parts` that is not a dict, a value that is not a device, or a tensor
@@ -48,17 +49,18 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
             )
     devices = {name: check_devices([device], f"parts[{name!r}]")[0] for name, device in parts.items()}
     _check_tensors(model, devices)
+    _remove_earlier_hooks(model)
     # Each tensor goes directly to its own device, so no device ever holds more than its own
     for name, module in modules.items():
         owner = _innermost(name, devices)
         if owner is not None:
             _move_own_tensors(module, devices[owner])
     for name, device in devices.items():
-        modules[name].register_forward_pre_hook(_bring_inputs(device), with_kwargs=True)
+        modules[name].register_forward_pre_hook(partial(_bring_inputs, device), with_kwargs=True)
         # The output of a submodule goes back to where the module around it continues
         outer = _innermost(name.rpartition(".")[0], devices)
         if name and outer is not None and devices[outer] != device:
-            modules[name].register_forward_hook(_send_output(devices[outer]))
+            modules[name].register_forward_hook(partial(_send_output, devices[outer]))
     return model
 
 
@@ -100,19 +102,28 @@ CallArguments = tuple[tuple[object, ...], dict[str, object]]
 """The positional arguments and the keywords of a call."""
 
 
-def _bring_inputs(device: torch.device) -> Callable[..., CallArguments]:
-    """Return a forward pre-hook that moves the arguments to the device."""
-
-    def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> CallArguments:
-        moved: CallArguments = map_tensors(lambda t: _to(t, device), (args, kwargs))
-        return moved
-
-    return hook
+def _bring_inputs(
+    device: torch.device, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> CallArguments:
+    """Move the arguments to the device: a forward pre-hook."""
+    moved: CallArguments = map_tensors(lambda t: _to(t, device), (args, kwargs))
+    return moved
 
 
-def _send_output(device: torch.device) -> Callable[..., object]:
-    """Return a forward hook that moves the output to the device."""
-    return lambda _, __, output: map_tensors(lambda t: _to(t, device), output)
+def _send_output(device: torch.device, _: nn.Module, __: object, output: object) -> object:
+    """Move the output to the device: a forward hook."""
+    return map_tensors(lambda t: _to(t, device), output)
+
+
+def _remove_earlier_hooks(model: nn.Module) -> None:
+    """Remove the hooks of an earlier placement, which would still move tensors to its devices."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number, hook in list(hooks.items()):
+                kind = getattr(hook, "func", None)
+                # Where the model's own output goes is decided by a model around it
+                if kind is _bring_inputs or (kind is _send_output and module is not model):
+                    del hooks[number]
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

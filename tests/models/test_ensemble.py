@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Event
 
 import pytest
 import torch
@@ -112,6 +114,27 @@ def test_every_model_of_an_ensemble_is_evaluated_and_left_as_it_was() -> None:
     with evaluating(models):
         assert not any(module.training for model in models for module in model.modules())
     assert all(module.training for model in models for module in model.modules())
+
+
+def test_a_model_is_evaluated_until_the_last_thread_that_began_has_ended() -> None:
+    model = small_transformer(vocab=7, dropout=0.5).train()
+    model.encoder.eval()
+    before = [module.training for module in model.modules()]
+    begun, first_has_ended = Event(), Event()
+
+    def later() -> bool:
+        with evaluating(model):
+            begun.set()
+            assert first_has_ended.wait(10)
+            return model.training
+
+    with ThreadPoolExecutor(1) as pool:
+        with evaluating(model):
+            training = pool.submit(later)
+            assert begun.wait(10)
+        first_has_ended.set()
+        assert not training.result()
+    assert [module.training for module in model.modules()] == before
 
 
 @pytest.mark.parametrize(

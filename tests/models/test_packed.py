@@ -6,6 +6,9 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Barrier, BrokenBarrierError
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.packed import packed
+from models.packed import Weight, can_be_packed, pack, packed, unpack
 
 
 @pytest.fixture(autouse=True)
@@ -257,3 +260,46 @@ def test_a_layer_is_compiled_within_the_block_as_an_ordinary_one() -> None:
     with torch.no_grad(), packed([linear]):
         compiled = torch.compile(linear, backend="eager", fullgraph=True)
         assert torch.equal(compiled(x), F.linear(x, linear.weight, linear.bias))
+
+
+def test_two_threads_that_pack_a_layer_at_the_same_time_pack_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, x, before, within = nn.Linear(3, 4), torch.randn(2, 3), Barrier(2), Barrier(2)
+    plain = linear(x).detach()
+
+    def both_at(barrier: Barrier) -> None:
+        with suppress(BrokenBarrierError):
+            barrier.wait(0.5)
+
+    def at_the_same_time(one: nn.Linear) -> bool:
+        answer = can_be_packed(one)
+        both_at(before)
+        return answer
+
+    monkeypatch.setattr("models.packed.can_be_packed", at_the_same_time)
+
+    def product(_: int) -> torch.Tensor:
+        with torch.no_grad(), packed([linear]):
+            y: torch.Tensor = linear(x)
+            both_at(within)
+            return y
+
+    with ThreadPoolExecutor(2) as pool:
+        for y in pool.map(product, range(2)):
+            torch.testing.assert_close(y, plain)
+    assert not is_packed(linear)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_product_goes_on_when_the_block_of_another_thread_ends(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    linear, x = nn.Linear(3, 4), torch.randn(2, 3)
+    plain = linear(x).detach()
+
+    def meanwhile(*_: object) -> bool:
+        unpack(linear)
+        return known
+
+    monkeypatch.setattr(Weight, "is_that_of", meanwhile)
+    pack(linear)
+    with torch.no_grad():
+        torch.testing.assert_close(linear(x), plain)
+    assert not is_packed(linear)

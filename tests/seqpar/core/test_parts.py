@@ -261,6 +261,22 @@ def test_a_stack_cut_in_two_runs_over_two_gpus():
     assert str(out.device) == "cuda:1"
 
 
+@pytest.mark.usefixtures("fake_gpus")
+def test_a_second_placement_takes_the_place_of_the_first():
+    model = nn.Sequential(linear("cpu"), nn.Sequential(linear("cuda:1"), linear("cpu")), linear("cpu"))
+    seqpar.place(model, {"": "cuda:0", "1": "cuda:1", "1.1": "cpu"})
+    seqpar.place(model, {"": "cpu", "1.0": "cuda:1"})
+    assert model(torch.zeros(2, 3)).device.type == "cpu"
+
+
+@pytest.mark.usefixtures("fake_gpus")
+def test_a_placement_of_a_part_leaves_the_model_around_it_as_it_was_placed():
+    model = nn.Sequential(linear("cuda:0"), nn.Sequential(linear("cuda:1"), linear("cpu")), linear("cuda:0"))
+    seqpar.place(model, {"": "cuda:0", "1": "cpu"})
+    seqpar.place(model[1], {"": "cpu", "0": "cuda:1"})
+    assert str(model(torch.zeros(2, 3)).device) == "cuda:0"
+
+
 def test_bad_placements_are_named():
     with pytest.raises(KeyError, match="'third' is not a part of Stack; its parts are"):
         seqpar.place(Stack(), {"third": "cpu"})

@@ -1,6 +1,7 @@
 """The first call finds a generator that mixes rows, and a criterion that does not add up; and nothing else."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 import seqpar
 from seqpar.core.chunks import cut_rows
+from seqpar.engine.first_call import MOST_SITUATIONS
 from seqpar.losses.softmax_loss import logits_gradient_, row_losses, soft_target, softmax_and_sums
 
 V = 9
@@ -209,6 +211,141 @@ def test_the_probe_is_made_once():
     assert sum(calls) == 400
 
 
+class Switched(nn.Module):
+    """A projection of normalised hidden states that can be switched to mix rows, in several ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, affine=False).eval()
+        self.linear = nn.Linear(4, V, bias=False)
+        self.centred, self.function = False, torch.tanh
+
+    def forward(self, hidden, context=None):
+        if context is not None:
+            hidden = context
+        hidden = self.function(self.norm(hidden))
+        return self.linear(hidden - hidden.mean(0) if self.centred else hidden)
+
+
+def without_statistics(generator):
+    generator.norm.running_mean = generator.norm.running_var = None
+
+
+MIXED_LATER = {
+    "a hook": lambda g: g.register_forward_hook(lambda _, __, logits: logits - logits.mean(0)),
+    "a hook before a part": lambda g: g.linear.register_forward_pre_hook(lambda _, args: args[0].cumsum(0)),
+    "another part": lambda g: setattr(g, "norm", nn.Softmax(0).eval()),
+    "a part without its buffers": without_statistics,
+    "a flag": lambda g: setattr(g, "centred", True),
+    "another function": lambda g: setattr(g, "function", lambda x: x.softmax(0)),
+    "a forward of its own": lambda g: setattr(g.norm, "forward", lambda x: x.softmax(0)),
+}
+
+
+@pytest.mark.parametrize("name", MIXED_LATER)
+def test_a_generator_that_mixes_after_a_change_is_refused_in_the_next_call(name):
+    generator, hidden, target = Switched(), torch.randn(12, 4), torch.randint(V, (12,))
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=5)
+    engine(hidden, target)
+    MIXED_LATER[name](generator)
+    with pytest.raises(ValueError, match="the generator mixes rows"):
+        engine(hidden, target)
+
+
+def test_a_softmax_over_classes_of_rows_is_refused_where_it_would_be_one_over_time():
+    generator = nn.Sequential(nn.Linear(4, V), nn.LogSoftmax(1))
+    engine = seqpar.LossCompute(generator, nn.NLLLoss(reduction="sum"), chunk_tokens=5)
+    hidden, target = torch.randn(3, 5, 4), torch.randint(V, (3, 5))
+    engine(hidden.flatten(0, 1), target.flatten())
+    with pytest.raises(ValueError, match=r"the generator mixes rows: .*other time steps"):
+        engine(hidden.requires_grad_(), target)
+
+
+class PerToken(nn.Module):
+    """A projection that mixes rows if it is given a context, but not with a shift."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, V)
+
+    def forward(self, hidden, shift=0, context=0):
+        return self.linear(hidden + shift + torch.as_tensor(context).cumsum(0))
+
+
+def test_a_per_token_tensor_is_checked_under_each_of_its_names():
+    engine = seqpar.LossCompute(PerToken(), seqpar.CrossEntropy(), chunk_tokens=5)
+    hidden, target = torch.randn(12, 4), torch.randint(V, (12,))
+    engine(hidden, target, shift=hidden)
+    with pytest.raises(ValueError, match="the generator mixes rows"):
+        engine(hidden, target, context=hidden)
+
+
+def test_spectral_normalisation_that_is_added_later_is_refused():
+    engine = seqpar.LossCompute(Switched(), Summing(torch.sum), chunk_tokens=5)
+    hidden, target = torch.randn(12, 4), torch.randint(V, (12,))
+    engine(hidden, target)
+    nn.utils.spectral_norm(engine.head["generator"].linear)
+    with pytest.raises(ValueError, match=r"the buffer generator\.linear\.weight_u changes"):
+        engine(hidden, target)
+
+
+class InBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("classes", torch.randn(V, 4))
+
+    def forward(self, hidden):
+        return hidden @ self.classes.mT
+
+
+def test_a_vocabulary_in_a_buffer_may_grow():
+    generator = InBuffer()
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+    hidden = torch.randn(2, 4)
+    engine(hidden, torch.tensor([0, V - 1]))
+    generator.classes = torch.randn(2 * V, 4)
+    target = torch.tensor([0, 2 * V - 1])
+    torch.testing.assert_close(
+        engine(hidden, target).total, F.cross_entropy(hidden @ generator.classes.mT, target, reduction="sum")
+    )
+
+
+def test_a_generator_of_another_dtype_or_hidden_of_another_width_is_named_in_later_calls_too():
+    generator = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, V))
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+    hidden, target = torch.randn(12, 4), torch.randint(V, (12,))
+    engine(hidden, target)
+    with pytest.raises(ValueError, match="the generator does not take hidden's last size 5"):
+        engine(torch.randn(12, 5), target)
+    generator.double()
+    with pytest.raises(TypeError, match=r"hidden has dtype torch.float32 and the generator's parameters torch.float64"):
+        engine(hidden, target)
+
+
+def test_few_situations_are_remembered_however_many_there_are():
+    generator = Switched()
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+    hidden, target = torch.randn(12, 4), torch.randint(V, (12,))
+    for _ in range(MOST_SITUATIONS + 3):
+        hook = generator.register_forward_hook(lambda *_: None)
+        engine(hidden, target)
+        hook.remove()
+    assert len(engine._facts) == MOST_SITUATIONS
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda engine: pickle.loads(pickle.dumps(engine))])
+def test_a_copy_of_an_engine_finds_out_for_itself_what_it_needs(copied):
+    generator = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, V))
+    nn.utils.parametrize.register_parametrization(generator[0], "weight", nn.Identity())
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+    hidden, target = torch.randn(12, 4), torch.randint(V, (12,))
+    engine(hidden, target)
+    nn.utils.parametrize.remove_parametrizations(generator[0], "weight")
+    other = copied(engine)
+    assert other.explain().endswith("will be known after the first call")
+    assert other(hidden, target).total == engine(hidden, target).total
+
+
 class Summing(nn.Module):
     def __init__(self, change):
         super().__init__()
@@ -257,6 +394,32 @@ def test_random_losses_that_are_equal_by_chance_are_not_refused():
         torch.manual_seed(seed)
         engine = seqpar.LossCompute(nn.Linear(4, V), Summing(lambda x: x.sum() * (1 + torch.randint(2, ()))))
         engine(torch.randn(7, 4), torch.randint(V, (7,)))
+
+
+class Averaging(Summing):
+    mean = False
+
+    def forward(self, logits, target):
+        loss = super().forward(logits, target)
+        return loss / len(target) if self.mean else loss
+
+
+def to_a_mean(engine):
+    engine.head["criterion"].mean = True
+
+
+def to_another(engine):
+    engine.head["criterion"] = Summing(torch.mean)
+
+
+@pytest.mark.parametrize("change", [to_a_mean, to_another])
+def test_a_criterion_that_is_a_mean_later_is_refused_in_the_next_call(change):
+    engine = seqpar.LossCompute(nn.Linear(4, V), Averaging(torch.sum), chunk_tokens=5)
+    hidden, target = torch.randn(12, 4), torch.randint(V, (12,))
+    engine(hidden, target)
+    change(engine)
+    with pytest.raises(ValueError, match="it takes a mean"):
+        engine(hidden, target)
 
 
 class Detached(nn.Module):

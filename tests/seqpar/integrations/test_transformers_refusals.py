@@ -1,13 +1,16 @@
 """Hugging Face models whose own loss is another than the chunked one are refused by name, before the first step."""
 
 import copy
+import random
 
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import prune
 
 from seqpar.integrations.transformers import apply_seqpar_loss
-from seqpar.integrations.transformers_check import RefusedModelError
+from seqpar.integrations.transformers_check import RefusedModelError, undisturbed
 from seqpar.testing.ranks import ranks
 from tests.seqpar.integrations.tiny_models import (
     batch_of,
@@ -100,7 +103,34 @@ def hooked_input(model):
     model.lm_head.register_forward_pre_hook(lambda module, args: (1.5 * args[0],))
 
 
-@pytest.mark.parametrize("change", [doubled_loss, own_forward, hooked_input])
+class Scaling(torch.nn.Linear):
+    def forward(self, hidden):
+        return 1.5 * super().forward(hidden)
+
+
+def another_class(model):
+    model.lm_head.__class__ = Scaling
+
+
+def another_loss_type(model):
+    model.loss_type = "ForMaskedLM"
+
+
+def forward_with_doubled_loss(model):
+    forward = model.forward
+
+    def doubled(**kwargs):
+        outputs = forward(**kwargs)
+        outputs.loss = 2 * outputs.loss
+        return outputs
+
+    model.forward = doubled
+
+
+CHANGES = [doubled_loss, own_forward, hooked_input, another_class, another_loss_type, forward_with_doubled_loss]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_after_the_first_step_is_noticed(change):
     model = copy.deepcopy(model_of("llama"))
     with apply_seqpar_loss(model):
@@ -108,6 +138,77 @@ def test_a_change_after_the_first_step_is_noticed(change):
         change(model)
         with pytest.raises((RuntimeError, RefusedModelError), match=r"of a few tokens|do more than multiply"):
             model(**batch_of(model, [6]))
+
+
+def test_hooks_of_all_modules_that_change_the_logits_later_are_noticed():
+    model = copy.deepcopy(model_of("llama"))
+    with apply_seqpar_loss(model):
+        model(**batch_of(model, [6]))
+        hook = register_module_forward_hook(lambda module, _, output: 2 * output if module is model.lm_head else None)
+        try:
+            with pytest.raises(RefusedModelError, match="do more than multiply"):
+                model(**batch_of(model, [6]))
+        finally:
+            hook.remove()
+
+
+def test_a_factor_of_the_logits_that_the_model_itself_has_is_not_taken_from_an_earlier_step():
+    model = copy.deepcopy(model_of("cohere"))
+    with apply_seqpar_loss(model):
+        model(**batch_of(model, [4]))
+        model.logit_scale *= 2
+        with pytest.raises(RuntimeError, match="own logits of a few tokens differ by up to"):
+            model(**batch_of(model, [4]))
+
+
+COMPUTED = [
+    lambda head: prune.l1_unstructured(head, "weight", amount=0.5),
+    torch.nn.utils.spectral_norm,
+]
+
+
+@pytest.mark.parametrize("compute", COMPUTED)
+def test_a_weight_that_a_later_hook_computes_is_refused_and_that_of_an_earlier_one_is_not(compute):
+    model = copy.deepcopy(model_of("llama"))
+    applied = apply_seqpar_loss(model)
+    model(**batch_of(model, [6]))
+    compute(model.lm_head)
+    with pytest.raises(RefusedModelError, match="computed in each forward by a hook"):
+        model(**batch_of(model, [6]))
+    applied.remove()
+    with apply_seqpar_loss(model):
+        model(**batch_of(model, [6])).loss.backward()
+    assert model.lm_head.weight_orig.grad is not None
+
+
+def test_ctrl_c_in_a_forward_leaves_nothing_behind_after_remove():
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    model = copy.deepcopy(model_of("llama"))
+    with apply_seqpar_loss(model):
+        hook = model.lm_head.register_forward_hook(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(**batch_of(model, [6]))
+        hook.remove()
+        model.model.register_forward_hook(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(**batch_of(model, [6]))
+    assert "seqpar_call" not in vars(model.lm_head)
+
+
+def test_a_check_that_raises_restores_random_states_and_buffers():
+    model, before = torch.nn.BatchNorm1d(2), random.getstate()
+
+    def fail():
+        random.random()
+        model(torch.randn(3, 2))
+        raise IndexError
+
+    with pytest.raises(IndexError), undisturbed(model, torch.device("cpu")):
+        fail()
+    assert random.getstate() == before
+    assert model.num_batches_tracked == 0
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -1,5 +1,8 @@
 """`torch.compile(fullgraph=True)` around the loss, and `torch.func.functional_call`: the numbers of the eager loss."""
 
+from functools import partial
+from types import MethodType
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -193,6 +196,23 @@ def test_without_tokens_every_gradient_is_0_even_if_the_loss_is_divided_by_0(bac
     torch.compile(mean, fullgraph=True, backend=backend)(hidden).backward()
     for leaf in (hidden, linear.weight, linear.bias):
         assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+def doubled(generator, hidden):
+    return 2 * nn.Linear.forward(generator, hidden)
+
+
+@pytest.mark.parametrize("bound", [MethodType, partial])
+def test_a_forward_that_is_set_after_compiling_is_called(bound):
+    generator, criterion = nn.Linear(4, 9).double(), seqpar.CrossEntropy()
+    hidden, target = torch.randn(6, 4, dtype=torch.float64), torch.randint(9, (6,))
+    compiled = torch.compile(seqpar.LossCompute(generator, criterion), backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(hidden, target).total, criterion(generator(hidden), target))
+        generator.forward = bound(doubled, generator)
+        torch.testing.assert_close(compiled(hidden, target).total, criterion(generator(hidden), target))
+        del generator.forward
+        torch.testing.assert_close(compiled(hidden, target).total, criterion(generator(hidden), target))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
