@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from recipes.translation.atomic_folder import sha256, writing_to
+from recipes.translation.atomic_folder import writing_to
 from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.data.held_out import HeldOut, HeldOutSplit, the_one_of
 from recipes.translation.data.lines import DataError, read_lines
 from recipes.translation.data.sentence_pairs import Pair, load_pairs
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.made_from import lines_digest
 from recipes.translation.scores.groups import Parts, parts_by_label, parts_by_length, scores_of_parts, scores_of_sets
 from recipes.translation.scores.scores import Scores, measure, score, scores_of
 from recipes.translation.scores.statistics import Measured
@@ -55,8 +56,8 @@ class Evaluation:
     """Which of the run's data it is; None for other files."""
     digests: Sequence[str] = ()
     """The SHA-256 of the weights of each model that translated."""
-    sources: Path | None = None
-    """The file of sources; None for the run's data."""
+    files: tuple[Path, Path] | None = None
+    """The files of sources and references; None for the run's data."""
 
     @cached_property
     def scores(self) -> Scores:
@@ -65,16 +66,19 @@ class Evaluation:
 
     def write(self, folder: Path) -> list[Path]:
         """Write `<name>.translations.txt`, one line for each sentence, and `<name>.scores.json`."""
-        record: dict[str, object] = {**self.scores.as_dict(), "weights": list(self.digests)}
-        if self.sources:
-            record["sources"] = {"file": str(self.sources.resolve()), "sha256": sha256(self.sources)}
+        texts = {"sources": [pair.source for pair in self.pairs], "references": [pair.target for pair in self.pairs]}
+        # Of what was read, not of the files, which may have changed since, and a pipe is read once
+        made_of = {side: {"sha256": lines_digest(lines)} for side, lines in texts.items()}
+        for side, file in zip(texts, self.files or (), strict=False):
+            made_of[side]["file"] = str(file.resolve())
+        record = {**self.scores.as_dict(), "weights": list(self.digests), **made_of}
         translations, scores = result_files(folder, self.name)
-        texts = {
+        written = {
             translations: "".join(f"{text}\n" for text in self.translations),
             scores: json.dumps(record, indent=2) + "\n",
         }
-        _replace_together(folder, texts)
-        return list(texts)
+        _replace_together(folder, written)
+        return list(written)
 
 
 def _replace_together(folder: Path, texts: Mapping[Path, str]) -> None:
@@ -111,14 +115,17 @@ def result_files(folder: Path, name: str) -> list[Path]:
     return [folder / f"{name}.translations.txt", folder / f"{name}.scores.json"]
 
 
-def other_sources(scores: Path, sources: Path) -> str:
-    """Return the file of other sentences whose scores these are; empty for this file, and where none is noted."""
+def other_sources(scores: Path, sources: Path, pairs: Sequence[Pair]) -> str:
+    """Return the file of other sentences whose scores these are; empty for this file, and where none is noted.
+
+    `pairs` have the sentences of the file.
+    """
     try:
         noted = json.loads(scores.read_text(encoding="utf-8"))["sources"]
         file, digest = noted["file"], noted["sha256"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
-    if file == str(sources.resolve()) or digest == sha256(sources):
+    if file == str(sources.resolve()) or digest == lines_digest(pair.source for pair in pairs):
         return ""
     return str(file)
 

@@ -112,6 +112,40 @@ def test_results_of_a_file_are_not_replaced_by_those_of_another_with_its_name(
     assert "dev.ensemble.scores.json, the scores of " in refusal(capsys, *words["a"], "--ensemble", str(run))
 
 
+def test_a_test_set_of_pipes_is_known_by_its_sentences(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of `--sources <(head -100 news.en)` in a shell: a pipe can be read once only."""
+
+    def evaluated(source: str) -> int:
+        names = {side: tmp_path / side for side in ("sources", "references")}
+        for name in names.values():
+            os.mkfifo(name)
+        feeders = [threading.Thread(target=name.write_text, args=(f"{source}\n",)) for name in names.values()]
+        for feeder in feeders:
+            feeder.start()
+        files = [word for side, name in names.items() for word in (f"--{side}", str(name))]
+        try:
+            return main(["evaluate", "--run", str(run), *files, "--beam", "1"])
+        finally:
+            for name, feeder in zip(names.values(), feeders, strict=True):
+                feeder.join(20)
+                name.unlink()
+
+    assert evaluated(SENTENCE) == 0
+    noted = json.loads((run / "sources.scores.json").read_text())
+    (tmp_path / "text").write_text(f"{SENTENCE}\n")
+    for side in ("sources", "references"):
+        assert noted[side] == {"file": str(tmp_path / side), "sha256": sha256(tmp_path / "text")}
+    record = {**noted, "sources": {**noted["sources"], "file": "/proc/1/fd/pipe:[1]"}}
+    (run / "sources.scores.json").write_text(json.dumps(record))  # a pipe of another process
+    assert evaluated(SENTENCE) == 0
+    (run / "sources.scores.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    assert evaluated("Two trains.") == 2
+    assert "sources.scores.json, the scores of /proc/1/fd/pipe:[1]: rename the file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("labels", ["nowhere", "a\nb\n"])
 def test_labels_that_do_not_fit_are_refused_before_the_work_of_translating(
     labels: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -180,6 +214,7 @@ def test_a_model_is_evaluated_on_any_pair_of_files(
         **expected.as_dict(),
         "weights": [weights_digest(run / "best")],
         "sources": {"file": str(tmp_path / "wmt.en"), "sha256": sha256(tmp_path / "wmt.en")},
+        "references": {"file": str(tmp_path / "wmt.de"), "sha256": sha256(tmp_path / "wmt.de")},
     }
     assert str(expected) in printed
 
