@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from recipes.translation.atomic_folder import writing_to
 from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.data.held_out import HeldOut, HeldOutSplit, the_one_of
 from recipes.translation.data.lines import DataError, read_lines
@@ -21,6 +15,7 @@ from recipes.translation.data.sentence_pairs import Pair, load_pairs
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.run_folder.made_from import lines_digest
+from recipes.translation.run_folder.outputs import replace_files
 from recipes.translation.scores.groups import Parts, parts_by_label, parts_by_length, scores_of_parts, scores_of_sets
 from recipes.translation.scores.scores import Scores, measure, score, scores_of
 from recipes.translation.scores.statistics import Measured
@@ -73,41 +68,10 @@ class Evaluation:
             made_of[side]["file"] = str(file.resolve())
         record = {**self.scores.as_dict(), "weights": list(self.digests), **made_of}
         translations, scores = result_files(folder, self.name)
-        written = {
-            translations: "".join(f"{text}\n" for text in self.translations),
-            scores: json.dumps(record, indent=2) + "\n",
-        }
-        _replace_together(folder, written)
+        text = "".join(f"{text}\n" for text in self.translations)
+        written = {translations: text, scores: json.dumps(record, indent=2) + "\n"}
+        replace_files({path: text.encode() for path, text in written.items()})
         return list(written)
-
-
-def _replace_together(folder: Path, texts: Mapping[Path, str]) -> None:
-    """Write files of a folder so that all are of one evaluation, also on a full disk, or beside another process."""
-    first = next(iter(texts))
-    with writing_to(first):
-        new = Path(tempfile.mkdtemp(prefix=f".{first.name}.", dir=folder))
-    try:
-        for path, text in texts.items():
-            with writing_to(path):
-                (new / path.name).write_text(text, encoding="utf-8")
-        with _locked(folder):
-            for path in texts:
-                with writing_to(path):
-                    (new / path.name).replace(path)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time into the block, where the file system has locks of folders."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def result_files(folder: Path, name: str) -> list[Path]:

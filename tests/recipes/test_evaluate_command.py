@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -52,14 +56,14 @@ def test_scores_that_cannot_be_written_leave_the_earlier_evaluation_and_are_name
     own = shutil.copytree(run, tmp_path / "run")
     (own / "valid.translations.txt").write_text("earlier\n")
     before = {path.name for path in own.iterdir()}
-    write = Path.write_text
+    write = Path.write_bytes
 
-    def full(path: Path, text: str, encoding: str | None = None) -> int:
-        if path.name == "valid.scores.json":
+    def full(path: Path, content: bytes) -> int:
+        if "valid.scores.json" in path.name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(path, text, encoding)
+        return write(path, content)
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     assert main(["evaluate", "--run", str(own), "--split", "valid", "--beam", "1"]) == 2
     assert f"{own / 'valid.scores.json'}: cannot be written: No space left" in capsys.readouterr().err
     assert (own / "valid.translations.txt").read_text() == "earlier\n"
@@ -82,6 +86,40 @@ def test_results_of_two_processes_at_once_are_those_of_one(tmp_path: Path) -> No
     with ThreadPoolExecutor() as pool:
         for done in [pool.submit(write, number) for number in (1, 2)]:
             done.result()
+
+
+def evaluation(texts: list[str]) -> Evaluation:
+    made = Evaluation("news", [], texts, [])
+    object.__setattr__(made, "scores", score(["a b c d"], ["a b c d"]))
+    return made
+
+
+def test_results_are_written_whoever_has_locked_the_folder(tmp_path: Path) -> None:
+    """As `flock RUN python -m recipes.translation evaluate` does, for another evaluation to wait."""
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        with ThreadPoolExecutor() as pool:
+            writing = pool.submit(evaluation(["a"]).write, tmp_path)
+            try:
+                writing.result(20)
+            finally:
+                fcntl.flock(folder, fcntl.LOCK_UN)
+    finally:
+        os.close(folder)
+    assert (tmp_path / "news.translations.txt").read_text() == "a\n"
+
+
+def test_the_next_evaluation_leaves_nothing_of_one_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
+    killed = (
+        "import os; from pathlib import Path; from tests.recipes.test_evaluate_command import evaluation; "
+        f"Path.replace = lambda *_: os.kill(os.getpid(), 9); evaluation(['a b'] * 9).write(Path({str(tmp_path)!r}))"
+    )
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir())
+    evaluation(["a"]).write(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"news.translations.txt", "news.scores.json"}
+    assert (tmp_path / "news.translations.txt").read_text() == "a\n"
 
 
 def test_results_of_a_file_are_not_replaced_by_those_of_another_with_its_name(

@@ -165,8 +165,10 @@ def _scored_by(run: RunRecords, name: str) -> str:
 
 def _made_of(record: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the SHA-256 of the sources and references of scores; empty where earlier versions did not note both."""
-    sides = [record.get(side) for side in ("sources", "references")]
-    return tuple(side["sha256"] for side in sides) if all(sides) else ()
+    sides = [record.get(side) or {} for side in ("sources", "references")]
+    if not all(sides):
+        return ()
+    return tuple(side["sha256"] for side in sides)
 
 
 def _score(record: Mapping[str, object], field: str) -> str:

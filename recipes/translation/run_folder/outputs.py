@@ -6,7 +6,8 @@ subwords, wherever their folder is, by its manifest.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from recipes.translation.atomic_folder import (
@@ -14,6 +15,7 @@ from recipes.translation.atomic_folder import (
     MODELS,
     CheckpointError,
     beside,
+    claimed,
     listed_files,
     whole_folder,
     writing_to,
@@ -74,17 +76,35 @@ def check_run(run: Path) -> None:
 
 def write_output(output: Path, content: bytes) -> None:
     """Write a file in place of an earlier one, which stays if that fails; a device or a pipe is written to."""
-    with writing_to(output):
-        if output.exists() and not output.is_file():
+    if output.exists() and not output.is_file():
+        with writing_to(output):
             output.write_bytes(content)
-            return
-        target = output.resolve()
-        new = beside(target, "new")
+        return
+    if output.is_symlink():
+        output = output.resolve()
+    replace_files({output: content})
+
+
+def replace_files(contents: Mapping[Path, bytes]) -> None:
+    """Replace files of a folder so that all are of one process; the earlier ones stay if that fails.
+
+    The new one of the first file is the lock by which two processes at once do so one after the other.
+    """
+    news = {path: beside(path, "new") for path in contents}
+    first, *others = contents
+    with ExitStack() as held:
+        with writing_to(first):
+            held.enter_context(claimed(news[first]))
         try:
-            new.write_bytes(content)
-            new.replace(target)
-        except OSError:
-            new.unlink(missing_ok=True)
+            for path, content in contents.items():
+                with writing_to(path):
+                    news[path].write_bytes(content)
+            for path in (*others, first):
+                with writing_to(path):
+                    news[path].replace(path)
+        except BaseException:
+            for path in others:
+                news[path].unlink(missing_ok=True)
             raise
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,22 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     reader.join(20)
     assert read == [b"a page"]
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_file_that_two_processes_write_at_once_is_that_of_one(tmp_path: Path) -> None:
+    both = threading.Barrier(2)
+
+    def write(number: int) -> None:
+        for _ in range(100):
+            both.wait(20)
+            write_output(tmp_path / "page", str(number).encode() * 100_000 * number)
+            both.wait(20)
+            assert (tmp_path / "page").read_bytes() in (b"1" * 100_000, b"2" * 200_000)
+            assert [path.name for path in tmp_path.iterdir()] == ["page"]
+
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(write, number) for number in (1, 2)]:
+            done.result()
 
 
 def test_a_link_stays_a_link_and_its_file_is_replaced(tmp_path: Path) -> None:
