@@ -63,7 +63,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def claimed(new: Path, *, folder: bool = False) -> Iterator[None]:
-    """Make a file or an empty folder, which the block fills and renames; remove it if the block raises.
+    """Make a file or an empty folder, which the block fills and renames; remove it if the block does not rename it.
 
     Another process that wants it waits until then, where the file system has locks. What a process that was killed has
     left is taken over.
@@ -80,10 +80,9 @@ def claimed(new: Path, *, folder: bool = False) -> Iterator[None]:
                 continue
             try:
                 yield
-            except BaseException:
+            finally:
                 if is_at(new, descriptor):  # after the renaming it would be another process's
                     _remove(new, folder)
-                raise
             return
         finally:
             os.close(descriptor)
