@@ -12,13 +12,17 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 MANIFEST = "manifest.json"
 MODELS = ("best", "last", "averaged")
 """The models of a run that its results can be of."""
+
+
+Found = TypeVar("Found")
 
 
 class CheckpointError(Exception):
@@ -168,6 +172,27 @@ def verified_folder(target: Path) -> Path:
                 f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; restore the folder from a copy"
             )
     return folder
+
+
+def undisturbed(target: Path, read: Callable[[], Found]) -> Found:
+    """Return what `read` reads in `target`: all of one folder, and once more if another process has replaced it."""
+    while True:
+        before = _manifest_of(target)
+        try:
+            found = read()
+        except (CheckpointError, OSError):
+            if _manifest_of(target) == before:
+                raise
+            continue
+        if _manifest_of(target) == before:
+            return found
+
+
+def _manifest_of(target: Path) -> bytes:
+    """Return the manifest of the complete folder, which tells it from others; empty without a readable one."""
+    with suppress(OSError):
+        return ((whole_folder(target) or target) / MANIFEST).read_bytes()
+    return b""
 
 
 def check_removable(target: Path) -> None:

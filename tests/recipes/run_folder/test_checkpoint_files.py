@@ -11,6 +11,7 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from recipes.translation.run_folder.checkpoint import (
     save_model,
 )
 from recipes.translation.train import train
+from tests.recipes.random_translator import random_translator
 from tests.recipes.tiny import tiny
 
 
@@ -204,6 +206,29 @@ def test_a_disk_that_is_full_is_one_line_that_names_what_was_written(room: int, 
     assert str(caught.value) == f"{folder} cannot be written: File too large; its old contents are still there"
     assert load_facts(folder) == load_facts(run / "best")
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+@pytest.mark.parametrize(
+    "moment", ["atomic_folder.sha256", "run_folder.checkpoint._read_tensors", "run_folder.checkpoint.load_belongings"]
+)
+def test_a_model_that_training_replaces_while_it_is_read_is_read_again(
+    moment: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    translator = load_translator(run / "best")
+    other = random_translator(tmp_path / "other", seed=5)
+    save_model(tmp_path / "best", translator, {"step": 1})
+    module, _, name = f"recipes.translation.{moment}".rpartition(".")
+    function = getattr(import_module(module), name)
+
+    def replacing(path: Path, *arguments: Any) -> Any:
+        monkeypatch.undo()
+        save_model(tmp_path / "best", other, {"step": 2})
+        return function(path, *arguments)
+
+    monkeypatch.setattr(f"{module}.{name}", replacing)
+    found = load_translator(tmp_path / "best")
+    assert found.digests == load_translator(tmp_path / "best").digests != translator.digests
+    assert found.source.digest == other.source.digest != translator.source.digest
 
 
 @pytest.mark.parametrize("locks", [True, False])
