@@ -103,6 +103,12 @@ def read_run(folder: Path) -> RunRecords:
     return RunRecords(**{**vars(found), "settings": found.began.get("settings") or _saved_settings(folder)})
 
 
+def begun_settings(folder: Path) -> dict[str, object]:
+    """Return the settings of the newest start of training, by dotted name; empty where none are recorded."""
+    starts = [record["began"] for record in _lines(folder / "resources.jsonl", RESOURCES) if record.get("began")]
+    return dict((starts[-1].get("settings") if starts else None) or {})
+
+
 def is_number(value: object) -> bool:
     """Return whether a value of a record can be drawn: a finite number that float64 can sum and scale."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e280
