@@ -67,7 +67,11 @@ def check_output_file(
 
 
 def check_run(run: Path) -> None:
-    """Raise ConfigError for a run that would be written into the folder of a model, or into a part of another run."""
+    """Raise ConfigError for a run that is no folder, or would be written into a model or a part of another run."""
+    there = next(path for path in (run, *run.parents) if path.is_symlink() or path.exists())
+    if not there.is_dir():
+        what = "a link to a folder that is missing" if there.is_symlink() else "not a folder"
+        raise ConfigError(f"--run: {there} is {what}: name another folder for the run, or move it away")
     if whole_folder(run):
         raise ConfigError(f"--run: {run} is the folder of a model: name the folder of a run, such as the one it is in")
     if owner := owner_of(run.resolve()):

@@ -179,6 +179,19 @@ def test_no_run_is_written_into_a_model_or_a_part_of_another_run(
     assert contents(run) == before
 
 
+@pytest.mark.parametrize("below", ["", "below/it"])
+@pytest.mark.parametrize("command", ["train", "prepare", "import", "average"])
+def test_a_run_that_is_no_folder_is_refused_by_name(
+    command: str, below: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
+    words = {"import": [str(run / "best")], "average": ["--models", str(run / "best")]}.get(command, [])
+    for name, what in (("file", "not a folder"), ("link", "a link to a folder that is missing")):
+        told = refusal(capsys, command, "--run", str(tmp_path / name / below), *words)
+        assert told == (f"error: --run: {tmp_path / name} is {what}: name another folder for the run, or move it away")
+
+
 @pytest.mark.parametrize("name", ["averaged", "metrics.jsonl", "resources.jsonl", "checkpoints/step-00000004"])
 def test_no_model_is_imported_into_a_run_whatever_it_has(
     name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
