@@ -104,9 +104,13 @@ def read_run(folder: Path) -> RunRecords:
 
 
 def begun_settings(folder: Path) -> dict[str, object]:
-    """Return the settings of the newest start of training, by dotted name; empty where none are recorded."""
+    """Return the settings of the newest start of training, for `load_config`; empty where none are recorded."""
     starts = [record["began"] for record in _lines(folder / "resources.jsonl", RESOURCES) if record.get("began")]
-    return dict((starts[-1].get("settings") if starts else None) or {})
+    settings = (starts[-1].get("settings") if starts else None) or {}
+    # Recorded as corpora.news, ...; the section is one setting
+    corpora = {name.removeprefix("corpora."): one for name, one in settings.items() if name.startswith("corpora.")}
+    found = {name: one for name, one in settings.items() if not name.startswith("corpora.")}
+    return found | ({"corpora": corpora} if corpora else {})
 
 
 def is_number(value: object) -> bool:

@@ -16,7 +16,9 @@ from recipes.translation import train as training
 from recipes.translation.atomic_folder import MANIFEST, CheckpointError, sha256
 from recipes.translation.commands import main
 from recipes.translation.data.lines import DataError
+from recipes.translation.report.records import begun_settings
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator, load_weights
+from recipes.translation.run_folder.resume import flat
 from recipes.translation.settings.config import SCHEMA, ConfigError, CorpusConfig, RunConfig, load_config
 from recipes.translation.train import begin, train
 from tests.recipes.run_folder.made import MADE, contents, refused
@@ -306,6 +308,16 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_begun_again_with_its_ow
     monkeypatch.undo()
     assert main(["train", "--run", str(run)]) == 0
     assert (run / "last" / "model.safetensors").read_bytes() == (made / "last" / "model.safetensors").read_bytes()
+
+
+def test_the_settings_of_a_start_are_those_that_were_recorded_whatever_they_are(tmp_path: Path) -> None:
+    corpora = {"web.en": {"train": ["en", "de"], "weight": 2.0, "tag": "<bt>"}, "news": {"train": ["a.tsv"]}}
+    config = tiny(tmp_path / "run", {"data.format": "text", "corpora": corpora, "data.valid": ["en", "de"]})
+    began = {"settings": flat(config)}
+    (tmp_path / "resources.jsonl").write_text(
+        "".join(json.dumps({"step": 0, "began": one}) + "\n" for one in ({}, began))
+    )
+    assert load_config(None, begun_settings(tmp_path)) == config
 
 
 def test_a_run_that_was_only_prepared_is_not_trained_on_the_built_in_corpus(
