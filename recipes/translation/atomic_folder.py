@@ -7,17 +7,22 @@ the new one. Files that the manifest does not list belong to someone else, and a
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 MANIFEST = "manifest.json"
 MODELS = ("best", "last", "averaged")
 """The models of a run that its results can be of."""
+
+
+Found = TypeVar("Found")
 
 
 class CheckpointError(Exception):
@@ -28,7 +33,8 @@ class CheckpointError(Exception):
 def replaced_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder to write files to, which replaces `target` at the end of the block.
 
-    If the block raises, `target` does not change. Other people's files in `target` are moved to the new folder.
+    If the block raises, `target` does not change. Other people's files in `target` are moved to the new folder. Of two
+    processes at once one waits for the other, and the later one's folder stays.
 
     Raises CheckpointError if `target` was not made by this function, or cannot be written.
     """
@@ -38,30 +44,75 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     previous = beside(target, "previous")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(new, ignore_errors=True)  # of a process that was killed while it was writing
-        new.mkdir()
-        yield new
-        # Listed before it is renamed: a folder with a manifest is complete
-        _write_manifest(new)
-        for path in [*new.iterdir(), new]:
-            _flush(path)
-        # A folder cannot be renamed to one that is not empty. Between the two renames below there is no `target`;
-        # `whole_folder` then returns `previous`, the complete old folder
-        if target.exists():
-            _retire(previous, target)  # left by a process that was killed before it could remove it
-            target.rename(previous)
-        new.rename(target)
-        _flush(target.parent)
-        _retire(previous, target)
+        with claimed(new, folder=True):
+            yield new
+            # Listed before it is renamed: a folder with a manifest is complete
+            _write_manifest(new)
+            for path in [*new.iterdir(), new]:
+                _flush(path)
+            # A folder cannot be renamed to one that is not empty. Between the two renames below there is no `target`;
+            # `whole_folder` then returns `previous`, the complete old folder
+            if target.exists():
+                _retire(previous, target)  # left by a process that was killed before it could remove it
+                target.rename(previous)
+            new.rename(target)
+            _flush(target.parent)
+            _retire(previous, target)
     except OSError as error:
-        shutil.rmtree(new, ignore_errors=True)
         message = f"{target} cannot be written: {error.strerror or error}"
         if whole_folder(target):
             message += "; its old contents are still there"
         raise CheckpointError(message) from error
-    except BaseException:
+
+
+@contextmanager
+def claimed(new: Path, *, folder: bool = False) -> Iterator[None]:
+    """Make a file or an empty folder, which the block fills and renames; remove it if the block does not rename it.
+
+    Another process that wants it waits until then, where the file system has locks. What a process that was killed has
+    left is taken over.
+    """
+    while True:
+        descriptor = _opened(new, folder)
+        try:
+            with suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not is_at(new, descriptor):
+                continue
+            if folder and any(new.iterdir()):
+                shutil.rmtree(new)
+                continue
+            try:
+                yield
+            finally:
+                if is_at(new, descriptor):  # after the renaming it would be another process's
+                    _remove(new, folder)
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _opened(new: Path, folder: bool) -> int:
+    if not folder:
+        return os.open(new, os.O_RDWR | os.O_CREAT, 0o666)
+    while True:
+        new.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):  # renamed since
+            return os.open(new, os.O_RDONLY)
+
+
+def _remove(new: Path, folder: bool) -> None:
+    if folder:
         shutil.rmtree(new, ignore_errors=True)
-        raise
+    else:
+        new.unlink(missing_ok=True)
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Return whether `path` is still the open file or folder: another process may have renamed or removed it."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    return False
 
 
 @contextmanager
@@ -121,6 +172,27 @@ def verified_folder(target: Path) -> Path:
                 f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; restore the folder from a copy"
             )
     return folder
+
+
+def undisturbed(target: Path, read: Callable[[], Found]) -> Found:
+    """Return what `read` reads in `target`: all of one folder, and once more if another process has replaced it."""
+    while True:
+        before = _manifest_of(target)
+        try:
+            found = read()
+        except (CheckpointError, OSError):
+            if _manifest_of(target) == before:
+                raise
+            continue
+        if _manifest_of(target) == before:
+            return found
+
+
+def _manifest_of(target: Path) -> bytes:
+    """Return the manifest of the complete folder, which tells it from others; empty without a readable one."""
+    with suppress(OSError):
+        return ((whole_folder(target) or target) / MANIFEST).read_bytes()
+    return b""
 
 
 def check_removable(target: Path) -> None:

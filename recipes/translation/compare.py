@@ -15,7 +15,7 @@ from recipes.translation.data.bleu_tokenizers import tokenizer_for
 from recipes.translation.data.held_out import HeldOutSplit, the_one_of
 from recipes.translation.data.lines import DataError, read_lines
 from recipes.translation.run_folder.checkpoint import saved_config
-from recipes.translation.run_folder.made_from import model_with, translated_by
+from recipes.translation.run_folder.made_from import lines_digest, model_with, translated_by, translated_from
 from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, intervals
 from recipes.translation.scores.paired_tests import TRIALS, Comparison, compared
 from recipes.translation.scores.scores import drawn, measure
@@ -142,12 +142,20 @@ def _system(name: str, split: HeldOutSplit) -> System:
     again = f"evaluate --run {shlex.quote(name)} --split {split}"
     if not file.exists():
         raise DataError(f"there is no {file}: make it with {again}")
-    by = model_with(path, translated_by(path / f"{split}.scores.json"))
+    scores = path / f"{split}.scores.json"
+    by = model_with(path, translated_by(scores))
     if not by:
         raise DataError(f"{file} was not translated by a model that {name} has now: {again}, or name the file itself")
+    pairs = data.pairs()
+    # The references may have been corrected since: all systems are scored anew
+    if (sources := translated_from(scores)) and sources != lines_digest(pair.source for pair in pairs):
+        raise DataError(
+            f"{file} has the translations of other sentences than {data.setting} has now: {again}, or name the file "
+            "itself"
+        )
     if by != "best":
         name = f"{name} ({by})"
-    return System(name, read_lines(file), [pair.target for pair in data.pairs()], config)
+    return System(name, read_lines(file), [pair.target for pair in pairs], config)
 
 
 def _references(systems: Sequence[System], path: Path | None) -> Sequence[str]:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from recipes.translation.atomic_folder import sha256, writing_to
 from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.data.held_out import HeldOut, HeldOutSplit, the_one_of
 from recipes.translation.data.lines import DataError, read_lines
 from recipes.translation.data.sentence_pairs import Pair, load_pairs
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.made_from import lines_digest
+from recipes.translation.run_folder.outputs import replace_files
 from recipes.translation.scores.groups import Parts, parts_by_label, parts_by_length, scores_of_parts, scores_of_sets
 from recipes.translation.scores.scores import Scores, measure, score, scores_of
 from recipes.translation.scores.statistics import Measured
@@ -55,8 +51,8 @@ class Evaluation:
     """Which of the run's data it is; None for other files."""
     digests: Sequence[str] = ()
     """The SHA-256 of the weights of each model that translated."""
-    sources: Path | None = None
-    """The file of sources; None for the run's data."""
+    files: tuple[Path, Path] | None = None
+    """The files of sources and references; None for the run's data."""
 
     @cached_property
     def scores(self) -> Scores:
@@ -65,45 +61,17 @@ class Evaluation:
 
     def write(self, folder: Path) -> list[Path]:
         """Write `<name>.translations.txt`, one line for each sentence, and `<name>.scores.json`."""
-        record: dict[str, object] = {**self.scores.as_dict(), "weights": list(self.digests)}
-        if self.sources:
-            record["sources"] = {"file": str(self.sources.resolve()), "sha256": sha256(self.sources)}
+        texts = {"sources": [pair.source for pair in self.pairs], "references": [pair.target for pair in self.pairs]}
+        # Of what was read, not of the files, which may have changed since, and a pipe is read once
+        made_of = {side: {"sha256": lines_digest(lines)} for side, lines in texts.items()}
+        for side, file in zip(texts, self.files or (), strict=False):
+            made_of[side]["file"] = str(file.resolve())
+        record = {**self.scores.as_dict(), "weights": list(self.digests), **made_of}
         translations, scores = result_files(folder, self.name)
-        texts = {
-            translations: "".join(f"{text}\n" for text in self.translations),
-            scores: json.dumps(record, indent=2) + "\n",
-        }
-        _replace_together(folder, texts)
-        return list(texts)
-
-
-def _replace_together(folder: Path, texts: Mapping[Path, str]) -> None:
-    """Write files of a folder so that all are of one evaluation, also on a full disk, or beside another process."""
-    first = next(iter(texts))
-    with writing_to(first):
-        new = Path(tempfile.mkdtemp(prefix=f".{first.name}.", dir=folder))
-    try:
-        for path, text in texts.items():
-            with writing_to(path):
-                (new / path.name).write_text(text, encoding="utf-8")
-        with _locked(folder):
-            for path in texts:
-                with writing_to(path):
-                    (new / path.name).replace(path)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time into the block, where the file system has locks of folders."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        text = "".join(f"{text}\n" for text in self.translations)
+        written = {translations: text, scores: json.dumps(record, indent=2) + "\n"}
+        replace_files({path: text.encode() for path, text in written.items()})
+        return list(written)
 
 
 def result_files(folder: Path, name: str) -> list[Path]:
@@ -111,14 +79,17 @@ def result_files(folder: Path, name: str) -> list[Path]:
     return [folder / f"{name}.translations.txt", folder / f"{name}.scores.json"]
 
 
-def other_sources(scores: Path, sources: Path) -> str:
-    """Return the file of other sentences whose scores these are; empty for this file, and where none is noted."""
+def other_sources(scores: Path, sources: Path, pairs: Sequence[Pair]) -> str:
+    """Return the file of other sentences whose scores these are; empty for this file, and where none is noted.
+
+    `pairs` have the sentences of the file.
+    """
     try:
         noted = json.loads(scores.read_text(encoding="utf-8"))["sources"]
         file, digest = noted["file"], noted["sha256"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
-    if file == str(sources.resolve()) or digest == sha256(sources):
+    if file == str(sources.resolve()) or digest == lines_digest(pair.source for pair in pairs):
         return ""
     return str(file)
 

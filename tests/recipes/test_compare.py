@@ -141,6 +141,29 @@ def test_translations_of_an_older_model_are_refused(
         assert f"evaluate --run '{other}' --split test" in line
 
 
+def test_translations_of_other_sentences_than_the_run_has_now_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {"en": ["the dog and the cat", "one train and two"], "de": ["der Hund, die Katze", "ein Zug; zwei"]}
+    for name, some in texts.items():
+        lines(tmp_path / name, some)
+    files = {f"data.{split}": ["en", "de"] for split in ("train", "valid", "test")}
+    run = str(tmp_path / "run")
+    train(tiny(Path(run), {**files, "data.path": str(tmp_path), "subwords.vocab_size": 285, "training.steps": 1}))
+    assert main(["evaluate", "--run", run]) == 0
+    shutil.copytree(run, tmp_path / "again")
+    lines(tmp_path / "de", [texts["de"][0], "ein Zug und zwei"])  # a correction: both are scored by it
+    assert str(compare([run, str(tmp_path / "again")]))
+    for name, some in texts.items():
+        lines(tmp_path / name, some[::-1])
+    assert main(["evaluate", "--run", str(tmp_path / "again")]) == 0
+    capsys.readouterr()
+    assert refusal(capsys, "compare", str(tmp_path / "again"), run) == (
+        f"error: {run}/test.translations.txt has the translations of other sentences than data.test has now: evaluate "
+        f"--run {run} --split test, or name the file itself"
+    )
+
+
 def test_a_model_other_than_the_best_is_named(run: Path, tmp_path: Path) -> None:
     """The scores of a run are those of its last evaluation, whatever its --checkpoint was."""
     shutil.copytree(run, tmp_path / "run")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -52,14 +56,14 @@ def test_scores_that_cannot_be_written_leave_the_earlier_evaluation_and_are_name
     own = shutil.copytree(run, tmp_path / "run")
     (own / "valid.translations.txt").write_text("earlier\n")
     before = {path.name for path in own.iterdir()}
-    write = Path.write_text
+    write = Path.write_bytes
 
-    def full(path: Path, text: str, encoding: str | None = None) -> int:
-        if path.name == "valid.scores.json":
+    def full(path: Path, content: bytes) -> int:
+        if "valid.scores.json" in path.name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(path, text, encoding)
+        return write(path, content)
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     assert main(["evaluate", "--run", str(own), "--split", "valid", "--beam", "1"]) == 2
     assert f"{own / 'valid.scores.json'}: cannot be written: No space left" in capsys.readouterr().err
     assert (own / "valid.translations.txt").read_text() == "earlier\n"
@@ -82,6 +86,40 @@ def test_results_of_two_processes_at_once_are_those_of_one(tmp_path: Path) -> No
     with ThreadPoolExecutor() as pool:
         for done in [pool.submit(write, number) for number in (1, 2)]:
             done.result()
+
+
+def evaluation(texts: list[str]) -> Evaluation:
+    made = Evaluation("news", [], texts, [])
+    object.__setattr__(made, "scores", score(["a b c d"], ["a b c d"]))
+    return made
+
+
+def test_results_are_written_whoever_has_locked_the_folder(tmp_path: Path) -> None:
+    """As `flock RUN python -m recipes.translation evaluate` does, for another evaluation to wait."""
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        with ThreadPoolExecutor() as pool:
+            writing = pool.submit(evaluation(["a"]).write, tmp_path)
+            try:
+                writing.result(20)
+            finally:
+                fcntl.flock(folder, fcntl.LOCK_UN)
+    finally:
+        os.close(folder)
+    assert (tmp_path / "news.translations.txt").read_text() == "a\n"
+
+
+def test_the_next_evaluation_leaves_nothing_of_one_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
+    killed = (
+        "import os; from pathlib import Path; from tests.recipes.test_evaluate_command import evaluation; "
+        f"Path.replace = lambda *_: os.kill(os.getpid(), 9); evaluation(['a b'] * 9).write(Path({str(tmp_path)!r}))"
+    )
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir())
+    evaluation(["a"]).write(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"news.translations.txt", "news.scores.json"}
+    assert (tmp_path / "news.translations.txt").read_text() == "a\n"
 
 
 def test_results_of_a_file_are_not_replaced_by_those_of_another_with_its_name(
@@ -110,6 +148,40 @@ def test_results_of_a_file_are_not_replaced_by_those_of_another_with_its_name(
     assert main([*words["b"], "--ensemble", str(run)]) == 0
     capsys.readouterr()
     assert "dev.ensemble.scores.json, the scores of " in refusal(capsys, *words["a"], "--ensemble", str(run))
+
+
+def test_a_test_set_of_pipes_is_known_by_its_sentences(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of `--sources <(head -100 news.en)` in a shell: a pipe can be read once only."""
+
+    def evaluated(source: str) -> int:
+        names = {side: tmp_path / side for side in ("sources", "references")}
+        for name in names.values():
+            os.mkfifo(name)
+        feeders = [threading.Thread(target=name.write_text, args=(f"{source}\n",)) for name in names.values()]
+        for feeder in feeders:
+            feeder.start()
+        files = [word for side, name in names.items() for word in (f"--{side}", str(name))]
+        try:
+            return main(["evaluate", "--run", str(run), *files, "--beam", "1"])
+        finally:
+            for name, feeder in zip(names.values(), feeders, strict=True):
+                feeder.join(20)
+                name.unlink()
+
+    assert evaluated(SENTENCE) == 0
+    noted = json.loads((run / "sources.scores.json").read_text())
+    (tmp_path / "text").write_text(f"{SENTENCE}\n")
+    for side in ("sources", "references"):
+        assert noted[side] == {"file": str(tmp_path / side), "sha256": sha256(tmp_path / "text")}
+    record = {**noted, "sources": {**noted["sources"], "file": "/proc/1/fd/pipe:[1]"}}
+    (run / "sources.scores.json").write_text(json.dumps(record))  # a pipe of another process
+    assert evaluated(SENTENCE) == 0
+    (run / "sources.scores.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    assert evaluated("Two trains.") == 2
+    assert "sources.scores.json, the scores of /proc/1/fd/pipe:[1]: rename the file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("labels", ["nowhere", "a\nb\n"])
@@ -180,6 +252,7 @@ def test_a_model_is_evaluated_on_any_pair_of_files(
         **expected.as_dict(),
         "weights": [weights_digest(run / "best")],
         "sources": {"file": str(tmp_path / "wmt.en"), "sha256": sha256(tmp_path / "wmt.en")},
+        "references": {"file": str(tmp_path / "wmt.de"), "sha256": sha256(tmp_path / "wmt.de")},
     }
     assert str(expected) in printed
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,14 +115,44 @@ def _own(name: str) -> str:
 
 
 def run_config(options: argparse.Namespace) -> RunConfig:
-    """Read the settings; without --config, an existing run's own take the place of the defaults."""
+    """Read the settings; without --config, an existing run's own take the place of the defaults.
+
+    A run without a checkpoint to resume from is begun anew: where no data is given, with its own settings, too.
+    """
     given: dict[str, object] = {**overrides(options)}
     path = options.config
     if path is None:
         run = str(given.get("run", RunConfig().run))
         if begun := whole_folder(Path(run) / "last"):
             return with_folder(resumed_config(begun / "config.yaml", run, given))
+        if any((Path(run) / name).exists() for name in ("resources.jsonl", "subwords")):
+            given = {**unsaved_settings(Path(run), given), **given, "run": run}
     return with_folder(load_config(path, given))
+
+
+def unsaved_settings(run: Path, given: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the settings with which a run was begun that ended before its first checkpoint; none if data is given.
+
+    Raises ConfigError for a run that was only prepared, from other data than that of the default settings.
+    """
+    from recipes.translation.data.prepare import of_other_data
+    from recipes.translation.report.records import begun_settings
+    from recipes.translation.run_folder.resume import MAY_CHANGE
+
+    if any(name.startswith(("data.", "corpora")) for name in given.keys() - MAY_CHANGE):
+        return {}
+    if begun := begun_settings(run):
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                f"[train] {run} has no checkpoint yet: it begins anew, with the settings of its last start", flush=True
+            )
+        return begun
+    if of_other_data(run / "subwords", load_config(None, given)):
+        raise ConfigError(
+            f"{run} has no checkpoint yet, and its subwords were made from other data than the built-in corpus, which "
+            "is the default: give the settings of the run again, with --config or as options"
+        )
+    return {}
 
 
 def resumed_config(path: Path, run: str, given: dict[str, object]) -> RunConfig:

@@ -26,6 +26,7 @@ from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser
 
 if TYPE_CHECKING:
+    from recipes.translation.data.sentence_pairs import Pair
     from recipes.translation.evaluate import Evaluation
     from recipes.translation.processes.ranks import Ranks
     from recipes.translation.scores.groups import Parts
@@ -95,7 +96,7 @@ def evaluate(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check_name(options: argparse.Namespace, sources: Path, config: RunConfig) -> None:
+def _check_name(options: argparse.Namespace, sources: Path, pairs: Sequence[Pair], config: RunConfig) -> None:
     """Raise DataError for a file by whose name its results would replace those of another, or of the run's own data.
 
     Raises ConfigError where they would replace a file that is read.
@@ -117,7 +118,7 @@ def _check_name(options: argparse.Namespace, sources: Path, config: RunConfig) -
             f"--sources {sources} would replace {sources.name}.scores.json, the scores of the run's own data: rename "
             "the file"
         )
-    if other := other_sources(files[1], sources):
+    if other := other_sources(files[1], sources, pairs):
         raise DataError(
             f"--sources {sources} would replace {files[1]}, the scores of {other}: rename the file, or move those "
             "results away"
@@ -146,12 +147,12 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
         translator = load_ensemble(options, ranks)
         decoding = translator.config.decoding
         if options.sources:
-            ranks.run_on_main(lambda: _check_name(options, sources, translator.config))
             lowercase = translator.config.subwords.lowercase
             pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
+            ranks.run_on_main(lambda: _check_name(options, sources, pairs, translator.config))
             _check_labels(options, None, len(pairs), ranks)
             one = evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks, "evaluate")
-            found = [replace(one, sources=sources)]
+            found = [replace(one, files=(sources, references))]
         else:
             sets = held_out(translator.config, options.split or "test")
             for each in sets if options.by else ():

@@ -81,6 +81,15 @@ def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
     return found
 
 
+def of_other_data(folder: Path, config: RunConfig) -> bool:
+    """Return whether there are models in the folder that were made from other data than these settings name."""
+    try:
+        data = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["data"]
+    except (OSError, ValueError, LookupError, TypeError):  # there are none, or they can be made again
+        return False
+    return bool(data != identity(config))
+
+
 def _train(config: RunConfig, folder: Path, settings: dict[str, object]) -> None:
     start = time.monotonic()
     tags = tags_of(config)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -21,7 +20,7 @@ from typing import Any
 import numpy
 import numpy.typing
 
-from recipes.translation.atomic_folder import sha256
+from recipes.translation.atomic_folder import claimed, sha256
 from recipes.translation.data.builtin_corpus import Pair
 from recipes.translation.data.lines import DataError
 from recipes.translation.data.subwords import Subwords
@@ -123,22 +122,19 @@ def write_store(
 ) -> None:
     """Tokenise the corpora, given as source sentences with tags and pairs, and write the store, whole or not at all.
 
-    Two runs may write the same store at the same time: each writes a folder of its own, and the first one stays.
+    Several runs may write the same store at the same time: on one machine the others wait for the first; another
+    machine, whose locks may not be seen here, writes a folder of its own. The first one stays.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
-    try:
+    unfinished = folder.with_name(f".unfinished-{folder.name}-{socket.gethostname()}")
+    with claimed(unfinished, folder=True):
+        if folder.exists():
+            return
         sizes = _write_pairs(unfinished / PAIRS, corpora, source, target, threads)
         facts = Facts(sizes, sha256(unfinished / PAIRS))
         (unfinished / FACTS).write_text(json.dumps(asdict(facts), indent=2) + "\n", encoding="utf-8")
-        # mkdtemp's folders are their owner's alone, and runs of other users may share a store
-        mask = os.umask(0)
-        os.umask(mask)
-        unfinished.chmod(0o777 & ~mask)
         if not folder.exists():
             os.rename(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _write_pairs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from recipes.translation.report import page
 from recipes.translation.report.figures import NO_TRANSLATIONS, attention_maps, chrf_of_sentences, curves, distributions
@@ -141,6 +142,9 @@ def _evaluation(runs: Sequence[RunRecords]) -> str:
         parts.append(page.table(heads, rows, numbers=True))
         signatures = {str(run.scores[name].get("bleu_signature", "unknown")) for run in having}
         parts.append(page.note(f"[ ] is the 95 % confidence interval. BLEU: {'; '.join(sorted(signatures))}"))
+        made_of = {sides for run in having if (sides := _made_of(run.scores[name]))}
+        if len(made_of) > 1:
+            parts.append(page.note("The sentences or references differ, so that these scores cannot be compared."))
         if any(run.scored.get(name) == "" for run in having):
             parts.append(page.note("A later model has replaced the earlier one: evaluate it again."))
     if not parts:
@@ -157,6 +161,14 @@ def _scored_by(run: RunRecords, name: str) -> str:
     if others:
         ensemble = f", with {others} other model{'s' * (others > 1)}"
     return f" ({run.scored[name] or 'an earlier model'}{ensemble})"
+
+
+def _made_of(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the SHA-256 of the sources and references of scores; empty where earlier versions did not note both."""
+    sides = [record.get(side) or {} for side in ("sources", "references")]
+    if not all(sides):
+        return ()
+    return tuple(side["sha256"] for side in sides)
 
 
 def _score(record: Mapping[str, object], field: str) -> str:

@@ -103,6 +103,16 @@ def read_run(folder: Path) -> RunRecords:
     return RunRecords(**{**vars(found), "settings": found.began.get("settings") or _saved_settings(folder)})
 
 
+def begun_settings(folder: Path) -> dict[str, object]:
+    """Return the settings of the newest start of training, for `load_config`; empty where none are recorded."""
+    starts = [record["began"] for record in _lines(folder / "resources.jsonl", RESOURCES) if record.get("began")]
+    settings = (starts[-1].get("settings") if starts else None) or {}
+    # Recorded as corpora.news, ...; the section is one setting
+    corpora = {name.removeprefix("corpora."): one for name, one in settings.items() if name.startswith("corpora.")}
+    found = {name: one for name, one in settings.items() if not name.startswith("corpora.")}
+    return found | ({"corpora": corpora} if corpora else {})
+
+
 def is_number(value: object) -> bool:
     """Return whether a value of a record can be drawn: a finite number that float64 can sum and scale."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e280

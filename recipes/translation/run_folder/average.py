@@ -43,7 +43,18 @@ def average(run: Path, last: int | None = None, best: int | None = None) -> Aver
 
     Raises CheckpointError if fewer models are kept than asked for, or they do not belong together.
     """
-    kept = kept_models(run)
+    while True:
+        kept = kept_models(run)
+        try:
+            return average_of_kept(run, kept, last, best)
+        except (CheckpointError, OSError):
+            if kept_models(run) == kept:
+                raise
+            # Otherwise training has kept a later model meanwhile, and removed the earliest
+
+
+def average_of_kept(run: Path, kept: Sequence[Path], last: int | None, best: int | None) -> Averaged:
+    """Do the same with these models, of which none may be removed meanwhile."""
     check_enough(kept, last, best, run)
     chosen = kept
     if last is not None:
@@ -88,9 +99,7 @@ def check_enough(kept: Sequence[Path], last: int | None, best: int | None, run: 
 
 def best_first(folders: Sequence[Path]) -> list[Path]:
     """Sort folders by their validation, the best first by `training.best_by`; of equal ones the earlier comes first."""
-    config = saved_config(folders[0])
-    assert config is not None  # `kept_models` returns complete folders only
-    best_by = config.training.best_by
+    best_by = config_of(folders[0]).training.best_by
     values = {}
     for folder in folders:
         value = load_facts(folder).get(f"valid_{best_by}")
@@ -187,10 +196,17 @@ def check_related(folders: Sequence[Path]) -> None:
             )
 
 
+def config_of(folder: Path) -> RunConfig:
+    """Return the settings of a kept model; raise CheckpointError if training has removed it."""
+    config = saved_config(folder)
+    if config is None:
+        raise CheckpointError(f"there is no checkpoint at {folder}")
+    return config
+
+
 def identity_of(folder: Path) -> dict[str, object]:
     """Return what all models of a run share: its settings, except those in MAY_CHANGE, and its subwords' SHA-256."""
-    config = saved_config(folder)
-    assert config is not None  # `kept_models` returns complete folders only
+    config = config_of(folder)
     settings = {name: value for name, value in flat(without_paths(config)).items() if name not in MAY_CHANGE}
     return {**settings, **subwords_in(folder, config)}
 

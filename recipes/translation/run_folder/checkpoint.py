@@ -44,7 +44,14 @@ from models import (
 from models.lora import has_lora, merged_tensors
 from models.presets import Sizes
 from models.undrawn import undrawn
-from recipes.translation.atomic_folder import CheckpointError, replaced_folder, sha256, verified_folder, whole_folder
+from recipes.translation.atomic_folder import (
+    CheckpointError,
+    replaced_folder,
+    sha256,
+    undisturbed,
+    verified_folder,
+    whole_folder,
+)
 from recipes.translation.data.subwords import PAD, Subwords
 from recipes.translation.settings.config import ConfigError, ModelConfig, RunConfig, load_config, save_config
 
@@ -199,17 +206,21 @@ def load_translator(
     folder: Path, device: str | torch.device = "cpu", overrides: Mapping[str, object] | None = None
 ) -> Translator:
     """Read and verify the model in `folder`, in eval mode on `device`; `overrides` are those of `load_config`."""
-    whole = verified_folder(folder)
-    weights, digest = _merged_weights(whole)
-    config, source, target = load_belongings(whole, overrides)
-    model = model_to_fill(model_sizes(config.model), source, target)
-    fill_model(model, weights, whole)
-    return Translator(config, model.to(device).eval(), source, target, digests=(digest,))
+
+    def read() -> Translator:
+        whole = verified_folder(folder)
+        weights, digest = _merged_weights(whole)
+        config, source, target = load_belongings(whole, overrides)
+        model = model_to_fill(model_sizes(config.model), source, target)
+        fill_model(model, weights, whole)
+        return Translator(config, model.to(device).eval(), source, target, digests=(digest,))
+
+    return undisturbed(folder, read)
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Read and verify the weights of the model in `folder`, in the dtype in which they were saved."""
-    weights, _ = _merged_weights(verified_folder(folder))
+    weights, _ = undisturbed(folder, lambda: _merged_weights(verified_folder(folder)))
     return weights
 
 
@@ -223,7 +234,7 @@ def _merged_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
 
 def load_facts(folder: Path) -> dict[str, Any]:
     """Read the facts that were saved with the model in `folder`: its step and its validation."""
-    facts = _read_json(verified_folder(folder) / "model.json")
+    facts = undisturbed(folder, lambda: _read_json(verified_folder(folder) / "model.json"))
     facts.pop("of", None)
     return facts
 
@@ -238,7 +249,7 @@ def saved_config(folder: Path) -> RunConfig | None:
     """Read the settings of a checkpoint; None if there is no checkpoint."""
     if whole_folder(folder) is None:
         return None
-    return load_config(verified_folder(folder) / "config.yaml")
+    return undisturbed(folder, lambda: load_config(verified_folder(folder) / "config.yaml"))
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ SCORES = fields(
         "*_signature": maybe(TEXT),
         "intervals": maybe(fields({"*": INTERVAL})),
         "weights": maybe(TEXTS),
-        "sources": maybe(fields({"file": TEXT, "sha256": TEXT})),
+        **dict.fromkeys(("sources", "references"), maybe(fields({"file": maybe(TEXT), "sha256": TEXT}))),
     }
 )
 """A `*.scores.json`."""

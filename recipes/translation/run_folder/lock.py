@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from recipes.translation.atomic_folder import CheckpointError, writing_to
+from recipes.translation.atomic_folder import CheckpointError, is_at, writing_to
 
 PATIENCE = 2.0
 """Seconds to wait for a process that is just ending."""
@@ -53,7 +53,7 @@ def _locked(path: Path, run: Path) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Otherwise the file was removed between opening and locking it: try again with the new one
-            if _is_at(path, descriptor):
+            if is_at(path, descriptor):
                 return descriptor
         except BlockingIOError:
             if time.monotonic() > deadline:
@@ -67,13 +67,6 @@ def _locked(path: Path, run: Path) -> int:
             return descriptor
         os.close(descriptor)
         time.sleep(0.05)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether `path` is still the open file: the last owner may have removed it before it was locked here."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    return False
 
 
 def _let_go_in_a_child() -> None:

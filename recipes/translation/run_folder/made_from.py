@@ -1,8 +1,10 @@
-"""From which model results and exports were made, by the SHA-256 of its weights: copying files changes their times."""
+"""From which model and sentences results and exports were made, by their SHA-256: copying files changes their times."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from recipes.translation.atomic_folder import MODELS, CheckpointError, whole_folder
@@ -33,6 +35,23 @@ def translated_by(scores: Path) -> str:
     except (OSError, ValueError, LookupError, TypeError):
         return ""
     return str(weights)
+
+
+def lines_digest(lines: Iterable[str]) -> str:
+    """Return the SHA-256 of sentences: that of a text file with one a line."""
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(f"{line}\n".encode())
+    return digest.hexdigest()
+
+
+def translated_from(scores: Path) -> str:
+    """Return the SHA-256 of the sentences whose translations have these scores; empty if `evaluate` did not note it."""
+    try:
+        sources = json.loads(scores.read_text(encoding="utf-8"))["sources"]["sha256"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+    return str(sources)
 
 
 def exported_from(folder: Path) -> str:

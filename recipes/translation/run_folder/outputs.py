@@ -6,7 +6,8 @@ subwords, wherever their folder is, by its manifest.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from recipes.translation.atomic_folder import (
@@ -14,6 +15,7 @@ from recipes.translation.atomic_folder import (
     MODELS,
     CheckpointError,
     beside,
+    claimed,
     listed_files,
     whole_folder,
     writing_to,
@@ -65,7 +67,11 @@ def check_output_file(
 
 
 def check_run(run: Path) -> None:
-    """Raise ConfigError for a run that would be written into the folder of a model, or into a part of another run."""
+    """Raise ConfigError for a run that is no folder, or would be written into a model or a part of another run."""
+    there = next(path for path in (run, *run.parents) if path.is_symlink() or path.exists())
+    if not there.is_dir():
+        what = "a link to a folder that is missing" if there.is_symlink() else "not a folder"
+        raise ConfigError(f"--run: {there} is {what}: name another folder for the run, or move it away")
     if whole_folder(run):
         raise ConfigError(f"--run: {run} is the folder of a model: name the folder of a run, such as the one it is in")
     if owner := owner_of(run.resolve()):
@@ -74,17 +80,35 @@ def check_run(run: Path) -> None:
 
 def write_output(output: Path, content: bytes) -> None:
     """Write a file in place of an earlier one, which stays if that fails; a device or a pipe is written to."""
-    with writing_to(output):
-        if output.exists() and not output.is_file():
+    if output.exists() and not output.is_file():
+        with writing_to(output):
             output.write_bytes(content)
-            return
-        target = output.resolve()
-        new = beside(target, "new")
+        return
+    if output.is_symlink():
+        output = output.resolve()
+    replace_files({output: content})
+
+
+def replace_files(contents: Mapping[Path, bytes]) -> None:
+    """Replace files of a folder so that all are of one process; the earlier ones stay if that fails.
+
+    The new one of the first file is the lock by which two processes at once do so one after the other.
+    """
+    news = {path: beside(path, "new") for path in contents}
+    first, *others = contents
+    with ExitStack() as held:
+        with writing_to(first):
+            held.enter_context(claimed(news[first]))
         try:
-            new.write_bytes(content)
-            new.replace(target)
-        except OSError:
-            new.unlink(missing_ok=True)
+            for path, content in contents.items():
+                with writing_to(path):
+                    news[path].write_bytes(content)
+            for path in (*others, first):
+                with writing_to(path):
+                    news[path].replace(path)
+        except BaseException:
+            for path in others:
+                news[path].unlink(missing_ok=True)
             raise
 
 

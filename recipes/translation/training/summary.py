@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 import sys
@@ -129,9 +130,13 @@ def visible(run: Path) -> list[Path]:
 
 
 def command(*words: object) -> str:
-    """Return a shell command of this recipe, with the path to Python relative to the current folder if it is inside."""
+    """Return a shell command of this recipe, with the path to Python relative to the current folder if it is inside.
+
+    The folder of a run whose name begins with a dash is not taken for an option.
+    """
     python = Path(sys.executable)
     here = Path.cwd()
     if python.is_relative_to(here):
         python = python.relative_to(here)
-    return f"{python} -m recipes.translation {shlex.join(map(str, words))}"
+    texts = [f"./{word}" if re.match("-[^-]", str(word)) else str(word) for word in words]
+    return f"{python} -m recipes.translation {shlex.join(texts)}"

@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +210,42 @@ def test_two_writers_of_the_same_store_leave_one(tmp_path: Path) -> None:
     token_store.write_store(folder, [[("other", Pair("other", "text"))]], corpus.source, corpus.target, 1)
     assert stores(tmp_path) == [folder]
     assert token_store._facts(folder) == before
+
+
+def test_a_store_takes_the_place_of_one_that_was_killed_while_it_was_written(tmp_path: Path) -> None:
+    load_corpus(stored(tmp_path))
+    (folder,) = stores(tmp_path)
+    shutil.rmtree(folder)
+    killed = (
+        "import os; from pathlib import Path; from recipes.translation.data import token_store; "
+        "from tests.recipes.data.test_token_store import load_corpus, stored; "
+        f"token_store.sha256 = lambda _: os.kill(os.getpid(), 9); load_corpus(stored(Path({str(tmp_path)!r})))"
+    )
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -signal.SIGKILL
+    assert list((tmp_path / "cache").iterdir())
+    load_corpus(stored(tmp_path))
+    assert list((tmp_path / "cache").iterdir()) == [folder]
+
+
+def test_runs_that_need_a_store_at_once_tokenise_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = load_corpus(stored(tmp_path))
+    (folder,) = stores(tmp_path)
+    shutil.rmtree(folder)
+    began: list[int] = []
+    write = token_store._write_pairs
+
+    def slow(*arguments: Any) -> list[int]:
+        began.append(1)
+        time.sleep(0.5)
+        return write(*arguments)
+
+    monkeypatch.setattr(token_store, "_write_pairs", slow)
+    with ThreadPoolExecutor() as pool:
+        given = (folder, [[("a", Pair("a", "b"))]], corpus.source, corpus.target, 1)
+        for done in [pool.submit(token_store.write_store, *given) for _ in range(3)]:
+            done.result()
+    assert began == [1]
+    assert list((tmp_path / "cache").iterdir()) == [folder]
 
 
 def test_switching_the_cache_on_or_off_in_a_run_is_refused(tmp_path: Path) -> None:

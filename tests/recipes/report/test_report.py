@@ -285,6 +285,20 @@ def test_scores_say_of_which_model_they_are(tmp_path: Path) -> None:
     assert "A later model has replaced the earlier one: evaluate it again." in page.text
 
 
+@pytest.mark.parametrize("side", ["sources", "references"])
+def test_scores_of_other_sentences_or_references_are_not_put_side_by_side_as_comparable(
+    side: str, tmp_path: Path
+) -> None:
+    runs = [make_run(tmp_path / name) for name in ("a", "b")]
+    record = json.loads((runs[0] / "test.scores.json").read_text())
+    same = {name: {"sha256": "0a"} for name in ("sources", "references")}
+    said = "The sentences or references differ, so that these scores cannot be compared."
+    for other, differ in ((same, False), ({**same, side: {"sha256": "0b"}}, True), ({}, False)):
+        for run, made_of in zip(runs, (same, other), strict=True):
+            (run / "test.scores.json").write_text(json.dumps({**record, **made_of}))
+        assert (said in report([read_run(run) for run in runs])) == differ
+
+
 def test_a_page_that_cannot_be_written_leaves_nothing_beside_it(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (tmp_path / "out").mkdir()

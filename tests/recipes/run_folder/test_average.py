@@ -20,6 +20,7 @@ from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.data.subwords import Subwords, train_subwords
+from recipes.translation.run_folder import average as averages
 from recipes.translation.run_folder.average import average, best_first
 from recipes.translation.run_folder.checkpoint import (
     WEIGHTS,
@@ -72,6 +73,23 @@ def made(request: pytest.FixtureRequest, subwords: Path) -> Path:
 def run(made: Path, tmp_path: Path) -> Path:
     """A copy of it."""
     return shutil.copytree(made, tmp_path / "run")
+
+
+@pytest.mark.parametrize("moment", ["saved_config", "subwords_in", "load_facts", "load_weights"])
+def test_models_that_training_keeps_and_removes_meanwhile_are_averaged_anew(
+    moment: str, run: Path, subwords: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = getattr(averages, moment)
+
+    def later(folder: Path, *given: object) -> object:
+        monkeypatch.undo()
+        keep_model(run, translator(subwords, 7), {"step": 7, "valid_loss": 0.5}, 7, 2)
+        return function(folder, *given)
+
+    precision = load_translator(kept_models(run)[0]).config.training.precision
+    keep(run, 6, translator(subwords, 6, training__precision=precision))
+    monkeypatch.setattr(averages, moment, later)
+    assert average(run, best=1).steps == [7]
 
 
 def stored(folder: Path) -> dict[str, Tensor]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import resource
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ from recipes.translation.atomic_folder import (
     remove_folder,
     replaced_folder,
     sha256,
+    verified_folder,
 )
 from recipes.translation.data.prepare import prepare
 from recipes.translation.run_folder.checkpoint import (
@@ -30,6 +36,7 @@ from recipes.translation.run_folder.checkpoint import (
     save_model,
 )
 from recipes.translation.train import train
+from tests.recipes.random_translator import random_translator
 from tests.recipes.tiny import tiny
 
 
@@ -199,6 +206,65 @@ def test_a_disk_that_is_full_is_one_line_that_names_what_was_written(room: int, 
     assert str(caught.value) == f"{folder} cannot be written: File too large; its old contents are still there"
     assert load_facts(folder) == load_facts(run / "best")
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+@pytest.mark.parametrize(
+    "moment", ["atomic_folder.sha256", "run_folder.checkpoint._read_tensors", "run_folder.checkpoint.load_belongings"]
+)
+def test_a_model_that_training_replaces_while_it_is_read_is_read_again(
+    moment: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    translator = load_translator(run / "best")
+    other = random_translator(tmp_path / "other", seed=5)
+    save_model(tmp_path / "best", translator, {"step": 1})
+    module, _, name = f"recipes.translation.{moment}".rpartition(".")
+    function = getattr(import_module(module), name)
+
+    def replacing(path: Path, *arguments: Any) -> Any:
+        monkeypatch.undo()
+        save_model(tmp_path / "best", other, {"step": 2})
+        return function(path, *arguments)
+
+    monkeypatch.setattr(f"{module}.{name}", replacing)
+    found = load_translator(tmp_path / "best")
+    assert found.digests == load_translator(tmp_path / "best").digests != translator.digests
+    assert found.source.digest == other.source.digest != translator.source.digest
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_folder_that_a_killed_process_was_writing_is_made_anew(
+    locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".best.new" / "half").mkdir(parents=True)
+
+    def unlockable(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if not locks:  # as on some network file systems
+        monkeypatch.setattr(fcntl, "flock", unlockable)
+    with replaced_folder(tmp_path / "best") as folder:
+        (folder / "a").write_text("a")
+    assert {path.name for path in verified_folder(tmp_path / "best").iterdir()} == {"a", MANIFEST}
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_a_folder_that_two_processes_replace_at_once_is_that_of_one(tmp_path: Path) -> None:
+    both = threading.Barrier(2)
+
+    def write(number: int) -> None:
+        for _ in range(50):
+            both.wait(20)
+            with replaced_folder(tmp_path / "export") as folder:
+                for name in ("a", "b"):
+                    (folder / name).write_text(str(number) * 10_000)
+            both.wait(20)
+            texts = [(verified_folder(tmp_path / "export") / name).read_text() for name in ("a", "b")]
+            assert texts in (["1" * 10_000] * 2, ["2" * 10_000] * 2)
+            assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(write, number) for number in (1, 2)]:
+            done.result()
 
 
 def test_every_file_is_on_the_disk_before_the_folder_is_renamed(

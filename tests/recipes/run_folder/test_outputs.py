@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,19 @@ def test_no_run_is_written_into_a_model_or_a_part_of_another_run(
     assert contents(run) == before
 
 
+@pytest.mark.parametrize("below", ["", "below/it"])
+@pytest.mark.parametrize("command", ["train", "prepare", "import", "average"])
+def test_a_run_that_is_no_folder_is_refused_by_name(
+    command: str, below: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
+    words = {"import": [str(run / "best")], "average": ["--models", str(run / "best")]}.get(command, [])
+    for name, what in (("file", "not a folder"), ("link", "a link to a folder that is missing")):
+        told = refusal(capsys, command, "--run", str(tmp_path / name / below), *words)
+        assert told == (f"error: --run: {tmp_path / name} is {what}: name another folder for the run, or move it away")
+
+
 @pytest.mark.parametrize("name", ["averaged", "metrics.jsonl", "resources.jsonl", "checkpoints/step-00000004"])
 def test_no_model_is_imported_into_a_run_whatever_it_has(
     name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -214,6 +228,22 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     reader.join(20)
     assert read == [b"a page"]
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_file_that_two_processes_write_at_once_is_that_of_one(tmp_path: Path) -> None:
+    both = threading.Barrier(2)
+
+    def write(number: int) -> None:
+        for _ in range(100):
+            both.wait(20)
+            write_output(tmp_path / "page", str(number).encode() * 100_000 * number)
+            both.wait(20)
+            assert (tmp_path / "page").read_bytes() in (b"1" * 100_000, b"2" * 200_000)
+            assert [path.name for path in tmp_path.iterdir()] == ["page"]
+
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(write, number) for number in (1, 2)]:
+            done.result()
 
 
 def test_a_link_stays_a_link_and_its_file_is_replaced(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from recipes.translation import train as training
 from recipes.translation.atomic_folder import MANIFEST, CheckpointError, sha256
 from recipes.translation.commands import main
 from recipes.translation.data.lines import DataError
+from recipes.translation.report.records import begun_settings
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator, load_weights
-from recipes.translation.settings.config import SCHEMA, ConfigError, CorpusConfig
+from recipes.translation.run_folder.resume import flat
+from recipes.translation.settings.config import SCHEMA, ConfigError, CorpusConfig, RunConfig, load_config
 from recipes.translation.train import begin, train
 from tests.recipes.run_folder.made import MADE, contents, refused
 from tests.recipes.tiny import options, tiny
@@ -282,6 +284,59 @@ def test_steps_that_are_made_already_are_refused_unless_the_last_one_was_validat
     (run / "last" / MANIFEST).write_text(json.dumps(listed))
     assert "training.steps is 4" in refused(run, SHORT)
     assert train(tiny(run, {**SHORT, "training.steps": 5})).state.step == 5
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_begun_again_with_its_own_settings(
+    run: Path, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("best", "last", "checkpoints"):
+        shutil.rmtree(run / name)
+    begun: list[RunConfig] = []
+
+    def begin_only(config: RunConfig, **_: object) -> None:
+        begun.append(config)
+        raise ConfigError("as far as this")
+
+    monkeypatch.setattr(training, "train", begin_only)
+    for given in ({}, {"training.steps": 3}, {"training.learning_rate": 0.01}, {"data.builtin_pairs": 99}):
+        words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        assert main(["train", "--run", str(run), *words]) == 2
+        if "data.builtin_pairs" in given:  # other data, for which these are all the settings
+            assert begun[-1] == load_config(None, {"run": str(run), **given})
+        else:
+            assert begun[-1] == tiny(run, {**MADE, **given})
+    monkeypatch.undo()
+    assert main(["train", "--run", str(run)]) == 0
+    assert (run / "last" / "model.safetensors").read_bytes() == (made / "last" / "model.safetensors").read_bytes()
+
+
+def test_the_settings_of_a_start_are_those_that_were_recorded_whatever_they_are(tmp_path: Path) -> None:
+    corpora = {"web.en": {"train": ["en", "de"], "weight": 2.0, "tag": "<bt>"}, "news": {"train": ["a.tsv"]}}
+    config = tiny(tmp_path / "run", {"data.format": "text", "corpora": corpora, "data.valid": ["en", "de"]})
+    began = {"settings": flat(config)}
+    (tmp_path / "resources.jsonl").write_text(
+        "".join(json.dumps({"step": 0, "began": one}) + "\n" for one in ({}, began))
+    )
+    assert load_config(None, begun_settings(tmp_path)) == config
+
+
+def test_a_run_that_was_only_prepared_is_not_trained_on_the_built_in_corpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("en", "one train and two"), ("de", "ein Zug und zwei")):
+        (tmp_path / name).write_text(f"{text}\n" * 9)
+    run, files = str(tmp_path / "run"), [str(tmp_path / "en"), str(tmp_path / "de")]
+    assert main(["prepare", "--run", run, *given_files(files), "--subwords.vocab_size", "277"]) == 0
+    capsys.readouterr()
+    assert main(["train", "--run", run, "--training.steps", "1"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {run} has no checkpoint yet, and its subwords were made from other data than the built-in corpus, "
+        "which is the default: give the settings of the run again, with --config or as options\n"
+    )
+
+
+def given_files(files: list[str]) -> list[str]:
+    return ["--data.train", *files, "--data.valid", *files]
 
 
 def test_fresh_takes_the_subwords_of_the_new_start_and_not_those_of_the_earlier_run(run: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from recipes.translation.demo import layout_in_words
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.settings.config import load_config
-from recipes.translation.training.summary import advice, is_hopeless
+from recipes.translation.training.summary import advice, command, is_hopeless
 from recipes.translation.training.validation import Validation
 from tests.recipes.tiny import options, tiny
 
@@ -124,3 +125,10 @@ def test_the_demo_says_what_it_trains_on() -> None:
     assert "among the devices [cpu, cpu, cpu]" in alone
     assert "--processes auto" in alone
     assert layout_in_words(config, Ranks(world=4)).startswith("4 processes divide the sentences of each step")
+
+
+def test_a_command_names_a_run_that_begins_with_a_dash_as_a_folder() -> None:
+    *_, option, run = shlex.split(command("translate", "--run", "-rel"))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run")
+    assert Path(parser.parse_args([option, run]).run) == Path("-rel")
