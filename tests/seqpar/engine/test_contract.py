@@ -217,13 +217,14 @@ class Switched(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(4, affine=False).eval()
+        self.activation = nn.Tanh()
         self.linear = nn.Linear(4, V, bias=False)
-        self.centred, self.function = False, torch.tanh
+        self.centred, self.function = False, torch.neg
 
     def forward(self, hidden, context=None):
         if context is not None:
             hidden = context
-        hidden = self.function(self.norm(hidden))
+        hidden = self.function(self.activation(self.norm(hidden)))
         return self.linear(hidden - hidden.mean(0) if self.centred else hidden)
 
 
@@ -234,7 +235,7 @@ def without_statistics(generator):
 MIXED_LATER = {
     "a hook": lambda g: g.register_forward_hook(lambda _, __, logits: logits - logits.mean(0)),
     "a hook before a part": lambda g: g.linear.register_forward_pre_hook(lambda _, args: args[0].cumsum(0)),
-    "another part": lambda g: setattr(g, "norm", nn.Softmax(0).eval()),
+    "another part": lambda g: setattr(g, "activation", nn.Softmax(0)),
     "a part without its buffers": without_statistics,
     "a flag": lambda g: setattr(g, "centred", True),
     "another function": lambda g: setattr(g, "function", lambda x: x.softmax(0)),
