@@ -39,8 +39,9 @@ class LogitFacts(NamedTuple):
     """False if the probed rows cannot show it, for example because their loss is 0; the next call probes again."""
 
 
-MOST_SITUATIONS = 32
-"""How many situations are remembered: one with a hook that is made anew for each step never comes back."""
+MOST_SITUATIONS = 256
+"""How many situations are remembered: more than there are lengths of sources, over which a copy generator attends; but
+one with a hook that is made anew for each step never comes back."""
 
 
 class Situation(NamedTuple):
