@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -214,6 +215,10 @@ def test_a_lower_case_model_sees_lower_case_text(translator: Translator) -> None
     assert one == other
 
 
+def sha256_of_lines(lines: list[str]) -> str:
+    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
+
+
 def test_an_evaluation_scores_its_split_and_writes_what_it_translated(
     translator: Translator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,5 +230,10 @@ def test_an_evaluation_scores_its_split_and_writes_what_it_translated(
     assert found.scores == score(found.translations, references)
     texts, scores = replace(found, digests=("abc", "def")).write(tmp_path)
     assert texts.read_text().split("\n")[:-1] == found.translations
-    assert json.loads(scores.read_text()) == {**found.scores.as_dict(), "weights": ["abc", "def"]}
+    assert json.loads(scores.read_text()) == {
+        **found.scores.as_dict(),
+        "weights": ["abc", "def"],
+        "sources": {"sha256": sha256_of_lines([pair.source for pair in pairs])},
+        "references": {"sha256": sha256_of_lines(references)},
+    }
     assert found.scores.bleu_signature in str(found.scores)
