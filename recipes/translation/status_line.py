@@ -67,13 +67,13 @@ class SentenceProgress:
     Args:
         label: the command, which begins the line; without one, nothing is shown.
         lengths: the subwords of each sentence, in the order of the work: the time left is in proportion to them.
-        processes: how many processes share the sentences; this one stands for all of them.
+        total: the sentences of all processes that share the work, for which this one stands; None for its own alone.
     """
 
-    def __init__(self, label: str, lengths: Sequence[int], processes: int = 1) -> None:
+    def __init__(self, label: str, lengths: Sequence[int], total: int | None = None) -> None:
         self.label = label
         self.lengths = lengths
-        self.processes = processes
+        self.total = len(lengths) if total is None else total
         self.sentences = 0
         self.began = time.monotonic()
         self.status = StatusLine(sys.stderr)
@@ -95,9 +95,9 @@ class SentenceProgress:
         seconds = max(time.monotonic() - self.began, 1e-9)
         subwords = sum(self.lengths[: self.sentences])
         left = seconds * sum(self.lengths[self.sentences :]) / subwords
-        done = self.sentences * self.processes
+        done = self.sentences * self.total // len(self.lengths)
         return (
-            f"[{self.label}] {done:,}/{len(self.lengths) * self.processes:,} sentences   "
+            f"[{self.label}] {done:,}/{self.total:,} sentences   "
             f"{done / seconds:,.1f} sentences/s   {duration(left)} left"
         )
 

@@ -66,7 +66,7 @@ def in_batches(
     # Sentences of similar length share a batch, which then has little padding; every rank gets some of every length
     mine = longest_first[ranks.rank :: ranks.world]
     found: dict[int, T] = {}
-    progress = SentenceProgress(label, [len(ids[row]) for row in mine], ranks.world)
+    progress = SentenceProgress(label, [len(ids[row]) for row in mine], len(longest_first))
     with evaluating(translator.models), progress:
         for start in range(0, len(mine), size):
             rows = mine[start : start + size]

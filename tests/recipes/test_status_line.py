@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from recipes.translation.commands import main
-from recipes.translation.run_folder.checkpoint import TrainingState, save_model
+from recipes.translation.processes.ranks import ALONE
+from recipes.translation.run_folder.checkpoint import TrainingState, load_translator, save_model
 from recipes.translation.status_line import SentenceProgress
 from recipes.translation.training.progress import Progress
+from recipes.translation.translate import in_batches
 from tests.recipes.random_translator import random_translator
 
 SENTENCES = [f"The number is {word}." for word in ("one", "twenty two", "three", "four hundred", "five")]
@@ -103,13 +105,31 @@ def test_a_terminal_that_asks_for_plain_text_gets_no_control_sequences(
 def test_a_pipe_gets_a_plain_line_every_ten_seconds(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     piped = io.StringIO()
     monkeypatch.setattr(sys, "stderr", piped)
-    with SentenceProgress("evaluate", [2] * 30, processes=2) as progress:
+    with SentenceProgress("evaluate", [2] * 30, total=60) as progress:
         for _ in range(30):
             clock[0] += 1.0
             progress.done(1)
     assert piped.getvalue().splitlines() == [
         "[evaluate] 20/60 sentences   2.0 sentences/s   0:20 left",
         "[evaluate] 40/60 sentences   2.0 sentences/s   0:10 left",
+    ]
+
+
+def test_several_processes_have_as_many_sentences_as_there_are(
+    run: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", piped)
+
+    def search(rows: list[int]) -> list[int]:
+        clock[0] += 15
+        return rows
+
+    in_batches(load_translator(run / "best"), [[5]] * 5, 1, search, replace(ALONE, world=2), "translate")
+    # The first of two processes has three of the five
+    assert [line.split("   ")[0] for line in piped.getvalue().splitlines()] == [
+        "[translate] 1/5 sentences",
+        "[translate] 3/5 sentences",
     ]
 
 

@@ -93,8 +93,9 @@ class Sampler:
 def with_dropout(word: str, scores: Mapping[str, float], dropout: float, random: Random) -> list[str]:
     """Merge the characters of a word, and leave out each merge with the probability `dropout`.
 
-    This is BPE-dropout (Provilkov et al. 2020, algorithm 1): the pair with the best score comes first, the left one of
-    equal ones, and a pair that is left out comes again only when a neighbour of it has changed.
+    This is BPE-dropout (Provilkov et al. 2020) as sentencepiece draws it: the pair with the best score comes first, the
+    left one of equal ones, and a pair that is left out comes again only when a neighbour of it has changed. Algorithm 1
+    of the paper draws again for all pairs after each merge, and so leaves out fewer at the same probability.
     """
     end_of = {start: start + 1 for start in range(len(word))}
     start_of = {start + 1: start for start in range(len(word))}

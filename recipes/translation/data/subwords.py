@@ -241,10 +241,10 @@ class Subwords:
     ) -> list[list[int]]:
         """Draw a segmentation of each sentence, a function of the sentence, its seed and `amount` alone.
 
-        A bpe model leaves out each merge with probability `amount` (BPE-dropout, Provilkov et al. 2020, algorithm 1). A
-        unigram model draws from all segmentations, in proportion to their probability to the power `amount` (Kudo 2018,
-        section 3.3): the smaller it is, the more do rare segmentations occur. Those of the `symbols`, tags among them,
-        that are subwords of the model are never split.
+        A bpe model leaves out each merge with probability `amount` (BPE-dropout, Provilkov et al. 2020). A unigram
+        model draws from all segmentations, in proportion to their probability to the power `amount` (Kudo 2018, section
+        3.3): the smaller it is, the more do rare segmentations occur. Those of the `symbols`, tags among them, that are
+        subwords of the model are never split.
         """
         whole = {self._processor.piece_to_id(piece) for symbol in symbols for piece in (BLANK + symbol, symbol)}
         plain = self.encode(list(sentences))

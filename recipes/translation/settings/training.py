@@ -33,7 +33,11 @@ class TrainingConfig:
         Help("Target tokens whose logits exist at once on a device; null chooses by bytes."),
         Range(at_least=1),
     ] = None
-    batch_tokens: Annotated[int, Help("Target tokens, padding included, in a batch."), Range(at_least=1)] = 4_096
+    batch_tokens: Annotated[
+        int,
+        Help("Tokens of a batch on its longer side, source or target, padding included, at most."),
+        Range(at_least=1),
+    ] = 4_096
     accumulate: Annotated[
         int,
         Help(

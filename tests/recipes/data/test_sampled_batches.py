@@ -53,11 +53,16 @@ def batches(subwords: Subwords, amount: float = 0.2, target: float | None = None
 def assert_distribution(subwords: Subwords, word: str, amount: float, expected: dict[tuple[str, ...], float]) -> None:
     """Segmentations are drawn as often as expected, within five standard deviations."""
     draws = 4_000
-    assert sum(expected.values()) == pytest.approx(1)
     found = Counter(
         tuple(subwords._processor.id_to_piece(each) for each in ids)
         for ids in subwords.sample([word] * draws, range(draws), amount)
     )
+    assert_as_often(found, expected)
+
+
+def assert_as_often(found: Counter[tuple[str, ...]], expected: dict[tuple[str, ...], float]) -> None:
+    draws = found.total()
+    assert sum(expected.values()) == pytest.approx(1)
     assert found.keys() <= expected.keys()
     for segmentation, probability in expected.items():
         deviation = math.sqrt(draws * probability * (1 - probability))
@@ -123,16 +128,31 @@ def merged(
         yield outcome, (1 - p) * probability
 
 
-@pytest.mark.parametrize("dropout", [0.1, 0.5])
-def test_a_bpe_model_leaves_out_each_merge_with_the_probability(models: dict[str, Subwords], dropout: float) -> None:
-    scores, text = scores_of(models["bpe"]), "▁Haus"
+def outcomes(subwords: Subwords, text: str, dropout: float) -> dict[tuple[str, ...], float]:
+    """The probability of each outcome of merging a text's characters with dropout."""
+    scores = scores_of(subwords)
     symbols = tuple((at, at + 1) for at in range(len(text)))
     first = frozenset((at, at + 1, at + 2) for at in range(len(text) - 1) if text[at : at + 2] in scores)
-    expected: dict[tuple[str, ...], float] = {}
+    found: dict[tuple[str, ...], float] = {}
     for outcome, probability in merged(symbols, first, text, scores, dropout):
-        expected[outcome] = expected.get(outcome, 0.0) + probability
+        found[outcome] = found.get(outcome, 0.0) + probability
+    return found
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5])
+def test_a_bpe_model_leaves_out_each_merge_with_the_probability(models: dict[str, Subwords], dropout: float) -> None:
+    expected = outcomes(models["bpe"], "▁Haus", dropout)
     assert len(expected) > 3
     assert_distribution(models["bpe"], "Haus", dropout, expected)
+
+
+def test_sentencepiece_leaves_out_as_many_merges(models: dict[str, Subwords]) -> None:
+    """The paper's algorithm 1 draws again after each merge, and leaves out fewer."""
+    processor = models["bpe"]._processor
+    drawn = [
+        processor.encode("Haus", out_type=str, enable_sampling=True, alpha=0.3, nbest_size=-1) for _ in range(4_000)
+    ]
+    assert_as_often(Counter(map(tuple, drawn)), outcomes(models["bpe"], "▁Haus", 0.3))
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
