@@ -197,8 +197,10 @@ def _counted(counts: Sequence[int | Tensor]) -> int:
     """Return the sum of the counts; tensors are summed where they are, so that a device is waited for only once."""
     for count in counts:
         _check_count(count)
+    tensors = [count.reshape(()) for count in counts if isinstance(count, Tensor)]
+    # In its own dtype a sum would wrap around: three times 200 is 88 in uint8
+    total = float(sum(count if count.is_floating_point() else count.long() for count in tensors))
     # Sums of float64 are exact up to 2^53 tokens
-    total = float(sum(count.reshape(()) for count in counts if isinstance(count, Tensor)))
     total += float(sum(count for count in counts if not isinstance(count, Tensor)))
     if not total >= 0 or total % 1:
         raise ValueError(f"tokens_of counted {total:g} tokens; it must return whole numbers, at least 0")

@@ -401,3 +401,16 @@ def test_sum_over_no_group_is_the_loss_itself(counts):
     whole = seqpar.sum_over_ranks(sum(losses[1:], start=losses[0]), None)
     assert [t.item() for t in whole] == [sum(counts)] * 4
     assert [t.dtype for t in whole] == [t.dtype for t in losses[0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32, torch.bool])
+def test_counts_of_a_narrow_dtype_are_summed_in_a_wide_one(dtype):
+    tokens = torch.tensor({torch.uint8: 200, torch.int16: 20_000}.get(dtype, 1), dtype=dtype)
+
+    def loss_of(weight):
+        return seqpar.TokenLoss(weight.sum() * tokens, tokens.long())
+
+    weight = torch.ones(3, requires_grad=True)
+    loss = seqpar.accumulate_gradients([weight] * 3, loss_of, lambda _: tokens)
+    assert loss.tokens == 3 * int(tokens)
+    torch.testing.assert_close(weight.grad, torch.ones(3))
