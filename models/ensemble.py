@@ -106,25 +106,29 @@ _open_blocks: dict[nn.Module, list[Modes]] = {}
 @contextmanager
 def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Within the block, set eval mode; modes are restored once no other thread has such a block around the model."""
-    with _CHANGING_MODES:
-        modes: Modes = [(module, module.training) for module in model.modules()]
-        blocks = _open_blocks.setdefault(model, [])
-        blocks.append(modes)
-        model.eval()
+    modes: Modes = []
+    # From here on, because Ctrl-C may arrive while the modes are being changed
     try:
+        with _CHANGING_MODES:
+            modes += [(module, module.training) for module in model.modules()]
+            _open_blocks.setdefault(model, []).append(modes)
+            model.eval()
         yield
     finally:
         with _CHANGING_MODES:
-            place = next(i for i, block in enumerate(blocks) if block is modes)
-            del blocks[place]
-            if place < len(blocks):
-                # A block of another thread, which began later, goes on in eval mode, and restores these in its turn
-                blocks[place][:] = modes
-            else:
-                for module, mode in modes:
-                    module.training = mode
+            blocks = _open_blocks.get(model, [])
+            # None where Ctrl-C arrived before the block was in the list, and nothing had been changed
+            place = next((i for i, block in enumerate(blocks) if block is modes), None)
+            if place is not None:
+                del blocks[place]
+                if place < len(blocks):
+                    # A block of another thread, which began later, goes on in eval mode, and restores these in its turn
+                    blocks[place][:] = modes
+                else:
+                    for module, mode in modes:
+                        module.training = mode
             if not blocks:
-                del _open_blocks[model]
+                _open_blocks.pop(model, None)
 
 
 def logits_of(models: Sequence[EncoderDecoder], hiddens: Sequence[Tensor]) -> Tensor:

@@ -41,8 +41,9 @@ def packed(modules: Iterable[nn.Module]) -> Iterator[None]:
         for linear in {id(m): m for module in modules for m in module.modules()}.values():
             with _PACKING:
                 if isinstance(linear, nn.Linear) and can_be_packed(linear):
-                    pack(linear)
+                    # First, because Ctrl-C may arrive in between
                     changed.append(linear)
+                    pack(linear)
         yield
     finally:
         for linear in changed:
@@ -131,7 +132,7 @@ def pack(linear: nn.Linear) -> None:
 
 
 def unpack(linear: nn.Linear) -> None:
-    """Make a packed layer an ordinary one again."""
-    assert isinstance(linear, _PackedLinear)
-    linear.__class__ = linear.plain  # type: ignore[assignment]
-    del vars(linear)["packed_weight"]
+    """Make a layer an ordinary one again, whether `pack` has ended or not."""
+    if isinstance(linear, _PackedLinear):
+        linear.__class__ = linear.plain  # type: ignore[assignment]
+    vars(linear).pop("packed_weight", None)

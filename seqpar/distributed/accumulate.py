@@ -34,6 +34,7 @@ from seqpar.distributed.reducers import (
     gradient_reductions,
     refuse_fsdp1,
     refuse_no_sync,
+    without_remains,
 )
 
 MicroBatch = TypeVar("MicroBatch")
@@ -75,7 +76,8 @@ def accumulate_gradients(
     loss. Gradients are reduced over the ranks in the last micro-batch only. A rank with fewer micro-batches than the
     others still takes part in every forward and backward: it runs one of its own again, or one borrowed from another
     rank, with the factor 0. With FSDP2, whose forwards communicate, every micro-batch must call the same units. If one
-    rank raises an error, the others wait until the group's timeout.
+    rank raises an error, the others wait until the group's timeout. After an error `.grad` may have a part of the step;
+    after `zero_grad` the next step has its own gradient alone, with FSDP2, too.
 
     Args:
         micro_batches: this rank's micro-batches, of any type. They must be picklable if another rank may have none.
@@ -125,7 +127,7 @@ def accumulate_gradients(
     for i, micro_batch in enumerate(to_run):
         reduce = i == longest - 1 or (i == 0 and _records_static_graph(model))
         # Lightning prepares the reduction in its backward, others do so in the forward
-        with _reducing(model, reduce), called(model):
+        with without_remains(model), _reducing(model, reduce), called(model):
             loss = _checked(loss_of(micro_batch))
             if i == 0 and model is not None:
                 check_has_all(loss.total, model)
@@ -195,8 +197,10 @@ def _counted(counts: Sequence[int | Tensor]) -> int:
     """Return the sum of the counts; tensors are summed where they are, so that a device is waited for only once."""
     for count in counts:
         _check_count(count)
+    tensors = [count.reshape(()) for count in counts if isinstance(count, Tensor)]
+    # In its own dtype a sum would wrap around: three times 200 is 88 in uint8
+    total = float(sum(count if count.is_floating_point() else count.long() for count in tensors))
     # Sums of float64 are exact up to 2^53 tokens
-    total = float(sum(count.reshape(()) for count in counts if isinstance(count, Tensor)))
     total += float(sum(count for count in counts if not isinstance(count, Tensor)))
     if not total >= 0 or total % 1:
         raise ValueError(f"tokens_of counted {total:g} tokens; it must return whole numbers, at least 0")

@@ -113,6 +113,36 @@ def check_has_all(total: Tensor, model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
+def without_remains(model: nn.Module | None) -> Iterator[None]:
+    """Where the block raises an error, let an FSDP2 module forget the step.
+
+    It keeps gradients that it has added up and not reduced where `zero_grad` does not find them, and would add them to
+    those of the next step. After an error in the middle of a backward, the next would not reduce its gradients either.
+    """
+    try:
+        yield
+    except BaseException:
+        if model is not None:
+            _forget_step(model)
+        raise
+
+
+def _forget_step(model: nn.Module) -> None:
+    """Drop the gradients that FSDP2 has added up and not reduced, and end what it has begun."""
+    unit: Any = model
+    # torch 2.13 and newer; an error of it must not hide the step's own
+    if hasattr(unit, "reset_iter_state"):
+        with contextlib.suppress(RuntimeError):
+            unit.reset_iter_state()
+    for _, group in _parameter_groups(model):
+        for p in group.fsdp_params:
+            p.unsharded_accumulated_grad = None
+            gathered = getattr(p, "_unsharded_param", None)
+            if gathered is not None:
+                gathered.grad = None
+
+
+@contextlib.contextmanager
 def called(model: nn.Module | None) -> Iterator[None]:
     """Raise RuntimeError unless a DistributedDataParallel prepares its reduction in the block, as its forward does."""
     ddp: Any = model

@@ -15,6 +15,7 @@ Shape suffixes: B batch, T time, D hidden, V vocabulary, W tokens of the window.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,6 +65,9 @@ WAY_OUT_OF_SHARDS = (
     "do not make the output embeddings a unit of their own (call fully_shard on the layers, then on the model), and "
     "leave them out of a tensor-parallel plan"
 )
+
+CALL = "seqpar_call"
+"""How the names begin under which the output embeddings keep the forward that runs, one for each thread."""
 
 WINDOW_TOKENS = 2
 """The number of tokens in the window of a call whose settings have been checked before."""
@@ -147,6 +151,11 @@ def compute_loss_func(applied: AppliedLoss) -> Callable[..., Tensor]:
     return applied.loss_of_outputs
 
 
+def _of_this_thread() -> str:
+    """Return the name under which the output embeddings keep this thread's forward: threads may share a model."""
+    return f"{CALL}_{threading.get_ident()}"
+
+
 class AppliedLoss:
     """The chunked loss of a model, until `remove()`; `apply_seqpar_loss` returns it."""
 
@@ -188,7 +197,9 @@ class AppliedLoss:
             del self.model.__dict__[name]
         self.model.__dict__.update(self.flags_before)
         # Ctrl-C leaves it behind, and with it the graph of a whole step
-        self.model.get_output_embeddings().__dict__.pop("seqpar_call", None)
+        attributes = self.model.get_output_embeddings().__dict__
+        for name in [name for name in attributes if name.startswith(CALL)]:
+            del attributes[name]
 
     def __enter__(self) -> AppliedLoss:
         return self
@@ -199,7 +210,7 @@ class AppliedLoss:
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """Store the labels for the loss and give the model those of a window."""
         head = model.get_output_embeddings()
-        head.__dict__["seqpar_call"] = None
+        head.__dict__[_of_this_thread()] = None
         self.withheld = None
         # Labels may have been passed by position
         if args:
@@ -223,7 +234,7 @@ class AppliedLoss:
         if call.target_BT is None:
             self.withheld = call.reading
         # In the head's __dict__, past nn.Module.__setattr__: the head's hooks and the model's share it for this forward
-        head.__dict__["seqpar_call"] = call
+        head.__dict__[_of_this_thread()] = call
         for name in ("labels", "shift_labels"):
             if kwargs.get(name) is not None:
                 kwargs[name] = kwargs[name][:, :WINDOW_TOKENS]
@@ -288,13 +299,13 @@ class AppliedLoss:
         name = type(model).__name__
         head = model.get_output_embeddings()
         call = Call(model, made_up=made_up_logits(self.window_1W, head.weight[:, 0]))
-        head.__dict__["seqpar_call"] = call
+        head.__dict__[_of_this_thread()] = call
         try:
             # With gradients, so that a loss that needs one is noticed
             with undisturbed(model, head.weight.device), torch.enable_grad(), graph_of_its_own():
                 outputs = own_outputs(model, kwargs, lambda: setattr(call, "hidden_BTD", None))
         finally:
-            head.__dict__["seqpar_call"] = None
+            head.__dict__[_of_this_thread()] = None
         if call.hidden_BTD is None:
             raise RefusedModelError(f"{name} did not call its output embeddings, {type(head).__name__}; {WITHOUT}")
         assert call.made_up is not None
@@ -308,7 +319,7 @@ class AppliedLoss:
 
     def _at_head(self, head: Any, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         """Compute the loss of all hidden states, and let only a window of them go on to the output embeddings."""
-        call: Call | None = head.__dict__.get("seqpar_call")
+        call: Call | None = head.__dict__.get(_of_this_thread())
         if call is None:
             return None
         name = type(call.model).__name__
@@ -335,7 +346,7 @@ class AppliedLoss:
 
     def _from_head(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         """Return logits that need no gradient, so that a loss which needs one depends on something else as well."""
-        call: Call | None = head.__dict__.get("seqpar_call")
+        call: Call | None = head.__dict__.get(_of_this_thread())
         if call is None:
             return None
         if vars(head).get("weight") is not call.computed_weight:
@@ -357,7 +368,7 @@ class AppliedLoss:
     def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         """Replace the window's loss by that of all tokens."""
         head = model.get_output_embeddings()
-        call: Call | None = head.__dict__.pop("seqpar_call", None)
+        call: Call | None = head.__dict__.pop(_of_this_thread(), None)
         # Without outputs the forward has raised an error, and this hook is called all the same
         if call is None or outputs is None:
             return None

@@ -92,12 +92,13 @@ class AgainstLogProbs:
     def of_chunk(self, chunk: Chunk, ignored_K: Tensor | None) -> tuple[Tensor, ...]:
         """Return the teacher's log-probabilities for a chunk's rows, and the rows' numbers."""
         row_K = self.row_N[chunk]
-        wrong: Exception | None = None
         try:
             log_q_KV = self._called(chunk, row_K)
-        except Exception as error:
-            wrong = error
-        self._raise_on_every_rank(wrong)
+        except Exception:
+            self._failed_anywhere(True)
+            raise
+        if self._failed_anywhere(False):
+            raise RuntimeError("teacher.function failed on another rank of the vocabulary's group; see its error")
         return log_q_KV, row_K
 
     def compare_(self, logits_KV: Tensor, target_K: Tensor, teacher: tuple[Tensor, ...]) -> tuple[RowResults, Tensor]:
@@ -129,14 +130,11 @@ class AgainstLogProbs:
             )
         return log_q_KV.detach()
 
-    def _raise_on_every_rank(self, wrong: Exception | None) -> None:
-        """Raise if the function failed, here or on another rank of the group, which would otherwise wait."""
-        if world_size(self.shard.group) > 1 and not recording(self.row_N.device):
-            failed = torch.full((1,), float(wrong is not None), device=self.row_N.device)
-            if group_max(failed, self.shard.group) > 0 and wrong is None:
-                raise RuntimeError("teacher.function failed on another rank of the vocabulary's group; see its error")
-        if wrong is not None:
-            raise wrong
+    def _failed_anywhere(self, here: bool) -> bool:
+        """Return whether the function failed on any rank of the group; every rank asks, so that none waits for long."""
+        if world_size(self.shard.group) == 1 or recording(self.row_N.device):
+            return here
+        return bool(group_max(torch.full((1,), float(here), device=self.row_N.device), self.shard.group) > 0)
 
 
 class _Distribution(NamedTuple):

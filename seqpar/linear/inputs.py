@@ -132,16 +132,13 @@ def checked(
     refuse_transforms(inputs)
     if vocab is not None and not isinstance(vocab, VocabShard):
         raise TypeError(f"vocab is a {type(vocab).__name__}; it must be a seqpar.VocabShard, or None")
-    wrong: Exception | None = None
     try:
         shard, q = _checked_on_this_rank(inputs, settings, vocab, loss_scale, any_dtype)
         facts = further(shard)
-    except (TypeError, ValueError, IndexError) as error:
-        wrong = error
-    if wrong is not None:
+    except (TypeError, ValueError, IndexError) as wrong:
         if vocab is not None:
             _send_error_to_group(wrong, vocab)
-        raise wrong
+        raise
     if vocab is not None:
         rows = len(inputs.weight)
         vocab.check(rows, {**_facts(inputs, settings, vocab), **facts}, inputs.hidden)

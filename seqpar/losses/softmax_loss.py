@@ -300,12 +300,16 @@ def _weighted_sum(logits_NV: Tensor, q: SoftTarget, dtype: torch.dtype) -> Tenso
     """Return Z = sum_k w_k z_k without the excluded class; None without smoothing, where no term uses it."""
     if not q.each:
         return None
-    if q.weight_V is not None:
-        return logits_NV.to(dtype) @ included_weight(q.weight_V, q)
-    sum_N = logits_NV.sum(-1, dtype=dtype)
-    if q.excluded is None:
-        return sum_N
-    return sum_N - logits_NV[:, q.excluded]
+    weight_V = q.weight_V
+    parts = [slice(None)]
+    # Left out, not subtracted or multiplied by 0: it may be masked, by -1e9 or -inf, and would take the others' digits
+    if q.excluded is not None:
+        parts = [slice(0, q.excluded), slice(q.excluded + 1, None)]
+    sums = []
+    for part in parts:
+        some_NV = logits_NV[:, part]
+        sums.append(some_NV.sum(-1, dtype=dtype) if weight_V is None else some_NV.to(dtype) @ weight_V[part])
+    return torch.stack(sums).sum(0)
 
 
 def _weights(rows: RowSums, q: SoftTarget) -> tuple[Tensor | float, Tensor | float]:

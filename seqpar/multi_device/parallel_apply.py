@@ -84,12 +84,13 @@ def side_by_side(job: Callable[[int], Result], where: Sequence[object]) -> list[
         with modes():
             return [job(i) for i in indices]
 
-    # Leaving the block waits for all threads: an error of one is raised only when no other still computes
+    # Leaving the block waits for all threads: an error of one is raised only when no other still computes. `map` keeps
+    # no future, which would hold an error whose traceback holds this frame: a cycle that keeps all tensors in memory
     with ThreadPoolExecutor(len(jobs_of)) as pool:
-        futures = [pool.submit(worker, indices) for indices in jobs_of.values()]
+        found = list(pool.map(worker, jobs_of.values()))
     results: dict[int, Result] = {}
-    for indices, future in zip(jobs_of.values(), futures, strict=True):
-        results.update(zip(indices, future.result(), strict=True))
+    for indices, own in zip(jobs_of.values(), found, strict=True):
+        results.update(zip(indices, own, strict=True))
     return [results[i] for i in range(len(where))]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from models import (
     EncoderDecoder,
@@ -135,6 +136,24 @@ def test_a_model_is_evaluated_until_the_last_thread_that_began_has_ended() -> No
         first_has_ended.set()
         assert not training.result()
     assert [module.training for module in model.modules()] == before
+
+
+def test_ctrl_c_while_the_modes_change_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_transformer(vocab=7, dropout=0.5).train()
+    model.encoder.eval()
+    before = [module.training for module in model.modules()]
+
+    def interrupted(self: nn.Module, mode: bool = True) -> nn.Module:
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with monkeypatch.context() as planted:
+            planted.setattr(type(model.generator), "train", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                greedy(model, random_batch(1, vocab=7), bos=BOS, eos=EOS)
+        assert [module.training for module in model.modules()] == before
+        greedy(model, random_batch(1, vocab=7), bos=BOS, eos=EOS)
+        assert [module.training for module in model.modules()] == before
 
 
 @pytest.mark.parametrize(

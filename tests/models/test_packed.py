@@ -303,3 +303,22 @@ def test_a_product_goes_on_when_the_block_of_another_thread_ends(monkeypatch: py
     with torch.no_grad():
         torch.testing.assert_close(linear(x), plain)
     assert not is_packed(linear)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_layer_that_ctrl_c_caught_while_it_was_packed_is_an_ordinary_one(
+    ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = nn.Linear(7, 33)
+
+    def interrupted(layer: nn.Linear) -> None:
+        if ended:
+            pack(layer)
+        else:
+            vars(layer)["packed_weight"] = Weight.of(layer.weight)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("models.packed.pack", interrupted)
+    with pytest.raises(KeyboardInterrupt), packed([linear]):
+        pass
+    assert not is_packed(linear)

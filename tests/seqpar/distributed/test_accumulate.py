@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import seqpar
 from seqpar.testing.ranks import ranks
@@ -91,6 +91,66 @@ def test_three_steps_of_training_are_the_single_devices(layout, world):
         optimizer.step()
     expected = 0.0, {n: p.detach() for n, p in both.named_parameters()}
     assert_answers(ranks(world, three_steps, layout, case), expected)
+
+
+class PlantedError(Exception):
+    pass
+
+
+def raise_planted(*_):
+    raise PlantedError
+
+
+def planted_in_the_backward(module, args, output):
+    output.register_hook(raise_planted)
+
+
+def step_after_an_error(rank, world, layout, place, case):
+    """The second micro-batch of a step fails on every rank; then `zero_grad`, and the same step once more."""
+    with torch_may_warn():
+        wrapped = wrap(build(case), layout)
+        inner = wrapped.module if layout == "ddp" else wrapped
+        calls = []
+
+        def loss_of(micro_batch):
+            calls.append(micro_batch)
+            hooks = []
+            if len(calls) == 2 and place == "in the forward":
+                hooks.append(inner.model.embed.register_forward_hook(raise_planted))
+            if len(calls) == 2 and place == "in the backward":
+                hooks.append(inner.model.embed.register_forward_hook(planted_in_the_backward))
+            try:
+                return wrapped(micro_batch[0], target=micro_batch[1])
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+        def backward(loss):
+            if len(calls) == 2 and place == "between them":
+                raise_planted()
+            loss.backward()
+
+        def step():
+            given = case.micro_batches(rank), loss_of, count_tokens(case)
+            return seqpar.accumulate_gradients(*given, model=wrapped, group=dist.group.WORLD, backward=backward)
+
+        with pytest.raises(PlantedError):
+            step()
+        wrapped.zero_grad()
+        return float(step().total), gradients_of(wrapped)
+
+
+PLACES = ["in the forward", "between them"]
+# Older ones cannot go on after an error in the middle of a backward
+if hasattr(FSDPModule, "reset_iter_state"):
+    PLACES.append("in the backward")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp2, head a unit"])
+def test_the_step_after_an_error_has_nothing_of_the_failed_one(layout, place):
+    case = Case(**{**vars(UNEVEN), "factor": 1.0})
+    assert_answers(ranks(2, step_after_an_error, layout, place, case), reference(case))
 
 
 @given(cases(1, micro_batches=(1, 4)))
@@ -341,3 +401,16 @@ def test_sum_over_no_group_is_the_loss_itself(counts):
     whole = seqpar.sum_over_ranks(sum(losses[1:], start=losses[0]), None)
     assert [t.item() for t in whole] == [sum(counts)] * 4
     assert [t.dtype for t in whole] == [t.dtype for t in losses[0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32, torch.bool])
+def test_counts_of_a_narrow_dtype_are_summed_in_a_wide_one(dtype):
+    tokens = torch.tensor({torch.uint8: 200, torch.int16: 20_000}.get(dtype, 1), dtype=dtype)
+
+    def loss_of(weight):
+        return seqpar.TokenLoss(weight.sum() * tokens, tokens.long())
+
+    weight = torch.ones(3, requires_grad=True)
+    loss = seqpar.accumulate_gradients([weight] * 3, loss_of, lambda _: tokens)
+    assert loss.tokens == 3 * int(tokens)
+    torch.testing.assert_close(weight.grad, torch.ones(3))

@@ -1,6 +1,8 @@
 """Hugging Face models: the chunked loss has the model's own value and gradient, or says that it has not."""
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -345,3 +347,27 @@ def test_a_training_step_takes_a_small_part_of_the_memory():
     logits = 8 * 64 * 30_000 * 4
     assert stock > 2 * logits
     assert ours < stock / 8, f"stock {stock / 2**20:.0f} MiB, ours {ours / 2**20:.0f} MiB"
+
+
+@pytest.mark.parametrize("name", ["llama", "marian"])
+def test_threads_that_share_a_model_have_their_own_losses(name):
+    """Both are in the forward at the same time."""
+    model = model_of(name)
+    batches = [batch_of(model, [6, 4], seed) for seed in range(2)]
+    alone = [plain_loss(model, batch) / predicted(model, batch["labels"]) for batch in batches]
+    both_inside = threading.Barrier(2)
+    waiting = threading.Event()
+
+    def wait(*_):
+        if waiting.is_set():
+            both_inside.wait(timeout=30)
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(wait)
+    try:
+        with apply_seqpar_loss(model), ThreadPoolExecutor(2) as pool:
+            model(**batches[0])
+            waiting.set()
+            losses = list(pool.map(lambda batch: model(**batch).loss, batches))
+    finally:
+        hook.remove()
+    torch.testing.assert_close(losses, alone, rtol=1e-12, atol=0)

@@ -1,5 +1,9 @@
 """Arguments of distillation that cannot be right, each with the one line that says so."""
 
+import contextlib
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -80,3 +84,28 @@ def test_ids_and_log_probabilities_of_ignored_rows_are_not_looked_at():
     odd = seqpar.TeacherTopK(ids, log_probs, "one_class")
     found = seqpar.linear_distillation(**good(teacher=odd, target=torch.tensor([0, 0, 0, 0, 0, -100]))).total
     assert torch.equal(found, expected)
+
+
+def fails(rows):
+    raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"teacher": seqpar.TeacherLogProbs(fails)}, torch.OutOfMemoryError),
+        ({"target": torch.full((6,), 9)}, IndexError),
+    ],
+)
+def test_the_inputs_are_freed_with_the_error(change, error):
+    """A caller that tries again with fewer rows needs their memory, before Python looks for cycles."""
+    given = good(**change)
+    hidden = weakref.ref(given["hidden"])
+    gc.disable()
+    try:
+        with contextlib.suppress(error):
+            seqpar.linear_distillation(**given)
+        given.clear()
+        assert hidden() is None
+    finally:
+        gc.enable()

@@ -43,6 +43,37 @@ def test_each_convention_with_and_without_class_weights(convention, weighted):
     )
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("padding", [0, 3, 6])
+@pytest.mark.parametrize("masked", [-1e9, torch.finfo(torch.float64).min, -torch.inf])
+def test_a_masked_padding_class_takes_no_digits_from_the_harvard_loss(masked, padding, weighted):
+    """Its target is 0, so that no term has its logit, however small or -inf that is."""
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(7, 3, dtype=torch.float64, requires_grad=True) for name in ("hidden", "weight")}
+    bias = torch.randn(7, dtype=torch.float64).index_fill(0, torch.tensor(padding), masked)
+    class_weight = torch.rand(7, dtype=torch.float64) + 0.1 if weighted else None
+    target = torch.arange(7)
+    counted = target != padding
+    criterion = seqpar.LabelSmoothing(0.1, "harvard", ignore_index=padding)
+
+    def plain():
+        log_p = F.linear(*tensors.values(), bias)[counted].log_softmax(-1)
+        q = torch.full_like(log_p, 0.1 / 5).scatter(1, target[counted, None], 0.9)
+        terms = q * (q.log() - log_p)
+        if weighted:
+            terms = terms * class_weight
+        return terms[:, counted].sum()
+
+    def ours():
+        options = {"ignore_index": padding, "label_smoothing": 0.1, "smoothing_convention": "harvard"}
+        loss = seqpar.linear_cross_entropy(**tensors, target=target, bias=bias, class_weight=class_weight, **options)
+        return loss.total
+
+    assert_same_gradients(ours, plain, tensors)
+    if not weighted:
+        assert_same_gradients(lambda: criterion(F.linear(*tensors.values(), bias), target), plain, tensors)
+
+
 @pytest.mark.parametrize("rows_at_once", [1, 2, 3, 5])
 def test_the_bias_has_its_gradient_from_every_block_of_a_chunk(rows_at_once):
     torch.manual_seed(0)

@@ -1,7 +1,10 @@
 """replicate, scatter, parallel_apply, gather: one meaning for any device list."""
 
+import contextlib
 import dataclasses
+import gc
 import threading
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -283,3 +286,23 @@ def test_one_place_runs_in_order_and_an_error_in_any_thread_arrives():
     assert order == [0, 1, 2, 3]
     with pytest.raises(ZeroDivisionError):
         side_by_side(lambda i: 1 // (i - 2), ["a", "b", "a"])
+
+
+def test_tensors_of_threads_that_failed_are_freed_with_the_error():
+    """A caller that ran out of memory and tries again with fewer rows needs theirs before Python looks for cycles."""
+    alive, all_at_work = [], threading.Barrier(3)
+
+    def job(i):
+        rows = torch.ones(5)
+        alive.append(weakref.ref(rows))
+        all_at_work.wait(timeout=30)
+        if i < 2:
+            raise torch.OutOfMemoryError
+
+    gc.disable()
+    try:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            side_by_side(job, ["a", "b", "c"])
+        assert [tensor() for tensor in alive] == [None] * 3
+    finally:
+        gc.enable()
