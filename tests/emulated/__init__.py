@@ -34,6 +34,7 @@ def _module() -> Any:
     module.device_count = lambda: DEVICES
     module.current_device = torch._C._accelerator_getDeviceIndex
     module._is_in_bad_fork = lambda: False
+    module.device = lambda device: torch.accelerator.device_index(device.index)
     module.manual_seed_all = lambda seed: None
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16, torch.float32, torch.float64]
     module.get_rng_state = lambda device=None: torch.get_rng_state()

@@ -81,12 +81,15 @@ def test_the_first_device_is_the_current_one_since_fsdp_and_nccl_ask_for_it(tmp_
     assert torch.accelerator.current_device_index() == 1
 
 
-def test_a_run_of_an_accelerator_is_resumed_there(tmp_path: Path) -> None:
-    devices = {"training.devices": on([0, 1])}
+@pytest.mark.parametrize("indices", [[0], [0, 1]], ids=len)
+def test_a_run_of_accelerators_is_resumed_there(indices: list[int], tmp_path: Path) -> None:
+    devices = {"training.devices": on(indices)}
     whole = trained(tiny, tmp_path / "whole", **devices)
     trained(tiny, tmp_path / "parts", **devices, **{"training.steps": 2})
     parts = trained(tiny, tmp_path / "parts", **devices)
-    assert [record.get("loss") for record in parts] == [record.get("loss") for record in whole]
+    losses, expected = ([record["loss"] for record in run if "loss" in record] for run in (parts, whole))
+    # The first of two devices to have its part of a gradient ready adds it first, to those of tied weights
+    assert losses == (expected if len(indices) == 1 else pytest.approx(expected, rel=1e-5))
 
 
 class Reads(TorchDispatchMode):
