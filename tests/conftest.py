@@ -1,6 +1,5 @@
 """Hypothesis profiles, and what the tests need to know of the machine."""
 
-import importlib
 import os
 from pathlib import Path
 
@@ -8,9 +7,6 @@ import hypothesis.internal.conjecture.engine
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-
-# Before torch.compile imports Triton
-importlib.import_module("tests.seqpar.kernels.interpreted")
 
 slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=slow_is_fine)

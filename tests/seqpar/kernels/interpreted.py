@@ -1,7 +1,5 @@
 """Run the Triton kernels in tests: on a GPU, else in Triton's interpreter."""
 
-import importlib
-import importlib.util
 import os
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -12,10 +10,6 @@ from hypothesis import strategies as st
 from seqpar.kernels import row_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu" and importlib.util.find_spec("triton"):
-    # Kernels can be interpreted only where the first import of Triton was told so, here and in ranks
-    with patch.dict(os.environ, TRITON_INTERPRET="1"):
-        importlib.import_module("triton.language")
 IN_RANKS = DEVICE == "cpu"
 """Whether ranks, whose tensors are on the CPU, run the kernels: not beside a GPU, where Triton is no interpreter."""
 BLOCKS = st.sampled_from([1, 4, row_kernel.LARGEST_BLOCK])
