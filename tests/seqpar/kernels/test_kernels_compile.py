@@ -1,68 +1,29 @@
-"""The Triton kernels compile for real GPUs, where there is none to run them: the compilers come with Triton.
+"""The Triton kernels compile for real GPUs, where there is none to run them."""
 
-`python -m tests.seqpar.kernels.test_kernels_compile KERNEL TARGET DTYPE` compiles one, in a process that has no
-interpreter, and prints the registers that a thread takes and the bytes it spills (NVIDIA), or the size of the code.
-With `--ptx` it prints NVIDIA's assembly of a kernel without bias and smoothing instead.
-"""
-
-from __future__ import annotations
-
-import re
+import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from seqpar.kernels.row_kernel import CLASSES_A_THREAD, LARGEST_BLOCK, aligned
-
-VOCAB = 50_257
-SETTINGS = {
-    "ignored": -100, "gold_q": 0.9, "each": 0.1 / VOCAB, "excluded": 7, "classes": float(VOCAB), "kl_gold": 0.0,
-    "kl_each": 0.0, "z_loss": 1e-4, "softcap": None, "temperature": 1.0, "GRADIENT": True, "V": VOCAB,
-    "WIDTH": aligned(VOCAB), "BLOCK": LARGEST_BLOCK, "weight_ptr": None, "weight_sum_ptr": None, "PICKS": 3,
-    "ENTROPY": True, "ARGBEST": True,
-}  # fmt: skip
-PLAIN = {"each": 0.0, "excluded": None, "gold_q": 1.0, "z_loss": 0.0, "bias_ptr": None}
-"""No bias, no smoothing: what is left out here may have made the warps wait for each other."""
-TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+PROGRAM = Path(__file__).with_name("compile_kernel.py")
+ROOT = PROGRAM.parents[3]
 
 
-def compiled(kernel: Any, target: str, dtype: str, changed: dict[str, Any] | None = None) -> Any:
-    """As a launch with such arguments would compile it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+@pytest.fixture
+def printed(tmp_path):
+    """Run the program with an empty cache of its own: a kernel that is found in one has not been compiled."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
-    narrow, wide = {"bfloat16": ("*bf16", "*fp32"), "float64": ("*fp64", "*fp64")}[dtype]
-    settings = SETTINGS | (changed or {})
-    signature, constants, attributes = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in settings:
-            signature[name], constants[(i,)] = "constexpr", settings[name]
-            continue
-        pointers = {"x_ptr": narrow, "grad_ptr": narrow, "bias_ptr": narrow, "target_ptr": "*i64", "index_ptr": "*i64"}
-        signature[name] = pointers.get(name, wide if name.endswith("_ptr") else "i32")
-        if signature[name].startswith("*") or name == "x_stride":
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    warps = LARGEST_BLOCK // (32 * CLASSES_A_THREAD)
-    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": warps})
+    def run(*arguments: str) -> str:
+        command = [sys.executable, PROGRAM, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert any(tmp_path.iterdir())
+        return done.stdout
 
-
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread, as NVIDIA's own tool reads them."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", said)[0]
-    return int(registers), int(stack)
+    return run
 
 
 @pytest.mark.parametrize(
@@ -77,7 +38,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
         ("_score_gradient", "sm_90", "bfloat16"),
     ],
 )
-def test_a_kernel_compiles_and_in_bfloat16_spills_nothing(kernel: str, target: str, dtype: str) -> None:
+def test_a_kernel_compiles_and_in_bfloat16_spills_nothing(printed, kernel: str, target: str, dtype: str) -> None:
     size, spilled = map(int, printed(kernel, target, dtype).split())
     assert size
     if dtype == "bfloat16" and target == "sm_90":
@@ -85,7 +46,7 @@ def test_a_kernel_compiles_and_in_bfloat16_spills_nothing(kernel: str, target: s
         assert size <= 80  # so that 24 warps share a multiprocessor, which has 65,536 registers
 
 
-def test_no_warp_reads_a_products_row_where_another_may_overwrite_it_already() -> None:
+def test_no_warp_reads_a_products_row_where_another_may_overwrite_it_already(printed) -> None:
     """After the last barrier before the loop that stores the gradient, no number of the row is read out of turn."""
     lines = printed("_whole_rows", "sm_90", "bfloat16", "--ptx").splitlines()
     barrier = max(i for i, line in enumerate(lines) if "bar.sync" in line)
@@ -94,27 +55,3 @@ def test_no_warp_reads_a_products_row_where_another_may_overwrite_it_already() -
     assert barrier < second_pass < store
     # The products are the only numbers of two bytes
     assert [line for line in lines[barrier:second_pass] if "ld.global.b16" in line] == []
-
-
-def printed(*arguments: str) -> str:
-    """What this file prints as a program."""
-    command = [sys.executable, "-m", "tests.seqpar.kernels.test_kernels_compile", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def main(kernel: Any, target: str, dtype: str, ptx: bool) -> None:
-    """Compile a kernel and print what the docstring of this file says."""
-    if ptx:
-        print(compiled(kernel, target, dtype, PLAIN).asm["ptx"])
-        return
-    made = compiled(kernel, target, dtype)
-    print(*(resources(made.asm["cubin"]) if "cubin" in made.asm else (len(made.asm["hsaco"]), 0)))
-
-
-if __name__ == "__main__":
-    from seqpar.kernels import triton_rows, triton_scores
-
-    kernels = {**vars(triton_rows), **vars(triton_scores)}
-    main(kernels[sys.argv[1]], *sys.argv[2:4], ptx="--ptx" in sys.argv)

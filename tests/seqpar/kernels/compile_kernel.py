@@ -1,0 +1,80 @@
+"""Compile a Triton kernel for a GPU that is not there: the compilers come with Triton.
+
+`python tests/seqpar/kernels/compile_kernel.py KERNEL TARGET DTYPE` prints the registers that a thread takes and the
+bytes it spills (NVIDIA), or the size of the code. With `--ptx` it prints NVIDIA's assembly of a kernel without bias and
+smoothing instead. It is a program outside the package of tests, which imports Triton for its interpreter: a process in
+which that has happened compiles nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from seqpar.kernels.row_kernel import CLASSES_A_THREAD, LARGEST_BLOCK, aligned
+
+VOCAB = 50_257
+SETTINGS = {
+    "ignored": -100, "gold_q": 0.9, "each": 0.1 / VOCAB, "excluded": 7, "classes": float(VOCAB), "kl_gold": 0.0,
+    "kl_each": 0.0, "z_loss": 1e-4, "softcap": None, "temperature": 1.0, "GRADIENT": True, "V": VOCAB,
+    "WIDTH": aligned(VOCAB), "BLOCK": LARGEST_BLOCK, "weight_ptr": None, "weight_sum_ptr": None, "PICKS": 3,
+    "ENTROPY": True, "ARGBEST": True,
+}  # fmt: skip
+PLAIN = {"each": 0.0, "excluded": None, "gold_q": 1.0, "z_loss": 0.0, "bias_ptr": None}
+"""No bias, no smoothing: what is left out here may have made the warps wait for each other."""
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+
+
+def compiled(kernel: Any, target: str, dtype: str, changed: dict[str, Any] | None = None) -> Any:
+    """As a launch with such arguments would compile it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    narrow, wide = {"bfloat16": ("*bf16", "*fp32"), "float64": ("*fp64", "*fp64")}[dtype]
+    settings = SETTINGS | (changed or {})
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in settings:
+            signature[name], constants[(i,)] = "constexpr", settings[name]
+            continue
+        pointers = {"x_ptr": narrow, "grad_ptr": narrow, "bias_ptr": narrow, "target_ptr": "*i64", "index_ptr": "*i64"}
+        signature[name] = pointers.get(name, wide if name.endswith("_ptr") else "i32")
+        if signature[name].startswith("*") or name == "x_stride":
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    warps = LARGEST_BLOCK // (32 * CLASSES_A_THREAD)
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": warps})
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread, as NVIDIA's own tool reads them."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", said)[0]
+    return int(registers), int(stack)
+
+
+def main(kernel: Any, target: str, dtype: str, ptx: bool) -> None:
+    """Compile a kernel and print what the docstring of this file says."""
+    if ptx:
+        print(compiled(kernel, target, dtype, PLAIN).asm["ptx"])
+        return
+    made = compiled(kernel, target, dtype)
+    print(*(resources(made.asm["cubin"]) if "cubin" in made.asm else (len(made.asm["hsaco"]), 0)))
+
+
+if __name__ == "__main__":
+    from seqpar.kernels import triton_rows, triton_scores
+
+    kernels = {**vars(triton_rows), **vars(triton_scores)}
+    main(kernels[sys.argv[1]], *sys.argv[2:4], ptx="--ptx" in sys.argv)
