@@ -9,7 +9,7 @@ SWITCHED := tests/seqpar/core tests/seqpar/engine tests/seqpar/linear tests/seqp
   tests/seqpar/testing tests/seqpar/test_every_option.py tests/recipes/training/test_accelerators.py \
   --ignore tests/seqpar/linear/test_compile.py
 
-.PHONY: help demo test test-launched test-accelerator test-formats test-tutorial test-hf test-browser test-comet check bench bench-gpu clean
+.PHONY: help demo test test-launched test-accelerator test-formats test-tutorial test-hf test-browser test-comet test-newest check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -71,6 +71,16 @@ test-browser: .venv/dev  ## check the recipe's pages in headless Chromium, where
 test-comet: .venv-comet/made  ## check the scores of evaluate --comet against the package COMET, with a tiny random model (under a minute)
 	@.venv-comet/bin/python -W ignore -m tests.recipes.scores.real_comet
 
+.venv-newest/made:
+	@echo "[env] creating .venv-newest with the newest torch and trainers of the index, which bring gigabytes for GPUs on Linux"
+	@$(PYTHON) -m venv .venv-newest
+	@.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -e '.[integrations,triton]' hypothesis numpy peft pytest pytest-timeout pytest-xdist trl
+	@touch $@
+
+test-newest: .venv-newest/made  ## run the library's tests on the newest torch and trainers, in an environment of their own (about 10 minutes on 2 cores)
+	@.venv-newest/bin/python -c 'import torch, transformers, trl; print(f"[test-newest] pytest, torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}")'
+	@HYPOTHESIS_PROFILE=dev .venv-newest/bin/python -m pytest -n $(WORKERS) --dist loadfile -q --durations=5 tests/seqpar
+
 check: .venv/dev  ## run the linter, the format check, strict type checks and the import contracts
 	@echo "[check] ruff"
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
@@ -98,5 +108,5 @@ bench-gpu: .venv/bench-gpu  ## on a CUDA device, run the GPU tests and benchmark
 	@$(BIN)/python -m benchmarks.gpu
 
 clean:  ## remove the environment and the caches, but not runs/
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info dist
+	rm -rf .venv .venv-comet .venv-newest .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

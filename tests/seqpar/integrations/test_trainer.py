@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
 from seqpar.testing.ranks import Pool
@@ -62,8 +61,7 @@ def test_a_decoder_only_model_is_divided_by_the_labels_it_predicts(name, way):
 
 
 def test_stock_the_gradient_is_too_large_by_the_accumulation_steps():
-    """Of the pinned version (5.23): Marian takes the Trainer's divisor as an argument and ignores it."""
-    assert transformers.__version__.startswith("5.23.")
+    """Seen with 5.23 and 5.24: Marian takes the Trainer's divisor as an argument and ignores it."""
     run = Run("marian", 4, 0.0, "stock")
     got, expected = trained(0, 1, run), whole_batch(run, 1)
     name = "model.shared.weight"

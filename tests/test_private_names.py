@@ -1,0 +1,115 @@
+"""Private names of other libraries: each stands in the file named here, and the installed library still has it.
+
+A library may change what it keeps private in any release. A failure here names what has changed before users meet it as
+an AttributeError in the middle of a step.
+"""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PRIVATE = re.compile(r"_[a-zA-Z]\w*")
+NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}  # public, whatever they look like
+MODULES = {
+    "_backward_hooks", "_backward_pre_hooks", "_buffers", "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks",
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_is_replica", "_modules", "_orig_mod", "_parameters",
+    "_replicate_for_data_parallel",
+}  # fmt: skip
+"""What `nn.Module` keeps, by names that are as old as it: any file that copies or asks a module may use them."""
+WORDS = {"_enabled", "_global", "_layer_norm", "_reverse", "_token", "_typeshed"}
+"""Parts of names that are put together, and what only a type checker imports."""
+
+LIBRARIES = {
+    ("argparse", "recipes/translation/commands/searching.py"): {"_ActionsContainer"},
+    ("argparse", "recipes/translation/settings/options.py"): {"_ArgumentGroup", "_option_string_actions"},
+    ("os", "seqpar/testing/ranks.py"): {"_exit"},
+    ("sacrebleu", "recipes/translation/scores/statistics.py"): {
+        "_aggregate_and_compute",
+        "_extract_corpus_statistics",
+    },
+    ("torch", "models/packed.py"): {"_linear_pointwise", "_reorder_linear_weight"},
+    ("torch", "seqpar/core/chunks.py"): {"_assert_async"},
+    ("torch", "seqpar/core/graphs.py"): {"_dynamo"},
+    ("torch", "seqpar/core/transforms.py"): {"_C", "_current_level", "_functorch"},
+    ("torch", "seqpar/linear/dense_rows.py"): {"_assert_async"},
+    ("torch", "seqpar/engine/buffers.py"): {"_BatchNorm"},
+    ("torch", "seqpar/engine/contract.py"): {"_BatchNorm", "_Loss"},
+    ("torch", "seqpar/multi_device/replicas.py"): {
+        "_C",
+        "_disabled_torch_function_impl",
+        "_flat_weight_refs",
+        "_flat_weights",
+        "_flat_weights_names",
+        "_functions",
+    },
+    ("torch", "recipes/translation/processes/ranks.py"): {"_get_default_store"},
+    ("transformers", "seqpar/integrations/transformers_model.py"): {"_loss_function"},
+    ("trl", "seqpar/integrations/trl_options.py"): {"_ChunkedLogProbFunction", "_use_triton"},
+}
+
+
+def sources():
+    return {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text())
+        for folder in ("seqpar", "models", "recipes")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+
+
+def defined(tree):
+    """Yield the names that a file defines itself: functions, classes, variables, arguments and attributes of self."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def used(tree):
+    """Yield the attributes, imported names and strings of a file that look like private names."""
+    for node in ast.walk(tree):
+        found = []
+        if isinstance(node, ast.Attribute):
+            found = [node.attr]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found = [node.value]
+        elif isinstance(node, ast.alias):
+            found = node.name.split(".")
+        elif isinstance(node, ast.ImportFrom):
+            found = (node.module or "").split(".")
+        yield from (name for name in found if PRIVATE.fullmatch(name))
+
+
+def test_a_private_name_of_a_library_stands_in_the_file_that_is_named_for_it():
+    trees = sources()
+    ours = {name for tree in trees.values() for name in defined(tree)} | NAMED_TUPLES | MODULES | WORDS
+    found = {file: set(used(tree)) - ours for file, tree in trees.items()}
+    expected = {}
+    for (_, file), names in LIBRARIES.items():
+        expected.setdefault(file, set()).update(names)
+    assert {file: names for file, names in found.items() if names} == expected
+
+
+def text_of(package):
+    """All that the Python files of a package, or of a module of the standard library, say."""
+    module = importlib.import_module(package)
+    file = Path(module.__file__)
+    files = file.parent.rglob("*.py") if file.name == "__init__.py" else [file]
+    return b"\n".join(file.read_bytes() for file in files)
+
+
+@pytest.mark.parametrize("package", sorted({package for package, _ in LIBRARIES}))
+def test_the_installed_library_has_each_private_name(package):
+    text = text_of(package)
+    for (owner, file), names in LIBRARIES.items():
+        if owner == package:
+            missing = [name for name in sorted(names) if not re.search(rb"\b" + name.encode() + rb"\b", text)]
+            assert not missing, f"the installed {package} no longer has {', '.join(missing)}, used in {file}"
