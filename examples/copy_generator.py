@@ -48,7 +48,7 @@ for step in range(60):
     hidden, attention = attend(embed(source[:, :6]), embed(source), embed(source))
     loss = engine(hidden, target, attention=attention, source=source[:, None].expand(-1, 6, -1))
     optimizer.zero_grad()
-    loss.mean.backward()
+    (loss.total / loss.tokens).backward()  # several ranks: seqpar.accumulate_gradients
     optimizer.step()
     if step in (0, 59):
         print(f"step {step}: loss {loss.mean:.3f}, {loss.correct} of {loss.tokens} right")

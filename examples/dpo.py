@@ -63,7 +63,7 @@ for step in range(60):
     chosen, rejected = o.sequence_sums(ratio, o.padded_segments(mask), len(tokens)).chunk(2)
     loss = o.per_item(o.dpo(chosen, rejected, beta=0.1))
     optimizer.zero_grad()
-    loss.mean.backward()
+    (loss.total / loss.tokens).backward()  # several ranks: seqpar.accumulate_gradients
     optimizer.step()
     if step in (0, 59):
         right = (chosen > rejected).float().mean()

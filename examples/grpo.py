@@ -72,7 +72,7 @@ for step in range(45):
         losses = o.clipped_surrogate(ratio, advantages, eps_low=0.2, eps_high=0.28) - 0.01 * scores.entropy
         loss = o.per_sequence(losses, ids, PROMPTS * GROUP)
         optimizer.zero_grad()
-        loss.mean.backward()
+        (loss.total / loss.tokens).backward()  # several ranks: seqpar.accumulate_gradients
         optimizer.step()
     if step in (0, 15, 44):
         nats = scores.entropy[mask].mean()

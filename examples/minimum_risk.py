@@ -84,7 +84,7 @@ for _ in range(100):
     hidden = hidden_of(padded([str(n) for n in batch]), target)
     loss = seqpar.linear_cross_entropy(hidden, generator.weight, target, bias=generator.bias, ignore_index=PAD)
     optimizer.zero_grad()
-    loss.mean.backward()
+    (loss.total / loss.tokens).backward()  # several ranks: seqpar.accumulate_gradients
     optimizer.step()
 print(f"cross-entropy: chrF {chrf(test):.1f}")
 
@@ -102,7 +102,7 @@ for step in range(24):
     log_prob = o.sequence_sums(scores.log_prob, o.padded_segments(target != PAD), len(batch))
     risk = o.per_item(o.minimum_risk(log_prob, 1 - torch.tensor(quality) / 100, SAMPLES, alpha=0.05))
     optimizer.zero_grad()
-    risk.mean.backward()
+    (risk.total / risk.tokens).backward()  # several ranks: seqpar.accumulate_gradients
     optimizer.step()
     if step in (0, 23):
         print(f"step {step}: risk {risk.mean:.3f}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -71,16 +72,22 @@ def _unless_changed(saved: tuple[Tensor, int]) -> Tensor:
 
 def leaves_of_graph(result: Tensor) -> Iterator[Tensor]:
     """Yield each leaf that needs a gradient and that the result depends on."""
-    todo = [result.grad_fn]
-    # A node is reached once by each use of its result: without this set the search would take exponential time
-    seen = set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo.extend(parent for parent, _ in node.next_functions)
+    for node in nodes_of_graph(result.grad_fn):
         # Only AccumulateGrad, the node of a leaf, has this attribute
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             yield leaf
+
+
+def nodes_of_graph(first: Any) -> Iterator[Any]:
+    """Yield the node and all those before it in forward, the nearest first."""
+    todo = deque([first])
+    # A node is reached once by each use of its result: without this set the search would take exponential time
+    seen = set()
+    while todo:
+        node = todo.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo.extend(parent for parent, _ in node.next_functions)
+        yield node

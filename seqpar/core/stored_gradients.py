@@ -131,8 +131,8 @@ class Gradients:
         self.params = [
             SummedGradient(t, chunks) if t is not None and w else None for t, w in zip(params, sums_wanted, strict=True)
         ]
-        # Without dimensions, so that it can multiply a loss
-        self.scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
+        # Without dimensions, so that it can multiply a loss; a copy, because a GradScaler changes its tensor in place
+        self.scale = scale.detach().clone().reshape(()) if isinstance(scale, Tensor) else scale
         self.detached_chunks = 0
         """How many chunks had a loss without a graph, such as a detached number."""
 

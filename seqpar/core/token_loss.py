@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from seqpar.core.graphs import nodes_of_graph
 
 INSTEAD = (
     "for the gradient write (loss.total / loss.tokens).backward(), with the tokens of the whole step; for a report, "
@@ -24,6 +28,37 @@ def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return None
     return a + b
+
+
+def _ranks() -> int:
+    """Return how many processes there are; 1 where no group was initialised."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 1
+    return dist.get_world_size()
+
+
+def mark_same_on(tensor: Tensor, ranks: int) -> None:
+    """Note, in the graph, that a tensor with all of a step's tokens is the same on so many ranks."""
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.same_on_ranks = ranks
+
+
+def _refuse_part_of_a_step(total: Any, tokens: Tensor, upstream: Tensor) -> None:
+    """Raise RuntimeError, as a hook of a mean's gradient, unless the graph of its total says all ranks have its tokens.
+
+    Args:
+        total: the last node of the total's graph.
+    """
+    ranks = _ranks()
+    if any(getattr(node, "same_on_ranks", 1) == ranks for node in nodes_of_graph(total)):
+        return
+    raise RuntimeError(
+        f"backward went through the mean over {int(tokens)} tokens of one of {ranks} ranks, and a mean of the ranks' "
+        "means is not the mean over all tokens: call seqpar.accumulate_gradients, or write (loss.total * ranks / "
+        "seqpar.group_sum(loss.tokens, group)).backward() under DDP or FSDP2; where all ranks have the same tokens, "
+        "(loss.total / loss.tokens).backward()"
+    )
 
 
 class TokenLoss(NamedTuple):
@@ -101,8 +136,16 @@ class TokenLoss(NamedTuple):
 
     @property
     def mean(self) -> Tensor:
-        """Return `total / tokens`, and 0 (not nan) without tokens; correct if this loss is the whole step's."""
-        return self.total / self.tokens.clamp(min=1)
+        """Return `total / tokens`, and 0 (not nan) without tokens; correct if this loss is the whole step's.
+
+        Raises:
+            RuntimeError: in backward, if a process group has other ranks, which may have other tokens.
+        """
+        mean = self.total / self.tokens.clamp(min=1)
+        # A graph that torch.compile traces has no nodes to look at
+        if mean.requires_grad and not torch.compiler.is_compiling() and _ranks() > 1:
+            mean.register_hook(partial(_refuse_part_of_a_step, self.total.grad_fn, self.tokens))
+        return mean
 
     def detach(self) -> TokenLoss:
         """Return the same numbers without the graph."""

@@ -36,6 +36,7 @@ from seqpar.distributed.reducers import (
     refuse_no_sync,
     without_remains,
 )
+from seqpar.distributed.torch_private import records_static_graph
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -125,7 +126,9 @@ def accumulate_gradients(
     losses: list[TokenLoss] = []
     # The graph of a micro-batch is freed by its own backward, before the next one's forward
     for i, micro_batch in enumerate(to_run):
-        reduce = i == longest - 1 or (i == 0 and _records_static_graph(model))
+        # The backward that records a static graph must not run under `no_sync`. A further reduction does no harm: the
+        # last one takes the mean again of gradients that are already equal on all ranks, which does not change them
+        reduce = i == longest - 1 or (i == 0 and records_static_graph(model))
         # Lightning prepares the reduction in its backward, others do so in the forward
         with without_remains(model), _reducing(model, reduce), called(model):
             loss = _checked(loss_of(micro_batch))
@@ -324,17 +327,6 @@ def _without_accelerator(micro_batch: MicroBatch) -> tuple[MicroBatch, bool]:
     """Return the micro-batch with its tensors on the CPU, and whether any was elsewhere."""
     on_accelerator = any(isinstance(leaf, Tensor) and not leaf.is_cpu for leaf in leaves(micro_batch))
     return map_tensors(lambda t: t.detach().cpu(), micro_batch), on_accelerator
-
-
-def _records_static_graph(model: nn.Module | None) -> bool:
-    """Return whether a DDP with `static_graph` is before its first backward, which must not run under `no_sync`.
-
-    The extra reduction does no harm: the last micro-batch takes the mean again of gradients that are already equal on
-    all ranks, which does not change them.
-    """
-    return bool(getattr(model, "static_graph", False)) and not getattr(
-        model, "_static_graph_delay_allreduce_enqueued", True
-    )
 
 
 @contextlib.contextmanager

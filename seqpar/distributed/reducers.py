@@ -9,14 +9,23 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.core.graphs import leaves_of_graph
 from seqpar.distributed.collectives import gather_numbers
-from seqpar.distributed.wrappers import WRAP_BOTH, is_fsdp_unit
+from seqpar.distributed.torch_private import (
+    expect_forward,
+    forget_step,
+    has_run_forward,
+    is_inside_no_sync,
+    parameter_groups,
+    reduced_by_ddp,
+    reduces_by_hooks,
+    trained_when_wrapped,
+)
+from seqpar.distributed.wrappers import WRAP_BOTH
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
@@ -32,24 +41,8 @@ def refuse_fsdp1(model: nn.Module) -> None:
 
 def gradient_reductions(model: nn.Module) -> Iterator[tuple[str, frozenset[int], float]]:
     """Yield each FSDP2 unit's name, the ranks that its gradients are summed over, and what that sum is divided by."""
-    for name, group in _parameter_groups(model):
-        ranks = frozenset(group.mesh_info.mesh.mesh.flatten().tolist())
-        yield name or "the model", ranks, group.gradient_divide_factor or len(ranks)
-
-
-def _parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield each FSDP2 unit's name and what torch keeps of its parameters."""
-    for name, module in model.named_modules():
-        if not is_fsdp_unit(module):
-            continue
-        unit: Any = module
-        # torch has no public name for it; its versions have one group of parameters in a unit, or several
-        state = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [group for group in [state._fsdp_param_group] if group is not None]
-        for group in groups:
-            yield name, group
+    for name, group in parameter_groups(model):
+        yield name or "the model", *group.reduction()
 
 
 def gathers_for_any(model: nn.Module, wanted: bool) -> bool:
@@ -58,8 +51,8 @@ def gathers_for_any(model: nn.Module, wanted: bool) -> bool:
     A forward of an FSDP2 module gathers the parameters over these ranks. Nothing is communicated for other modules.
     """
     groups = {}
-    for _, parameters in _parameter_groups(model):
-        group = getattr(parameters.mesh_info, "shard_process_group", None)
+    for _, parameters in parameter_groups(model):
+        group = parameters.gathered_over()
         if group is not None:
             groups[group.group_name] = group
     for name in sorted(groups):
@@ -78,7 +71,7 @@ def check_reduces_all(model: nn.Module) -> None:
                 "wrapped, or left out of the wrapping (ignored_params); wrap it with the others, or freeze it"
             )
     if isinstance(model, DistributedDataParallel):
-        known = int(model._get_ddp_logging_data()["num_parameter_tensors"])
+        known = trained_when_wrapped(model)
         if len(trained) > known:
             raise ValueError(
                 f"{len(trained)} parameters are trainable and DistributedDataParallel reduces {known}, those that were "
@@ -89,16 +82,12 @@ def check_reduces_all(model: nn.Module) -> None:
 def _reduced(model: nn.Module) -> set[int]:
     """Return the ids of the parameters that are reduced if they are trained."""
     if isinstance(model, DistributedDataParallel):
-        return {id(p) for p in model._module_parameters}
-    if not any(True for _ in _parameter_groups(model)):
+        return {id(p) for p in reduced_by_ddp(model)}
+    groups = [group for _, group in parameter_groups(model)]
+    if not groups:
         # A wrapper of another library, of which nothing is known
         return {id(p) for p in model.parameters()}
-    found = set()
-    for _, group in _parameter_groups(model):
-        for p in group.fsdp_params:
-            # The module has the one between two steps, the other where it is gathered
-            found |= {id(p.sharded_param), id(getattr(p, "_unsharded_param", None))}
-    return found
+    return {id(p) for group in groups for p in group.parameters()}
 
 
 def check_has_all(total: Tensor, model: nn.Module) -> None:
@@ -121,40 +110,25 @@ def without_remains(model: nn.Module | None) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if model is not None:
-            _forget_step(model)
+            try:
+                forget_step(model)
+            except Exception as further:
+                # It must not hide the step's own error
+                error.add_note(f"gradients of this step may remain: {further}; make the model and its wrapper again")
         raise
-
-
-def _forget_step(model: nn.Module) -> None:
-    """Drop the gradients that FSDP2 has added up and not reduced, and end what it has begun."""
-    unit: Any = model
-    # torch 2.13 and newer; an error of it must not hide the step's own
-    if hasattr(unit, "reset_iter_state"):
-        with contextlib.suppress(RuntimeError):
-            unit.reset_iter_state()
-    for _, group in _parameter_groups(model):
-        for p in group.fsdp_params:
-            p.unsharded_accumulated_grad = None
-            gathered = getattr(p, "_unsharded_param", None)
-            if gathered is not None:
-                gathered.grad = None
 
 
 @contextlib.contextmanager
 def called(model: nn.Module | None) -> Iterator[None]:
     """Raise RuntimeError unless a DistributedDataParallel prepares its reduction in the block, as its forward does."""
-    ddp: Any = model
-    # Two experimental ways of DDP, whose forward leaves no trace
-    traceless = getattr(ddp, "_use_python_reducer", False) or getattr(ddp, "_delay_all_reduce_all_params", False)
-    if not isinstance(model, DistributedDataParallel) or traceless:
+    if not isinstance(model, DistributedDataParallel) or not reduces_by_hooks(model):
         yield
         return
-    # Its forward ends by setting this to True or False; an int has the same effect in between
-    ddp.require_forward_param_sync = int(ddp.require_forward_param_sync)
+    expect_forward(model)
     yield
-    if not isinstance(ddp.require_forward_param_sync, bool):
+    if not has_run_forward(model):
         raise RuntimeError(
             "loss_of did not call model, the DistributedDataParallel, but perhaps the module inside it, so gradients "
             "would not be reduced over the ranks; call model in loss_of"
@@ -163,7 +137,7 @@ def called(model: nn.Module | None) -> Iterator[None]:
 
 def refuse_no_sync(model: nn.Module) -> None:
     """Raise RuntimeError inside `model.no_sync()`, where no gradient would be reduced."""
-    if isinstance(model, DistributedDataParallel) and not model.require_backward_grad_sync:
+    if isinstance(model, DistributedDataParallel) and is_inside_no_sync(model):
         raise RuntimeError(
             "accumulate_gradients was called inside model.no_sync(), so gradients would not be reduced over the ranks; "
             "call it outside: it enters no_sync itself for all micro-batches but the last"

@@ -7,7 +7,6 @@ is called once, with the loop over all chunks as its forward, and the copies tha
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -16,18 +15,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.core.tensor_checks import is_dtensor
+from seqpar.distributed.torch_private import class_before_fully_shard, is_fsdp_unit
 
 WRAP_BOTH = (
     "wrap both in one module, seqpar.ModelWithLoss(model, loss), and give that to DistributedDataParallel or "
     "fully_shard"
 )
-
-
-def is_fsdp_unit(module: nn.Module) -> bool:
-    """Return whether `fully_shard` was called on the module."""
-    # Where FSDP was never imported no module is a unit; importing it here would slow down every start
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and isinstance(module, kind)
 
 
 def refuse_data_parallel(module: nn.Module, what: str) -> None:
@@ -82,8 +75,7 @@ def structural_copy(module: nn.Module) -> Any:
     """
     if not is_fsdp_unit(module):
         return module._replicate_for_data_parallel()
-    # The third class, after the one that `fully_shard` made and FSDPModule
-    original_class: Any = type(module).__mro__[2]
+    original_class: Any = class_before_fully_shard(module)
     copy: Any = original_class.__new__(original_class)
     # `forward` is the whole loop over chunks while `inside_unit` runs, and the copy must not call that
     attributes = {name: value for name, value in module.__dict__.items() if name != "forward"}

@@ -19,6 +19,8 @@ Shape suffixes: N all rows, K probed rows, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -63,9 +65,9 @@ def project(generator: nn.Module, names: Sequence[str], shape: tuple[int, ...], 
         returned = f"a {type(logits).__name__}"
         if isinstance(logits, Tensor):
             returned = f"shape {tuple(logits.shape)}"
-        raise ValueError(
-            f"the generator returned {returned} for hidden {tuple(hidden.shape)}; it must return (..., V) scores"
-        )
+        named = zip(("hidden", *names), (hidden, *extra), strict=True)
+        given = ", ".join(f"{name} {tuple(t.shape)}" for name, t in named)
+        raise ValueError(f"the generator returned {returned} for {given}; it must return (..., V) scores")
     return logits.flatten(0, -2)
 
 
@@ -77,28 +79,89 @@ def check_roles(generator: nn.Module, criterion: nn.Module) -> None:
         raise TypeError(f"criterion is a {type(criterion).__name__}, a generator; the order is (generator, criterion)")
 
 
-def first_scores(generator: nn.Module, scores: Project, shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:
-    """Return `scores(shape, rows)`; rephrase torch's errors about dtypes and sizes as errors about hidden.
+def first_scores(
+    generator: nn.Module,
+    scores: Project,
+    shape: tuple[int, ...],
+    rows: Sequence[Tensor],
+    names: Sequence[str],
+    target_shape: Sequence[int],
+) -> Tensor:
+    """Return `scores(shape, rows)`; rephrase an error of torch's as one about an argument, where that is the cause.
+
+    It is the cause if the generator takes zeros of another dtype or size in its place.
 
     Raises:
-        TypeError: hidden has another dtype than all of the generator's parameters. ValueError: another width.
+        TypeError: hidden has another dtype than all of the generator's parameters.
+        ValueError: hidden has another width, or a per-token tensor has target's shape where it needs one more
+            dimension.
     """
+
+    def takes(other: Sequence[Tensor]) -> bool:
+        # An index beyond the zeros, or an assertion of the generator's own, says no as well
+        with contextlib.suppress(Exception):
+            scores(shape, other)
+            return True
+        return False
+
     try:
         return scores(shape, rows)
-    except RuntimeError as error:
-        hidden = rows[0]
-        dtypes = {p.dtype for p in generator.parameters() if p.is_floating_point()}
-        # Autocast casts hidden itself, so there the error has another cause
-        if dtypes and hidden.dtype not in dtypes and not torch.is_autocast_enabled(hidden.device.type):
-            names = ", ".join(sorted(str(dtype) for dtype in dtypes))
-            raise TypeError(
-                f"hidden has dtype {hidden.dtype} and the generator's parameters {names}; cast one, or use autocast"
-            ) from error
-        if "cannot be multiplied" in str(error) or "size" in str(error):
-            raise ValueError(
-                f"the generator does not take hidden's last size {hidden.size(-1)}: {str(error).splitlines()[0]}"
-            ) from error
-        raise
+    except (RuntimeError, IndexError) as error:
+        cause = _hidden_at_fault(generator, takes, rows) or _column_at_fault(takes, rows, names, target_shape)
+        if cause is None:
+            raise
+        kind, words = cause
+        raise kind(f"{words} ({str(error).splitlines()[0]})") from error
+
+
+Cause = tuple[type[Exception], str]
+"""The error to raise, and its words."""
+
+
+def _hidden_at_fault(
+    generator: nn.Module, takes: Callable[[Sequence[Tensor]], bool], rows: Sequence[Tensor]
+) -> Cause | None:
+    """Return what is wrong with hidden: its width, its dtype, or nothing that another one would mend."""
+    hidden, *extra = rows
+    width = hidden.size(-1)
+    parameters = [p for p in generator.parameters() if p.is_floating_point()]
+    # Autocast casts hidden itself
+    dtypes = {hidden.dtype, *(p.dtype for p in parameters)}
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtypes = {hidden.dtype}
+    sizes = sorted({size for p in parameters for size in p.shape} - {width})
+    for dtype in dtypes - {hidden.dtype}:
+        if takes([hidden.to(dtype), *extra]):
+            return TypeError, (
+                f"hidden has dtype {hidden.dtype} and the generator's parameters {dtype}; cast one, or use autocast"
+            )
+    for dtype, size in itertools.product(dtypes, sizes):
+        if takes([hidden.new_zeros(len(hidden), size, dtype=dtype), *extra]):
+            return ValueError, f"the generator does not take hidden's last size {width}; it takes {size}"
+    return None
+
+
+def _column_at_fault(
+    takes: Callable[[Sequence[Tensor]], bool],
+    rows: Sequence[Tensor],
+    names: Sequence[str],
+    target_shape: Sequence[int],
+) -> Cause | None:
+    """Return which per-token tensors are taken for one number a token and are (batch, source) instead, if any are.
+
+    A source as long as the target is not noticed by its shape.
+    """
+    of_target = [i for i, t in enumerate(rows) if i and t.dim() == 1]
+    for some in (*([i] for i in of_target), of_target):
+        longer = [t.new_zeros(len(t), target_shape[-1]) if i in some else t for i, t in enumerate(rows)]
+        if some and takes(longer):
+            called = " and ".join(names[i - 1] for i in some)
+            shape = tuple(target_shape)
+            return ValueError, (
+                f"{called} of shape {shape} has one number for each token, and the generator takes a row for each; for "
+                f"a source of {shape[-1]} positions pass {names[some[0] - 1]}.unsqueeze(1).expand(-1, {shape[-1]}, -1)"
+            )
+    return None
 
 
 def counts_itself(criterion: nn.Module) -> bool:

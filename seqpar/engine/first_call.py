@@ -158,7 +158,8 @@ def _probe(head: nn.ModuleDict, shard: Shard, index_K: Tensor, check_classes: Ca
     before = buffers_of(copy)
     with torch.random.fork_rng(forked, device_type=device.type):
         with torch.no_grad():
-            logits_KV = first_scores(copy["generator"], scores, (*ones, len(index_K)), rows)
+            shape = (*ones, len(index_K))
+            logits_KV = first_scores(copy["generator"], scores, shape, rows, tuple(shard.per_token), shard.target.shape)
             check_classes(logits_KV.size(-1))
             check_class_weight(head["criterion"], logits_KV.size(-1))
             is_checked = check_additive(copy["criterion"], logits_KV, target_K)

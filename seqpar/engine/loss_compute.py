@@ -18,8 +18,9 @@ from seqpar.core.chunks import check_size
 from seqpar.core.graphs import outside_graphs
 from seqpar.core.token_loss import TokenLoss
 from seqpar.core.transforms import refuse_transforms
+from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.distributed.wrappers import inside_unit, is_fsdp_unit, refuse_data_parallel, refuse_sharded
+from seqpar.distributed.wrappers import inside_unit, refuse_data_parallel, refuse_sharded
 from seqpar.engine.contract import check_roles
 from seqpar.engine.device_losses import Cut, linear_loss, loss_over_devices
 from seqpar.engine.explanation import LatestCall, explanation

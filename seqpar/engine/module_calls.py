@@ -7,7 +7,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from seqpar.distributed.wrappers import is_fsdp_unit
+from seqpar.distributed.torch_private import is_fsdp_unit
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where a module keeps its hooks; torch keeps those of all modules under the same names, beginning with _global."""

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.distributed.wrappers import is_fsdp_unit, refuse_sharded, structural_copy
+from seqpar.distributed.wrappers import refuse_sharded, structural_copy
 from seqpar.engine.formula_match import FormulaMatch, NoFormula, match_formula
 from seqpar.engine.shards import OneOrScattered, Shard, check_targets, check_width, heads_on, scattered
 from seqpar.linear.token_scores import TokenScores, token_scores

@@ -58,7 +58,8 @@ class UsingParameters(torch.autograd.Function):
 def divided(loss: TokenLoss, items: Tensor | int | None) -> Tensor:
     """Return the summed loss divided by `items`, or the mean over the labels that are not ignored."""
     if items is None:
-        return loss.mean
+        # As the model's own loss divides, whatever tokens other ranks have
+        return loss.total / loss.tokens.clamp(min=1)
     # A Trainer counts on the device of the batch, which need not be that of the model's last layers
     if isinstance(items, Tensor):
         items = items.to(loss.total.device)

@@ -15,6 +15,7 @@ from torch import Tensor
 from seqpar.core.chunked_gradient import check_loss_scale
 from seqpar.core.chunks import Chunk, check_size, cut_rows, recording, rows_per_chunk
 from seqpar.core.tensor_checks import check_floating, check_integer_target, check_number, is_dtensor
+from seqpar.core.token_loss import mark_same_on
 from seqpar.core.transforms import refuse_transforms
 from seqpar.distributed.collectives import copy_to_group, world_size
 from seqpar.distributed.vocab_parallel import VocabShard, local_copy, local_rows
@@ -97,7 +98,10 @@ def planned(inputs: Inputs, settings: Settings, shard: VocabShard, dtype: torch.
     # Chunks contain ignored rows only while a CUDA graph is recorded
     ignored = settings.ignore_index if recording(hidden.device) else None
     # Each rank's hidden gradient covers its own classes only; the backward of this copy sums them over the group
-    hidden_ND = copy_to_group(hidden, shard.group).flatten(0, -2)
+    hidden = copy_to_group(hidden, shard.group)
+    if split is not None:
+        mark_same_on(hidden, world_size(shard.group))
+    hidden_ND = hidden.flatten(0, -2)
     token_weight_N = None if inputs.token_weight is None else inputs.token_weight.flatten()
     leaves = LinearLeaves(hidden_ND, inputs.weight, inputs.bias, token_weight_N)
     return Planned(leaves, chunks, projection, target_N, split, ignored)

@@ -54,6 +54,13 @@ def test_an_example_sets_the_threads_of_the_cpu_as_the_recipe_does(example: Path
     assert statements[1:3] == ["import os", ast.unparse(ast.parse(setting))]
 
 
+@pytest.mark.parametrize(
+    "page", [*EXAMPLES, *(ROOT / "docs").glob("*.md"), ROOT / "README.md"], ids=lambda path: path.stem
+)
+def test_nothing_to_copy_from_ends_in_a_line_that_several_ranks_refuse(page: Path) -> None:
+    assert ".mean.backward()" not in page.read_text()
+
+
 def test_there_is_an_example_for_each_way_to_use_it() -> None:
     assert {path.stem for path in EXAMPLES} == {
         "annotated_2018",

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import seqpar
 from seqpar.core.chunks import cut_rows
-from seqpar.engine.first_call import MOST_SITUATIONS
+from seqpar.engine import first_call
 from seqpar.losses.softmax_loss import logits_gradient_, row_losses, soft_target, softmax_and_sums
 
 V = 9
@@ -323,15 +323,82 @@ def test_a_generator_of_another_dtype_or_hidden_of_another_width_is_named_in_lat
         engine(hidden, target)
 
 
-def test_few_situations_are_remembered_however_many_there_are():
+class Strict(nn.Module):
+    """Two layers, the first of which may not fit the second, or the hidden states."""
+
+    def __init__(self, width=4, inner=4, dtype=torch.float32):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 4, dtype=dtype), nn.Linear(inner, V, dtype=dtype)
+
+    def forward(self, hidden, shift=0):
+        return self.second(self.first(hidden) + shift)
+
+
+class Wider(Strict):
+    """The same, in a dtype of its own."""
+
+    def forward(self, hidden):
+        return super().forward(hidden.double())
+
+
+@pytest.mark.parametrize(
+    ("generator", "per_token", "said"),
+    [
+        (Strict(inner=3), {}, r"^mat1 and mat2 shapes cannot be multiplied \(4x4 and 3x9\)$"),
+        (Strict(width=3), {}, r"^the generator does not take hidden's last size 4; it takes 3 \(mat1"),
+        (Strict(), {"shift": torch.randn(3, 5, 3)}, "^The size of tensor a"),
+        (
+            Strict(dtype=torch.float64),
+            {},
+            r"^hidden has dtype torch.float32 and the generator's parameters torch.float64",
+        ),
+        (Strict(width=3, dtype=torch.float64), {}, "^the generator does not take hidden's last size 4; it takes 3 "),
+        (Wider(inner=3, dtype=torch.float64), {}, "^mat1 and mat2 shapes cannot be multiplied"),
+        (Wider(width=3, dtype=torch.float64), {}, "^the generator does not take hidden's last size 4; it takes 3 "),
+    ],
+)
+def test_hidden_is_blamed_for_a_generators_failure_only_where_another_hidden_would_do(generator, per_token, said):
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=said):
+        engine(torch.randn(3, 5, 4), torch.randint(V, (3, 5)), **per_token)
+
+
+@pytest.mark.parametrize("wrong", [{"attention"}, {"source"}, {"attention", "source"}])
+def test_a_source_as_long_as_the_target_is_named_where_its_shape_is_the_targets_by_chance(wrong):
+    engine = seqpar.LossCompute(Copying(), seqpar.CrossEntropy())
+    given = {"attention": torch.rand(3, 5, 5).softmax(-1), "source": torch.randint(V, (3, 5, 5))}
+    given |= {name: given[name][:, 0] for name in wrong}
+    names = " and ".join(name for name in given if name in wrong)
+    advice = (
+        rf"{names} of shape \(3, 5\) has one number for each token, .* pass \w+\.unsqueeze\(1\)\.expand\(-1, 5, -1\)"
+    )
+    with pytest.raises(ValueError, match=advice):
+        engine(torch.randn(3, 5, 4), torch.randint(V, (3, 5)), **given)
+    right = {name: t.unsqueeze(1).expand(-1, 5, -1) if name in wrong else t for name, t in given.items()}
+    engine(torch.randn(3, 5, 4), torch.randint(V, (3, 5)), **right)
+
+
+def test_the_situations_used_last_are_remembered_however_many_there_are(monkeypatch):
+    monkeypatch.setattr(first_call, "MOST_SITUATIONS", 6)
     generator = Switched()
     engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
     hidden, target = torch.randn(12, 4), torch.randint(V, (12,))
-    for _ in range(MOST_SITUATIONS + 3):
-        hook = generator.register_forward_hook(lambda *_: None)
+    calls = []
+    generator.linear.register_forward_hook(lambda *_: calls.append(1))
+
+    def is_probed():
+        calls.clear()
         engine(hidden, target)
+        return len(calls) > 1
+
+    assert is_probed()
+    for _ in range(9):
+        hook = generator.register_forward_hook(lambda *_: None)
+        assert is_probed()
+        assert not is_probed()
         hook.remove()
-    assert len(engine._facts) == MOST_SITUATIONS
+        assert not is_probed()
+    assert len(engine._facts) == 6
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda engine: pickle.loads(pickle.dumps(engine))])
@@ -421,6 +488,21 @@ def test_a_criterion_that_is_a_mean_later_is_refused_in_the_next_call(change):
     change(engine)
     with pytest.raises(ValueError, match="it takes a mean"):
         engine(hidden, target)
+
+
+class FocusedMean(nn.Module):
+    """A mean that is 0 while every target is class 0."""
+
+    def forward(self, logits, target):
+        return (F.cross_entropy(logits, target, reduction="none") * (target != 0)).mean()
+
+
+def test_a_criterion_whose_first_loss_is_0_is_checked_in_the_next_call():
+    engine = seqpar.LossCompute(nn.Linear(4, V), FocusedMean(), chunk_tokens=5)
+    hidden, target = torch.randn(12, 4), torch.zeros(12, dtype=torch.int64)
+    assert engine(hidden, target).total == 0
+    with pytest.raises(ValueError, match="it takes a mean"):
+        engine(hidden, target + 1)
 
 
 class Detached(nn.Module):
