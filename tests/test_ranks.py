@@ -1,12 +1,14 @@
 """The pool itself: real processes, real collectives, failures that arrive whole."""
 
 import os
+import signal
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from seqpar.testing import ranks as module
 from seqpar.testing.ranks import RankError, ranks
 
 
@@ -49,3 +51,26 @@ def test_warnings_are_errors_in_a_rank_where_they_are_in_the_test_that_calls_it(
         ranks(2, warns)
     with pytest.raises(RankError, match="UserWarning: so be it"):
         ranks(2, warns)
+
+
+def timeout_of_the_group(rank, world):
+    return dist.group.WORLD._get_backend(dist.group.WORLD._device_types[0]).options._timeout.total_seconds()
+
+
+def stops_on_one(rank, world):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return rank
+
+
+def test_a_collective_waits_20_seconds_and_a_call_60():
+    assert ranks(2, timeout_of_the_group) == [20.0, 20.0]
+    assert (module.COLLECTIVE_TIMEOUT, module.TIMEOUT) == (20.0, 60.0)
+
+
+def test_a_silent_rank_is_named_with_the_time_and_the_next_call_has_new_ranks(monkeypatch):
+    monkeypatch.setattr(module, "TIMEOUT", 0.5)
+    with pytest.raises(RankError, match=r"^ranks \[1\] were silent for 0.5 s$"):
+        ranks(2, stops_on_one)
+    monkeypatch.undo()
+    assert ranks(2, timeout_of_the_group) == [20.0, 20.0]

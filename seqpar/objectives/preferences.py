@@ -134,24 +134,45 @@ def _reference_point(value: Tensor | float) -> Tensor:
     return value.detach().reshape(()).clamp(min=0)
 
 
-def orpo(chosen_mean: Tensor, rejected_mean: Tensor, *, weight: float) -> Tensor:
+def orpo(
+    chosen_mean: Tensor,
+    rejected_mean: Tensor,
+    *,
+    weight: float,
+    nll_weight: float = 1.0,
+    chosen_nll: Tensor | None = None,
+) -> Tensor:
     """Return the loss of odds-ratio preference optimisation, one per pair.
 
     With log p = the mean log-probability of a response's tokens, and odds(p) = p / (1 - p) (Hong et al. 2024, eq. 3-7):
 
-        loss = -log p_w - lambda log sigmoid(log odds(p_w) - log odds(p_l))
+        loss = -nll_weight log p_w - lambda log sigmoid(log odds(p_w) - log odds(p_l))
+
+    In TRL and Liger the likelihood is instead a mean over all chosen tokens, in which long responses count for more;
+    with the numbers of pairs and of chosen tokens of the whole step:
+
+        chosen_nll = -sequence_sums(log_prob, segment_ids, sequences) * pairs / tokens      # of the chosen responses
+
+    TRL counts the tokens of the prompt, too, where the model has no encoder; Liger those of the response.
 
     Args:
         chosen_mean, rejected_mean: `sequence_means(log_prob, segment_ids, sequences)`, at most 0. A probability above
             1 - eps of the dtype has the odds of 1 - eps, so that an empty response has a finite loss.
         weight: lambda, above 0.
+        nll_weight: of the likelihood, at least 0; 1 in the paper, Liger's alpha.
+        chosen_nll: takes the place of -log p_w; None is the paper's.
 
     Raises:
-        TypeError: means that are not floating. ValueError: different shapes or devices, weight not above 0.
+        TypeError: means that are not floating.
+        ValueError: different shapes or devices, weight not above 0, nll_weight below 0.
     """
     chosen, rejected = checked_scores(chosen_mean=chosen_mean, rejected_mean=rejected_mean)
+    nll = -chosen
+    if chosen_nll is not None:
+        _, nll = checked_scores(chosen_mean=chosen_mean, chosen_nll=chosen_nll)
     check_number(weight, "weight", above=0)
-    return -chosen - weight * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+    check_number(nll_weight, "nll_weight", at_least=0)
+    return nll_weight * nll - weight * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 
 def _log_odds(log_p: Tensor) -> Tensor:

@@ -1,101 +1,52 @@
 """Infer from a wrong loss's numbers what is probably wrong with it.
 
-Each cause is a function of the evidence that returns a sentence, or None if the numbers do not show this cause;
-`EXAMPLES` has the lines that show the mistake and its remedy. `CAUSES` lists them in the order in which they are tried.
+`CAUSES` is the table. An entry has a detector, a function of the evidence that returns a sentence, or None if the
+numbers do not show this cause, and the lines that show the mistake and its remedy. They are tried in that order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
-Result = tuple[Tensor, Mapping[str, Tensor | None]]
-"""A loss and its gradients by name."""
-Uses = Mapping[str, Sequence[tuple[str, Tensor]]]
-"""The gradient of each tensor, split by use: the operation and the gradient through it."""
-FACTOR = 0.125
-"""The factor of the loss in the check that gradients follow it; a power of 2, so that it causes no rounding."""
-SAME = 1e-6
-"""The relative difference up to which two ratios count as equal: mistakes are recognised in float32, too."""
-CALLS = 3
-"""How often the plain loss is computed once more: dropout may well draw the same for a few numbers once."""
+from seqpar.testing.evidence import FACTOR, SAME, Evidence, ratio, spelt
+from seqpar.testing.rank_causes import local_count, reduced_twice, silent_rank, world_size
+from seqpar.testing.row_causes import counted_padding, dropped_rows, mean_of_means
+
 FLOAT32 = 1e-5
 """The relative difference up to which float32 rounding is the likely cause."""
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """The numbers of a wrong loss, and how they were computed."""
+class Cause(NamedTuple):
+    """A usual mistake."""
 
-    got: Result
-    expected: Result
-    eighth: Result | None = None
-    """The same loss times `FACTOR`."""
-    uses: Uses = field(default_factory=dict)
-    """Of the plain gradients."""
-    per_token: frozenset[str] = frozenset()
-    """The tensors all of whose dimensions but the last are tokens."""
-    tokens: int | None = None
-    """The number of targets on this rank that are not ignored."""
-    rows: int | None = None
-    """The number of all targets on this rank."""
-    divisor: float = 1
-    """The number that the plain sum was divided by."""
-    world: int = 1
-    again: Sequence[float] = ()
-    """The plain loss, computed some more times."""
-
-    def pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield name, gradient and plain gradient, where the plain one is not 0 and the shapes agree."""
-        for name, plain in self.expected[1].items():
-            if plain is None or not plain.count_nonzero():
-                continue
-            got = self.got[1][name]
-            if got is None:
-                got = torch.zeros_like(plain)
-            if got.shape == plain.shape:
-                yield name, got, plain
-
-    def ratio(self) -> float | None:
-        """Return r if all gradients are r times the plain ones, with the same r; else None."""
-        ratios = [ratio(got, plain) for _, got, plain in self.pairs()]
-        first = next(iter(ratios), None)
-        if first and all(r is not None and math.isclose(r, first, rel_tol=SAME) for r in ratios):
-            return first
-        return None
-
-
-def ratio(got: Tensor, plain: Tensor) -> float | None:
-    """Return r if got is r times plain; None if it is not a multiple."""
-    # The least-squares r: <got, plain> / <plain, plain>
-    times = float((got.to(plain) * plain).sum() / plain.square().sum())
-    if (got.to(plain) - times * plain).norm() <= SAME * abs(times) * plain.norm():
-        return times
-    return None
-
-
-def dense(gradient: Tensor) -> Tensor:
-    """Return the same numbers in a dense layout: an embedding's gradient may be sparse."""
-    if gradient.layout == torch.strided:
-        return gradient
-    return gradient.to_dense()
+    detect: Callable[[Evidence], str | None]
+    example: str
+    """The mistake and its remedy, a line each."""
 
 
 def likely_cause(evidence: Evidence) -> str:
     """Return a sentence on what the numbers look like, and an example of the mistake with its remedy."""
+    said = "none of the usual ones; the gradients are no simple multiple or part of the plain ones"
+    example = ""
     for cause in CAUSES:
-        sentence = cause(evidence)
+        sentence = cause.detect(evidence)
         if sentence:
-            return f"Likely cause: {sentence}\n{EXAMPLES.get(cause, '')}".rstrip()
-    return "Likely cause: none of the usual ones; the gradients are no simple multiple or part of the plain ones"
+            said, example = sentence, cause.example
+            break
+    return f"Likely cause: {said}{_only_the_gradient(evidence)}\n{example}".rstrip()
+
+
+def _only_the_gradient(e: Evidence) -> str:
+    """Return that the value is right, if only gradients are wrong: a run would then look right from outside."""
+    if not math.isclose(float(e.got[0]), float(e.expected[0]), rel_tol=1e-12):
+        return ""
+    return "; the value is right, only the gradient is wrong"
 
 
 def _no_tokens(e: Evidence) -> str | None:
@@ -137,48 +88,29 @@ def _ignored_factor(e: Evidence) -> str | None:
     return f"the upstream factor is ignored: an eighth of the loss leaves the gradient of {', '.join(deaf)} as it was"
 
 
-def _dropped_rows(e: Evidence) -> str | None:
-    """Recognise a last chunk that is never computed, by its zeros at the end."""
-    for name, got, plain in e.pairs():
-        if name not in e.per_token:
-            continue
-        views = {"rows": (got.flatten(0, -2), plain.flatten(0, -2))}
-        # (B, T, D) may be cut over time
-        if got.dim() == 3:
-            views["time steps"] = got.transpose(0, 1), plain.transpose(0, 1)
-        # The engine cuts rows or time steps, so the last chunk is at the end of one of these
-        for what, (got_view, plain_view) in views.items():
-            count = _lost_at_the_end(got_view, plain_view)
-            if count:
-                return (
-                    f"the last chunk is dropped: {name} has no gradient in its last {count} {what}, of "
-                    f"{len(got_view)}, and the right one before them"
-                )
-    return None
+def _squared_factor(e: Evidence) -> str | None:
+    """Recognise a backward that multiplies by the upstream factor twice."""
+    if e.eighth is None:
+        return None
+    pairs = [(n, e.eighth[1].get(n), g) for n, g in e.got[1].items() if g is not None and g.count_nonzero()]
+    times = {name: ratio(eighth, once) for name, eighth, once in pairs if eighth is not None}
+    squared = [name for name, r in times.items() if r is not None and math.isclose(r, FACTOR**2, rel_tol=SAME)]
+    if not squared:
+        return None
+    return f"the upstream factor is squared: an eighth of the loss has 1/64 of the gradient of {', '.join(squared)}"
 
 
-def _lost_at_the_end(got: Tensor, plain: Tensor) -> int:
-    """Return how many entries at the end of dim 0 are 0 in `got` only, if the two agree before them; else 0."""
-    filled = got.flatten(1).any(1).nonzero()
-    if not len(filled):
-        return 0
-    end = int(filled.max()) + 1
-    if not plain[:end].any() or not plain[end:].any():
-        return 0
-    same = ratio(got[:end], plain[:end])
-    if same is None or not math.isclose(same, 1, rel_tol=SAME):
-        return 0
-    return len(got) - end
-
-
-def _counted_padding(e: Evidence) -> str | None:
-    """Recognise ignored rows that have a gradient."""
-    for name, got, plain in e.pairs():
-        if name in e.per_token:
-            # The plain gradient of a row that is ignored is exactly 0, and of any other practically never
-            extra = int((got.flatten(0, -2).any(1) & ~plain.flatten(0, -2).any(1)).sum())
-            if extra:
-                return f"ignored padding is counted: {name} has a gradient in {extra} rows whose target is ignored"
+def _imagined(e: Evidence) -> str | None:
+    """Recognise a mistake by computing the plain loss with it."""
+    for sentence, compute in e.imagined:
+        with suppress(Exception):
+            mistaken = compute()
+            # Without a mistake it is the plain loss, unless the loss under test has left a hook on a tensor
+            if not sentence and Evidence(mistaken, e.expected).ratio() != 1:
+                return None
+            # Where the mistake changes nothing, it explains nothing
+            if Evidence(mistaken, e.expected).ratio() is None and Evidence(e.got, mistaken).ratio() is not None:
+                return sentence
     return None
 
 
@@ -191,43 +123,13 @@ def _wrong_divisor(e: Evidence) -> str | None:
     # all ranks divisor / (rows x world), and a sum (which DDP then averages) divisor / world.
     if times is None or math.isclose(times, 1, rel_tol=SAME):
         return None
-    looks = f"all gradients are {_spelt(times)} times the plain ones"
+    looks = f"all gradients are {spelt(times)} times the plain ones"
     if n and e.world == 1 and math.isclose(times, e.divisor / n, rel_tol=SAME):
         return f"a mean instead of a sum: {looks}, and {n} targets are not ignored"
     if rows and n != rows and math.isclose(times, e.divisor / (rows * e.world), rel_tol=SAME):
         return f"a mean over all {rows} targets, ignored padding counted: {looks}, and only {n} are not ignored"
     if e.divisor != 1 and math.isclose(times * e.world, e.divisor, rel_tol=SAME):
         return f"a sum instead of a mean: {looks}, and the step has {e.divisor:g} tokens"
-    return None
-
-
-def _local_count(e: Evidence) -> str | None:
-    """Recognise a division by this rank's tokens instead of the step's."""
-    if not e.tokens or e.world == 1:
-        return None
-    # (sum / tokens here, averaged over the ranks) / (sum / divisor)
-    expected_ratio = e.divisor / (e.tokens * e.world)
-    # Only a per-token gradient shows it: a parameter's mixes the wrong factors of all ranks
-    for name, got, plain in e.pairs():
-        times = ratio(got, plain)
-        if name not in e.per_token or not times or math.isclose(times, 1, rel_tol=SAME):
-            continue
-        if math.isclose(times, expected_ratio, rel_tol=SAME):
-            return (
-                f"the local token count: here {e.tokens} of the step's {e.divisor:g} tokens, and {name}'s gradient is "
-                f"{_spelt(times)} times the plain one, {e.divisor:g} / ({e.tokens} x {e.world} ranks)"
-            )
-    return None
-
-
-def _world_size(e: Evidence) -> str | None:
-    """Recognise the number of ranks as a factor too many or too few."""
-    times = e.ratio()
-    if e.world > 1 and times:
-        # DDP averages over the ranks: without the factor world, gradients are 1/world; with it twice, world times
-        for exponent, what in ((-1, "averaged over the ranks"), (1, "multiplied by the number of ranks")):
-            if math.isclose(times, e.world**exponent, rel_tol=SAME):
-                return f"the world size: all gradients are {_spelt(times)} times the plain ones, {what} once too often"
     return None
 
 
@@ -273,113 +175,128 @@ def _rounding(e: Evidence) -> str | None:
     return f"float32 on the way: nothing is off by more than {worst:.1g} of its size, and float64 keeps 1e-16"
 
 
-# From the most specific to the most general: a bare ratio fits several mistakes, a lost row only one
-CAUSES: tuple[Callable[[Evidence], str | None], ...] = (
-    _no_tokens,
-    _random_numbers,
-    _ignored_factor,
-    _no_gradient,
-    _dropped_rows,
-    _counted_padding,
-    _local_count,
-    _world_size,
-    _wrong_divisor,
-    _missed_tie,
-    _accumulated,
-    _rounding,
-)
+def _narrow_sums(e: Evidence) -> str | None:
+    """Recognise results that a narrow dtype can hold exactly, where the plain ones are numbers it rounds."""
+    pairs = [("the loss", e.got[0], e.expected[0]), *e.pairs()]
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = [name for name, got, plain in pairs if _fits(got, dtype) and not _fits(plain, dtype)]
+        if narrow:
+            kind = str(dtype).removeprefix("torch.")
+            return f"sums in {kind}: {', '.join(narrow)} has no digits beyond those of {kind}"
+    return None
 
-EXAMPLES: dict[Callable[[Evidence], str | None], str] = {
-    _no_tokens: """
+
+def _fits(numbers: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the numbers survive a cast to that dtype."""
+    return bool(numbers.any()) and torch.equal(numbers.to(dtype).to(numbers.dtype), numbers)
+
+
+# From the most specific to the most general: a bare ratio fits several mistakes, a lost row only one
+CAUSES: tuple[Cause, ...] = (
+    Cause(
+        _no_tokens,
+        """
     (total / tokens).backward()                  # 0 / 0
     (total / tokens.clamp(min=1)).backward()     # 0, with gradients of 0""",
-    _random_numbers: """
+    ),
+    Cause(
+        _random_numbers,
+        """
     assert_same_loss(head, criterion, ...)           # head.training: dropout is drawn anew in every call
     assert_same_loss(head.eval(), criterion, ...)    # nothing is drawn; losses of draws cannot be compared""",
-    _ignored_factor: """
+    ),
+    Cause(
+        _ignored_factor,
+        """
     return gradient                              # in backward(ctx, upstream)
     return upstream * gradient                   # of hidden AND of every parameter""",
-    _no_gradient: """
+    ),
+    Cause(
+        _squared_factor,
+        """
+    return upstream * (upstream * gradient)      # scaled in backward and once more by a hook or a scaler
+    return upstream * gradient                   # once""",
+    ),
+    Cause(
+        silent_rank,
+        """
+    if tokens_here == 0: return torch.zeros(())            # or detached, or skipped: no gradient from this rank
+    total * world_size / tokens_of_all_ranks               # every rank, even with 0 tokens""",
+    ),
+    Cause(
+        _no_gradient,
+        """
     loss_of(hidden.detach(), head.weight.data)   # .data, .detach(), a deep copy, a layer in a plain list
     loss_of(hidden, head.weight)                 # the tensors themselves""",
-    _dropped_rows: """
+    ),
+    Cause(
+        dropped_rows,
+        """
     for i in range(rows // chunk): ...           # 10 rows in chunks of 4 are 2 chunks
     for part in hidden.split(chunk): ...         # 3, the last one shorter""",
-    _counted_padding: """
+    ),
+    Cause(
+        _imagined,
+        "",
+    ),
+    Cause(
+        counted_padding,
+        """
     F.cross_entropy(logits, target)                        # class 0, the padding, is a class like any other
     F.cross_entropy(logits, target, ignore_index=0)        # rows with target 0 count for nothing""",
-    _local_count: """
+    ),
+    Cause(
+        local_count,
+        """
     loss = total / tokens_here                             # each rank's own mean, then averaged: a mean of means
     loss = total * world_size / sum_over_ranks(tokens)     # one division, by the tokens of the whole step""",
-    _world_size: """
+    ),
+    Cause(
+        mean_of_means,
+        """
+    torch.stack([mean_of(part) for part in parts]).mean()  # parts of different numbers of tokens
+    sum(sum_of(part) for part in parts) / tokens           # one division, by all tokens""",
+    ),
+    Cause(
+        world_size,
+        """
     loss = total / tokens_of_all_ranks                     # DDP and FSDP then average over the ranks
     loss = total * world_size / tokens_of_all_ranks        # the average of which is the sum""",
-    _wrong_divisor: """
+    ),
+    Cause(
+        _wrong_divisor,
+        """
     nn.CrossEntropyLoss(reduction="mean")                  # means of chunks, devices or ranks do not add up
     nn.CrossEntropyLoss(reduction="sum")                   # sums do; divide once, by the step's tokens""",
-    _missed_tie: """
+    ),
+    Cause(
+        reduced_twice,
+        """
+    dist.all_reduce(weight.grad)                           # DDP and FSDP have reduced it already
+    loss.backward()                                        # their hooks reduce it, once""",
+    ),
+    Cause(
+        _missed_tie,
+        """
     head.weight = nn.Parameter(embed.weight.clone())       # equal at first, and each with a gradient of its own
     head.weight = embed.weight                             # one parameter: its gradient is the sum of all uses""",
-    _accumulated: """
+    ),
+    Cause(
+        _accumulated,
+        """
     for batch in batches: loss_of(batch).backward()        # .grad adds up: k calls, k times as large
     optimizer.zero_grad()                                  # between steps; within one, divide by all its tokens""",
-    _rounding: """
+    ),
+    Cause(
+        _rounding,
+        """
     hidden.float(); weight.to(torch.float32)               # a cast on the way
     hidden.to(weight.dtype)                                # sums in float32 or wider, whichever the input has""",
-}
-
-
-def _spelt(times: float) -> str:
-    """Return a ratio as a fraction if it is a simple one, else as a decimal number."""
-    simple = Fraction(times).limit_denominator(1000)
-    if math.isclose(simple, times, rel_tol=SAME):
-        return str(simple)
-    return f"{times:.6g}"
-
-
-def repeated(loss: Callable[[], Tensor]) -> list[float]:
-    """Return the loss of some more calls, by which one that draws random numbers is recognised."""
-    with torch.no_grad():
-        return [float(loss()) for _ in range(CALLS)]
-
-
-class _Uses(TorchFunctionMode):
-    """Give every operation an alias of its own of each watched tensor, whose gradient is that of this one use."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.names = {id(t): name for name, t in tensors.items() if t.requires_grad}
-        self.aliases: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in self.names.values()}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", str(func))
-        # Reading a property such as .shape contributes nothing to a gradient
-        if name == "__get__":
-            return func(*args, **(kwargs or {}))
-
-        def aliased(value: Any) -> Any:
-            if id(value) not in self.names:
-                return value
-            # d loss / d alias is the gradient through this operation alone
-            alias = value.view_as(value)
-            self.aliases[self.names[id(value)]].append((name, alias))
-            return alias
-
-        args, kwargs = tree_map(aliased, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def gradients_by_use(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[str, Tensor]]]:
-    """Return the gradient of each tensor through each operation that uses it; their sum is its gradient."""
-    with _Uses(tensors) as watched:
-        value = loss()
-    # An alias made under no_grad has no gradient to ask for
-    named = [(name, use, alias) for name, uses in watched.aliases.items() for use, alias in uses if alias.requires_grad]
-    if not named or not value.requires_grad:
-        return {}
-    gradients = torch.autograd.grad(value, [alias for *_, alias in named], allow_unused=True)
-    found: dict[str, list[tuple[str, Tensor]]] = {}
-    for (name, use, _), gradient in zip(named, gradients, strict=True):
-        if gradient is not None:
-            found.setdefault(name, []).append((use, dense(gradient)))
-    return found
+    ),
+    Cause(
+        _narrow_sums,
+        """
+    total = torch.zeros((), dtype=hidden.dtype)            # 256 + 1 is 256 in bfloat16
+    total = torch.zeros((), dtype=torch.float32)           # sums in float32 or wider""",
+    ),
+)

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.tensor_checks import check_number
-from seqpar.testing.causes import FACTOR, Evidence, Result, dense, gradients_by_use, likely_cause, repeated
+from seqpar.testing.causes import likely_cause
+from seqpar.testing.evidence import FACTOR, Evidence, Result, StraightTanh, dense, gradients_by_use, repeated
 
+NO_SOFTCAP_DERIVATIVE = (
+    "the softcap's derivative is missing: d softcap tanh(x / softcap) / dx is 1 - tanh^2, and these gradients have 1"
+)
 ROUNDING = 1e-14
 """The difference of float64 sums that counts as rounding where the reference is 0 or nearly so, relative to the largest
 of the loss, the gradients and 1."""
@@ -66,8 +70,12 @@ def assert_same_gradients(
         per_token = frozenset(name for name, t in tensors.items() if t.dim() > 1 and not isinstance(t, nn.Parameter))
         uses = gradients_by_use(reference, tensors)
         again = repeated(reference)
-        cause = likely_cause(Evidence(got, expected, eighth, uses, per_token, tokens, again=again))
-        raise AssertionError(f"{error}\n{cause}") from None
+        imagined = [
+            ("", lambda: value_and_gradients(reference, tensors)),
+            (NO_SOFTCAP_DERIVATIVE, lambda: with_straight_tanh(reference, tensors)),
+        ]
+        cause = likely_cause(Evidence(got, expected, eighth, uses, per_token, tokens, again=again, imagined=imagined))
+        raise AssertionError(f"{cause}\n{first_line(error)}") from None
 
 
 def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> None:
@@ -100,6 +108,17 @@ def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> N
             plain_gradient = torch.zeros_like(gradient)
         if gradient is not None and plain_gradient is not None:
             _assert_close(f"the gradient of {name}", gradient, plain_gradient, rtol, floor)
+
+
+def first_line(error: AssertionError) -> str:
+    """Return what differs, without the lines that pytest's rewriting of assertions appends."""
+    return str(error).splitlines()[0]
+
+
+def with_straight_tanh(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> Result:
+    """Return the loss and its gradients with the derivative of every tanh left out."""
+    with StraightTanh():
+        return value_and_gradients(loss, tensors)
 
 
 def check_tolerance(rtol: float) -> None:

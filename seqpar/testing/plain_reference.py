@@ -32,7 +32,13 @@ def plain_smoothed_target(
     - "torch" (`torch.nn.CrossEntropyLoss`): (1 - eps) on the target, and eps / V on every class.
     - "fairseq" (`label_smoothed_cross_entropy`): 1 - eps on the target, eps / (V - 1) on every other class.
     - "harvard" (The Annotated Transformer, 2018): 1 - eps on the target, 0 on padding, eps / (V - 2) on the others.
+
+    Raises ValueError for any other convention.
     """
+    if smoothing_convention not in ("torch", "fairseq", "harvard"):
+        raise ValueError(
+            f"smoothing_convention is {smoothing_convention!r}; it must be 'torch', 'fairseq' or 'harvard'"
+        )
     gold_NV = F.one_hot(target_N, vocab_size).double()
     if smoothing_convention == "torch":
         return (1 - label_smoothing) * gold_NV + label_smoothing / vocab_size

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +20,19 @@ from seqpar.distributed.collectives import gather_objects, group_sum, rank_in, w
 from seqpar.engine.loss_compute import LossCompute
 from seqpar.losses.criteria import ignored_target
 from seqpar.multi_device.devices import Device
-from seqpar.testing.causes import FACTOR, Evidence, Result, Uses, gradients_by_use, likely_cause, repeated
+from seqpar.testing.causes import likely_cause
+from seqpar.testing.evidence import FACTOR, Evidence, Result, Uses, gradients_by_use, repeated
 from seqpar.testing.gradients import (
+    NO_SOFTCAP_DERIVATIVE,
     assert_same_results,
     check_tolerance,
+    first_line,
     plain_loss,
     refuse_no_gradients,
     value_and_gradients,
+    with_straight_tanh,
 )
+from seqpar.testing.imagined import Mistake, mistakes
 
 Loss = Callable[..., Tensor | TokenLoss]
 """`loss(generator, criterion, hidden, target, **per_token)`."""
@@ -90,11 +96,13 @@ def assert_same_loss(
     _check_arguments(generator, criterion, hidden, target, tokens, per_token)
     check_tolerance(rtol)
     head = _in_float64(generator, criterion)
+    own = loss is not None
+    layout = "".join(f", {name}={engine_only[name]!r}" for name in given)
     if loss is None:
         engine = LossCompute(head["generator"], head["criterion"], devices, chunk_tokens, chunk_size)
         loss = _engines(engine)
     floating = {name: t.detach().double() for name, t in per_token.items() if t.is_floating_point()}
-    trial = _Trial(head, loss, hidden.detach().double(), target, per_token | floating, tokens, group, rtol)
+    trial = _Trial(head, loss, hidden.detach().double(), target, per_token | floating, tokens, group, rtol, own, layout)
     # Gathered, so that all ranks raise the same error instead of waiting for one that did
     failures = {rank: text for rank, text in enumerate(gather_objects(trial.failure(), group)) if text}
     if failures:
@@ -116,6 +124,10 @@ class _Trial:
     tokens: float
     group: ProcessGroup | None
     rtol: float
+    own: bool
+    """Whether the loss is the caller's own, and not seqpar's engine."""
+    layout: str
+    """The engine's arguments, as in a call."""
 
     def failure(self) -> str:
         """Return what differs, and the likely cause; empty if nothing does."""
@@ -131,11 +143,11 @@ class _Trial:
         def candidate() -> Tensor:
             return self._scaled(self.loss(*head, hidden, self.target, **extra))
 
-        def plain() -> Tensor:
+        def plain(mistake: Mistake = plain_loss) -> Tensor:
             inputs = [*whole]
             # This rank's own leaves, to be differentiated, in the position of their copies
             inputs[rank_in(self.group)] = hidden, self.target, extra
-            losses = [plain_loss(*head, h, t, **keywords) for h, t, keywords in inputs]
+            losses = [mistake(*head, h, t, **keywords) for h, t, keywords in inputs]
             return torch.stack(losses).sum() / self.tokens
 
         expected = value_and_gradients(plain, tensors)
@@ -146,8 +158,15 @@ class _Trial:
             assert_same_results(got, expected, self.rtol)
             assert_same_results(eighth, _times(expected, FACTOR), self.rtol)
         except AssertionError as error:
-            uses = gradients_by_use(plain, tensors)
-            return f"{error}\n{likely_cause(self._evidence(got, expected, eighth, uses, repeated(plain)))}"
+            evidence = self._evidence(got, expected, eighth, gradients_by_use(plain, tensors), repeated(plain))
+            # Not over several ranks: a hook's collective would wait for ranks whose loss is right
+            if world_size(self.group) == 1:
+                named = [("", plain_loss), *mistakes(head[1])]
+                imagined = [(w, partial(value_and_gradients, partial(plain, loss), tensors)) for w, loss in named]
+                capless = partial(with_straight_tanh, plain, tensors)
+                evidence = replace(evidence, imagined=[*imagined, (NO_SOFTCAP_DERIVATIVE, capless)])
+            # The cause first, because pytest's summary has only one line
+            return f"{likely_cause(evidence)}\n{first_line(error)}"
         return ""
 
     def _scaled(self, loss: Tensor | TokenLoss) -> Tensor:
@@ -178,12 +197,15 @@ class _Trial:
 
     def _evidence(self, got: Result, expected: Result, eighth: Result, uses: Uses, again: Sequence[float]) -> Evidence:
         """Return the numbers from which `likely_cause` infers the cause."""
-        ignored = ignored_target(self.head["criterion"])
-        tokens = self.target.numel()
-        if ignored is not None:
-            tokens = int((self.target != ignored).sum())
-        counts = tokens, self.target.numel(), self.tokens, world_size(self.group)
+        counts = self._counted(self.target), self.target.numel(), self.tokens, world_size(self.group)
         return Evidence(got, expected, eighth, uses, frozenset({"hidden"}), *counts, again)
+
+    def _counted(self, target: Tensor) -> int:
+        """Return the number of targets that are not ignored."""
+        ignored = ignored_target(self.head["criterion"])
+        if ignored is None:
+            return target.numel()
+        return int((target != ignored).sum())
 
     def smallest_failure(self) -> str:
         """Return the smallest subset of the inputs that fails as well, in words; nothing for several ranks."""
@@ -194,12 +216,23 @@ class _Trial:
             with suppress(Exception):
                 if not smaller.failure():
                     continue
-                shown = str(tuple(smaller.target.shape))
-                if smaller.target.numel() <= SHOWN:
-                    shown = str(smaller.target.tolist())
                 shape = tuple(smaller.hidden.shape)
-                return f"\nSmallest part of these inputs that fails: hidden {shape}, target {shown}"
+                return f"\nSmallest part of these inputs that fails: hidden {shape}, {smaller._call(self)}"
         return ""
+
+    def _call(self, whole: _Trial) -> str:
+        """Return the target, and the call that compares this part of the whole inputs."""
+        shown = f"target {tuple(self.target.shape)}"
+        if self.target.numel() <= SHOWN:
+            shown = f"target {self.target.tolist()}"
+        part = ", ".join(f":{n}" for n in self.target.shape)
+        given = [f"{name}[{part}]" for name in ("hidden", "target")]
+        if whole.own:
+            given.append("loss=loss")
+        if self.tokens != 1:
+            given.append(f"tokens={self.tokens:g}")
+        given += [f"{name}={name}[{part}]" for name in self.per_token]
+        return f"{shown}\n    assert_same_loss(generator, criterion, {', '.join(given)}{whole.layout})"
 
     def _subsets(self) -> Iterator[_Trial]:
         """Yield the comparison on the first sentences and time steps, fewest tokens first, and on all of them last."""
@@ -209,7 +242,12 @@ class _Trial:
         for corner in [*sorted(corners, key=math.prod)[:SMALLER_TRIES], list(sizes)]:
             at = tuple(slice(n) for n in corner)
             extra = {name: t[at] for name, t in self.per_token.items()}
-            yield replace(self, hidden=self.hidden[at], target=self.target[at], per_token=extra)
+            target = self.target[at]
+            # The step's number of tokens is not that of a part of it
+            tokens = self.tokens
+            if tokens != 1 and corner != list(sizes):
+                tokens = max(1, self._counted(target))
+            yield replace(self, hidden=self.hidden[at], target=target, per_token=extra, tokens=tokens)
 
 
 def _check_arguments(

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from seqpar.testing.causes import FACTOR
 from seqpar.testing.conformance.adapter import DEVICE, Adapter, Options
 from seqpar.testing.conformance.finding import Check, Finding
 from seqpar.testing.conformance.inputs import (
@@ -31,6 +30,7 @@ from seqpar.testing.conformance.inputs import (
 )
 from seqpar.testing.conformance.memory import Growth, growth, growth_finding
 from seqpar.testing.conformance.verdicts import ROUNDING, error_finding, second_backward_finding
+from seqpar.testing.evidence import FACTOR
 from seqpar.testing.forks import autograd_works_in_a_fork
 
 PRODUCTS = {f"aten::{name}{suffix}" for name in ("mm", "addmm", "bmm", "baddbmm") for suffix in ("", "_")}

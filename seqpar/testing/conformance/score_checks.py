@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from seqpar.testing.causes import FACTOR
 from seqpar.testing.conformance.finding import Check, Finding
 from seqpar.testing.conformance.inputs import GRADIENTS, Answer, Deviation, leaves
 from seqpar.testing.conformance.memory import Growth, growth, growth_finding
@@ -16,6 +15,7 @@ from seqpar.testing.conformance.score_adapter import ScoreAdapter, ScoreOptions
 from seqpar.testing.conformance.score_adapters import plain
 from seqpar.testing.conformance.score_inputs import ScoreInputs, asked, score_deviations, scored, true_scores
 from seqpar.testing.conformance.verdicts import error_finding, second_backward_finding
+from seqpar.testing.evidence import FACTOR
 
 QUIET = 8
 """The number of tokens whose scores are looked at while the rest of the batch changes."""

@@ -173,6 +173,44 @@ def test_the_odds_ratio_of_orpo_is_trls():
     torch.testing.assert_close(ours, theirs.double(), rtol=1e-6, atol=1e-7)
 
 
+def orpo_batch(is_encoder_decoder):
+    """Two pairs of a prompt of one token and responses of 3, 1, 2 and 4; TRL's decoder-only ids contain the prompt."""
+    ids = torch.randint(7, (4, 5), generator=torch.Generator().manual_seed(0))
+    response = torch.arange(5) < torch.tensor([3, 1, 2, 4]).unsqueeze(1) + 1
+    attended = response.clone()
+    response[:, 0] = is_encoder_decoder
+    labels = ids.where(response, -100)
+    columns = {"input_ids": ids, "attention_mask": attended.long(), "labels": labels}
+    # Of a model with an encoder TRL reads the shape of the prompt as well
+    batch = {"prompt_input_ids": ids[:2], "prompt_attention_mask": attended[:2].long()}
+    for name, both in columns.items():
+        batch |= {f"{which}_{name}": half for which, half in zip(("chosen", "rejected"), both.chunk(2), strict=True)}
+    return batch, ids, response, attended
+
+
+@pytest.mark.parametrize("is_encoder_decoder", [False, True])
+def test_the_loss_of_orpo_with_the_likelihood_over_all_chosen_tokens_is_trls(is_encoder_decoder):
+    batch, ids, response, attended = orpo_batch(is_encoder_decoder)
+    logits = numbers(2, 4, 5, 7)
+    self = trainer(beta=0.3, is_encoder_decoder=is_encoder_decoder, padding_value=0, label_pad_token_id=-100)
+    self.concatenated_inputs = ORPOTrainer.concatenated_inputs
+    self.get_batch_logps = ORPOTrainer.get_batch_logps
+    self._shift_right = lambda labels: labels
+    self.odds_ratio_loss = lambda *logps: ORPOTrainer.odds_ratio_loss(self, *logps)
+    self.concatenated_forward = lambda *given: ORPOTrainer.concatenated_forward(self, *given)
+    theirs, _ = ORPOTrainer.get_batch_loss_metrics(self, lambda *_, **__: SimpleNamespace(logits=logits), batch)
+
+    counted = response if is_encoder_decoder else attended
+    if not is_encoder_decoder:
+        logits, ids, response, counted = logits[:, :-1], ids[:, 1:], response[:, 1:], counted[:, 1:]
+    log_prob = logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    means = sequence_means(log_prob, padded_segments(response), 4).chunk(2)
+    nll = -sequence_sums(log_prob, padded_segments(counted), 4)[:2] * 2 / counted[:2].sum()
+    ours = per_item(orpo(*means, weight=0.3, chosen_nll=nll)).mean
+    # TRL computes the odds in float32
+    torch.testing.assert_close(ours, theirs.double(), rtol=1e-6, atol=0)
+
+
 GRPO = {
     "_entropy_bonus_enabled": False,
     "args": SimpleNamespace(delta=5.0, use_bias_correction_kl=False),

@@ -69,6 +69,12 @@ CASES = {
         "undesirable_weight is -1.0",
     ),
     "orpo weight": (lambda o: o.orpo(ONE, ONE, weight=0.0), ValueError, "weight is 0.0"),
+    "orpo nll_weight": (lambda o: o.orpo(ONE, ONE, weight=1.0, nll_weight=-1.0), ValueError, "nll_weight is -1.0"),
+    "orpo chosen_nll": (
+        lambda o: o.orpo(ONE, ONE, weight=1.0, chosen_nll=TWO),
+        ValueError,
+        r"chosen_nll has shape \(2,\)",
+    ),
     "orpo shapes": (lambda o: o.orpo(ONE, TWO, weight=1.0), ValueError, r"rejected_mean has shape \(2,\)"),
     "simpo beta": (lambda o: o.simpo(ONE, ONE, beta=0, gamma=1.0), ValueError, "beta is 0"),
     "simpo gamma": (lambda o: o.simpo(ONE, ONE, beta=1.0, gamma=-1.0), ValueError, "gamma is -1.0"),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpar.objectives import cpo, dpo, kto, orpo, padded_segments, sequence_means, sequence_sums, simpo
+from seqpar.objectives import cpo, dpo, kto, orpo, padded_segments, per_item, sequence_means, sequence_sums, simpo
 from tests.seqpar.objectives.batches import assert_same_losses, batches, numbers
 
 betas = st.floats(0.05, 2.0)
@@ -116,6 +116,27 @@ def test_orpo_is_the_papers_from_the_tokens_on(batch, weight):
         lambda: [-w - weight * torch.log(sigmoid(log_odds(w) - log_odds(r))) for w, r in naive_pairs(batch)],
         {"log_prob": batch.log_prob},
     )
+
+
+@given(batches(least=1, multiple=2), st.floats(0.05, 2), st.floats(0, 2))
+def test_orpo_may_take_the_likelihood_over_all_chosen_tokens_of_a_step_in_any_micro_batches(batch, weight, nll_weight):
+    """-(nll_weight / tokens) sum of all chosen log p, and the odds' mean over the pairs."""
+    half = batch.sequences // 2
+    chosen_tokens = [p for s in range(half) for p in batch.tokens(s)]
+
+    def loss(pairs=slice(None)):
+        means = [m[pairs] for m in halves(sequence_means, batch)]
+        nll = -halves(sequence_sums, batch)[0][pairs] * half / max(1, len(chosen_tokens))
+        return per_item(orpo(*means, weight=weight, nll_weight=nll_weight, chosen_nll=nll))
+
+    def plain():
+        odds = orpo(*halves(sequence_means, batch), weight=weight, nll_weight=0.0).sum() / half
+        nll = sum((-batch.log_prob[p] for p in chosen_tokens), start=torch.zeros((), dtype=torch.float64))
+        return [odds + nll_weight * nll / max(1, len(chosen_tokens))]
+
+    leaves = {"log_prob": batch.log_prob}
+    assert_same_losses(lambda: loss().mean.reshape(1), plain, leaves)
+    assert_same_losses(lambda: (loss(slice(0, 1)) + loss(slice(1, None))).mean.reshape(1), plain, leaves)
 
 
 @given(batches(least=1, multiple=2), betas, st.floats(0, 2))

@@ -76,6 +76,21 @@ def test_a_users_test_has_ranks_whose_failures_are_shown_and_do_not_outlive_thei
     assert "pickle local object 'cannot_be_sent" in said
 
 
+def test_the_cause_stands_first_in_what_pytest_says(users_pytest):
+    result = users_pytest("""
+        import torch
+        from torch import nn
+        from seqpar.testing import assert_same_loss, plain_loss
+
+        def test_mine():
+            half = lambda *given: plain_loss(*given) / 2
+            criterion = nn.CrossEntropyLoss(reduction="sum")
+            assert_same_loss(nn.Linear(2, 5), criterion, torch.ones(4, 2), torch.arange(4), loss=half)
+    """)
+    result.stdout.fnmatch_lines(["E * AssertionError: Likely cause: accumulation: all gradients are 1/2 of the plain*"])
+    assert "<built-in method" not in result.stdout.str()
+
+
 def test_a_fixture_of_the_users_own_goes_before_ours_and_torch_is_not_loaded(users_pytest):
     result = users_pytest("""
         import sys

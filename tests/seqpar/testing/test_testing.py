@@ -79,6 +79,18 @@ def test_the_same_infinities_zeros_and_empty_gradients_agree(same):
     assert_same_results(held(*same), held(*same))
 
 
+@pytest.mark.parametrize("size", [0.0, 1.0, 1e6])
+def test_where_the_reference_is_zero_a_difference_of_1e_14_of_the_largest_number_is_rounding(size):
+    """Or of 1, if no number is larger."""
+    unit = 1e-14 * max(1.0, size)
+    assert_same_results(held(size, [0.9 * unit]), held(size, [0.0]))
+    assert_same_results(held(0.0, [size, 0.9 * unit]), held(0.0, [size, 0.0]), rtol=0)
+    with pytest.raises(AssertionError, match="the gradient of w is off by"):
+        assert_same_results(held(size, [1.1 * unit]), held(size, [0.0]))
+    with pytest.raises(AssertionError, match="the gradient of w is off by"):
+        assert_same_results(held(0.0, [size, 1.1 * unit]), held(0.0, [size, 0.0]), rtol=0)
+
+
 def test_a_wide_number_is_not_rounded_to_the_reference_s_infinity():
     expected = torch.tensor(INF), {}
     with pytest.raises(AssertionError, match="the loss"):

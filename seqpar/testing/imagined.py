@@ -1,0 +1,64 @@
+"""Compute the plain loss with a usual mistake in it, to recognise the mistake in another loss's gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, get_args
+
+from torch import Tensor, nn
+
+from seqpar.losses.criteria import LabelSmoothing, ignored_target
+from seqpar.losses.softmax_loss import Convention
+from seqpar.testing.gradients import plain_loss
+
+Mistake = Callable[..., Tensor]
+"""`mistake(generator, criterion, hidden, target, **per_token)` returns a summed loss."""
+
+
+def mistakes(criterion: nn.Module) -> Iterator[tuple[str, Mistake]]:
+    """Yield the mistakes that can be made with a criterion, as a sentence and the plain loss with the mistake."""
+    yield "targets shifted by one: each token is held against the next one's target", partial(_shifted, first=1)
+    yield "targets shifted by one: each token is held against the target before it", partial(_shifted, first=-1)
+    rolled = "targets shifted by one, and those of the end are at the beginning"
+    yield rolled, partial(_rolled, by=-1)
+    yield "targets shifted by one, and those of the beginning are at the end", partial(_rolled, by=1)
+    eps = getattr(criterion, "label_smoothing", 0)
+    if not eps or getattr(criterion, "weight", None) is not None:
+        return
+    own = getattr(criterion, "smoothing_convention", "torch")
+    ignored = ignored_target(criterion)
+    if ignored is None:
+        ignored = -100
+    plainly = nn.CrossEntropyLoss(ignore_index=ignored, reduction="sum")
+    yield f"no label smoothing, where the criterion has {eps:g}", partial(_with_criterion, other=plainly)
+    for convention in get_args(Convention):
+        if convention != own and (convention != "harvard" or ignored >= 0):
+            other = LabelSmoothing(eps, convention, ignore_index=ignored)
+            sentence = f"the smoothing convention {convention!r}, where the criterion has {own!r}"
+            yield sentence, partial(_with_criterion, other=other)
+
+
+def _with_criterion(
+    generator: nn.Module, criterion: nn.Module, hidden: Tensor, target: Tensor, *, other: nn.Module, **per_token: Any
+) -> Tensor:
+    """Return the plain loss by another criterion."""
+    return plain_loss(generator, other, hidden, target, **per_token)
+
+
+def _rolled(
+    generator: nn.Module, criterion: nn.Module, hidden: Tensor, target: Tensor, *, by: int, **per_token: Any
+) -> Tensor:
+    """Return the plain loss against targets that are rolled over time."""
+    return plain_loss(generator, criterion, hidden, target.roll(by, -1), **per_token)
+
+
+def _shifted(
+    generator: nn.Module, criterion: nn.Module, hidden: Tensor, target: Tensor, *, first: int, **per_token: Any
+) -> Tensor:
+    """Return the plain loss of all tokens that have a target `first` steps further."""
+    dim = target.dim() - 1
+    steps = target.size(dim) - 1
+    here, there = (0, 1) if first > 0 else (1, 0)
+    extra = {name: t.narrow(dim, here, steps) for name, t in per_token.items()}
+    return plain_loss(generator, criterion, hidden.narrow(dim, here, steps), target.narrow(dim, there, steps), **extra)
