@@ -12,6 +12,7 @@
 | `trl_statistics` | the statistics of logits that TRL logs |
 | `lightning` | `accumulated_step` for manual optimisation |
 | `accelerate` | `accumulated_step` for your own training loop |
+| `made_up` | make up the logits of a few tokens, and run a model on them without a trace |
 | `fairseq` | a criterion for fairseq's trainer |
 | `opennmt` | a `LossCompute` for OpenNMT-py 3 and Eole |
 """

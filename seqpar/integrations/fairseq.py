@@ -1,7 +1,6 @@
 """Compute fairseq's label-smoothed cross-entropy without the logits of all tokens.
 
-It is written for the documented interface of fairseq 0.12 (which cannot be installed on a current Python), and tested
-with stand-ins for its models. Register it with the configuration and the metrics of fairseq's own criterion:
+Register it with the configuration and the metrics of fairseq's own criterion:
 
     @register_criterion("seqpar_cross_entropy", dataclass=LabelSmoothedCrossEntropyCriterionConfig)
     class Chunked(LabelSmoothedCrossEntropyCriterion):
@@ -15,19 +14,40 @@ with stand-ins for its models. Register it with the configuration and the metric
             return self.chunked(model, sample, reduce)
 
 fairseq passes only those settings that `__init__` names: one that is left out has no effect, without an error.
+
+The model's own forward runs, and the loss is computed where it calls its projection, so inside any wrapper, such as
+DDP. On the first call the model runs once more while its projection returns random scores of a few made-up tokens, to
+find out whether it does something else with them.
+
+It is tested with stand-ins, and with the models and the criterion of fairseq 0.12.2 where that is installed. With
+omegaconf 2.4 and hydra-core 1.3, its source runs on Python 3.11 after two changes: in `dataclass/configs.py` and
+`models/transformer/transformer_config.py` a default that is a configuration, such as `common: CommonConfig =
+CommonConfig()`, becomes `field(default_factory=CommonConfig)`; and in `dataclass/initialize.py`, `hydra_init` reads the
+defaults from an instance: `v = getattr(FairseqConfig(), k)`.
+
+Shape suffixes: B batch, T time, D hidden, V vocabulary, W tokens of the window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import check_whole
-from seqpar.engine.module_calls import extra_in_call
+from seqpar.engine.module_calls import what_calls_run
+from seqpar.integrations.made_up import WINDOW, made_up_logits, same_logits, undisturbed
 from seqpar.linear.cross_entropy import linear_cross_entropy
+
+PROJECTIONS = ("output_projection", "fc_out", "fc3")
+"""The projections of fairseq's decoders: of transformers, of `lstm` and of `fconv`."""
+
+INSTEAD = "use fairseq's own criterion for this model"
 
 
 class ChunkedCrossEntropy(nn.Module):
@@ -62,6 +82,7 @@ class ChunkedCrossEntropy(nn.Module):
         self.sentence_avg = sentence_avg
         self.ignore_prefix_size = ignore_prefix_size
         self.chunk_tokens = chunk_tokens
+        self._checked: set[tuple[object, ...]] = set()
 
     def forward(
         self, model: nn.Module, sample: Mapping[str, Any], reduce: bool = True
@@ -69,43 +90,39 @@ class ChunkedCrossEntropy(nn.Module):
         """Return the loss of one sample.
 
         Args:
-            model: a model that, called with `sample["net_input"]` and `features_only=True`, returns `(features,
-                extra)`; it has `get_targets(sample, net_output)` and a `decoder` whose `output_projection` is an
-                `nn.Linear`.
+            model: a model, or a wrapper that passes on its attributes, with a `decoder` whose `output_projection`,
+                `fc_out` or `fc3` is an `nn.Linear`: transformers, `transformer_align`, language models, `lstm` and
+                `fconv`. Called with `sample["net_input"]`, it returns scores first.
             sample: a dict with `net_input`, `target` (batch, time) and `ntokens`.
             reduce: must be True; `seqpar.token_scores` computes losses token by token.
 
         Raises:
             ValueError: `reduce=False`.
-            TypeError: an output projection that is not a plain `nn.Linear`, such as an adaptive softmax, or a decoder
-                whose `output_layer` does something else than project.
+            TypeError: no such projection (an adaptive softmax; `lightconv`, and `lstm` with shared embeddings, multiply
+                by a weight without a module), or a model that does more than project: its `forward`,
+                `get_normalized_probs` or `get_targets` changes scores or targets, as copying and masking models do.
         """
         if not reduce:
             raise ValueError("reduce=False asks for the loss of every token; use seqpar.token_scores for that")
-        # Features instead of logits: the projection is part of the loss
-        net_output = model(**sample["net_input"], features_only=True)
         projection = _projection(model)
-        _refuse_other_output(model, projection, net_output[0])
-        prefix = self.ignore_prefix_size
-        target = model.get_targets(sample, net_output)  # type: ignore[operator]
-        loss = linear_cross_entropy(
-            net_output[0][:, prefix:],
-            projection.weight,
-            target[:, prefix:],
-            bias=projection.bias,
-            ignore_index=self.padding_idx,
-            label_smoothing=self.label_smoothing,
-            # eps / (V - 1) on every class but the target
-            smoothing_convention="fairseq",
-            chunk_tokens=self.chunk_tokens,
-        )
+        self._check(model, projection, sample)
+        losses: list[TokenLoss] = []
+
+        def loss_as_scores(features_BTD: Tensor) -> Tensor:
+            losses.append(self._token_loss(projection, features_BTD, sample["target"]))
+            return losses[-1].total.reshape(1, 1, 1)
+
+        # The loss leaves the model as its scores: DDP must find in them the parameters that were used
+        with _called_as(projection, loss_as_scores):
+            total = model(**sample["net_input"])[0].reshape(())
+        (loss,) = losses
         sentences = sample["target"].size(0)
         # fairseq divides the gradient by the sum of the sample sizes of the step
         sample_size = sample["ntokens"]
         if self.sentence_avg:
             sample_size = sentences
         logged = {
-            "loss": loss.total.detach(),
+            "loss": total.detach(),
             "nll_loss": loss.nll,
             "n_correct": loss.correct,
             "total": loss.tokens,
@@ -113,41 +130,105 @@ class ChunkedCrossEntropy(nn.Module):
             "nsentences": sentences,
             "sample_size": sample_size,
         }
-        return loss.total, sample_size, logged
+        return total, sample_size, logged
 
     @staticmethod
     def logging_outputs_can_be_summed() -> bool:
         """Return True: fairseq may sum the logged numbers over ranks."""
         return True
 
+    def _token_loss(self, projection: nn.Linear, features_BTD: Tensor, target_BT: Tensor) -> TokenLoss:
+        prefix = self.ignore_prefix_size
+        return linear_cross_entropy(
+            features_BTD[:, prefix:],
+            projection.weight,
+            target_BT[:, prefix:],
+            bias=projection.bias,
+            ignore_index=self.padding_idx,
+            label_smoothing=self.label_smoothing,
+            # eps / (V - 1) on every class but the target
+            smoothing_convention="fairseq",
+            chunk_tokens=self.chunk_tokens,
+        )
+
+    def _check(self, model: nn.Module, projection: nn.Linear, sample: Mapping[str, Any]) -> None:
+        """Check the model once for each mode, set of inputs and code that its projection runs."""
+        # A flag among the inputs may choose another branch of the forward
+        inputs = sorted((k, v if isinstance(v, bool | str) else type(v)) for k, v in sample["net_input"].items())
+        settings = (projection, model.training, *what_calls_run(projection), *inputs)
+        if settings not in self._checked:
+            _refuse_more_than_projecting(model, projection, sample)
+            self._checked.add(settings)
+
+
+def _name(model: nn.Module) -> str:
+    """Return the class of a model, without wrappers."""
+    while isinstance(inner := vars(model)["_modules"].get("module"), nn.Module):
+        model = inner
+    return type(model).__name__
+
 
 def _projection(model: nn.Module) -> nn.Linear:
-    """Return the decoder's output projection; raise TypeError unless it is a plain `nn.Linear`."""
+    """Return the decoder's projection to the vocabulary; raise TypeError unless it is a plain `nn.Linear`."""
     decoder = getattr(model, "decoder", None)
-    projection = getattr(decoder, "output_projection", None)
+    named = {name: getattr(decoder, name, None) for name in PROJECTIONS}
+    name, projection = next((item for item in named.items() if item[1] is not None), (PROJECTIONS[0], None))
+    where = f"{_name(model)}'s {type(decoder).__name__}"
+    if projection is None:
+        raise TypeError(
+            f"{where} has no {', '.join(PROJECTIONS[:-1])} or {PROJECTIONS[-1]}: with an adaptive softmax, or by a "
+            f"weight alone, it projects to the vocabulary in a way that the chunked loss does not know; {INSTEAD}"
+        )
     # A subclass with a forward of its own may compute anything
     if not isinstance(projection, nn.Linear) or type(projection).forward is not nn.Linear.forward:
-        raise TypeError(
-            f"the decoder's output_projection is a {type(projection).__name__}; the chunked loss needs an nn.Linear"
-        )
-    if extra := extra_in_call(projection):
-        raise TypeError(f"the decoder's output_projection does more than multiply: {extra}; the chunked loss would not")
+        raise TypeError(f"{where}.{name} is a {type(projection).__name__}, and must be an nn.Linear; {INSTEAD}")
+    if "forward" in vars(projection) or projection._backward_hooks or projection._backward_pre_hooks:
+        raise TypeError(f"{where}.{name} has backward hooks or a forward set on the instance; {INSTEAD}")
     return projection
 
 
-def _refuse_other_output(model: nn.Module, projection: nn.Linear, features: Tensor) -> None:
-    """Raise TypeError if the decoder's `output_layer` gives other scores than the projection, as copying models do."""
-    output_layer = getattr(model.decoder, "output_layer", None)
-    if output_layer is None:
-        return
-    few = features[:1, :2].detach()
-    with torch.no_grad():
+@contextmanager
+def _called_as(projection: nn.Linear, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let the projection compute `forward` inside the block, between its hooks, such as those of weight norm."""
+    vars(projection)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(projection)["forward"]
+
+
+def _refuse_more_than_projecting(model: nn.Module, projection: nn.Linear, sample: Mapping[str, Any]) -> None:
+    """Raise TypeError unless the model's log-probabilities and targets are those of what its projection returns."""
+    name = _name(model)
+    made_up: list[Tensor] = []
+
+    def scores(features_BTD: Tensor) -> Tensor:
+        made_up.append(made_up_logits(features_BTD.new_empty(1, WINDOW), projection.weight[:, 0]))
+        # A copy, because a model may change its scores in place
+        return made_up[-1].clone()
+
+    with undisturbed(model, projection.weight.device), torch.no_grad():
         try:
-            same = torch.equal(output_layer(few).nan_to_num(), projection(few).nan_to_num())
-        except (TypeError, AttributeError, KeyError):  # it needs more than the features
-            same = False
-    if not same:
+            with _called_as(projection, scores):
+                output = model(**sample["net_input"])
+            theirs_1WV = model.get_normalized_probs(output, log_probs=True)  # type: ignore[operator]
+            target_BT = model.get_targets(sample, output)  # type: ignore[operator]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # Before its projection the model is as always, so the error is the batch's own
+            if not made_up:
+                raise
+            raise TypeError(
+                f"{name} fails with the scores of a few tokens ({type(error).__name__}: "
+                f"{' '.join(str(error).split())}): it does more with them than normalise; {INSTEAD}"
+            ) from error
+    if len(made_up) != 1:
+        raise TypeError(f"{name} called its projection {len(made_up)} times in one forward; {INSTEAD}")
+    if not same_logits(F.log_softmax(made_up[0], -1), theirs_1WV):
         raise TypeError(
-            f"{type(model.decoder).__name__}.output_layer does something else than call output_projection, which the "
-            "chunked loss would leave out; use fairseq's own criterion for this model"
+            f"{name}'s log-probabilities are not log_softmax of what its projection returns: its forward or its "
+            f"get_normalized_probs scales, masks or mixes the scores, which the chunked loss would not; {INSTEAD}"
         )
+    if not (isinstance(target_BT, Tensor) and torch.equal(target_BT, sample["target"])):
+        raise TypeError(f"{name}.get_targets returns others than sample['target']; {INSTEAD}")

@@ -29,6 +29,7 @@ from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.reducers import gathers_for_any
 from seqpar.distributed.wrappers import refuse_sharded
+from seqpar.integrations.made_up import made_up_logits, undisturbed
 from seqpar.integrations.transformers_call import Call, UsingParameters, divided
 from seqpar.integrations.transformers_check import (
     WITHOUT,
@@ -36,10 +37,8 @@ from seqpar.integrations.transformers_check import (
     check_shapes,
     examine,
     made_up_labels,
-    made_up_logits,
     own_outputs,
     refuse_added,
-    undisturbed,
 )
 from seqpar.integrations.transformers_model import (
     IGNORED,
@@ -363,7 +362,8 @@ class AppliedLoss:
                 f"the output embeddings of {type(call.model).__name__} do more than multiply and add a bias (a hook, a "
                 f"forward of their own); {WITHOUT}"
             )
-        return call.made_up
+        # A copy, because a model may change its logits in place
+        return call.made_up.clone()
 
     def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         """Replace the window's loss by that of all tokens."""

@@ -12,25 +12,16 @@ Shape suffixes: W tokens of the window (the made-up labels), V vocabulary.
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from seqpar.core.token_loss import wide
+from seqpar.integrations.made_up import WINDOW, close, same_logits
 from seqpar.integrations.transformers_model import IGNORED, Reading
-
-WINDOW = 8
-"""The number of tokens in the window besides special labels."""
-
-SPREAD = 50.0
-"""The largest made-up logit."""
 
 WITHOUT = "use the model without apply_seqpar_loss"
 
@@ -46,34 +37,6 @@ def made_up_labels(special: set[int], vocab_size: int) -> Tensor:
     # In random order, so that neighbours differ in no regular way and a shift by any number of positions shows
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     return labels[order].unsqueeze(0)
-
-
-def made_up_logits(labels_1W: Tensor, like: Tensor) -> Tensor:
-    """Return random logits (1, W, V) in float32 or wider."""
-    # On the CPU, so that every device gets the same numbers
-    generator = torch.Generator().manual_seed(1)
-    logits_1WV = torch.empty(*labels_1W.shape, like.size(-1), dtype=wide(like.dtype))
-    return logits_1WV.uniform_(-SPREAD, SPREAD, generator=generator).to(like.device)
-
-
-@contextmanager
-def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore random states and buffers (those of batch normalisation) after the block."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    forked = []
-    if device.type == "cuda":
-        forked = [device]
-    try:
-        with torch.random.fork_rng(forked):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 def own_outputs(model: nn.Module, kwargs: dict[str, Any], forget: Callable[[], None]) -> object:
@@ -186,24 +149,6 @@ def refuse_added(name: str, outputs: object) -> None:
 def mean_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Return the plain mean loss; nan if every target is ignored."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten().to(logits.device), ignore_index=IGNORED)
-
-
-def same_logits(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether logits are the same, in shape and up to rounding."""
-    return ours.shape == theirs.shape and close(ours, theirs)
-
-
-def close(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether numbers are the same up to a few roundings of float32.
-
-    That holds whatever the model's precision, because the logits that it was given have at least that precision.
-    """
-    finite = ours[ours.isfinite()]
-    scale = 1.0
-    if len(finite):
-        scale = max(scale, float(finite.abs().max()))
-    tolerance = 8 * torch.finfo(torch.float32).eps * scale
-    return torch.allclose(ours.double(), theirs.double(), rtol=0, atol=tolerance)
 
 
 def _shown(loss: Tensor) -> str:

@@ -17,14 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 
-from seqpar.integrations.transformers_check import (
-    WINDOW,
-    RefusedModelError,
-    close,
-    made_up_logits,
-    matching_reading,
-    undisturbed,
-)
+from seqpar.integrations.made_up import WINDOW, close, made_up_logits, undisturbed
+from seqpar.integrations.transformers_check import RefusedModelError, matching_reading
 from seqpar.integrations.transformers_model import Reading, readings, special_labels
 
 WITHOUT = "train it without apply_seqpar_scores"
@@ -200,7 +194,8 @@ def _watched(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen
                 seen.last_hidden.append(last_hidden)
         seen.own_logits.append(output)
         seen.made_up.append(made_up_logits(text["input_ids"], output))
-        return seen.made_up[-1]
+        # A copy, because a model may change its logits in place
+        return seen.made_up[-1].clone()
 
     # Before the hooks of others, which then change the random logits and are noticed
     hook = head.register_forward_hook(after_head, prepend=True)

@@ -76,10 +76,14 @@ def capped(module, args, output):
     return 30 * torch.tanh(output / 30)
 
 
+def masked_in_place(module, args, output):
+    return output.index_fill_(-1, torch.tensor([5]), -1e9)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("change", [narrowed, capped])
+@pytest.mark.parametrize("change", [narrowed, capped, masked_in_place])
 @pytest.mark.parametrize("way", ["labels", "function"])
-def test_in_bfloat16_a_change_of_the_logits_by_five_percent_is_refused(change, autocast, way):
+def test_in_bfloat16_a_change_of_the_logits_by_five_percent_or_of_one_class_is_refused(change, autocast, way):
     model = tiny("llama", torch.float32 if autocast else torch.bfloat16)
     model.lm_head.register_forward_hook(change)
     batch = batch_of(model, [4])

@@ -9,8 +9,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
 
+from seqpar.integrations.made_up import undisturbed
 from seqpar.integrations.transformers import apply_seqpar_loss
-from seqpar.integrations.transformers_check import RefusedModelError, undisturbed
+from seqpar.integrations.transformers_check import RefusedModelError
 from seqpar.testing.ranks import ranks
 from tests.seqpar.integrations.tiny_models import (
     batch_of,

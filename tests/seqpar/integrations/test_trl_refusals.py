@@ -44,6 +44,10 @@ def behind_the_head(model):
     model.lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
 
 
+def in_place(model):
+    model.lm_head.register_forward_hook(lambda module, args, output: output.index_fill_(-1, torch.tensor([5]), -1e9))
+
+
 def in_the_heads_own_forward(model):
     own = model.lm_head.forward
     model.lm_head.forward = lambda hidden: own(hidden) + 0.01
@@ -73,6 +77,7 @@ def without_a_backbone(model):
         ),
         (between_backbone_and_head, r"LlamaForCausalLM changes its hidden states between its backbone and its output"),
         (behind_the_head, r"LlamaForCausalLM's own logits of a few tokens differ by up to"),
+        (in_place, r"LlamaForCausalLM's own logits of a few tokens differ by up to 1e\+09"),
         (in_the_heads_own_forward, r"output embeddings of LlamaForCausalLM do more than multiply and add a bias"),
     ],
 )

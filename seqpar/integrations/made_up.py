@@ -1,0 +1,68 @@
+"""Make up the logits of a few tokens and run a model on them without a trace, to compare its numbers with ours.
+
+Shape suffixes: W tokens of the window, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from seqpar.core.token_loss import wide
+
+WINDOW = 8
+"""The number of tokens in the window besides special labels."""
+
+SPREAD = 50.0
+"""The largest made-up logit."""
+
+
+def made_up_logits(labels_1W: Tensor, like: Tensor) -> Tensor:
+    """Return random logits (1, W, V) in float32 or wider."""
+    # On the CPU, so that every device gets the same numbers
+    generator = torch.Generator().manual_seed(1)
+    logits_1WV = torch.empty(*labels_1W.shape, like.size(-1), dtype=wide(like.dtype))
+    return logits_1WV.uniform_(-SPREAD, SPREAD, generator=generator).to(like.device)
+
+
+@contextmanager
+def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore random states and buffers (those of batch normalisation) after the block."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    forked = []
+    if device.type == "cuda":
+        forked = [device]
+    try:
+        with torch.random.fork_rng(forked):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def same_logits(ours: Tensor, theirs: Tensor) -> bool:
+    """Return whether logits are the same, in shape and up to rounding."""
+    return ours.shape == theirs.shape and close(ours, theirs)
+
+
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    """Return whether numbers are the same up to a few roundings of float32.
+
+    That holds whatever the model's precision, because the logits that it was given have at least that precision.
+    """
+    finite = ours[ours.isfinite()]
+    scale = 1.0
+    if len(finite):
+        scale = max(scale, float(finite.abs().max()))
+    tolerance = 8 * torch.finfo(torch.float32).eps * scale
+    return torch.allclose(ours.double(), theirs.double(), rtol=0, atol=tolerance)
