@@ -1,4 +1,4 @@
-"""Every place where an architecture drops values, found by running it: as many as its paper says, none without effect."""
+"""Every place where an architecture drops values, found by running it: all that its paper has, none without effect."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_an_lstm_of_several_layers_drops_values_between_them() -> None:
 
 
 @pytest.mark.parametrize("make", [make for make, _ in MADE.values()], ids=MADE.keys())
-def test_two_passes_of_training_drop_other_values_and_two_of_evaluation_none(
+def test_two_passes_of_training_drop_other_values_and_evaluation_none(
     make: Callable[[], EncoderDecoder],
 ) -> None:
     torch.manual_seed(0)
