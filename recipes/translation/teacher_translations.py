@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.translation.atomic_folder import writing_to
+from recipes.translation.data.corpora import tags_of
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator, fingerprint, tensors_of
 from recipes.translation.status_line import StatusLine, duration
@@ -72,6 +73,7 @@ def origin(teacher: Translator, lines: Sequence[str], tag: str) -> dict[str, Any
     return {
         "sources": digest.hexdigest(),
         "tag": tag,
+        "tags": list(tags_of(teacher.config)),
         "weights": fingerprint(tensors_of(teacher.model)),
         "subwords": [teacher.source.digest, teacher.target.digest],
         "placeholders": sorted(teacher.config.subwords.placeholders),

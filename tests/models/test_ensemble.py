@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from threading import Event
 
@@ -22,10 +23,11 @@ from models import (
     evaluating,
     greedy,
     make_recurrent,
+    make_transformer,
     sample,
 )
 from models.ensemble import logits_of
-from tests.models.examples import BOS, EOS, batch, pad_to, random_batch, small_transformer
+from tests.models.examples import BOS, EOS, TINY, batch, pad_to, random_batch, small_transformer
 from tests.models.plain_search import next_log_probabilities, plain_beam_search, same
 
 
@@ -156,11 +158,18 @@ def test_ctrl_c_while_the_modes_change_leaves_the_model_as_it_was(monkeypatch: p
         assert [module.training for module in model.modules()] == before
 
 
+def untied(source: int, target: int, pad: int = 0) -> EncoderDecoder:
+    """A model whose vocabularies and padding id are chosen one by one."""
+    return make_transformer(replace(TINY, tie="none"), source, target, pad).double()
+
+
 @pytest.mark.parametrize(
     ("models", "message"),
     [
         ([], "the ensemble has no models"),
         ([MODELS[0], small_transformer(vocab=8)], "model 1 of the ensemble has source vocabulary 8, model 0 has 7"),
+        ([MODELS[0], untied(7, 8)], "model 1 of the ensemble has target vocabulary 8, model 0 has 7"),
+        ([MODELS[0], untied(7, 7, pad=3)], "model 1 of the ensemble has padding id 3, model 0 has 0"),
         (
             [MODELS[0], MODELS[1], small_transformer(vocab=7).to("meta")],
             "model 2 of the ensemble has device meta, model 0 has cpu",

@@ -63,6 +63,16 @@ def test_evenly_spaced_uniform_numbers_draw_each_token_as_often_as_it_is_probabl
         assert probability > 0 or not drawn[token]
 
 
+@pytest.mark.parametrize(
+    ("top_p", "nucleus"), [(0.25, 1), (0.25 + 2**-30, 2), (0.5 - 2**-30, 2), (0.5, 2), (0.5 + 2**-30, 3), (0.75, 3)]
+)
+def test_a_nucleus_that_reaches_p_exactly_has_no_token_more(top_p: float, nucleus: int) -> None:
+    """Of four tokens of probability 1/4."""
+    uniform = torch.linspace(0, 1 - 2**-53, 64, dtype=torch.float64)
+    found = draw(torch.zeros(64, 4, dtype=torch.float64), uniform, 1.0, None, top_p)
+    assert len(set(found.tolist())) == nucleus
+
+
 def test_no_uniform_number_draws_a_token_without_probability() -> None:
     logits = torch.tensor([[-math.inf, 0.3, 1.7, -math.inf]], dtype=torch.float64)
     assert draw(logits, torch.tensor([0.0], dtype=torch.float64), 1.0, None, 1.0).item() == 1

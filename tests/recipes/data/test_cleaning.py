@@ -89,6 +89,11 @@ def test_the_first_of_equal_pairs_stays(given: list[Pair]) -> None:
     assert clean(given, CleaningConfig(duplicates=True), "en", "de")[0] == list(dict.fromkeys(full))
 
 
+def test_pairs_that_are_divided_elsewhere_are_not_equal() -> None:
+    sides = [("ab", "c"), ("a", "bc"), ("a b", "c"), ("a", "b c")]
+    assert kept(CleaningConfig(duplicates=True), *sides) == sides
+
+
 def test_without_rules_only_empty_sides_are_removed() -> None:
     odd = [("a", "a"), ("a", "a"), ("д" * 5_000, "a\ufffd"), ("Ã¼", "x")]
     blank = [("", "x"), ("x", " \t"), ("\u200b", "x"), ("x", "\ufeff \x7f"), ("x", "\ufffd")]
@@ -212,3 +217,10 @@ def test_the_counts_are_reported_where_a_rule_removes_nothing(
 def test_rules_that_leave_nothing_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the rules of cleaning leave no pair of data\.train: 1 of 1 .*words 1"):
         load_pairs(data_of(tmp_path, "a b\n", "c\n"), "train", cleaning=CleaningConfig(max_words=1))
+
+
+def test_pairs_are_cleaned_as_they_are_written_and_only_then_lower_cased(tmp_path: Path) -> None:
+    """What is wrong with Ã¼ shows in the capital."""
+    data = data_of(tmp_path, "One\nONE\nTwo\n", "Eins\neins\nfÃ¼nf\n")
+    found = load_pairs(data, "train", True, CleaningConfig(encoding=True, duplicates=True))
+    assert found == [("one", "eins")] * 2

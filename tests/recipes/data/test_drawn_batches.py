@@ -16,10 +16,11 @@ from recipes.translation.data import token_store
 from recipes.translation.data.batches import Steps, TokenBatches, batches_of_rank
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpus import Corpus, load_corpus
-from recipes.translation.data.drawn_batches import DrawnBatches
+from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
 from recipes.translation.data.noise import noisy
 from recipes.translation.data.subwords import BLANK, EOS, PAD, Subwords, model_path, train_subwords
 from recipes.translation.settings.config import SubwordConfig
+from recipes.translation.settings.noise import NoiseConfig
 from tests.recipes.tiny import tiny
 
 NOISE = {"noise.swap": 0.1, "noise.drop_words": 0.1}
@@ -206,3 +207,15 @@ def test_the_fingerprint_tells_sampling_with_noise_from_sampling_alone(folder: P
         for noise, sampling in product((False, True), repeat=2)
     }
     assert len(prints) == 3  # noise alone is told by its settings
+
+
+def test_an_empty_draw_is_replaced_by_the_pair_without_noise(folder: Path) -> None:
+    subwords = loaded(folder).source
+    ids = subwords.encode(["a", "b", "I am a dog"])
+    plain = TokenBatches(ids, ids, batch_tokens=100)
+    batches = DrawnBatches(plain, Drawing(subwords, noise=NoiseConfig(drop=0.999)), Drawing(subwords))
+    for epoch in range(3):
+        sources, targets = batches.draw(epoch, range(3))
+        assert targets == ids
+        assert sources[:2] == ids[:2]
+        assert sources[2] != []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -90,6 +91,13 @@ def test_tags_and_symbols_have_no_noise() -> None:
     assert {text.split()[-1] for text in found} == {"<bt>"}
     assert all("<url>" in text or "<" not in text[5:-4] for text in found)
     assert len(set(found)) > 500
+
+
+@pytest.mark.parametrize("kept", list(itertools.permutations(["<a>", "<a>b", "<a>bc"])))
+def test_a_symbol_that_begins_with_another_has_no_noise_either(kept: tuple[str, ...]) -> None:
+    for symbol in kept:
+        found = drawn(NoiseConfig(double=0.9), f"see {symbol}", kept)
+        assert {text.split(" ")[1] for text in found} == {symbol}
 
 
 NOISE: dict[str, Any] = {

@@ -6,12 +6,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from models.alignment import attention_weights
+from recipes.translation import train as training
 from recipes.translation.data.subwords import Symbols
 from recipes.translation.report import journal
 from recipes.translation.report.draw import report, write_report
@@ -178,19 +180,34 @@ def test_a_report_that_cannot_be_drawn_is_one_line_and_training_goes_on(
     assert set(lines) == {f"[train] {tmp_path / 'run' / 'report.html'} could not be drawn: RuntimeError: no fonts"}
 
 
-def test_drawing_takes_at_most_a_hundredth_of_the_time_between_two_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_takes_at_most_a_hundredth_of_the_time_between_two_drawings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A validation takes 100 seconds, and a drawing two: the next may begin 200 seconds after it."""
     now = [0.0]
-    monkeypatch.setattr(journal.time, "monotonic", lambda: now[0])
+    drawn = []
 
     def two_seconds(*_: object) -> None:
+        drawn.append(now[0])
         now[0] += 2
 
+    def hundred_seconds(*given: Any) -> Any:
+        now[0] += 100
+        return validate(*given)
+
+    validate = training.validate
+    monkeypatch.setattr(training, "validate", hundred_seconds)
+    monkeypatch.setattr(journal, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("recipes.translation.report.draw.write_report", two_seconds)
-    made = journal.Journal.__new__(journal.Journal)
-    made.config = tiny(Path("run"), {"training.report": True})
-    made.run, made.ranks = Path("run"), journal.Ranks()
-    made._draw()
-    assert made.next_drawing == 2 + 200
+    monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
+    changes = {"training.report": True, "training.validate_every": 1}
+    train(tiny(tmp_path / "run", {**changes, "training.steps": 4}))
+    # After the first and the third validation, and at the end, as there was a step since
+    assert drawn == [100, 100 + 2 + 200, 100 + 2 + 200 + 2 + 100]
+    drawn.clear()
+    now[0] = 0
+    train(tiny(tmp_path / "another", {**changes, "training.steps": 3}))
+    assert drawn == [100, 302], "and not again at the end, where there was none"
 
 
 def test_a_new_run_in_the_folder_keeps_nothing_of_the_earlier_one(

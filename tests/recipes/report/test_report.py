@@ -144,6 +144,20 @@ def series(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Series]]:
     return found
 
 
+def test_of_many_steps_that_stand_out_the_hundred_with_the_largest_norms_are_marked(
+    tmp_path: Path, series: dict[str, list[Series]]
+) -> None:
+    run = make_run(tmp_path / "run")
+    norms = [float(1 + (number * 37) % 151) for number in range(150)]
+    records = [step(n, gradient_norm=norm, stands_out=["gradient_norm"]) for n, norm in enumerate(norms, start=1)]
+    lines(run / "metrics.jsonl", records)
+    chart = curves([read_run(run)])[6]
+    assert "stand out: 150," in chart.caption
+    smallest = sorted(norms)[-100]
+    (line,) = series["Gradient norm"]
+    assert line.marks == [(float(n), norm) for n, norm in enumerate(norms, start=1) if norm >= smallest]
+
+
 def test_speed_is_tokens_over_seconds_and_not_a_mean_of_speeds(
     tmp_path: Path, series: dict[str, list[Series]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

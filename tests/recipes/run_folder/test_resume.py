@@ -17,8 +17,14 @@ from recipes.translation.atomic_folder import MANIFEST, CheckpointError, sha256
 from recipes.translation.commands import main
 from recipes.translation.data.lines import DataError
 from recipes.translation.report.records import begun_settings
-from recipes.translation.run_folder.checkpoint import load_facts, load_translator, load_weights
-from recipes.translation.run_folder.resume import flat
+from recipes.translation.run_folder.checkpoint import (
+    TrainingState,
+    load_facts,
+    load_training,
+    load_translator,
+    load_weights,
+)
+from recipes.translation.run_folder.resume import check_best, flat
 from recipes.translation.settings.config import SCHEMA, ConfigError, CorpusConfig, RunConfig, load_config
 from recipes.translation.train import begin, train
 from tests.recipes.run_folder.made import MADE, contents, refused
@@ -137,6 +143,18 @@ def test_a_best_that_is_gone_is_said_and_replaced_by_the_next_validation(
     summary = train(tiny(run, {**SHORT, "training.steps": 6}))
     assert "is gone: the next validation replaces it" in capsys.readouterr().out
     assert (summary.state.best_step, load_facts(run / "best")["step"]) == (6, 6)
+
+
+def test_nothing_is_remembered_of_a_best_that_is_gone(run: Path) -> None:
+    saved = load_training(run / "last")
+    progress: dict[str, Any] = {"step": 4, "epoch": 1, "batch": 2, "tokens": 3, "data": "x"}
+    saved = replace(saved, state=TrainingState(**progress, best_loss=1.0, best_score=2.0, best_step=3, stale=5))
+    kept = replace(saved.state)
+    check_best(saved, tiny(run, SHORT))
+    assert saved.state == kept
+    shutil.rmtree(run / "best")
+    check_best(saved, tiny(run, SHORT))
+    assert saved.state == TrainingState(**progress)
 
 
 @pytest.mark.parametrize(("before", "after"), [("float64", "float32"), ("float32", "float64"), ("float64", "bf16")])

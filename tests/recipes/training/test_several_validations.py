@@ -176,6 +176,24 @@ def test_bleu_and_chrf_together_are_the_means_of_the_corpora(both: RunConfig, mo
     assert parts[0].bleu != parts[1].bleu
 
 
+def test_validations_translate_greedily_whatever_the_beam_of_the_run_is(
+    both: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    translator = load_translator(Path(both.run) / "last")
+    wide = replace(both, decoding=replace(both.decoding, beam=5))
+    asked = []
+
+    def noted(_: Any, sentences: Any, decoding: Any, ranks: Any) -> Any:
+        asked.append(decoding)
+        return translate(translator, sentences, decoding, ranks)
+
+    monkeypatch.setattr(validation, "translate", noted)
+    one = torch.tensor(1)
+    loss = seqpar.TokenLoss(one.float(), one, nll=one.float(), correct=one)
+    validation.validate(replace(translator, config=wide), load_corpus(both), lambda _: loss, 1)
+    assert asked == [replace(both.decoding, beam=1)] * 2
+
+
 def test_sentences_are_translated_under_the_tags_of_their_corpus(both: RunConfig) -> None:
     translator = load_translator(Path(both.run) / "last")
     newest = json.loads((Path(both.run) / "validation.json").read_text())
