@@ -42,7 +42,7 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> Translator:
 @pytest.fixture(scope="module")
 def run(translator: Translator) -> Path:
     folder = Path(translator.config.run)
-    save_model(folder / "best", translator, {})
+    save_model(folder / "best", translator, {"step": 1})
     return folder
 
 
