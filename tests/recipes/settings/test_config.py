@@ -72,7 +72,10 @@ configs = st.builds(
         seed=st.integers(0, 2**63 - 1),
     ),
     decoding=st.builds(
-        DecodingConfig, beam=st.integers(1, 1_000), length_penalty=st.floats(0, 10), length_norm=choice("decoding.length_norm")
+        DecodingConfig,
+        beam=st.integers(1, 1_000),
+        length_penalty=st.floats(0, 10),
+        length_norm=choice("decoding.length_norm"),
     ),
 )
 
