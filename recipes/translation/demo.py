@@ -11,6 +11,7 @@ from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.status_line import duration
+from recipes.translation.terminal import print_text
 from recipes.translation.train import train
 from recipes.translation.training.layout import devices_of
 from recipes.translation.training.summary import Sample, Summary, command
@@ -35,7 +36,7 @@ def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
     print(f"[demo] {data.source} -> {data.target}, {data.builtin_pairs:,} pairs of the built-in corpus, into {run}")
     print(f"[demo] {layout_in_words(config, ranks)}")
     summary = train(config, fresh=True, ranks=ranks)
-    print(summary)
+    print_text(str(summary))
     if summary.stopped_by:
         return summary
 
@@ -46,7 +47,7 @@ def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
     if not summary.advice:
         print(f"[demo] the first {SAMPLES} sentences of the test set:")
         for pair, translation in list(zip(evaluation.pairs, evaluation.translations, strict=True))[:SAMPLES]:
-            print(Sample(pair.source, translation, pair.target))
+            print_text(str(Sample(pair.source, translation, pair.target)))
     paths: list[Path] = []
     if ranks.is_main:
         paths = evaluation.write(run)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self, TextIO
 
+from recipes.translation.terminal import escaped
+
 if TYPE_CHECKING:
     from rich.live import Live
 
@@ -41,6 +43,7 @@ class StatusLine:
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
+        line = escaped(line)
         if self.live:
             from rich.text import Text
 

@@ -109,7 +109,7 @@ def _recorded(record: Path) -> object:
     """Return what the translations are made from; None if it is not known."""
     try:
         return json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

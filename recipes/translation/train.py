@@ -33,6 +33,7 @@ from recipes.translation.run_folder.checkpoint import (
     Translator,
     build_model,
     check_moments,
+    check_sizes,
     fill_model,
     model_sizes,
     model_to_fill,
@@ -189,15 +190,22 @@ def first_state(corpus: Corpus, teacher: TeacherModel | None) -> TrainingState:
 def first_model(config: RunConfig, corpus: Corpus, saved: SavedTraining | None, ranks: Ranks) -> EncoderDecoder:
     """Return the whole model with which this process begins: resumed, another run's, or random."""
     settings = config.training
+    sizes = model_sizes(config.model)
+    last = Path(config.run) / "last"
+    start = None
+    if saved is None:
+        start = ranks.run_on_main(lambda: starting_weights(config))
+    else:
+        ordinary = {name: each for name, each in saved.weights.items() if not name.endswith((".lora_A", ".lora_B"))}
+        check_sizes(sizes, corpus.source, corpus.target, ordinary, last)
     # Every rank draws the same weights, so that none need be sent
     torch.manual_seed(settings.seed)
-    model = build_model(model_sizes(config.model), corpus.source, corpus.target).to(WEIGHTS[settings.precision])
-    if saved is None and (start := ranks.run_on_main(lambda: starting_weights(config))):
+    model = build_model(sizes, corpus.source, corpus.target).to(WEIGHTS[settings.precision])
+    if start:
         fill_model(model, start, settings.start_from)
     freeze(model, settings.freeze)
     adapt(model, config)
     if saved:
-        last = Path(config.run) / "last"
         fill_model(model, saved.weights, last)
         check_moments(model, saved, last)
     return model

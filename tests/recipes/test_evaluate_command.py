@@ -310,7 +310,7 @@ def test_a_model_whose_weights_are_nan_is_refused_in_one_line(
         translator.model.generator.bias[20] = math.nan
     save_model(tmp_path / "best", translator, {"step": 1})
     message = refusal(capsys, "translate", "--run", str(tmp_path), *options, SENTENCE)
-    assert message.startswith("error: src[0]: the model's logits are nan or inf")
+    assert "model.safetensors: generator.bias has values that are nan or inf, with which nothing can be" in message
 
 
 def test_a_misspelt_file_of_labels_is_an_error_where_the_data_has_no_columns(

@@ -24,6 +24,7 @@ from recipes.translation.commands.searching import add_ensemble, load_ensemble
 from recipes.translation.run_folder.outputs import check_output, results_folder
 from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser
+from recipes.translation.terminal import print_text
 
 if TYPE_CHECKING:
     from recipes.translation.data.sentence_pairs import Pair
@@ -242,7 +243,7 @@ def compare(argv: Sequence[str]) -> int:
         table = ranks.run_on_main(
             lambda: str(compare_systems(options.systems, references, options.split or "test", options.tokenize))
         )
-        print(table)
+        print_text(table)
     return 0
 
 

@@ -20,6 +20,7 @@ from recipes.translation.commands.arguments import (
 from recipes.translation.run_folder.outputs import check_run
 from recipes.translation.settings.config import LayoutConfig, load_config
 from recipes.translation.settings.options import add_config_options, overrides
+from recipes.translation.terminal import print_text
 
 if TYPE_CHECKING:
     from recipes.translation.data.subwords import Subwords
@@ -91,7 +92,7 @@ def train(argv: Sequence[str]) -> int:
 
     with joined(config.layout.timeout) as ranks:
         summary = train_model(config, fresh=options.fresh, ranks=ranks)
-        print(summary)
+        print_text(str(summary))
         if summary.best and not (summary.stopped_by or summary.advice):
             print(next_steps(config, COMMANDS))
     return exit_status(summary)

@@ -25,6 +25,7 @@ from recipes.translation.data.lines import lines_of, read_lines, unpacked
 from recipes.translation.run_folder.outputs import check_output_file, write_output
 from recipes.translation.search_options import SearchOptions
 from recipes.translation.settings.config import ConfigError, LayoutConfig
+from recipes.translation.terminal import print_text
 
 if TYPE_CHECKING:
     from recipes.translation.alternatives import Translation
@@ -83,10 +84,10 @@ def translate(argv: Sequence[str]) -> int:
         translator = load_ensemble(options, ranks)
         if typing:
             for sentence in typed(f"{translator.config.data.source}> "):
-                print(*printed(translator, [sentence], search, options, ranks), sep="\n", flush=True)
+                print_text("\n".join(printed(translator, [sentence], search, options, ranks)), flush=True)
         lines = printed(translator, sentences, search, options, ranks)
         for line in lines:
-            print(line)
+            print_text(line)
         if options.alignments:
             write_alignments(Path(options.alignments), translator, sentences, lines, ranks)
     return 0
@@ -131,9 +132,9 @@ def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: ar
     decoding = translator.config.decoding
     if typing:
         for sentence in typed(f"{translator.config.data.source}> "):
-            print(*ctranslate2_engine.translate(translator, [sentence], decoding), flush=True)
+            print_text("".join(ctranslate2_engine.translate(translator, [sentence], decoding)), flush=True)
     for translation in ctranslate2_engine.translate(translator, sentences, decoding):
-        print(translation)
+        print_text(translation)
 
 
 def check_typing(options: argparse.Namespace, ranks: Ranks) -> None:

@@ -74,7 +74,12 @@ def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
     try:
         found = verified_folder(folder)
         made_with = json.loads((found / SETTINGS).read_text(encoding="utf-8"))
-    except (CheckpointError, OSError, ValueError):  # whatever is wrong with them, they can be made again
+    except (
+        CheckpointError,
+        OSError,
+        ValueError,
+        RecursionError,
+    ):  # whatever is wrong with them, they can be made again
         return None
     if made_with != settings:
         return None
@@ -85,7 +90,7 @@ def of_other_data(folder: Path, config: RunConfig) -> bool:
     """Return whether there are models in the folder that were made from other data than these settings name."""
     try:
         data = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["data"]
-    except (OSError, ValueError, LookupError, TypeError):  # there are none, or they can be made again
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # there are none, or can be made again
         return False
     return bool(data != identity(config))
 

@@ -12,7 +12,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PIECES, TRAINER, NORMALIZER, OURS = 1, 2, 3, 200
 """The fields of a model that are read or written here. The last one has our own notes, as JSON."""
@@ -95,12 +95,12 @@ def kind_of_model(model: bytes) -> str:
     return {value: name for name, value in NUMBERS.items()}.get(number, str(number))
 
 
-def notes_of(model: bytes) -> Mapping[str, object]:
+def notes_of(model: bytes) -> Mapping[str, Any]:
     """Return the notes that `with_pieces` has written; none if there are none."""
     found = _joined(model, OURS)
     if not found:
         return {}
-    notes: dict[str, object] = json.loads(found)
+    notes: dict[str, Any] = json.loads(found)
     return notes
 
 

@@ -19,6 +19,7 @@ from recipes.translation.data.segmentations import BLANK, Sampler
 from recipes.translation.data.sentence_pairs import DataError
 from recipes.translation.data.sentencepiece_file import kind_of_model, notes_of
 from recipes.translation.data.word_vocabulary import SPECIAL, UNKNOWN, as_training_text, chosen_words
+from recipes.translation.json_fields import WrongFieldError, each, fields, is_whole, value
 from recipes.translation.settings.config import ConfigError, SubwordConfig
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
@@ -155,6 +156,17 @@ def _plain_error(message: str, config: SubwordConfig) -> ValueError:
     return DataError(f"sentencepiece cannot train on this text: {' '.join(message.split())}")
 
 
+def check_notes(notes: Any, pieces: int) -> None:
+    """Raise WrongFieldError unless the notes of an imported model, if there are some, name subwords that it has."""
+    if notes == {}:
+        return
+    size = value(f"a whole number from 1 to {pieces:,}", lambda found: is_whole(found) and 1 <= found <= pieces)
+    fields({"size": size})(notes, "")
+    a_subword = value("the number of a subword", lambda found: is_whole(found) and 0 <= found < notes["size"])
+    checks = dict.fromkeys(Symbols._fields, each(a_subword))
+    fields(checks, lambda found: bool(found["start"]), "notes with at least one subword in start")(notes, "")
+
+
 class Subwords:
     """A trained model: sentences to subword ids and back.
 
@@ -185,7 +197,15 @@ class Subwords:
             processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
         except RuntimeError as error:
             raise DataError(f"{path} is not a sentencepiece model; remove it and `prepare` again") from error
-        subwords = cls(processor)
+        try:
+            check_notes(notes_of(processor.serialized_model_proto()), processor.get_piece_size())
+            subwords = cls(processor)
+            subwords.pieces()
+        except (ValueError, RecursionError, WrongFieldError) as error:
+            reason = str(error)
+            if isinstance(error, UnicodeDecodeError):
+                reason = f"the piece {error.object!r} is not UTF-8 text"
+            raise DataError(f"{path} is damaged: {reason}; restore it from a copy, or `prepare` again") from None
         found = (processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id())
         if BOS not in subwords.symbols.start:  # an imported model may have no start symbol of its own
             found = (found[0], found[1], BOS, found[3])

@@ -94,6 +94,7 @@ class TokenStore:
                 batches = list(pyarrow.ipc.open_stream(file))
         except (OSError, pyarrow.ArrowInvalid) as error:
             raise DataError(_damaged(folder, str(error))) from error
+        _check_batches(folder, batches)
         sides: list[StoredIds] = []
         for name in ("source", "target"):
             columns = [batch.column(name) for batch in batches]
@@ -177,6 +178,27 @@ def _kind(vocabulary: int) -> Any:
     if vocabulary <= 1 << 16:
         return pyarrow.uint16()
     return pyarrow.int32()
+
+
+def _check_batches(folder: Path, batches: Sequence[Any]) -> None:
+    """Raise DataError unless record batches are such as `_write_pairs` writes."""
+    import pyarrow
+
+    kinds = [pyarrow.list_(kind) for kind in (pyarrow.uint16(), pyarrow.int32())]
+    for number, batch in enumerate(batches, start=1):
+        if batch.schema.names != ["source", "target"] or not set(batch.schema.types).issubset(kinds):
+            found = ", ".join(f"{field.name} ({field.type})" for field in batch.schema)
+            raise DataError(_damaged(folder, f"{PAIRS} has the columns {found}, not lists of ids, source and target"))
+        if not 0 < len(batch) <= ROWS or (len(batch) < ROWS and number < len(batches)):
+            raise DataError(_damaged(folder, f"a part of {PAIRS} has {len(batch):,} rows, not {ROWS:,}"))
+        try:
+            batch.validate(full=True)  # offsets within the values; it does not read the values
+        except pyarrow.ArrowInvalid as error:
+            raise DataError(_damaged(folder, " ".join(str(error).split()))) from None
+        if any(column.null_count or column.values.null_count for column in batch.columns):
+            raise DataError(_damaged(folder, f"{PAIRS} has rows without ids"))
+    if not batches:
+        raise DataError(_damaged(folder, f"{PAIRS} has no rows"))
 
 
 def _facts(folder: Path) -> Facts:

@@ -45,7 +45,7 @@ def load(
         if device == "cpu":
             batches = threads or torch.get_num_threads()
         engine = ctranslate2.Translator(str(whole), device=device, inter_threads=batches, intra_threads=1)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, LookupError) as error:  # LookupError for a variable that is missing
         raise CheckpointError(f"{folder} cannot be opened by CTranslate2: {error}") from error
     return ExportedTranslator(config, engine, source, target)
 

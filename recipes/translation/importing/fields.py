@@ -28,12 +28,14 @@ def _is_finite(found: Any) -> bool:
 
 # Larger sizes would fill the memory before the weights contradict them
 WHOLE = value("a whole number of 32 bits", lambda found: is_whole(found) and -(2**31) <= found < 2**31)
+BEAM = value("a whole number from 1 to 1,000", lambda found: is_whole(found) and 1 <= found <= 1_000)
 NUMBER = value("a number", _is_finite)
 YES_OR_NO = value("true or false", lambda found: isinstance(found, bool))
 SYMBOL = either(TEXT, fields({"content": unless_missing(TEXT)}))
 """A special subword, which earlier versions of transformers write as an object."""
 GENERATION: Mapping[str, Check] = {
-    **dict.fromkeys(("num_beams", "max_length", "max_new_tokens"), maybe(WHOLE)),
+    "num_beams": maybe(BEAM),
+    **dict.fromkeys(("max_length", "max_new_tokens"), maybe(WHOLE)),
     "length_penalty": maybe(NUMBER),
     **dict.fromkeys(("decoder_start_token_id", "forced_bos_token_id", "pad_token_id"), maybe(WHOLE)),
     "eos_token_id": maybe(either(WHOLE, each(WHOLE))),

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -53,6 +54,8 @@ from recipes.translation.atomic_folder import (
     whole_folder,
 )
 from recipes.translation.data.subwords import PAD, Subwords
+from recipes.translation.json_fields import Check, WrongFieldError
+from recipes.translation.run_folder.fields import FACTS, STATE
 from recipes.translation.settings.config import ConfigError, ModelConfig, RunConfig, load_config, save_config
 
 
@@ -130,6 +133,30 @@ def build_model(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDeco
         raise ConfigError(f"model: {error}") from error
 
 
+def check_layers(sizes: Sizes, saved: Mapping[str, Tensor], folder: Path | str) -> None:
+    """Raise CheckpointError if a model has more layers than there are saved tensors: each layer has several."""
+    for name in ("encoder_layers", "decoder_layers"):
+        if (layers := getattr(sizes, name, 0)) > len(saved):
+            raise CheckpointError(
+                f"{folder} does not fit the model its config.yaml describes, which has {name} {layers:,}: all its "
+                f"tensors are {len(saved):,}"
+            )
+
+
+def check_sizes(
+    sizes: Sizes, source: Subwords, target: Subwords, saved: Mapping[str, Tensor], folder: Path | str
+) -> None:
+    """Raise CheckpointError unless saved tensors have these sizes, before anything of these sizes takes up memory."""
+    check_layers(sizes, saved, folder)
+    try:
+        with torch.device("meta"):  # shapes without numbers
+            model = build_model(sizes, source, target)
+    except RuntimeError as error:  # a size beyond 64 bits
+        (reason, *_) = str(error).splitlines()
+        raise CheckpointError(f"{folder}: no model can have the sizes in its config.yaml: {reason}") from None
+    check_fits(dict(model.named_parameters()), saved, folder)
+
+
 def model_to_fill(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDecoder:
     """Build a model for `fill_model`: no weight is drawn, and the random numbers of the run stay where they are."""
     with undrawn():
@@ -195,11 +222,18 @@ TRAINED = "weights/"
 
 
 def _as_state(record: Mapping[str, Any], path: Path) -> TrainingState:
-    kinds = get_type_hints(TrainingState)
     record = {"best_score": None, "teacher": "", **record}  # earlier versions did not have them
-    if record.keys() != kinds.keys() or not all(isinstance(value, kinds[name]) for name, value in record.items()):
+    if record.keys() != {field.name for field in fields(TrainingState)}:
         raise CheckpointError(f"{path} is not what this version writes; {MIXED}")
+    _check(record, STATE, path)
     return TrainingState(**record)
+
+
+def _check(record: Mapping[str, Any], check: Check, path: Path) -> None:
+    try:
+        check(record, "")
+    except WrongFieldError as error:
+        raise CheckpointError(f"{path}: {error}; {MIXED}") from None
 
 
 def load_translator(
@@ -211,7 +245,9 @@ def load_translator(
         whole = verified_folder(folder)
         weights, digest = _merged_weights(whole)
         config, source, target = load_belongings(whole, overrides)
-        model = model_to_fill(model_sizes(config.model), source, target)
+        sizes = model_sizes(config.model)
+        check_sizes(sizes, source, target, weights, whole)
+        model = model_to_fill(sizes, source, target)
         fill_model(model, weights, whole)
         return Translator(config, model.to(device).eval(), source, target, digests=(digest,))
 
@@ -228,7 +264,12 @@ def _merged_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
     """Read the weights of a verified folder, to which LoRA's change is added, and the SHA-256 of what is saved."""
     weights, digest = _read_weights(folder)
     if has_lora(weights):
-        weights = merged_tensors(weights, load_config(folder / "config.yaml").training.lora_alpha)
+        try:
+            weights = merged_tensors(weights, load_config(folder / "config.yaml").training.lora_alpha)
+        except (LookupError, ArithmeticError, ValueError, RuntimeError):
+            raise CheckpointError(
+                f"{folder / 'model.safetensors'} has matrices of LoRA that do not fit; {MIXED}"
+            ) from None
     return weights, digest
 
 
@@ -236,6 +277,7 @@ def load_facts(folder: Path) -> dict[str, Any]:
     """Read the facts that were saved with the model in `folder`: its step and its validation."""
     facts = undisturbed(folder, lambda: _read_json(verified_folder(folder) / "model.json"))
     facts.pop("of", None)
+    _check(facts, FACTS, folder / "model.json")
     return facts
 
 
@@ -267,6 +309,14 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str) -> None:
     """Copy saved tensors into a model of the same shape."""
     own = tensors_of(model)
+    check_fits(own, saved, folder)
+    # Only now that everything fits: an error leaves the model as it was
+    for name, tensor in own.items():
+        tensor.copy_(saved[name])
+
+
+def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Path | str) -> None:
+    """Raise CheckpointError unless saved tensors have the names and shapes of a model's own, in a dtype of weights."""
     for name in sorted(own.keys() ^ saved.keys()):
         where = "it is missing there"
         if name in saved:
@@ -280,9 +330,6 @@ def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str
             )
         if saved[name].dtype not in WEIGHTS.values():
             raise CheckpointError(f"{folder}: {name} is {saved[name].dtype}; weights are float32 or float64")
-    # Only now that everything fits: an error leaves the model as it was
-    for name, tensor in own.items():
-        tensor.copy_(saved[name])
 
 
 def check_moments(model: nn.Module, saved: SavedTraining, folder: Path) -> None:
@@ -370,6 +417,12 @@ def _read_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
         if name != "weights" and (not (folder / name).is_file() or sha256(folder / name) != digest):
             raise CheckpointError(f"{folder / 'model.json'} belongs to another {name} than the one beside it; {MIXED}")
     weights = _read_tensors(folder / "model.safetensors")
+    for name, tensor in weights.items():
+        if not bool((tensor < math.inf).all()):  # a bias may be -inf: a token that is never to come
+            raise CheckpointError(
+                f"{folder / 'model.safetensors'}: {name} has values that are nan or inf, with which nothing can be "
+                "translated: restore the folder from a copy, or train or import the model again"
+            )
     if fingerprint(weights) != of["weights"]:
         raise CheckpointError(f"{folder / 'model.json'} belongs to other weights than those beside it; {MIXED}")
     return weights, of["weights"]

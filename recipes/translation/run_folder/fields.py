@@ -87,6 +87,19 @@ SCORES = fields(
     }
 )
 """A `*.scores.json`."""
+SECONDS = value("a number of seconds, 0 or more", lambda found: _is_number(found) and 0 <= found < float("inf"))
+FINITE = value("a number that is not nan or infinite", lambda found: _is_number(found) and abs(found) < float("inf"))
+STATE = fields(
+    {
+        **dict.fromkeys(("step", "epoch", "batch", "tokens", "best_step", "stale"), STEP),
+        **dict.fromkeys(("train_seconds", "seconds"), SECONDS),
+        **dict.fromkeys(("best_loss", "best_score"), maybe(FINITE)),
+        **dict.fromkeys(("data", "teacher"), TEXT),
+    }
+)
+"""`training.json`, without the hashes."""
+FACTS = fields({"step": STEP, "valid_*": maybe(NUMBER), "averaged_steps": maybe(each(STEP))})
+"""`model.json`, likewise."""
 MARK = value(
     "a step, and whether the record is of a validation",
     lambda found: isinstance(found, list) and [type(one) for one in found] == [int, bool],

@@ -32,7 +32,7 @@ def translated_by(scores: Path) -> str:
     """Return the SHA-256 of the weights that `evaluate` noted beside its scores; empty if it did not."""
     try:
         weights = json.loads(scores.read_text(encoding="utf-8"))["weights"][0]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
     return str(weights)
 
@@ -49,7 +49,7 @@ def translated_from(scores: Path) -> str:
     """Return the SHA-256 of the sentences whose translations have these scores; empty if `evaluate` did not note it."""
     try:
         sources = json.loads(scores.read_text(encoding="utf-8"))["sources"]["sha256"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
     return str(sources)
 
@@ -58,7 +58,7 @@ def exported_from(folder: Path) -> str:
     """Return the SHA-256 of the weights from which an export was made; empty if it does not say so."""
     try:
         return str(json.loads((folder / NOTE).read_text(encoding="utf-8"))["weights"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
 
 

@@ -12,7 +12,13 @@ from models import RecurrentConfig
 from recipes.translation.atomic_folder import CheckpointError, model_folder, verified_folder, whole_folder
 from recipes.translation.data.prepare import SHAPING, prepare
 from recipes.translation.data.subwords import Subwords
-from recipes.translation.run_folder.checkpoint import load_belongings, load_weights, model_sizes, saved_config
+from recipes.translation.run_folder.checkpoint import (
+    check_layers,
+    load_belongings,
+    load_weights,
+    model_sizes,
+    saved_config,
+)
 from recipes.translation.run_folder.teacher import teacher_subwords
 from recipes.translation.settings.config import ConfigError, RunConfig
 
@@ -25,6 +31,7 @@ def starting_weights(config: RunConfig) -> dict[str, Tensor] | None:
     theirs = saved_config(folder)
     assert theirs is not None  # `fitting_start` has checked it
     weights = load_weights(folder)
+    check_layers(model_sizes(theirs.model), weights, folder)
     own_layers = _layers(config)
     for stack, layers in _layers(theirs).items():
         weights = spaced_layers(weights, stack, layers, own_layers[stack])

@@ -12,6 +12,7 @@ from recipes.translation.data.subwords import Subwords
 from recipes.translation.run_folder.checkpoint import (
     WEIGHTS,
     TrainingState,
+    check_sizes,
     fill_model,
     fingerprint,
     load_belongings,
@@ -84,7 +85,9 @@ def load_teacher(config: RunConfig, source: Subwords, target: Subwords) -> Teach
                 "and predictions of other subwords cannot be compared: choose a teacher with the same ones, or begin a "
                 "new run without training.start_from, which takes the teacher's"
             )
-    model = model_to_fill(model_sizes(theirs.model), source, target).to(WEIGHTS[settings.precision])
+    sizes = model_sizes(theirs.model)
+    check_sizes(sizes, source, target, weights, folder)
+    model = model_to_fill(sizes, source, target).to(WEIGHTS[settings.precision])
     fill_model(model, weights, folder)
     return TeacherModel(folder, model, fingerprint(weights))
 

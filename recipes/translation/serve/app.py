@@ -20,6 +20,7 @@ from recipes.translation.serve.asked import lines_answer, lines_asked, translate
 from recipes.translation.serve.batching import Batcher, QueueFullError, StoppedError, Wanted
 from recipes.translation.serve.bodies import Limits, RefusedError, fields_of
 from recipes.translation.serve.guard import Guard
+from recipes.translation.serve.language_names import language_name
 from recipes.translation.serve.metrics import Metrics
 from recipes.translation.serve.models import Line, Model
 
@@ -105,7 +106,9 @@ class Service:
             known = targets.setdefault(model.source, [])
             if model.target not in known:
                 known.append(model.target)
-        return JSONResponse([{"code": code, "name": code, "targets": names} for code, names in targets.items()])
+        return JSONResponse(
+            [{"code": code, "name": language_name(code), "targets": names} for code, names in targets.items()]
+        )
 
     async def described(self, request: Request) -> Response:
         """Return the models for the page."""

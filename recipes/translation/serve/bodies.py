@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from email.message import Message
 from importlib.util import find_spec
@@ -13,7 +12,7 @@ from urllib.parse import parse_qsl
 
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,6 @@ async def body_of(request: Request, limits: Limits) -> bytes:
     """Read the body; raise RefusedError once it is known to be above the limit, or takes too long."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limits.body_bytes:
-        await discard(request, int(announced), limits)
         raise too_large(f"{int(announced):,}", limits)
     body = bytearray()
     try:
@@ -115,20 +113,6 @@ def too_large(size: str, limits: Limits) -> RefusedError:
     return RefusedError(
         413, f"the body has {size} bytes, and at most {limits.body_bytes:,} are read: send less at a time", CLOSE
     )
-
-
-async def discard(request: Request, size: int, limits: Limits) -> None:
-    """Read for a second, without keeping it, what is up to four times the limit.
-
-    Many clients look for an answer only after they have sent everything, and the end of a connection with unread data
-    would make their system discard the answer.
-    """
-    if size > 4 * limits.body_bytes:
-        return
-    with suppress(TimeoutError, ClientDisconnect):
-        async with asyncio.timeout(min(1.0, limits.body_seconds)):
-            async for _ in request.stream():
-                pass
 
 
 def object_of(text: str) -> dict[str, object]:

@@ -1,9 +1,11 @@
-"""What every request passes: the check of its host, the limit of requests at a time, and headers for safety."""
+"""What every request passes: the check of where it comes from, the limit of requests at a time, headers for safety."""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from collections.abc import Set
+from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -42,24 +44,58 @@ class Guard:
             await self.app(scope, receive, send)
             return
 
+        headers = Headers(scope=scope)
+        unread = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        started = False
+
+        async def received() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = unread and bool(message.get("more_body"))
+            return message
+
         async def send_safely(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                # A client that waits before it sends the body needs not send it
+                if unread and "expect" not in headers and not stopping:
+                    await self.discard(received)
+                started = True
                 self.metrics.count(self.path(scope), message["status"])
                 MutableHeaders(scope=message).update(SAFETY)
             await send(message)
 
-        app = self.refusal(Headers(scope=scope).get("host", "")) or self.app
+        stopping = False
+        app = self.refusal(scope["method"], headers) or self.app
         self.present += 1
         try:
-            await app(scope, receive, send_safely)
+            await app(scope, received, send_safely)
+        except asyncio.CancelledError:  # by a second signal, or at the end of the time to finish
+            stopping = True
+            if not started:
+                await error(503, "the service is stopping: send the request again later")(scope, receive, send_safely)
         finally:
             self.present -= 1
 
-    def refusal(self, host: str) -> JSONResponse | None:
+    async def discard(self, receive: Receive) -> None:
+        """Read for a second what is left of a body, without keeping it.
+
+        Many clients look for an answer only after they have sent everything, and the end of a connection with unread
+        data would make their system discard the answer.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(1.0, self.limits.body_seconds)):
+                while (await receive()).get("more_body"):
+                    pass
+
+    def refusal(self, method: str, headers: Headers) -> JSONResponse | None:
         """Return why a request is not answered; None if it is."""
+        host = headers.get("host", "")
         if self.loopback and not is_local(name_of(host)):
             # Another site's name that was made to mean this machine ("DNS rebinding")
             return error(421, "this service is for this machine alone: call it localhost, 127.0.0.1 or [::1]")
+        if method == "POST" and is_from_elsewhere(headers):
+            return error(403, "a page of another site cannot ask for translations: open the service's own page")
         if self.present >= self.limits.requests:
             message = f"{self.present:,} requests are being answered, which is the limit: try again in a moment"
             return error(503, message, {"Retry-After": "1"})
@@ -70,6 +106,14 @@ class Guard:
         if scope["path"] in self.paths:
             return str(scope["path"])
         return "other"
+
+
+def is_from_elsewhere(headers: Headers) -> bool:
+    """Return whether a page of another site makes a browser send a request; programs have neither of these headers."""
+    if site := headers.get("sec-fetch-site"):
+        return site not in ("same-origin", "none")
+    origin = headers.get("origin")
+    return origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
 
 
 def name_of(host: str) -> str:

@@ -12,7 +12,7 @@ from recipes.translation.settings.schema import Help, Range
 class DecodingConfig:
     """Translation."""
 
-    beam: Annotated[int, Help("Beam width; 1 is greedy."), Range(at_least=1)] = 4
+    beam: Annotated[int, Help("Beam width, at most 1,000; 1 is greedy."), Range(at_least=1, below=1_001)] = 4
     length_penalty: Annotated[
         float, Help("Exponent of the length penalty; 0 has none."), Range(at_least=0, below=50)
     ] = 0.6

@@ -18,6 +18,7 @@ from typing import NoReturn, get_origin
 
 from recipes.translation.settings.config import SCHEMA, RunConfig
 from recipes.translation.settings.schema import SettingType
+from recipes.translation.terminal import escaped
 
 ALSO = {"run": "--folder"}
 """Other spellings of options: torchrun refuses --run as an ambiguous abbreviation of its own options."""
@@ -157,7 +158,7 @@ def _shown(name: str, default: object) -> str | _ByPreset:
 def fail(message: str) -> int:
     """Print an error as one line, and return the exit status for it."""
     rank = os.environ.get("RANK", "0")
-    line = " ".join(message.split())
+    line = escaped(" ".join(message.split()))
     if rank != "0":
         line = f"rank {rank}: {line}"
     # In one piece: unbuffered, print writes the end of the line by itself, and the lines of two processes would mix

@@ -348,6 +348,8 @@ def _text(value: str) -> str:
     """Return the value if it can be a file name and UTF-8 text; else raise _UnfitError."""
     if "\0" in value:
         raise _UnfitError("it contains a NUL")
+    if found := re.search("[\1-\x1f\x7f-\x9f]", value):
+        raise _UnfitError(f"it contains the control character {found[0]!a}")
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -48,7 +48,7 @@ def translators(tmp_path_factory: pytest.TempPathFactory) -> list[Translator]:
 def service(translators: list[Translator]) -> Iterator[Running]:
     runs = [Path(translator.config.run) for translator in translators]
     for run, translator in zip(runs, translators, strict=True):
-        save_model(run / "best", translator, {})
+        save_model(run / "best", translator, {"step": 1})
     with running(*runs) as found:
         yield found
 

@@ -93,6 +93,10 @@ BAD: dict[str, tuple[Damage, str]] = {
         setting("unk_token", "x", "tokenizer_config.json"),
         "tokenizer_config.json names other special subwords than the sentencepiece model: one of the two",
     ),
+    "a beam without end": (
+        setting("num_beams", 2**31 - 1, "generation_config.json"),
+        "num_beams is 2147483647, and must be a whole number from 1 to 1,000",
+    ),
     "no padding": (without_pad, "vocab.json has no <pad>, which every model needs"),
     "another padding": (setting("pad_token_id", 7), "config.json: pad_token_id is 7, and in"),
     "another end": (setting("eos_token_id", 9), "config.json: eos_token_id is 9, and in"),

@@ -25,7 +25,7 @@ def running(*words: str | Path) -> Iterator[Running]:
     """Start `serve` with these words, wait until it accepts requests, and end it with the block."""
     command = [sys.executable, "-m", "recipes.translation", "serve", *map(str, words), "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     try:
         assert process.stdout is not None
         for line in process.stdout:

@@ -129,6 +129,34 @@ def test_work_of_a_client_that_has_gone_is_not_begun() -> None:
     assert model.batches == [["a"], ["next"]]
 
 
+def test_work_that_is_cut_off_at_the_end_of_the_time_to_finish_is_answered_with_503() -> None:
+    async def cut_off(app: Guard) -> list[Any]:
+        sent = []
+
+        async def receive() -> dict[str, Any]:
+            if not model.begun.is_set() and not sent:
+                return {"type": "http.request", "body": json.dumps(GOOD).encode(), "more_body": False}
+            await asyncio.sleep(60)
+            raise AssertionError
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json"), (b"host", b"service"), (b"content-length", b"9")]
+        scope = {"type": "http", "method": "POST", "path": "/translate", "headers": headers, "query_string": b""}
+        task = asyncio.ensure_future(app(scope, receive, send))
+        await until(model.begun.is_set)
+        task.cancel(msg="as uvicorn does")
+        await task
+        return sent
+
+    model = Recorder()
+    with serving(model) as app:
+        start, body = asyncio.run(cut_off(app))
+    assert start["status"] == 503
+    assert json.loads(body["body"])["error"].startswith("the service is stopping")
+
+
 def test_an_error_of_the_service_is_answered_as_one() -> None:
     async def post(app: Guard) -> httpx.Response:
         async with client_of(app) as client:

@@ -42,7 +42,7 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> Translator:
 @pytest.fixture(scope="module")
 def run(translator: Translator) -> Path:
     folder = Path(translator.config.run)
-    save_model(folder / "best", translator, {})
+    save_model(folder / "best", translator, {"step": 1})
     return folder
 
 
@@ -202,6 +202,7 @@ GOOD: dict[str, object] = {"q": "a", **LANGUAGES}
         (400, {**GOOD, "alternatives": 3}, "alternatives is 3: send a whole number from 0 to 2"),
         (400, {**GOOD, "alternatives": True}, "alternatives is True"),
         (400, {**GOOD, "altrnatives": 1}, "unknown field 'altrnatives'; did you mean alternatives?"),
+        (400, {**LANGUAGES, "text": "a"}, "unknown field 'text'; did you mean q?"),
         (400, {**GOOD, "q": "a\n\ud800"}, "line 2 is not UTF-8 text"),
         (400, {**GOOD, "q": "a \n" + "a " * 300}, "line 2 has 3"),
         (413, {**GOOD, "q": "\n" * 1000}, "the text has 1,001 lines, and at most 1,000 are"),
@@ -270,6 +271,22 @@ def test_a_body_without_a_length_is_refused_at_the_limit(service: Running, clien
         assert connection.recv(12) == b"HTTP/1.1 413"
 
 
+@pytest.mark.parametrize(
+    ("kind", "status"), [("application/json", 413), ("text/plain", 415), ("application/json; chunked", 413)]
+)
+def test_a_client_that_sends_eight_megabytes_before_it_reads_gets_its_answer(
+    kind: str, status: int, service: Running
+) -> None:
+    body = b" " * 2**23
+    with connected(service) as connection:
+        head = f"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
+        if kind.endswith("chunked"):
+            connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n800000\r\n".encode() + body + b"\r\n0\r\n\r\n")
+        else:
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert connection.recv(12) == f"HTTP/1.1 {status}".encode()
+
+
 def test_a_slow_client_does_not_hold_up_others(service: Running, client: httpx.Client) -> None:
     body = json.dumps(GOOD).encode()
     with connected(service) as slow:
@@ -288,8 +305,30 @@ def test_another_sites_name_for_this_machine_is_refused(client: httpx.Client) ->
         assert client.get("/health", headers={"Host": host}).json() == {"status": "ok"}
 
 
+FROM: dict[str, tuple[dict[str, str], int]] = {
+    "a program": ({}, 200),
+    "the page": ({"Sec-Fetch-Site": "same-origin", "Origin": "http://of.a.proxy"}, 200),
+    "the page in a browser without Sec-Fetch-Site": ({"Host": "localhost:80", "Origin": "http://localhost:80"}, 200),
+    "another site": ({"Sec-Fetch-Site": "cross-site", "Origin": "http://evil.example"}, 403),
+    "another port": ({"Sec-Fetch-Site": "same-site"}, 403),
+    "another site in a browser without Sec-Fetch-Site": ({"Origin": "http://evil.example"}, 403),
+    "a page without a site": ({"Origin": "null"}, 403),
+}
+
+
+@pytest.mark.parametrize("name", FROM)
+def test_a_page_of_another_site_cannot_fill_the_queue(name: str, client: httpx.Client) -> None:
+    headers, status = FROM[name]
+    for answer in (
+        client.post("/translate", data={"q": "a", **LANGUAGES}, headers=headers),
+        client.post("/translate", content=b"{" * 100, headers={"Content-Type": "text/plain", **headers}),
+    )[: 1 + (status == 403)]:
+        assert answer.status_code == status, answer.text
+        assert ("error" in answer.json()) == (status == 403)
+
+
 def test_languages_models_and_what_does_not_exist(client: httpx.Client) -> None:
-    assert client.get("/languages").json() == [{"code": "en", "name": "en", "targets": ["de"]}]
+    assert client.get("/languages").json() == [{"code": "en", "name": "English", "targets": ["de"]}]
     assert [(one["engine"], one["beam"], one["aligns"]) for one in client.get("/models").json()] == [
         ("torch", 3, True)
     ] * 2
@@ -337,6 +376,21 @@ def stopped(service: Running, number: signal.Signals) -> int:
         connection.sendall(body[-1:])
         assert connection.recv(12) == b"HTTP/1.1 200"
     return service.process.wait(30)
+
+
+def test_a_second_ctrl_c_answers_what_is_cut_off_with_503_and_no_traceback(run: Path) -> None:
+    with running(run) as service, connected(service) as connection:
+        connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+        time.sleep(0.3)
+        service.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        service.process.send_signal(signal.SIGINT)
+        answer = connection.makefile("rb").read()
+        assert service.process.wait(30) == 130
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert answer.endswith(b'{"error":"the service is stopping: send the request again later"}')
+        assert service.process.stdout
+        assert "Traceback" not in service.process.stdout.read()
 
 
 def test_ctrl_c_answers_what_has_arrived_and_ends_with_130(run: Path) -> None:

@@ -1,0 +1,245 @@
+"""A run that came from elsewhere, whose files say anything under hashes that fit: one line, in little memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from recipes.translation.atomic_folder import MANIFEST, sha256
+from recipes.translation.commands import main
+from recipes.translation.data import token_store
+from recipes.translation.data.sentencepiece_file import OURS, _field, fields_of
+from recipes.translation.data.token_store import FACTS, PAIRS, TokenStore
+from recipes.translation.run_folder.checkpoint import fingerprint, save_model
+from recipes.translation.settings.config import load_config
+from tests.recipes.random_translator import random_translator
+from tests.recipes.test_cli import refusal
+
+Change = Callable[[Path], None]
+ESCAPE = "\x1b[2J"
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a file of JSON or YAML."""
+    found = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+
+
+def resealed(folder: Path) -> None:
+    """Write the hashes of a model's folder as its files are."""
+    if (folder / "model.json").exists():
+        weights = fingerprint(load_file(folder / "model.safetensors"))
+        of = {name: sha256(folder / name) for name in ("config.yaml", "joint.model")}
+        changed(folder / "model.json", lambda found: found.update({"of": {**of, "weights": weights}}))
+    if (folder / "training.json").exists():
+        moments = fingerprint(load_file(folder / "training.safetensors"))
+        changed(folder / "training.json", lambda found: found.update({"of": {"weights": weights, "moments": moments}}))
+    (folder / MANIFEST).unlink()
+    files = {path.name: {"bytes": 0, "sha256": sha256(path)} for path in folder.iterdir()}
+    (folder / MANIFEST).write_text(json.dumps({"files": files}))
+
+
+def setting(section: str, name: str, value: Any) -> Change:
+    return lambda folder: changed(folder / "config.yaml", lambda found: found[section].update({name: value}))
+
+
+def state(name: str, value: Any) -> Change:
+    return lambda folder: changed(folder / "training.json", lambda found: found.update({name: value}))
+
+
+def fact(name: str, value: Any) -> Change:
+    return lambda folder: changed(folder / "model.json", lambda found: found.update({name: value}))
+
+
+def spoiled_weights(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["generator.bias"][20] = math.nan
+    save_file(weights, folder / "model.safetensors")
+
+
+def one_matrix_of_lora(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["encoder.layers.0.feed_forward.inner.lora_A"] = torch.ones(2, 16)
+    save_file(weights, folder / "model.safetensors")
+
+
+def piece_that_is_no_text(folder: Path) -> None:
+    model = (folder / "joint.model").read_bytes()
+    piece = next(field.raw for field in reversed(list(fields_of(model))) if field.number == 1)
+    text = next(field.value for field in fields_of(piece[2:]) if field.number == 1)
+    assert isinstance(text, bytes)
+    (folder / "joint.model").write_bytes(model.replace(piece, piece.replace(text, b"\xff" * len(text))))
+
+
+def notes(text: str) -> Change:
+    def write(folder: Path) -> None:
+        model = (folder / "joint.model").read_bytes()
+        (folder / "joint.model").write_bytes(model + _field(OURS, text.encode()))
+
+    return write
+
+
+TRANSLATES = ("translate", "--run", "RUN", "Two trains.")
+RESUMES = ("train", "--run", "RUN")
+SCORES = ("score", "--run", "RUN", "--sources", "TEXT", "--targets", "TEXT")
+DOES_NOT_FIT = "does not fit the model its config.yaml describes"
+HOSTILE: dict[str, tuple[tuple[str, ...], Change, str]] = {
+    "layers": (TRANSLATES, setting("model", "encoder_layers", 10**9), f"{DOES_NOT_FIT}, which has encoder_layers"),
+    "width": (TRANSLATES, setting("model", "d_model", 10**7), f"{DOES_NOT_FIT}: "),
+    "width beyond 64 bits": (TRANSLATES, setting("model", "d_model", 2**31 - 2), "no model can have the sizes"),
+    "layers to train on": (RESUMES, setting("model", "decoder_layers", 10**9), f"{DOES_NOT_FIT}, which has decoder_l"),
+    "width to train on": (RESUMES, setting("model", "d_ff", 10**9), f"{DOES_NOT_FIT}: "),
+    "beam": (TRANSLATES, setting("decoding", "beam", 2**31 - 1), "expects a whole number from 1 to below 1001; got"),
+    "language": (TRANSLATES, setting("data", "source", ESCAPE), r"it contains the control character '\x1b'"),
+    "step": (RESUMES, state("step", -5), "training.json: step is -5, and must be a whole number from 0 to 10^15"),
+    "tokens": (RESUMES, state("tokens", 10**400), "training.json: tokens is 1000"),
+    "batch": (RESUMES, state("batch", True), "training.json: batch is true, and must be a whole number"),
+    "seconds": (RESUMES, state("seconds", math.nan), "training.json: seconds is NaN, and must be a number of seconds"),
+    "best loss": (RESUMES, state("best_loss", math.inf), "training.json: best_loss is Infinity, and must be a number"),
+    "name of a field": (RESUMES, state(ESCAPE, 1), "training.json is not what this version writes"),
+    "step of a model": (("average", "--run", "RUN"), fact("step", "many"), 'model.json: step is "many", and must be'),
+    "pieces": (TRANSLATES, piece_that_is_no_text, "is not UTF-8 text; restore it from a copy"),
+    "notes that are no object": (TRANSLATES, notes("[1]"), "joint.model is damaged: it is [1], and must be an object"),
+    "deep notes": (TRANSLATES, notes("[" * 100_000), "joint.model is damaged: "),
+    "ids in notes": (
+        TRANSLATES,
+        notes('{"size": 9, "prefix": [9], "suffix": [], "start": [2]}'),
+        "joint.model is damaged: prefix[0] is 9, and must be the number of a subword",
+    ),
+    "LoRA": (TRANSLATES, one_matrix_of_lora, "model.safetensors has matrices of LoRA that do not fit"),
+    "nan translates": (TRANSLATES, spoiled_weights, "model.safetensors: generator.bias has values that are nan or inf"),
+    "nan scores": (SCORES, spoiled_weights, "generator.bias has values that are nan or inf"),
+    "nan averages": (("average", "--run", "RUN"), spoiled_weights, "generator.bias has values that are nan or inf"),
+    "nan exports": (
+        ("export", "--run", "RUN", "--to", "safetensors"),
+        spoiled_weights,
+        "generator.bias has values that are nan or inf",
+    ),
+    "nan to train on": (RESUMES, spoiled_weights, "generator.bias has values that are nan or inf"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_under_hashes_that_fit_is_refused_in_one_line(
+    name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, change, reason = HOSTILE[name]
+    for folder in (run / "best", run / "last", *(run / "checkpoints").iterdir()):
+        if change.__qualname__.startswith("state") and folder.name != "last":
+            continue
+        change(folder)
+        resealed(folder)
+    (tmp_path / "text").write_text("Two trains.\n")
+    places = {"RUN": str(run), "TEXT": str(tmp_path / "text")}
+    capsys.readouterr()
+    assert main([places.get(word, word) for word in words]) == 2
+    said = capsys.readouterr().err
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert reason in line
+    assert said.splitlines()[-1] == line
+    assert line.isprintable()
+
+
+def test_settings_of_subwords_that_are_nested_too_deeply_are_made_again(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "subwords" / "settings.json").write_text("[" * 100_000)
+    resealed(run / "subwords")
+    assert main(["prepare", "--run", str(run)]) == 0
+    assert f"[prepare] written to {run / 'subwords'}" in capsys.readouterr().out
+
+
+IDS = pyarrow.array([[1, 2], [3]], pyarrow.list_(pyarrow.uint16()))
+WORDS = pyarrow.array(["a", "b"])
+TABLES: dict[str, tuple[dict[str, pyarrow.Array], str]] = {
+    "another column": ({"source": IDS, "other": IDS}, "pairs.arrow has the columns source (list<item: uint16>), other"),
+    "strings": ({"source": IDS, "target": WORDS}, "target (string), not lists of ids, source and target"),
+    "no rows": ({"source": IDS[:0], "target": IDS[:0]}, "a part of pairs.arrow has 0 rows"),
+    "no ids": (
+        {"source": IDS, "target": pyarrow.array([None, [1]], IDS.type)},
+        "pairs.arrow has rows without ids",
+    ),
+    "no part": ({}, "pairs.arrow has no rows"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_hostile_store_of_pairs_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    columns, reason = TABLES[name]
+    made = columns or {"source": IDS, "target": IDS}
+    schema = pyarrow.schema({name: column.type for name, column in made.items()})
+    with pyarrow.OSFile(str(tmp_path / PAIRS), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
+        if columns:
+            writer.write_batch(pyarrow.record_batch(list(columns.values()), schema=schema))
+    facts = {"corpora": [len(made["source"]) if columns else 0], "sha256": sha256(tmp_path / PAIRS)}
+    (tmp_path / FACTS).write_text(json.dumps(facts))
+    assert token_store.check_store(tmp_path)
+    with pytest.raises(token_store.DataError) as caught:
+        TokenStore.open(tmp_path, 1)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.formats
+def test_an_export_to_ctranslate2_without_a_variable_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from recipes.translation.export import ctranslate2_model
+
+    folder = tmp_path / "run" / "ctranslate2"
+    ctranslate2_model.write(random_translator(tmp_path), folder, None)
+    model = (folder / "model.bin").read_bytes()
+    # A variable begins with its name, which a length precedes and NUL ends: under another name it is missing
+    name = b"encoder/layer_0/ffn/linear_0/weight\0"
+    assert model.count(struct.pack("<H", len(name)) + name) == 1
+    (folder / "model.bin").write_bytes(model.replace(name, name.swapcase()))
+    resealed(folder)
+    line = refusal(capsys, "translate", "--run", str(folder), "--engine", "ctranslate2", "Two trains.")
+    assert "cannot be opened by CTranslate2: variable encoder/layer_0/ffn/linear_0/weight not found" in line
+
+
+def test_control_characters_are_shown_escaped_in_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert r"\x1b[2J" in refusal(capsys, "translate", "--run", str(tmp_path), "--file", f"{tmp_path}/{ESCAPE}")
+
+
+@pytest.fixture
+def says_escapes(tmp_path: Path) -> Path:
+    """A run whose model says nothing but the byte with which escape sequences begin."""
+    translator = random_translator(tmp_path)
+    with torch.no_grad():
+        for parameter in translator.model.parameters():
+            parameter.zero_()
+        translator.model.generator.bias[translator.target.pieces().index("<0x1B>")] = 8
+    config = load_config(None, {"run": str(tmp_path / "run"), "decoding.beam": 1, "decoding.max_length": 3})
+    config = replace(translator.config, decoding=config.decoding)
+    save_model(tmp_path / "run" / "best", replace(translator, config=config), {"step": 1})
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("options", [[], ["--n-best", "1"]])
+def test_translations_are_escaped_on_a_terminal_and_nowhere_else(options: list[str], says_escapes: Path) -> None:
+    words = [sys.executable, "-m", "recipes.translation", "translate", "--run", str(says_escapes), *options, "Two."]
+    piped = subprocess.run(words, capture_output=True, check=True, timeout=120).stdout
+    assert piped.endswith(b"\x1b\x1b\x1b\n")
+    ours, theirs = pty.openpty()
+    subprocess.run(words, stdout=theirs, check=True, timeout=120)
+    os.close(theirs)
+    shown = os.read(ours, 10_000)
+    os.close(ours)
+    assert shown.replace(b"\r\n", b"\n") == piped.replace(b"\x1b", rb"\x1b")
