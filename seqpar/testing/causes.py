@@ -273,6 +273,16 @@ def _rounding(e: Evidence) -> str | None:
     return f"float32 on the way: nothing is off by more than {worst:.1g} of its size, and float64 keeps 1e-16"
 
 
+def _rounded_reference(e: Evidence) -> str | None:
+    """Recognise a plain loss that is float32 itself, where the one under test is float64."""
+    if e.expected[0].dtype != torch.float32 or e.got[0].dtype != torch.float64 or not _rounding(e):
+        return None
+    return (
+        "the plain loss casts its logits to float32, as decoder-only models of transformers do in every dtype, so it "
+        "cannot show more than float32 does; compare with the loss of the same logits in float64, or pass rtol=1e-5"
+    )
+
+
 # From the most specific to the most general: a bare ratio fits several mistakes, a lost row only one
 CAUSES: tuple[Callable[[Evidence], str | None], ...] = (
     _no_tokens,
@@ -286,6 +296,7 @@ CAUSES: tuple[Callable[[Evidence], str | None], ...] = (
     _wrong_divisor,
     _missed_tie,
     _accumulated,
+    _rounded_reference,
     _rounding,
 )
 
@@ -323,6 +334,9 @@ EXAMPLES: dict[Callable[[Evidence], str | None], str] = {
     _accumulated: """
     for batch in batches: loss_of(batch).backward()        # .grad adds up: k calls, k times as large
     optimizer.zero_grad()                                  # between steps; within one, divide by all its tokens""",
+    _rounded_reference: """
+    model(**inputs, labels=labels).loss                                                      # logits.float()
+    F.cross_entropy(model(**inputs).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())   # the same, in float64""",
     _rounding: """
     hidden.float(); weight.to(torch.float32)               # a cast on the way
     hidden.to(weight.dtype)                                # sums in float32 or wider, whichever the input has""",
