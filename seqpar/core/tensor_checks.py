@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from contextvars import ContextVar
 from numbers import Real
 
 import torch
@@ -16,6 +17,10 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CLASS_INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """The dtypes of torch's own cross-entropy (int64, uint8), and the narrower signed ones. A narrow target must be widened
 to int64 before it is compared with `ignore_index`, because torch would wrap that around: -100 is 156 in uint8."""
+
+
+PROVED: ContextVar[bool] = ContextVar("seqpar_proved", default=False)
+"""Whether the loss under test of a proof is being computed: an adapter must not leave the plain one in place."""
 
 
 def is_dtensor(value: object) -> bool:

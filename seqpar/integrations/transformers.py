@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from seqpar.core.chunks import check_size
 from seqpar.core.graphs import graph_of_its_own
+from seqpar.core.tensor_checks import PROVED
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.reducers import gathers_for_any
 from seqpar.distributed.wrappers import refuse_sharded
@@ -44,15 +45,14 @@ from seqpar.integrations.transformers_model import (
     IGNORED,
     Reading,
     Settings,
-    calls_of,
     decoder_inputs,
     final_bias,
+    key_of,
     lacks_decoder_inputs,
     next_labels,
     plain_head,
     readings,
     refuse_adapter,
-    settings_of,
     shifts_labels,
     special_labels,
 )
@@ -105,13 +105,13 @@ def apply_seqpar_loss(
         TypeError: not a Hugging Face model (a DistributedDataParallel or a Trainer around one is not), or a compiled
             one; PEFT's AdaLoRA, AdaptionPrompt and CPT; no output embeddings, or not a plain `nn.Linear` (as with
             PEFT's adapters on them); in the first training forward, a model that uses labels for more than the loss of
-            its logits.
+            its logits; in a proof of `seqpar.testing`, a model in evaluation mode, which keeps its own loss.
         ValueError: a number out of its range, a model that has the loss already, an `ignore_index` other than -100 in a
             call, or labels whose number is not that of the predictions.
         RuntimeError: in the first training forward, or the first with other arguments or settings: the model's own
             logits or loss of a few made-up tokens differ from ours (the message says by how much), or it adds an
             auxiliary loss (mixtures of experts), which would be lost. In any training forward: the output embeddings
-            have been replaced, or are sharded.
+            have been replaced or resized, or are sharded.
 
     A forward with new arguments or settings runs the model twice, for this check.
     """
@@ -169,7 +169,9 @@ class AppliedLoss:
         self.unlabelled: dict[str, Any] | None = None
         self.checked: dict[Settings, Reading] = {}
         head = model.get_output_embeddings()
-        self.window_1W = made_up_labels(special_labels(model, head.out_features), head.out_features)
+        # Not its `out_features`, which Marian's resize_token_embeddings leaves as it was
+        self.vocab_size = len(head.weight)
+        self.window_1W = made_up_labels(special_labels(model, self.vocab_size), self.vocab_size)
         self.hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             head.register_forward_pre_hook(self._at_head),
@@ -216,6 +218,11 @@ class AppliedLoss:
             kwargs = self.signature.bind_partial(*args).arguments | kwargs
         if kwargs.get("labels") is None and not self.withholds:
             return None
+        if PROVED.get() and not model.training:
+            raise RefusedModelError(
+                f"{type(model).__name__} is in evaluation mode, where its own loss stays, which would be compared with "
+                "itself: call train() before, on a model whose dropout is 0"
+            )
         if not (model.training and torch.is_grad_enabled()):
             self.unlabelled = None
             if kwargs.get("labels") is None and not self.checked:
@@ -241,7 +248,8 @@ class AppliedLoss:
 
     def _check_head(self, head: nn.Linear) -> None:
         """Raise RuntimeError if the output embeddings are not the ones that were hooked, or are sharded."""
-        if self._at_head not in head._forward_pre_hooks.values():
+        # Tied ones remain the same module, with another weight
+        if self._at_head not in head._forward_pre_hooks.values() or len(head.weight) != self.vocab_size:
             raise RuntimeError(
                 "the output embeddings were replaced since apply_seqpar_loss (resize_token_embeddings does that); call "
                 "remove() and apply it again"
@@ -288,7 +296,7 @@ class AppliedLoss:
     def _reading(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> Reading:
         """Return what the model does to its logits; settings that are new are checked first."""
         # Checked once for each combination, because any of them may choose another branch of the forward
-        settings = (model.training, *settings_of(model, kwargs), *calls_of(model))
+        settings = key_of(model, kwargs)
         if gathers_for_any(model, settings not in self.checked):
             self.checked[settings] = self._checked_reading(model, kwargs)
         return self.checked[settings]
@@ -397,7 +405,7 @@ class AppliedLoss:
         target_BT = self._target(labels, None)
         head = self.model.get_output_embeddings()
         # In the order of the forwards: hidden states after one in training, logits after one in evaluation
-        expected = head.out_features if self.withheld is None else head.in_features
+        expected = len(head.weight) if self.withheld is None else head.in_features
         if scores.size(-1) != expected:
             raise RuntimeError(
                 f"the outputs have a last size of {scores.size(-1)}, and those of the latest forward of "

@@ -86,6 +86,11 @@ def special_labels(model: PreTrainedModel, vocab_size: int) -> set[int]:
     return {v for v in found if isinstance(v, int) and 0 <= v < vocab_size}
 
 
+def key_of(model: PreTrainedModel, kwargs: Mapping[str, object]) -> Settings:
+    """Return all that decides what a forward does to logits and labels: a check of one forward holds for this key."""
+    return model.training, *settings_of(model, kwargs), *calls_of(model)
+
+
 def settings_of(model: PreTrainedModel, kwargs: Mapping[str, object]) -> Settings:
     """Return everything that a forward may branch on: arguments that are given, flags, configuration and attributes."""
     # A flag or a mode may choose a branch; of a tensor only whether it is given

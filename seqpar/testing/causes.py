@@ -186,6 +186,16 @@ def _narrow_sums(e: Evidence) -> str | None:
     return None
 
 
+def _rounded_reference(e: Evidence) -> str | None:
+    """Recognise a plain loss that is float32 itself, where the one under test is float64."""
+    if e.expected[0].dtype != torch.float32 or e.got[0].dtype != torch.float64 or not _rounding(e):
+        return None
+    return (
+        "the plain loss casts its logits to float32, as decoder-only models of transformers do in every dtype, so it "
+        "cannot show more than float32 does; compare with the loss of the same logits in float64, or pass rtol=1e-5"
+    )
+
+
 def _fits(numbers: Tensor, dtype: torch.dtype) -> bool:
     """Return whether the numbers survive a cast to that dtype."""
     return bool(numbers.any()) and torch.equal(numbers.to(dtype).to(numbers.dtype), numbers)
@@ -286,6 +296,12 @@ CAUSES: tuple[Cause, ...] = (
         """
     for batch in batches: loss_of(batch).backward()        # .grad adds up: k calls, k times as large
     optimizer.zero_grad()                                  # between steps; within one, divide by all its tokens""",
+    ),
+    Cause(
+        _rounded_reference,
+        """
+    model(**inputs, labels=labels).loss                                                      # logits.float()
+    F.cross_entropy(model(**inputs).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())   # the same, in float64""",
     ),
     Cause(
         _rounding,

@@ -17,12 +17,12 @@ def freeze(model: EncoderDecoder, names: Collection[str]) -> None:
     parts = {name: getattr(model, part) for name, part in PARTS.items() if hasattr(model, part)}
     weights = {name: {id(each) for each in part.parameters()} for name, part in parts.items()}
     for name in names:
-        for other in weights.keys() - set(names):
-            if weights[name] & weights[other]:
-                raise ConfigError(
-                    f"training.freeze names {name}, which shares its weight with {other}: name both, or set model.tie "
-                    "so that they have weights of their own"
-                )
+        tied = [other for other in weights if weights[other] & weights[name]]
+        if missing := [other for other in tied if other not in names]:
+            raise ConfigError(
+                f"training.freeze names {name} but not {' and '.join(missing)}; {', '.join(tied)} share a weight, and "
+                "are frozen together or not at all: name all of them, or none"
+            )
     if set(names) >= weights.keys():
         raise ConfigError("training.freeze names every part of the model, and leaves nothing to train: name fewer")
     for name in names:

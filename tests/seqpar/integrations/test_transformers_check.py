@@ -1,12 +1,16 @@
 """What a model does with labels and logits is found out, in float32, by its own loss; what is not known is refused."""
 
 import copy
+import inspect
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as hf
 
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
+from seqpar.integrations.transformers_model import key_of
+from seqpar.testing import assert_same_gradients
 from tests.seqpar.integrations.own_loss import outcome
 from tests.seqpar.integrations.shrunk_models import working
 from tests.seqpar.integrations.tiny_models import (
@@ -237,3 +241,113 @@ def test_t5_keeps_its_own_start():
     own = model(input_ids=ids, labels=ids).loss
     with apply_seqpar_loss(model):
         torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, own, rtol=1e-12, atol=0)
+
+
+@pytest.fixture(params=["llama", "marian", "cohere"])
+def nested(request):
+    """A model with another configuration inside its own."""
+    model = tiny(request.param)
+    model.config.text_config = hf.LlamaConfig(**DECODER)
+    return model
+
+
+def plain_facts(of):
+    """Each flag, number and name that an object has, and another value for it."""
+    for name, value in vars(of).items():
+        if isinstance(value, bool):
+            yield of, name, not value
+        elif isinstance(value, int | float):
+            yield of, name, value + 1
+        elif isinstance(value, str):
+            yield of, name, f"{value}!"
+
+
+def facts(model):
+    """All that may decide what a forward does to logits: an object, the name of its attribute, and another value."""
+    head = model.get_output_embeddings()
+    for of in (model, model.config, model.config.text_config):
+        yield from plain_facts(of)
+    yield from ((module, "forward", print) for module in (model, head))
+    yield model, "_loss_function", print
+    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+        yield head, hooks, {**vars(head)[hooks], -1: print}
+        yield torch.nn.modules.module, f"_global{hooks}", {-1: print}
+
+
+def test_every_fact_that_a_forward_may_branch_on_is_in_the_key_of_its_check(nested):
+    unnoticed, before = [], key_of(nested, {})
+    for of, name, other in list(facts(nested)):
+        kept = {key: value for key, value in vars(of).items() if key == name}
+        vars(of)[name] = other
+        if key_of(nested, {}) == before:
+            unnoticed.append((type(of).__name__, name))
+        del vars(of)[name]
+        vars(of).update(kept)
+    assert not unnoticed
+    for module in (nested, nested.get_output_embeddings()):
+        before = key_of(nested, {})
+        module.__class__ = type("Other", (type(module),), {})
+        assert key_of(nested, {}) != before
+
+
+def test_every_argument_that_is_given_and_every_flag_is_in_the_key_of_a_check(nested):
+    for name in inspect.signature(nested.forward).parameters:
+        values = [None, True, False, "eager", torch.ones(2), 3]
+        assert len({key_of(nested, {name: value}) for value in values}) == len(values), name
+
+
+def test_a_model_that_was_checked_in_evaluation_is_checked_again_in_training():
+    model = tiny("llama").eval()
+    batch = batch_of(model, [4])
+    own = model.loss_function
+    model.loss_function = lambda *args, **kwargs: own(*args, **kwargs) * (2 if model.training else 1)
+    unlabelled = {key: value for key, value in batch.items() if key != "labels"}
+    with apply_seqpar_loss(model) as applied:
+        function = compute_loss_func(applied)
+        with torch.no_grad():
+            function(model(**unlabelled), batch["labels"])
+        with pytest.raises(RuntimeError, match="own loss of a few tokens"):
+            model.train()(**unlabelled)
+
+
+def proof(name, mode="train"):
+    """The stock and the chunked loss of a model, as the page on Hugging Face models compares them."""
+    model = getattr(tiny(name), mode)()
+    batch = batch_of(model, [5, 3])
+
+    def chunked():
+        with apply_seqpar_loss(model, chunk_tokens=3):
+            return model(**batch).loss
+
+    return chunked, lambda: model(**batch).loss, model, batch
+
+
+@pytest.mark.parametrize("name", ["t5", "marian"])
+def test_an_encoder_decoder_is_proved_against_its_stock_loss(name):
+    chunked, stock, model, _ = proof(name)
+    assert_same_gradients(chunked, stock, dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "gpt2"])
+def test_of_a_decoder_that_rounds_its_logits_the_proof_says_so_and_how_it_is_proved(name):
+    chunked, stock, model, batch = proof(name)
+    tensors = dict(model.named_parameters())
+    with pytest.raises(AssertionError, match=r"the plain loss casts its logits to float32.*\n.*\n.*logits\.float\(\)"):
+        assert_same_gradients(chunked, stock, tensors)
+    assert_same_gradients(chunked, stock, tensors, rtol=1e-5)
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+
+    def uncast():
+        return F.cross_entropy(model(**inputs).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    assert_same_gradients(chunked, uncast, tensors)
+    with pytest.raises(AssertionError, match="Likely cause: float32 on the way"):
+        assert_same_gradients(stock, uncast, tensors)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "t5", "marian"])
+def test_a_proof_in_evaluation_mode_would_compare_the_stock_loss_with_itself_and_is_refused(name):
+    chunked, stock, model, _ = proof(name, "eval")
+    with pytest.raises(TypeError, match=rf"{type(model).__name__} is in evaluation mode, .*: call train\(\) before"):
+        assert_same_gradients(chunked, stock, dict(model.named_parameters()))
+    chunked()

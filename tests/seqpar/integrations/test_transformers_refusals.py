@@ -2,7 +2,10 @@
 
 import copy
 import random
+import sys
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -10,11 +13,14 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
 
 from seqpar.integrations.made_up import undisturbed
-from seqpar.integrations.transformers import apply_seqpar_loss
+from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
 from seqpar.integrations.transformers_check import RefusedModelError
+from seqpar.integrations.transformers_model import decoder_inputs
 from seqpar.testing.ranks import ranks
 from tests.seqpar.integrations.tiny_models import (
+    VOCAB,
     batch_of,
+    is_seq2seq,
     model_of,
     tiny,
 )
@@ -198,17 +204,28 @@ def test_ctrl_c_in_a_forward_leaves_nothing_behind_after_remove():
     assert not any("seqpar" in name for name in vars(model.lm_head))
 
 
-def test_a_check_that_raises_restores_random_states_and_buffers():
-    model, before = torch.nn.BatchNorm1d(2), random.getstate()
+GENERATORS = {
+    "Python": (random.getstate, random.random),
+    "numpy": (lambda: np.random.get_state(legacy=False), np.random.random),
+    "torch": (lambda: torch.get_rng_state().tolist(), lambda: torch.rand(1)),
+}
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_a_check_that_raises_restores_random_states_and_buffers(generator):
+    state, draw = GENERATORS[generator]
+    model, before = torch.nn.BatchNorm1d(2), state()
 
     def fail():
-        random.random()
-        model(torch.randn(3, 2))
+        draw()
+        assert str(state()) != str(before)
+        model(torch.ones(3, 2))
         raise IndexError
 
-    with pytest.raises(IndexError), undisturbed(model, torch.device("cpu")):
-        fail()
-    assert random.getstate() == before
+    with np.printoptions(threshold=sys.maxsize):
+        with pytest.raises(IndexError), undisturbed(model, torch.device("cpu")):
+            fail()
+        assert str(state()) == str(before)
     assert model.num_batches_tracked == 0
 
 
@@ -235,6 +252,31 @@ def test_a_second_application_and_bad_numbers_are_refused():
 def test_a_model_without_a_linear_head_is_refused():
     with pytest.raises(TypeError, match="output embeddings of MarianModel are a NoneType"):
         apply_seqpar_loss(model_of("marian").model)
+
+
+@pytest.mark.parametrize("size", [20, 37, 45])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "t5", "marian"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_after_another_size_of_the_vocabulary_the_loss_is_applied_again(name, size):
+    model = copy.deepcopy(model_of(name))
+    batch = {key: value.clamp(max=19) for key, value in batch_of(model, [5, 3]).items()}
+    replaced = pytest.raises(
+        RuntimeError, match=r"replaced .* \(resize_token_embeddings does that\); call remove\(\) and"
+    )
+    with apply_seqpar_loss(model):
+        model(**batch)
+        model.resize_token_embeddings(size)
+        with replaced if size != VOCAB else nullcontext():
+            model(**batch)
+    own = model(**batch).loss
+    with apply_seqpar_loss(model) as applied:
+        torch.testing.assert_close(model(**batch).loss.to(own), own, rtol=1e-6, atol=0)
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        if is_seq2seq(model):
+            inputs["decoder_input_ids"] = decoder_inputs(model, batch["labels"])
+        with torch.no_grad():
+            loss = compute_loss_func(applied)(model.eval()(**inputs), batch["labels"])
+        torch.testing.assert_close(loss.to(own), own, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("ignored", [3, -1])

@@ -77,6 +77,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "t5-untied": (hf.T5ForConditionalGeneration, hf.T5Config, T5 | {"tie_word_embeddings": False}),
     "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, DECODER | {"tie_word_embeddings": False}),
     "llama-tied": (hf.LlamaForCausalLM, hf.LlamaConfig, DECODER | {"tie_word_embeddings": True}),
+    "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, DECODER | {"tie_word_embeddings": False}),
     "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config, GPT2),
     "gemma2": (hf.Gemma2ForCausalLM, hf.Gemma2Config, GEMMA2),
     "cohere": (hf.CohereForCausalLM, hf.CohereConfig, DECODER | {"logit_scale": 0.25}),
