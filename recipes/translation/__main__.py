@@ -4,8 +4,12 @@ import os
 import sys
 
 from recipes.translation.missing_package import missing_package
+from recipes.translation.processes.beginning import end_at_interrupt, end_with_launcher
 
 try:
+    if __name__ == "__main__":
+        end_at_interrupt()
+        end_with_launcher()
     from recipes.translation.commands import main
 except ModuleNotFoundError as error:
     if missing := missing_package(error):

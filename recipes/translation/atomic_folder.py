@@ -7,15 +7,15 @@ the new one. Files that the manifest does not list belong to someone else, and a
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
+
+from recipes.translation.files.writing import beside, by_name, claimed, flush, put
 
 MANIFEST = "manifest.json"
 MODELS = ("best", "last", "averaged")
@@ -38,7 +38,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 
     Raises CheckpointError if `target` was not made by this function, or cannot be written.
     """
-    target = _by_name(target)
+    target = by_name(target)
     check_replaceable(target)
     new = beside(target, "new")
     previous = beside(target, "previous")
@@ -49,14 +49,13 @@ def replaced_folder(target: Path) -> Iterator[Path]:
             # Listed before it is renamed: a folder with a manifest is complete
             _write_manifest(new)
             for path in [*new.iterdir(), new]:
-                _flush(path)
+                flush(path)
             # A folder cannot be renamed to one that is not empty. Between the two renames below there is no `target`;
             # `whole_folder` then returns `previous`, the complete old folder
             if target.exists():
                 _retire(previous, target)  # left by a process that was killed before it could remove it
                 target.rename(previous)
-            new.rename(target)
-            _flush(target.parent)
+            put(new, target)
             _retire(previous, target)
     except OSError as error:
         message = f"{target} cannot be written: {error.strerror or error}"
@@ -65,72 +64,14 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         raise CheckpointError(message) from error
 
 
-@contextmanager
-def claimed(new: Path, *, folder: bool = False) -> Iterator[None]:
-    """Make a file or an empty folder, which the block fills and renames; remove it if the block does not rename it.
-
-    Another process that wants it waits until then, where the file system has locks. What a process that was killed has
-    left is taken over.
-    """
-    while True:
-        descriptor = _opened(new, folder)
-        try:
-            with suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if not is_at(new, descriptor):
-                continue
-            if folder and any(new.iterdir()):
-                shutil.rmtree(new)
-                continue
-            try:
-                yield
-            finally:
-                if is_at(new, descriptor):  # after the renaming it would be another process's
-                    _remove(new, folder)
-            return
-        finally:
-            os.close(descriptor)
-
-
-def _opened(new: Path, folder: bool) -> int:
-    if not folder:
-        return os.open(new, os.O_RDWR | os.O_CREAT, 0o666)
-    while True:
-        new.mkdir(exist_ok=True)
-        with suppress(FileNotFoundError):  # renamed since
-            return os.open(new, os.O_RDONLY)
-
-
-def _remove(new: Path, folder: bool) -> None:
-    if folder:
-        shutil.rmtree(new, ignore_errors=True)
-    else:
-        new.unlink(missing_ok=True)
-
-
-def is_at(path: Path, descriptor: int) -> bool:
-    """Return whether `path` is still the open file or folder: another process may have renamed or removed it."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    return False
-
-
-@contextmanager
-def writing_to(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError of the block; that of a full disk has none."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
-
-
 def check_replaceable(target: Path) -> None:
     """Raise CheckpointError unless `target` is missing, an empty folder, or one made by `replaced_folder`."""
-    if target.is_symlink():
-        raise CheckpointError(
-            f"{target} is a symbolic link, which cannot be replaced as a whole: put the folder itself there, or link "
-            "the folder it is in"
-        )
+    for folder in (target, beside(target, "new"), beside(target, "previous")):
+        if folder.is_symlink():
+            raise CheckpointError(
+                f"{folder} is a symbolic link, which cannot be replaced as a whole: put the folder itself there, or "
+                "link the folder it is in"
+            )
     if not target.exists():
         return
     if not target.is_dir():
@@ -220,22 +161,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _by_name(target: Path) -> Path:
-    """Return the path without `.` and `..`, which have no folder beside them and may lead through the folder itself."""
-    if target.name and ".." not in target.parts:
-        return target
-    if target.name in ("", ".."):
-        return target.resolve()
-    # Not the last name itself, which may be a symbolic link
-    return target.parent.resolve() / target.name
-
-
-def beside(target: Path, what: str) -> Path:
-    """Return the hidden path next to a file or folder where its `new` or `previous` contents are."""
-    target = _by_name(target)
-    return target.with_name(f".{target.name}.{what}")
-
-
 def listed_files(folder: Path) -> dict[str, str]:
     """Read the names and hashes of the files that a folder's manifest lists."""
     if not (folder / MANIFEST).is_file():
@@ -290,12 +215,3 @@ def _write_manifest(folder: Path) -> None:
     for path in paths:
         if path.stat().st_mode != usual:
             path.chmod(usual)
-
-
-def _flush(path: Path) -> None:
-    """Flush a file or folder to the disk: a rename must not be on the disk before the contents."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

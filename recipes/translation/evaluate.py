@@ -12,10 +12,10 @@ from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_
 from recipes.translation.data.held_out import HeldOut, HeldOutSplit, the_one_of
 from recipes.translation.data.lines import DataError, read_lines
 from recipes.translation.data.sentence_pairs import Pair, load_pairs
+from recipes.translation.files.writing import replace_files
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.run_folder.made_from import lines_digest
-from recipes.translation.run_folder.outputs import replace_files
 from recipes.translation.scores.groups import Parts, parts_by_label, parts_by_length, scores_of_parts, scores_of_sets
 from recipes.translation.scores.scores import Scores, measure, score, scores_of
 from recipes.translation.scores.statistics import Measured

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recipes.translation.atomic_folder import writing_to
 from recipes.translation.data.corpora import tags_of
+from recipes.translation.files.writing import add_to, adding_to, make_folder, replace_file, writing_to
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator, fingerprint, tensors_of
 from recipes.translation.status_line import StatusLine, duration
@@ -53,7 +52,8 @@ def write_translations(
         for first in range(done, len(lines), BLOCK):
             block = [f"{tag} {line}".lstrip() for line in lines[first : first + BLOCK]]
             found = translate(teacher, block, teacher.config.decoding, ranks)
-            ranks.run_on_main(lambda found=found: append(target, found))  # type: ignore[misc]
+            written = "".join(f"{text}\n" for text in found).encode()
+            ranks.run_on_main(lambda written=written: add_to(target, written))  # type: ignore[misc]
             finished = first + len(block)
             rate = (finished - done) / max(time.monotonic() - began, 1e-9)
             status.show(
@@ -86,22 +86,20 @@ def origin(teacher: Translator, lines: Sequence[str], tag: str) -> dict[str, Any
 def begun(paths: Sequence[Path], lines: Sequence[str], made_from: dict[str, Any]) -> int:
     """Return how many translations can be kept, after removing what cannot: all lines, or whole blocks of them."""
     source, target, record = paths
-    with writing_to(source):
-        source.parent.mkdir(parents=True, exist_ok=True)
-        if _recorded(record) != made_from:
-            record.unlink(missing_ok=True)
-            target.unlink(missing_ok=True)
-            source.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
-            unfinished = record.with_name(f"{record.name}.unfinished")
-            unfinished.write_text(json.dumps(made_from, indent=2) + "\n", encoding="utf-8")
-            os.replace(unfinished, record)
-        target.touch()
+    make_folder(source.parent)
+    if _recorded(record) != made_from:
+        record.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
+        replace_file(source, "".join(f"{line}\n" for line in lines).encode())
+        replace_file(record, (json.dumps(made_from, indent=2) + "\n").encode())
+    with writing_to(target), adding_to(target) as file:
+        file.seek(0)
         # What follows the last newline is no whole line
-        written = target.read_bytes().split(b"\n")[:-1]
+        written = file.read().split(b"\n")[:-1]
         kept = min(len(written), len(lines))
         if kept < len(lines):
             kept -= kept % BLOCK
-        os.truncate(target, sum(len(line) + 1 for line in written[:kept]))
+        file.truncate(sum(len(line) + 1 for line in written[:kept]))
     return kept
 
 
@@ -111,11 +109,3 @@ def _recorded(record: Path) -> object:
         return json.loads(record.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-
-
-def append(target: Path, translations: Sequence[str]) -> None:
-    """Add translations to their file, and flush it to the disk."""
-    with writing_to(target), target.open("ab") as file:
-        file.write("".join(f"{text}\n" for text in translations).encode())
-        file.flush()
-        os.fsync(file.fileno())

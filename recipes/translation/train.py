@@ -122,10 +122,14 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
         # Last of all, so that no error before the first step costs the earlier run
         ranks.run_on_main(lambda: remove_run(config))
     metrics = Metrics(run / "metrics.jsonl" if ranks.is_main else None, after_step=state.step, trackers=trackers)
-    journal = Journal(config, layout, size, ranks, resumed_at)
-    outliers = Outliers(metrics.records())
     stopped_by = None
-    with StopSignals(ranks.world > 1) as stop, metrics, journal, Progress(state, settings.steps) as progress:
+    with (
+        StopSignals(ranks.world > 1) as stop,
+        metrics,
+        Journal(config, layout, size, ranks, resumed_at) as journal,
+        Progress(state, settings.steps) as progress,
+    ):
+        outliers = Outliers(metrics.records())
         while state.step < settings.steps and not out_of_patience(state, settings):
             if stopped_by := ranks.stopped_by(stop.signal):
                 break
@@ -169,9 +173,12 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
                 better = note_validation(state, found, settings.best_by)
                 if ranks.is_main:
                     save_models(run, ordinary, found, better)
+                # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
                 metrics.write(**found.as_dict())
+                metrics.flush()
+                journal.keep(ordinary, found)
                 save(translator, found.as_dict(), moments, state, ranks)
-                journal.validated(ordinary, found)
+                journal.validated(state.step)
                 progress.validated(state, found, found.parts)
                 return_free_memory()
         if stopped_by:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,3 +17,39 @@ def short_validations() -> Iterator[None]:
     """Eight validation and eight test pairs for all tests of a module."""
     with few_held_out():
         yield
+
+
+class KilledError(BaseException):
+    """The process is dead: nothing catches this, and no later call changes the disk."""
+
+
+@pytest.fixture
+def killed_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], bool]:
+    """Call a function, and fail its n-th call that changes the disk and every later one; whether it got that far."""
+    calls = [0, 0]
+
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            calls[0] += 1
+            if calls[1] and calls[0] >= calls[1]:
+                raise KilledError
+            return function(*arguments, **keywords)
+
+        return call
+
+    for name in ("fsync", "unlink", "rmdir", "rename", "replace"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    for name in ("mkdir", "rename", "write_text", "unlink", "rmdir", "chmod"):
+        monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
+
+    def run(number: int, work: Callable[[], None]) -> bool:
+        calls[:] = [0, number]
+        try:
+            work()
+        except KilledError:
+            return True
+        finally:
+            calls[:] = [0, 0]
+        return False
+
+    return run

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.translation.commands.arguments import PROGRAM, add_runs, parser_of, path, require, runs_of
+from recipes.translation.files.writing import check_no_link
 from recipes.translation.run_folder.outputs import check_output_file
 
 MOST_RUNS = 8
@@ -44,6 +45,7 @@ def report(argv: Sequence[str]) -> int:
     output = folders[0] / "report.html"
     if len(folders) > 1:
         output = parent_of(folders[0]) / "comparison.html"
+        check_no_link(output)  # which nobody has named
     if options.output:
         output = Path(options.output)
     runs = [with_samples(read_run(folder), folder) for folder in folders]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,7 +56,7 @@ ones."""
 def train_subwords(
     sentences: Iterable[str], path_prefix: Path, config: SubwordConfig, tags: Sequence[str] = ()
 ) -> None:
-    """Train a model on `sentences` and write it to `<path_prefix>.model`, whole or not at all.
+    """Train a model on `sentences` and write it to `<path_prefix>.model`.
 
     The same sentences and settings give the same bytes. Characters outside the vocabulary are spelled in UTF-8 bytes
     (256 of the subwords), so that no text is ever unknown. Each symbol and placeholder of the settings is one subword,
@@ -93,9 +92,7 @@ def train_subwords(
         raise _plain_error(str(error), config) from None
     path = model_path(path_prefix)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_bytes(model.getvalue())
-    os.replace(unfinished, path)  # in one step: a process that is killed leaves no half of a model
+    path.write_bytes(model.getvalue())
 
 
 def _note_long(sentences: Sequence[str]) -> None:

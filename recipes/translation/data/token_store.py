@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,10 +19,11 @@ from typing import Any
 import numpy
 import numpy.typing
 
-from recipes.translation.atomic_folder import claimed, sha256
+from recipes.translation.atomic_folder import sha256
 from recipes.translation.data.builtin_corpus import Pair
 from recipes.translation.data.lines import DataError
 from recipes.translation.data.subwords import Subwords
+from recipes.translation.files.writing import claimed, flush, put
 from recipes.translation.json_fields import TEXT, WrongFieldError, each, fields, is_whole, value
 
 ROWS = 50_000
@@ -134,8 +134,10 @@ def write_store(
         sizes = _write_pairs(unfinished / PAIRS, corpora, source, target, threads)
         facts = Facts(sizes, sha256(unfinished / PAIRS))
         (unfinished / FACTS).write_text(json.dumps(asdict(facts), indent=2) + "\n", encoding="utf-8")
+        for path in (*unfinished.iterdir(), unfinished):
+            flush(path)
         if not folder.exists():
-            os.rename(unfinished, folder)
+            put(unfinished, folder)
 
 
 def _write_pairs(

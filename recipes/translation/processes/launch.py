@@ -6,6 +6,8 @@ import logging
 import os
 from collections.abc import Sequence
 
+from recipes.translation.processes.beginning import LAUNCHER
+
 MOST_ON_CPU = 4
 """Processes that `auto` starts at most on the CPU; the cores are divided among them."""
 SECONDS_TO_STOP = 600
@@ -28,7 +30,8 @@ def launch(processes: int, argv: Sequence[str]) -> int:
     """Run `python -m recipes.translation ARGV` in so many processes; return the exit status of the first that failed.
 
     It is `torchrun --standalone --nproc-per-node PROCESSES -m recipes.translation ARGV`. Each process has its share of
-    the cores, unless OMP_NUM_THREADS is set, and `SECONDS_TO_STOP`, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is.
+    the cores, unless OMP_NUM_THREADS is set, and `SECONDS_TO_STOP`, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is. All of
+    them stop if this one is killed.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -37,6 +40,7 @@ def launch(processes: int, argv: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))
     # torch's own half a minute is too short for a long step and a large checkpoint
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_STOP))
+    os.environ[LAUNCHER] = str(os.getpid())
     # A process that ends for a mistake of the user has printed one line, which the launcher would bury
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     launcher = ["--standalone", "--nproc-per-node", str(processes), "-m", "recipes.translation"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -38,15 +39,21 @@ class Journal:
         elif ranks.is_main:
             for name in ("validation.json", "report.html"):
                 (self.run / name).unlink(missing_ok=True)
-        self.machine = Metrics(self._path("resources.jsonl"), after_step=after)
-        self.samples = Metrics(self._path("samples.jsonl"), after_step=after)
+        with ExitStack() as held:
+            self.machine = held.enter_context(Metrics(self._path("resources.jsonl"), after_step=after))
+            self.samples = held.enter_context(Metrics(self._path("samples.jsonl"), after_step=after))
+            self._begin(layout, size, resumed_at)
+            self.files = held.pop_all()
+
+    def _begin(self, layout: Layout, size: str, resumed_at: int | None) -> None:
+        """Write down how training begins or goes on."""
         began = {
             **started_by(),
             "model": size,
             "layout": str(layout),
-            "hardware": hardware(self.devices, ranks.world),
+            "hardware": hardware(self.devices, self.ranks.world),
             "software": software(),
-            "settings": flat(config),
+            "settings": flat(self.config),
         }
         self.machine.write(step=resumed_at or 0, began=began)
 
@@ -57,28 +64,30 @@ class Journal:
         """Draw the report for the last time, also after an error, which its curves may explain."""
         if kind is not KeyboardInterrupt and not self.drawn:
             self._draw()
-        self.machine.__exit__()
-        self.samples.__exit__()
+        self.files.close()
 
     def step_done(self, step: int, seconds: float) -> None:
         """Note how long a step took."""
         self.machine.write(step=step, seconds=round(seconds, 6))
         self.drawn = False
 
-    def validated(self, translator: Translator, found: Validation) -> None:
-        """Note the memory that every rank has used, and keep translations of the validation; every rank calls this."""
+    def keep(self, translator: Translator, found: Validation) -> None:
+        """Keep translations of a validation, and all records so far, before the state is saved."""
+        if self.ranks.is_main and found.translations:
+            self.samples.write(step=found.step, samples=samples_of(translator, found.sentences, found.translations))
+            write_newest(self.run / "validation.json", found.step, found.sentences, found.translations)
+        for records in (self.machine, self.samples):
+            records.flush()
+
+    def validated(self, step: int) -> None:
+        """Note the memory that every rank has used up to the end of a validation; every rank calls this."""
         everyone = gather_objects(peak_memory(self.devices), self.ranks.for_steps().group)
         memory = {
             _device_of(rank, name, len(everyone)): size
             for rank, own in enumerate(everyone)
             for name, size in own.items()
         }
-        self.machine.write(step=found.step, memory=memory)
-        if not self.ranks.is_main:
-            return
-        if found.translations:
-            self.samples.write(step=found.step, samples=samples_of(translator, found.sentences, found.translations))
-            write_newest(self.run / "validation.json", found.step, found.sentences, found.translations)
+        self.machine.write(step=step, memory=memory)
         if time.monotonic() >= self.next_drawing:
             self._draw()
 

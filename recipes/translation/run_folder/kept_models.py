@@ -17,6 +17,7 @@ from recipes.translation.atomic_folder import (
     remove_folder,
     whole_folder,
 )
+from recipes.translation.files.writing import check_no_link
 from recipes.translation.run_folder.checkpoint import Translator, save_model
 
 NAME = re.compile(r"\.?step-(\d{8,})(\.new|\.previous)?")
@@ -24,8 +25,10 @@ NAME = re.compile(r"\.?step-(\d{8,})(\.new|\.previous)?")
 
 
 def kept_in(run: Path) -> Path:
-    """Return the folder of a run's kept models."""
-    return run / "checkpoints"
+    """Return the folder of a run's kept models; raise OSError for a link, which could lead out of the run."""
+    folder = run / "checkpoints"
+    check_no_link(folder)
+    return folder
 
 
 def keep_model(run: Path, translator: Translator, facts: Mapping[str, object], step: int, most: int) -> None:

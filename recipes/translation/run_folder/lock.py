@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from recipes.translation.atomic_folder import CheckpointError, is_at, writing_to
+from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.files.writing import is_at, opened, writing_to
 
 PATIENCE = 2.0
 """Seconds to wait for a process that is just ending."""
@@ -49,7 +50,7 @@ def _locked(path: Path, run: Path) -> int:
     """Open and lock the file at `path`; return its descriptor."""
     deadline = time.monotonic() + PATIENCE
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = opened(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Otherwise the file was removed between opening and locking it: try again with the new one

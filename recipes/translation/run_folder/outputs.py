@@ -6,20 +6,11 @@ subwords, wherever their folder is, by its manifest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection
 from pathlib import Path
 
-from recipes.translation.atomic_folder import (
-    MANIFEST,
-    MODELS,
-    CheckpointError,
-    beside,
-    claimed,
-    listed_files,
-    whole_folder,
-    writing_to,
-)
+from recipes.translation.atomic_folder import MANIFEST, MODELS, CheckpointError, listed_files, whole_folder
+from recipes.translation.files.writing import by_name, replace_file, writing_to
 from recipes.translation.settings.config import ConfigError
 
 RECORDS = ("metrics.jsonl", "resources.jsonl")
@@ -79,37 +70,18 @@ def check_run(run: Path) -> None:
 
 
 def write_output(output: Path, content: bytes) -> None:
-    """Write a file in place of an earlier one, which stays if that fails; a device or a pipe is written to."""
-    if output.exists() and not output.is_file():
-        with writing_to(output):
-            output.write_bytes(content)
-        return
-    if output.is_symlink():
-        output = output.resolve()
-    replace_files({output: content})
+    """Write a file in place of an earlier one, which stays if that fails; a device or a pipe is written to.
 
-
-def replace_files(contents: Mapping[Path, bytes]) -> None:
-    """Replace files of a folder so that all are of one process; the earlier ones stay if that fails.
-
-    The new one of the first file is the lock by which two processes at once do so one after the other.
+    A link is written through where it is the user's own, and replaced by the file where it is in a run.
     """
-    news = {path: beside(path, "new") for path in contents}
-    first, *others = contents
-    with ExitStack() as held:
-        with writing_to(first):
-            held.enter_context(claimed(news[first]))
-        try:
-            for path, content in contents.items():
-                with writing_to(path):
-                    news[path].write_bytes(content)
-            for path in (*others, first):
-                with writing_to(path):
-                    news[path].replace(path)
-        except BaseException:
-            for path in others:
-                news[path].unlink(missing_ok=True)
-            raise
+    if not any(map(is_run, by_name(output.absolute()).parents)):
+        if output.exists() and not output.is_file():
+            with writing_to(output):
+                output.write_bytes(content)
+            return
+        if output.is_symlink():
+            output = output.resolve()
+    replace_file(output, content)
 
 
 def owner_of(inside: Path) -> Path | None:

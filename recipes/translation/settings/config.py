@@ -8,7 +8,6 @@ type, its choices (`Literal`), its range (`Range`), and its help text (`Help`).
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,12 +151,10 @@ def format_of_files(setting: str, names: tuple[str, ...]) -> str | None:
 
 
 def save_config(config: RunConfig, path: str | Path) -> None:
-    """Write all settings as YAML, to a file that is replaced as a whole; `load_config` reads an equal configuration."""
+    """Write all settings as YAML, from which `load_config` reads an equal configuration."""
     # Without allow_unicode, with which PyYAML writes U+0085 as a line break that it reads as a blank
     text = yaml.safe_dump(_with_lists(dataclasses.asdict(config)), sort_keys=False, width=1_000)
-    unfinished = Path(f"{path}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def _with_lists(value: object) -> object:

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import IO, TYPE_CHECKING, Any, Self
 
-from recipes.translation.atomic_folder import beside, writing_to
+from recipes.translation.files.writing import add_to, adding_to, check_no_link, replace_file, writing_to
 from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.status_line import StatusLine, duration
 
@@ -96,12 +96,13 @@ class Metrics:
         """
         self.path = path
         self.trackers = trackers
-        if path is not None and path.exists():
-            with writing_to(path):
-                _remove_after(path, after_step)
-        self.file: TextIO | None = None
+        self.file: IO[bytes] | None = None
         if path is not None:
-            self.file = path.open("a", encoding="utf-8")
+            check_no_link(path)
+            if path.exists():
+                _remove_after(path, after_step)
+            with writing_to(path):
+                self.file = adding_to(path)
 
     def __enter__(self) -> Self:
         return self
@@ -125,10 +126,15 @@ class Metrics:
             return
         assert self.path is not None
         with writing_to(self.path):
-            self.file.write(json.dumps(values) + "\n")
+            self.file.write(json.dumps(values).encode() + b"\n")
             self.file.flush()
         for tracker in self.trackers:
             tracker.log(values)
+
+    def flush(self) -> None:
+        """Flush the records to the disk, where they must be before a state that counts on them."""
+        if self.file is not None:
+            os.fsync(self.file.fileno())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -156,16 +162,10 @@ def _remove_after(path: Path, after_step: int) -> None:
     odd = [line + b"\n" for line, record in records if record is None]
     if odd:
         aside = path.with_name(f"{path.stem}.odd.txt")
-        with aside.open("ab") as file:
-            file.writelines(odd)
+        add_to(aside, b"".join(odd))
         print(f"[train] {path}: {len(odd):,} lines that are not records of steps were moved to {aside}", flush=True)
     if remaining != before:
-        new = beside(path, "new")
-        with new.open("wb") as file:
-            file.write(remaining)
-            file.flush()
-            os.fsync(file.fileno())  # before the rename, or a crash of the machine could leave an empty file
-        new.replace(path)
+        replace_file(path, remaining)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from models.alignment import attention_weights
-from recipes.translation.atomic_folder import beside, writing_to
 from recipes.translation.data.batches import padded_batch
 from recipes.translation.data.model_text import source_text, target_text
 from recipes.translation.data.sentence_pairs import Pair
 from recipes.translation.data.subwords import Subwords
+from recipes.translation.files.writing import replace_file
 from recipes.translation.run_folder.checkpoint import Translator
 
 SAMPLES = 6
@@ -85,10 +85,7 @@ def write_newest(path: Path, step: int, pairs: Sequence[Pair], translations: Seq
         "references": [pair.target for pair in pairs],
         "translations": list(translations),
     }
-    new = beside(path, "new")
-    with writing_to(path):
-        new.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
-        new.replace(path)
+    replace_file(path, (json.dumps(record, ensure_ascii=False) + "\n").encode())
 
 
 def _pieces(subwords: Subwords, ids: Sequence[int]) -> list[str]:

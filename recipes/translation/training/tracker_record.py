@@ -6,13 +6,12 @@ A record of `metrics.jsonl` is known by its step, and whether it is of a validat
 from __future__ import annotations
 
 import json
-import os
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.translation.atomic_folder import beside, writing_to
+from recipes.translation.files.writing import replace_file
 from recipes.translation.json_fields import WrongFieldError
 from recipes.translation.run_folder.fields import TRACKERS
 from recipes.translation.settings.config import ConfigError
@@ -91,10 +90,7 @@ class TrackerRecord:
         """Write the file; what every tracker without a stop has is in `metrics.jsonl`."""
         marks = {name: sorted(filter(self._is_told_by(name), some)) for name, some in self.sent.items()}
         content = {"id": self.id, "begun": sorted(self.sent), "sent": marks, "stopped": self.stopped}
-        new = beside(self.path, "new")
-        with writing_to(self.path):
-            new.write_text(json.dumps(content) + "\n", encoding="utf-8")
-            os.replace(new, self.path)
+        replace_file(self.path, (json.dumps(content) + "\n").encode())
 
     def _is_told_by(self, name: str) -> Callable[[Mark], bool]:
         """Return the test whether a mark says more than that the tracker has what is kept before its stop."""

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from recipes.translation.files.writing import check_no_link
 from recipes.translation.run_folder.resume import flat
 from recipes.translation.settings.config import ConfigError, RunConfig
 from recipes.translation.training.tracker_record import Mark, TrackerRecord, mark_of
@@ -113,6 +114,8 @@ def open_trackers(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
     record = TrackerRecord(Path(config.run), resumed_at)
     if not names and not record.path.exists():
         return []
+    for name in names:
+        check_no_link(Path(config.run) / name)
     missing = {name: record.missing(name) for name in names}
     found: list[Tracker] = []
     for name in names:

@@ -87,6 +87,44 @@ def test_a_step_that_takes_longer_than_half_a_minute_is_saved_after_a_signal(tmp
     assert json.loads((tmp_path / "run" / "last" / "training.json").read_text())["step"] == steps[-1]
 
 
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    return [worker for rank in (0, 1) for worker in workers_of(process, rank)]
+
+
+def wait_for_end(ranks: list[int]) -> None:
+    """Until none of the processes runs; they are nobody's children that would wait for them."""
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("ready", [1, 2])
+def test_processes_that_are_just_starting_end_with_a_launcher_that_is_killed(ready: int, tmp_path: Path) -> None:
+    """They import torch and wait for the others, whose meeting point was in the launcher, for ten minutes."""
+    process = recipe("train", *options(tmp_path / "run", {"training.devices": "auto"}), "--processes", "2")
+    deadline = time.monotonic() + 100
+    while len(ranks := ranks_of(process)) < ready:
+        assert time.monotonic() < deadline
+    process.kill()
+    ranks = sorted({*ranks, *ranks_of(process)})
+    wait_for_end(ranks)
+    ended(process)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_launcher_that_is_killed_in_training_ends_its_processes_which_save(tmp_path: Path) -> None:
+    changes = {"training.devices": "auto", "training.steps": 100_000, "training.validate_every": 7}
+    process = recipe("train", *options(tmp_path / "run", changes), "--processes", "2")
+    wait_for_steps(tmp_path / "run", process, 10)
+    ranks = ranks_of(process)
+    process.kill()
+    wait_for_end(ranks)
+    ended(process)
+    steps = [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in record]
+    assert json.loads((tmp_path / "run" / "last" / "training.json").read_text())["step"] == steps[-1]
+
+
 @pytest.mark.parametrize(
     ("words", "answer"),
     [

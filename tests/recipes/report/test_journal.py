@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +28,7 @@ from recipes.translation.train import train
 from recipes.translation.training import machine
 from recipes.translation.training.progress import read_metrics
 from recipes.translation.training.samples import attention_map, sample_rows
-from tests.recipes.tiny import tiny
+from tests.recipes.tiny import few_held_out, tiny
 from tests.recipes.training.test_decoder_only import tiny_decoder_only
 from tests.recipes.training.test_lstm import tiny_lstm
 
@@ -82,6 +85,42 @@ def test_every_validation_keeps_the_same_sentences_and_the_newest_keeps_all(run:
     assert [[sample["source"] for sample in record["samples"]] for record in records] == [kept, kept]
     translations = [newest["translations"][row] for row in sample_rows(7)]
     assert [sample["translation"] for sample in records[1]["samples"]] == translations
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from recipes.translation import train as training
+from tests.recipes.report.test_journal import CHANGES
+from tests.recipes.tiny import few_held_out, tiny
+
+save, when = training.save, sys.argv[2]
+
+def deadly(*given):
+    if given[3].step == 4 and when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(*given)
+    if given[3].step == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+training.save = deadly
+with few_held_out():
+    training.train(tiny(Path(sys.argv[1]), {**CHANGES, "training.steps": 6, "training.report": False}))
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_kill_around_the_saving_of_a_state_loses_no_validation_and_doubles_none(when: str, tmp_path: Path) -> None:
+    changes = {**CHANGES, "training.steps": 6, "training.report": False}
+    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "killed", when], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert load_facts(tmp_path / "killed" / "last")["step"] == {"before": 2, "after": 4}[when]
+    with few_held_out():
+        train(tiny(tmp_path / "killed", changes))
+        train(tiny(tmp_path / "whole", changes))
+    for name in ("samples.jsonl", "validation.json", "metrics.jsonl"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert [record["step"] for record in read_metrics(tmp_path / "killed" / "samples.jsonl")] == [2, 4, 6]
 
 
 def test_kept_rows_are_spread_over_the_sentences_and_distinct() -> None:

@@ -53,7 +53,7 @@ def counted(function):
         return function(*arguments, **keywords)
     return call
 
-os.fsync, shutil.rmtree, os.rename = map(counted, (os.fsync, shutil.rmtree, os.rename))
+os.fsync, shutil.rmtree, os.rename, os.replace = map(counted, (os.fsync, shutil.rmtree, os.rename, os.replace))
 for each in ("mkdir", "rename", "write_text", "write_bytes", "unlink", "rmdir", "chmod"):
     setattr(Path, each, counted(getattr(Path, each)))
 for number in itertools.count():

@@ -271,18 +271,18 @@ def test_every_file_is_on_the_disk_before_the_folder_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[tuple[str, str]] = []
-    fsync, rename = os.fsync, Path.rename
+    fsync, rename = os.fsync, os.replace
 
     def noted_fsync(descriptor: int) -> None:
         events.append(("flushed", os.readlink(f"/proc/self/fd/{descriptor}")))
         fsync(descriptor)
 
-    def noted_rename(path: Path, target: Path) -> Path:
+    def noted_rename(path: Path, target: Path) -> None:
         events.append(("renamed", str(target)))
-        return rename(path, target)
+        rename(path, target)
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(Path, "rename", noted_rename)
+    monkeypatch.setattr(os, "replace", noted_rename)
     target, new = tmp_path / "last", tmp_path / ".last.new"
     with replaced_folder(target) as folder:
         for name in ("a", "b"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -62,42 +61,6 @@ def test_the_last_ones_are_told_by_their_numbers_not_by_the_names_order(run: Pat
     for step in (99_999_999, 100_000_000):
         keep_model(run, translator, {"step": step}, step, 2)
     assert steps(run) == [99_999_999, 100_000_000]
-
-
-class KilledError(BaseException):
-    """The process is dead: nothing catches this, and no later call changes the disk."""
-
-
-@pytest.fixture
-def killed_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], bool]:
-    """Call a function, and fail its n-th call that changes the disk and every later one; whether it got that far."""
-    calls = [0, 0]
-
-    def counted(function: Any) -> Any:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            calls[0] += 1
-            if calls[1] and calls[0] >= calls[1]:
-                raise KilledError
-            return function(*arguments, **keywords)
-
-        return call
-
-    for name in ("fsync", "unlink", "rmdir", "rename"):
-        monkeypatch.setattr(os, name, counted(getattr(os, name)))
-    for name in ("mkdir", "rename", "write_text", "unlink", "rmdir", "chmod"):
-        monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
-
-    def run(number: int, work: Callable[[], None]) -> bool:
-        calls[:] = [0, number]
-        try:
-            work()
-        except KilledError:
-            return True
-        finally:
-            calls[:] = [0, 0]
-        return False
-
-    return run
 
 
 @pytest.mark.parametrize("step", [4, 5])

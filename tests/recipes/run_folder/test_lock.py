@@ -100,6 +100,22 @@ def test_a_lock_on_a_file_that_was_removed_in_between_does_not_count(
         assert path.read_text().startswith(f"process {os.getpid()} on ")
 
 
+def test_the_next_one_to_lock_the_folder_keeps_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opens the file as soon as the lock is free: a file that is removed only then would be its own."""
+    path, close, others = tmp_path / "run" / ".lock", os.close, []
+
+    def close_and_lock(descriptor: int) -> None:
+        close(descriptor)
+        if not others:
+            others.append(os.open(path, os.O_RDWR | os.O_CREAT))
+
+    with sole_writer(tmp_path / "run"):
+        monkeypatch.setattr(os, "close", close_and_lock)
+    monkeypatch.undo()
+    assert os.path.samestat(path.stat(), os.fstat(others[0]))
+    os.close(others[0])
+
+
 def test_a_folder_where_nothing_was_written_is_not_left_behind(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="takes two files"):
         train(tiny(tmp_path / "run", {"data.format": "text"}))

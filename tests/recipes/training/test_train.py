@@ -133,6 +133,22 @@ def test_a_signal_is_answered_after_the_step_and_the_old_handlers_return() -> No
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+@pytest.mark.parametrize("several", [True, False])
+def test_after_an_error_of_one_of_several_processes_the_launchers_sigterm_does_not_cut_off_its_line(
+    several: bool, ctrl_c: None
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with StopSignals(several):
+            pass
+        assert signal.getsignal(signal.SIGTERM) == before
+        with pytest.raises(TrainingError), StopSignals(several):
+            raise TrainingError
+        assert signal.getsignal(signal.SIGTERM) == (signal.SIG_IGN if several else before)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_sigterm_from_outside_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = options(run, {"training.steps": 100_000, "training.validate_every": 100_000})

@@ -93,8 +93,8 @@ def test_three_steps_of_training_are_the_single_devices(layout, world):
     assert_answers(ranks(world, three_steps, layout, case), expected)
 
 
-class PlantedError(Exception):
-    pass
+class PlantedError(KeyboardInterrupt):
+    """Ctrl-C, which any error of a step must be handled as."""
 
 
 def raise_planted(*_):

@@ -1,0 +1,166 @@
+"""How files are written in a folder that may have come from elsewhere: whole or not at all, and never through a link.
+
+A link in such a folder may lead to any file of the user's. A file is therefore written as `.<name>.new`, made here,
+which is flushed to the disk and then renamed; that replaces a link of the final name and never follows it. A link of
+the new one's name, of a file that is added to, or of a folder that is written into is an error. Folders that are
+replaced as a whole are in `atomic_folder`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+
+def replace_files(contents: Mapping[Path, bytes]) -> None:
+    """Replace files of a folder so that all are of one process; each has its old contents or the new at any moment.
+
+    Two processes at once do so one after the other: the first file's new one, which is claimed first and renamed last,
+    is their lock.
+    """
+    with ExitStack() as held:
+        for path, content in contents.items():
+            with writing_to(path):
+                descriptor = held.enter_context(claimed(beside(path, "new")))
+                with os.fdopen(descriptor, "wb", closefd=False) as file:
+                    file.write(content)
+                os.fsync(descriptor)
+        for path in reversed(list(contents)):
+            with writing_to(path):
+                put(beside(path, "new"), path)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace one file."""
+    replace_files({path: content})
+
+
+def put(new: Path, path: Path) -> None:
+    """Give a new file or folder, which is on the disk, the name `path`, and flush the name to the disk."""
+    os.replace(new, path)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Flush a file or a folder's names to the disk: a rename must not be on the disk before the contents."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def add_to(path: Path, content: bytes) -> None:
+    """Add to the end of a file, and flush it to the disk."""
+    with writing_to(path), adding_to(path) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def adding_to(path: Path) -> IO[bytes]:
+    """Open a file, made if it is missing, to read it and to add to its end."""
+    return os.fdopen(opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, unless it is there."""
+    check_no_link(path)
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def opened(path: Path, flags: int) -> int:
+    """Open a file as `os.open` does, but no link; return its descriptor."""
+    check_no_link(path)
+    # And a link that is put there at this moment is not followed either
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def check_no_link(path: Path) -> None:
+    """Raise OSError for a symbolic link where something is to be written."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "is a symbolic link, and nothing is written through one here: remove it", str(path))
+
+
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Add the file's name to an OSError of the block; that of a full disk has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # which names the link
+            raise
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
+
+
+@contextmanager
+def claimed(new: Path, *, folder: bool = False) -> Iterator[int]:
+    """Make an empty file or folder, which the block fills and renames; remove it if the block does not rename it.
+
+    Another process that wants it waits until then, where the file system has locks. What a process that was killed has
+    left is removed. The block gets the descriptor.
+    """
+    while True:
+        descriptor = _made(new, folder)
+        try:
+            with suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not is_at(new, descriptor):
+                continue
+            if any(new.iterdir()) if folder else os.fstat(descriptor).st_size:
+                _remove(new, folder)
+                continue
+            try:
+                yield descriptor
+            finally:
+                if is_at(new, descriptor):  # after the renaming it would be another process's
+                    with suppress(OSError):  # it would hide the block's own
+                        _remove(new, folder)
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _made(new: Path, folder: bool) -> int:
+    if not folder:
+        return opened(new, os.O_RDWR | os.O_CREAT)
+    while True:
+        make_folder(new)
+        with suppress(FileNotFoundError):  # renamed since
+            return opened(new, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _remove(new: Path, folder: bool) -> None:
+    if folder:
+        shutil.rmtree(new)
+    else:
+        new.unlink(missing_ok=True)
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Return whether `path` is still the open file or folder: another process may have renamed or removed it."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    return False
+
+
+def beside(target: Path, what: str) -> Path:
+    """Return the hidden path next to a file or folder where its `new` or `previous` contents are."""
+    target = by_name(target)
+    return target.with_name(f".{target.name}.{what}")
+
+
+def by_name(target: Path) -> Path:
+    """Return the path without `.` and `..`, which have no folder beside them and may lead through the folder itself."""
+    if target.name and ".." not in target.parts:
+        return target
+    if target.name in ("", ".."):
+        return target.resolve()
+    # Not the last name itself, which may be a symbolic link
+    return target.parent.resolve() / target.name

@@ -1,0 +1,40 @@
+"""What a process does first, before it imports anything that takes time: when Ctrl-C and its launcher end it."""
+
+import os
+import signal
+from types import FrameType
+
+LAUNCHER = "SEQPAR_LAUNCHER"
+"""The environment variable by which a launcher tells its processes its own number."""
+
+
+def end_at_interrupt() -> None:
+    """Let Ctrl-C end the process, with an exception where a command can handle it, and at once elsewhere."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # some shells ignore it for what is in background
+        signal.signal(signal.SIGINT, _interrupted)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt in a command, but not while it imports: torch and numpy would lose the exception."""
+    in_command = False
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith("<frozen importlib"):
+            break
+        in_command = in_command or code.co_name == "started"  # of `commands`, inside the `try` of its `main`
+        frame = frame.f_back
+    if in_command and frame is None:
+        raise KeyboardInterrupt
+    os._exit(128 + number)
+
+
+def end_with_launcher() -> None:
+    """Let the system end this process by SIGTERM when the launcher that started it ends, by whatever signal."""
+    launcher = os.environ.pop(LAUNCHER, None)
+    if launcher is None:
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(launcher):  # it has ended already
+        os._exit(128 + signal.SIGTERM)

@@ -1,0 +1,92 @@
+"""Files that are replaced: whole at any moment, all of one process, and never where a link leads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from recipes.translation.files.writing import add_to, beside, replace_file, replace_files
+from recipes.translation.run_folder.outputs import write_output
+from tests.recipes.files.watching import Event, watched
+from tests.recipes.report.made import make_run
+
+Killing = Callable[[int, Callable[[], None]], bool]
+
+
+def test_a_kill_at_any_moment_leaves_each_file_old_or_new(tmp_path: Path, killed_before: Killing) -> None:
+    seen = []
+    for number in range(1, 50):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        files = [folder / "first", folder / "second"]
+        replace_files(dict.fromkeys(files, b"old"))
+        killed = killed_before(number, lambda files=files: replace_files(dict.fromkeys(files, b"new")))  # type: ignore[misc]
+        seen.append(tuple(file.read_bytes() for file in files))
+        replace_files(dict.fromkeys(files, b"once more"))  # what is left behind is no obstacle, and goes
+        assert {path: path.read_bytes() for path in folder.iterdir()} == dict.fromkeys(files, b"once more")
+        if not killed:
+            break
+    assert not killed
+    assert list(dict.fromkeys(seen)) == [(b"old", b"old"), (b"old", b"new"), (b"new", b"new")]
+
+
+def test_what_a_killed_process_has_left_is_not_written_into(tmp_path: Path) -> None:
+    left = beside(tmp_path / "file", "new")
+    left.write_text("much longer than what comes next")
+    with left.open() as there:
+        replace_file(tmp_path / "file", b"short")
+        assert there.read().startswith("much longer")
+    assert (tmp_path / "file").read_bytes() == b"short"
+
+
+def test_files_that_two_processes_replace_at_once_are_all_of_one(tmp_path: Path) -> None:
+    both = threading.Barrier(2)
+    files = [tmp_path / name for name in ("first", "second", "third")]
+
+    def write(number: int) -> None:
+        for _ in range(100):
+            both.wait(20)
+            replace_files(dict.fromkeys(files, str(number).encode() * 10_000 * number))
+            both.wait(20)
+            assert len({path.read_bytes() for path in files}) == 1
+            assert sorted(tmp_path.iterdir()) == files
+
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(write, number) for number in (1, 2)]:
+            done.result()
+
+
+def test_the_first_file_is_the_lock_of_all_until_they_have_their_names(tmp_path: Path) -> None:
+    with watched() as events:
+        replace_files(dict.fromkeys([tmp_path / "first", tmp_path / "second"], b""))
+    assert [event.to.name for event in events if event.to] == ["second", "first"]
+    opened = [event.path for event in events if event.what == "opened"]
+    assert opened[0] == beside(tmp_path / "first", "new")
+
+
+def test_what_is_added_is_on_the_disk(tmp_path: Path) -> None:
+    with watched() as events:
+        add_to(tmp_path / "file", b"a")
+        add_to(tmp_path / "file", b"b")
+    assert (tmp_path / "file").read_bytes() == b"ab"
+    assert events == [Event("opened", tmp_path / "file"), Event("flushed", tmp_path / "file")] * 2
+
+
+@pytest.mark.parametrize("name", ["report.html", "page.html", "below/page.html"])
+@pytest.mark.parametrize("kind", ["file", "pipe", "missing"])
+def test_a_link_in_a_run_is_replaced_by_the_file_that_a_user_names(name: str, kind: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    elsewhere = tmp_path / "elsewhere"
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to({"pipe": "/dev/null"}.get(kind, elsewhere))
+    if kind == "file":
+        elsewhere.write_text("mine")
+    write_output(run / name, b"page")
+    assert not (run / name).is_symlink()
+    assert (run / name).read_bytes() == b"page"
+    assert not elsewhere.exists() or elsewhere.read_text() == "mine"
