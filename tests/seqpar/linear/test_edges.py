@@ -1,6 +1,7 @@
 """Values at which a wrong formula agrees with the right one on ordinary data, and dtypes beside the main path."""
 
 import gc
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -195,3 +196,46 @@ def test_no_logits_are_kept_after_backward_though_the_scores_are(frozen):
             and each is not weight.grad
             and each.data_ptr() != weight.data_ptr()
         ]
+
+
+def with_padding_checked(launch, seen):
+    """Launch a kernel, and see what it has left between the last class and the next row."""
+
+    def launching(kernel, product_KV, *arguments, **settings):
+        launch(kernel, product_KV, *arguments, **settings)
+        written = [
+            each
+            for each in (product_KV, *arguments)
+            if isinstance(each, Tensor) and each.stride() == product_KV.stride()
+        ]
+        for each in written:
+            whole = each.as_strided((len(each), each.stride(0)), (each.stride(0), 1))
+            seen.append((kernel.__name__, bool(whole.isfinite().all())))
+
+    return launching
+
+
+@pytest.mark.filterwarnings(NUMPY_SAYS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_lies_behind_the_bias_in_memory_is_not_read(frozen):
+    """Padding behind a row may be read by a matrix product, whose width is a multiple of its vectors'."""
+    behind = torch.full((64,), torch.nan, dtype=torch.float64, device=DEVICE)
+    behind[:V] = BIAS
+    bias = behind[:V]
+    hidden = HIDDEN.to(DEVICE, copy=True).requires_grad_()
+    weight = WEIGHT.to(DEVICE, copy=True).requires_grad_(not frozen)
+    seen = []
+    with kernels(), patch.object(row_kernel, "launch", with_padding_checked(row_kernel.launch, seen)):
+        scores = seqpar.token_scores(hidden, weight, TARGET.to(DEVICE), bias=bias, entropy=True)
+        (scores.log_prob.sum() + scores.entropy.sum()).backward()
+        seqpar.linear_cross_entropy(hidden, weight, TARGET.to(DEVICE), bias=bias).total.backward()
+    gradients = [finite for name, finite in seen if "sums" not in name]
+    assert gradients
+    assert all(gradients), seen
+
+
+def test_kernels_number_rows_in_64_bits():
+    """Row 65,000 of 50,000 classes begins beyond 2^31; the interpreter would need as much memory to show it."""
+    for module in ("triton_rows", "triton_scores"):
+        source = (Path(row_kernel.__file__).parent / f"{module}.py").read_text()
+        assert source.count("tl.program_id(") == source.count("tl.program_id(0).to(tl.int64)") > 0
