@@ -136,6 +136,8 @@ def accumulate_gradients(
                 check_has_all(loss.total, model)
             backward(loss.total * factors[i])
         losses.append(loss.detach())
+        # Its nodes may hold more than the saved tensors that backward has freed
+        del loss
         # A borrowed micro-batch counts for the rank that lent it
         if i >= len(mine):
             losses[i] = _zeros_like(losses[i])

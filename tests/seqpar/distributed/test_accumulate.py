@@ -1,6 +1,8 @@
 """accumulate_gradients: micro-batches and ranks together have the gradient of one batch on one device."""
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -414,3 +416,30 @@ def test_counts_of_a_narrow_dtype_are_summed_in_a_wide_one(dtype):
     loss = seqpar.accumulate_gradients([weight] * 3, loss_of, lambda _: tokens)
     assert loss.tokens == 3 * int(tokens)
     torch.testing.assert_close(weight.grad, torch.ones(3))
+
+
+class Keeping(torch.autograd.Function):
+    """A sum whose node keeps something besides saved tensors, which backward would free."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = x.detach().clone()
+        Keeping.all_kept.append(weakref.ref(ctx.kept))
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream * torch.ones_like(ctx.kept)
+
+
+def test_the_graph_of_a_micro_batch_is_freed_before_the_next_ones_forward():
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    Keeping.all_kept = []
+
+    def loss_of(x):
+        gc.collect()
+        assert all(kept() is None for kept in Keeping.all_kept), "an earlier micro-batch's graph is still held"
+        return seqpar.TokenLoss(Keeping.apply(x * weight), torch.tensor(3))
+
+    seqpar.accumulate_gradients([torch.ones(3).double() for _ in range(4)], loss_of, len)
+    assert len(Keeping.all_kept) == 4

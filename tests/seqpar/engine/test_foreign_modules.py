@@ -244,10 +244,14 @@ def test_a_generator_may_count_its_rows_if_the_scores_do_not_depend_on_it() -> N
 
 
 def test_a_buffer_of_nan_does_not_count_as_changed() -> None:
-    generator = Scaling(False)
-    generator.register_buffer("unused", torch.full((3,), torch.nan))
-    generator.eval()
-    assert_plain(generator, seqpar.CrossEntropy())
+    """Buffers that have changed would be looked into, with further calls."""
+    calls: list[float] = []
+    for number in (1.0, torch.nan):
+        generator = Scaling(False).eval()
+        generator.register_buffer("unused", torch.full((3,), number))
+        generator.linear.register_forward_hook(lambda *_, number=number: calls.append(number))
+        assert_plain(generator, seqpar.CrossEntropy())
+    assert 2 * calls.count(1.0) == len(calls)
 
 
 def test_a_reduction_that_was_set_after_the_engine_was_built_is_noticed() -> None:

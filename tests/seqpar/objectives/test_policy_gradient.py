@@ -258,6 +258,16 @@ def test_a_very_large_log_ratio_is_clipped_without_overflow(dtype, ratio):
     assert truncated_weights(log_ratio, max_weight=2.0).tolist() == pytest.approx([2.0 * (ratio > 0)] * 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ratio", [-1e4, 0.0, 88.0, 90.0, 710.0, 1e4])
+def test_an_advantage_of_0_has_the_loss_0_whatever_the_ratio(dtype, ratio):
+    log_ratio = torch.full((3,), ratio, dtype=dtype, requires_grad=True)
+    losses = clipped_surrogate(log_ratio, torch.zeros(3, dtype=dtype), eps_low=0.2, eps_high=0.2)
+    assert not losses.any()
+    (gradient,) = torch.autograd.grad(losses.sum(), log_ratio)
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
 def test_a_positive_advantage_needs_no_largest_ratio():
     log_ratio = torch.tensor([1e4], requires_grad=True)
     loss = clipped_surrogate(log_ratio, torch.ones(1), eps_low=0.2, eps_high=0.25)

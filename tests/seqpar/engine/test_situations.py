@@ -1,0 +1,86 @@
+"""The first call's findings are used again only where everything that they depend on is the same."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import seqpar
+from seqpar.engine.first_call import Situation
+
+V, D = 7, 4
+
+
+class Projecting(nn.Module):
+    """A generator that counts its calls; `shift` is a per-token tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(D, V)
+        self.calls = []
+
+    def forward(self, hidden, shift=0.0):
+        self.calls.append(1)
+        return self.linear(hidden.to(self.linear.weight.dtype)) + shift
+
+
+def of_shapes(engine, given):
+    engine.head["generator"].linear = nn.Linear(D, V + 1)
+
+
+def of_calls(engine, given):
+    engine.head["generator"].register_forward_hook(lambda *_: None)
+
+
+def of_dtypes(engine, given):
+    given["hidden"] = given["hidden"].double()
+
+
+def of_wants_gradients(engine, given):
+    engine.requires_grad_(False)
+
+
+def of_leading(engine, given):
+    given["hidden"], given["target"] = given["hidden"].view(3, 4, D), given["target"].view(3, 4)
+
+
+def of_per_token(engine, given):
+    given["shift"] = torch.zeros(12, V)
+
+
+CHANGES = {
+    "shapes": [of_shapes],
+    "calls": [of_calls, lambda engine, given: engine.eval()],
+    "dtypes": [of_dtypes, lambda engine, given: engine.double()],
+    "wants_gradients": [of_wants_gradients],
+    "leading": [of_leading],
+    "per_token": [of_per_token],
+}
+"""Of each fact that the findings depend on, what changes it."""
+
+
+def probed(engine, given):
+    """Whether a call looked at some rows first."""
+    calls = engine.head["generator"].calls
+    before = len(calls)
+    engine(**given)
+    return len(calls) - before > 1
+
+
+def test_every_fact_has_its_change():
+    assert list(CHANGES) == list(Situation._fields), "say what changes the new one"
+
+
+@pytest.mark.parametrize(("fact", "number"), [(fact, i) for fact, some in CHANGES.items() for i in range(len(some))])
+def test_a_call_that_differs_in_one_fact_is_probed_again_and_only_once(fact, number):
+    engine = seqpar.LossCompute(Projecting(), seqpar.CrossEntropy())
+    given = {"hidden": torch.randn(12, D), "target": torch.randint(V, (12,))}
+    original = copy.copy(given)
+    assert probed(engine, given)
+    assert not probed(engine, given)
+    CHANGES[fact][number](engine, given)
+    assert probed(engine, given)
+    assert not probed(engine, given)
+    if fact in ("leading", "per_token"):
+        assert not probed(engine, original)
