@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 Feature = Literal[
-    "float64", "float32", "bfloat16", "float16", "bias", "chunks", "smoothing", "sum", "mean", "CPU memory"
+    "float64", "float32", "bfloat16", "float16", "bias", "chunks", "smoothing", "softcap", "sum", "mean", "CPU memory"
 ]
 EVERYTHING: frozenset[Feature] = frozenset(get_args(Feature))
 LOW: frozenset[Feature] = frozenset({"float32", "bfloat16", "float16"})
@@ -39,6 +39,8 @@ class Options:
     ignore_index: int = -100
     label_smoothing: float = 0.0
     """eps, of which every class gets eps / V, as in `torch.nn.CrossEntropyLoss`."""
+    softcap: float | None = None
+    """softcap tanh(z / softcap) in place of the logits z."""
     reduction: Literal["sum", "mean"] = "sum"
     """The mean is over the targets that are not ignored."""
     chunk_rows: int | None = None

@@ -41,7 +41,21 @@ def _usual(options: Options) -> str:
 
 
 def _torch(options: Options) -> str:
-    return f"F.cross_entropy(F.linear(hidden, weight, bias), target{_usual(options)})"
+    return f"F.cross_entropy({capped('F.linear(hidden, weight, bias)', options.softcap)}, target{_usual(options)})"
+
+
+def capped(logits: str, softcap: float | None) -> str:
+    """Return the text of the logits after the softcap, if there is one."""
+    if softcap is None:
+        return logits
+    return f"{softcap} * torch.tanh({logits} / {softcap})"
+
+
+def _softcap(options: Options) -> str:
+    """Return the keyword of implementations that have it."""
+    if options.softcap is None:
+        return ""
+    return f", softcap={options.softcap}"
 
 
 def _chunked(options: Options, more: str = "") -> str:
@@ -68,7 +82,7 @@ def _torch_has_it() -> str:
 
 def _liger(options: Options, more: str = "") -> str:
     module = "LigerFusedLinearCrossEntropyLoss"
-    return f"{module}({_usual(options).removeprefix(', ')}{more})(weight, hidden, target, bias)"
+    return f"{module}({_usual(options).removeprefix(', ')}{_softcap(options)}{more})(weight, hidden, target, bias)"
 
 
 def _liger_float32(options: Options) -> str:
@@ -89,7 +103,7 @@ def why_no_liger() -> str:
 
 
 def _cut(options: Options) -> str:
-    return f"linear_cross_entropy(hidden, weight, target{_usual(options)}, impl={CUT_BY!r})"
+    return f"linear_cross_entropy(hidden, weight, target{_usual(options)}{_softcap(options)}, impl={CUT_BY!r})"
 
 
 def _tune(options: Options) -> str:
@@ -104,13 +118,14 @@ def _formula(options: Options) -> str:
     chunk = ""
     if options.chunk_rows:
         chunk = f", chunk_tokens={options.chunk_rows}"
-    return f"seqpar.linear_cross_entropy(hidden, weight, target, bias=bias{usual}{chunk}).{what}"
+    return f"seqpar.linear_cross_entropy(hidden, weight, target, bias=bias{usual}{_softcap(options)}{chunk}).{what}"
 
 
 def engine_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
     """Compute the loss by `LossCompute` with a projection of a class that it differentiates by autograd."""
     generator = Projection(weight.size(1), weight.size(0), bias is not None, device="meta")
     # The caller's own parameters, so that gradients arrive in them
+    generator.softcap = options.softcap
     generator.weight = weight
     generator.bias = bias  # type: ignore[assignment]
     criterion = nn.CrossEntropyLoss(
@@ -125,9 +140,14 @@ def engine_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | N
 class Projection(nn.Linear):
     """A projection of its own class, for which the engine has no closed form of the gradient."""
 
+    softcap: float | None = None
+
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits, as `nn.Linear` does."""
-        return super().forward(x)
+        """Return the logits, as `nn.Linear` does, after the softcap if there is one."""
+        logits = super().forward(x)
+        if self.softcap is None:
+            return logits
+        return self.softcap * torch.tanh(logits / self.softcap)
 
 
 F_ONLY = "import torch, torch.nn.functional as F"
@@ -143,7 +163,7 @@ if CPU:
     CUT_NOTE = 'impl="torch_compile", its way without a supported GPU'
 LIGER = f"{F_ONLY}; from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss"
 IN_FLOAT32 = "float64 is taken, and computed in float32"
-LIGER_OFFERS = frozenset({*LOW, "bias", "smoothing", "sum", "mean"})
+LIGER_OFFERS = frozenset({*LOW, "bias", "smoothing", "softcap", "sum", "mean"})
 MEASURED = frozenset({"CPU memory"})
 
 written_loss = partial(written, Adapter)
@@ -156,6 +176,7 @@ KNOWN: dict[str, Adapter] = {
             "torch-chunked",
             F_ONLY,
             _chunked,
+            offers=EVERYTHING - {"softcap"},
             note="`F.linear_cross_entropy` with its default options; with smoothing it makes all logits, and warns",
             why_not=_torch_has_it,
         ),
@@ -163,6 +184,7 @@ KNOWN: dict[str, Adapter] = {
             "torch-chunked-accurate",
             F_ONLY,
             _accurate,
+            offers=EVERYTHING - {"softcap"},
             note='the same with acc_policy="accurate", acc_dtype=torch.float32 (bfloat16, float16) and '
             "allow_retain_graph=True",
             why_not=_torch_has_it,
@@ -192,7 +214,7 @@ KNOWN: dict[str, Adapter] = {
             "import torch; from cut_cross_entropy import linear_cross_entropy",
             _cut,
             "cut_cross_entropy",
-            offers=frozenset({*LOW, "sum", "mean", *MEASURED}),
+            offers=frozenset({*LOW, "softcap", "sum", "mean", *MEASURED}),
             note=f"{CUT_NOTE}; {IN_FLOAT32}",
             package="cut-cross-entropy",
         ),

@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from seqpar.testing.conformance.adapter import DEVICE, Adapter, Options
+from seqpar.testing.conformance.adapters import capped
 from seqpar.testing.conformance.finding import Check, Finding
 from seqpar.testing.conformance.inputs import (
     Answer,
@@ -29,7 +30,7 @@ from seqpar.testing.conformance.inputs import (
     truth,
 )
 from seqpar.testing.conformance.memory import Growth, growth, growth_finding
-from seqpar.testing.conformance.verdicts import ROUNDING, error_finding, second_backward_finding
+from seqpar.testing.conformance.verdicts import ROUNDING, error_finding, errors_of_parts, second_backward_finding
 from seqpar.testing.evidence import FACTOR
 from seqpar.testing.forks import autograd_works_in_a_fork
 
@@ -38,6 +39,9 @@ HALF = 0.6
 """The fraction of the matrix products that may be left when half of the rows are ignored; ideally one half."""
 SILENCE = 60
 """The longest time in seconds that a call with a bad target may take."""
+
+
+SOFTCAP = 2.0
 
 
 def _options(adapter: Adapter, dtype: torch.dtype = torch.float32, smoothing: float = 0.0) -> Options:
@@ -52,7 +56,7 @@ def _shown_deviation(x: Inputs, worst: Deviation, times: float = 1) -> str:
         settings += f", label_smoothing={x.options.label_smoothing}"
     if x.options.ignore_index != -100:
         settings += f", ignore_index={x.options.ignore_index}"
-    plain = f"F.cross_entropy(F.linear(*leaves), target, {settings})"
+    plain = f"F.cross_entropy({capped('F.linear(*leaves)', x.options.softcap)}, target, {settings})"
     wide = f"leaves = [t.detach().double().requires_grad_() for t in ({', '.join(names)})]; right = {plain}"
     factor = ""
     scaled = "loss"
@@ -72,13 +76,20 @@ def _shown_deviation(x: Inputs, worst: Deviation, times: float = 1) -> str:
 
 def _compared(x: Inputs, found: list[Deviation] | None = None) -> Finding:
     """Return the verdict on the worst number or gradient of the answer."""
-    worst = (found or deviations(x))[0]
-    return error_finding(worst, x.options.dtype, lambda: _shown_deviation(x, worst))
+    found = found or deviations(x)
+    return error_finding(found[0], x.options.dtype, lambda: _shown_deviation(x, found[0]))
 
 
 def in_dtype(dtype: torch.dtype) -> Callable[[Adapter], Finding]:
     """Return a check of value and every gradient: 1e-12 in float64, else at most twice the plain loss's own error."""
-    return lambda adapter: _compared(Inputs(adapter, options=_options(adapter, dtype)))
+
+    def check(adapter: Adapter) -> Finding:
+        x = Inputs(adapter, options=_options(adapter, dtype))
+        found = deviations(x)
+        finding = _compared(x, found)
+        return replace(finding, figure=f"{finding.figure}; {errors_of_parts(found)}")
+
+    return check
 
 
 def any_chunks(adapter: Adapter) -> Finding:
@@ -300,6 +311,12 @@ def smoothing(adapter: Adapter) -> Finding:
     return _compared(Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter, smoothing=0.1)))
 
 
+def softcap(adapter: Adapter) -> Finding:
+    """Check a softcap that most logits feel: softcap tanh(z / softcap) in place of z."""
+    options = replace(_options(adapter), softcap=SOFTCAP)
+    return _compared(Inputs(adapter, rows=96, vocab_size=128, options=options))
+
+
 def padding_cost(adapter: Adapter) -> Finding:
     """Check that with half of the rows ignored half of the matrix products' work is left; counted, not timed."""
     x = Inputs(adapter, options=_options(adapter))
@@ -360,6 +377,7 @@ CHECKS: tuple[Check[Adapter], ...] = (
     Check("all ignored", all_ignored),
     Check("target out of range", out_of_range),
     Check("label smoothing", smoothing, frozenset({"smoothing"})),
+    Check("softcap", softcap, frozenset({"softcap"})),
     Check("padding is not projected", padding_cost, is_cost=True),
     Check("memory by rows", memory_growth, frozenset({"CPU memory"}), is_cost=True),
 )

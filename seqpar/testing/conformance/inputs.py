@@ -15,7 +15,7 @@ from torch import Tensor
 
 from seqpar.testing.conformance.adapter import DEVICE, Adapter, Options, on_device
 from seqpar.testing.conformance.finding import Checked, RaisedError
-from seqpar.testing.plain_reference import plain_value_and_gradients
+from seqpar.testing.plain_reference import plain_logits, plain_value_and_gradients
 
 TWICE = 2.0
 """The error allowed to an implementation, relative to that of the plain loss in the same dtype."""
@@ -124,7 +124,7 @@ def tensor_lines(adapter: Checked, rows: int, width: int, vocab_size: int, dtype
 
 def plain_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options) -> Tensor:
     """Return the loss as it is usually written, in the dtype of the tensors."""
-    logits_NV = F.linear(hidden, weight, bias)
+    logits_NV = plain_logits(hidden, weight, bias, options.softcap)
     settings = {"ignore_index": options.ignore_index, "label_smoothing": options.label_smoothing}
     return F.cross_entropy(logits_NV, target, reduction=options.reduction, **settings)  # type: ignore[arg-type]
 
@@ -172,6 +172,7 @@ def truth(x: Inputs) -> Answer:
         target=tensors["target"],
         ignore_index=x.options.ignore_index,
         label_smoothing=x.options.label_smoothing,
+        softcap=x.options.softcap,
         **wide,
     )
     divisor = 1

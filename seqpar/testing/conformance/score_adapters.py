@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from seqpar.testing.conformance.adapter import LOW, written
-from seqpar.testing.conformance.adapters import CPU, CUT_BY, CUT_NOTE, F_ONLY, IN_FLOAT32, SWITCH, why_no_liger
+from seqpar.testing.conformance.adapters import CPU, CUT_BY, CUT_NOTE, F_ONLY, IN_FLOAT32, SWITCH, capped, why_no_liger
 from seqpar.testing.conformance.score_adapter import ALL_SCORES, ScoreAdapter, ScoreFeature, ScoreOptions
 
 # Each of these returns a piece of the text of a call. Text is what the reproduction of a failure shows, and the checks
@@ -16,10 +16,7 @@ from seqpar.testing.conformance.score_adapter import ALL_SCORES, ScoreAdapter, S
 
 def _logits(options: ScoreOptions) -> str:
     """Return the logits before the temperature."""
-    logits = "F.linear(hidden, weight, bias)"
-    if options.softcap is None:
-        return logits
-    return f"{options.softcap} * torch.tanh({logits} / {options.softcap})"
+    return capped("F.linear(hidden, weight, bias)", options.softcap)
 
 
 def _divided(options: ScoreOptions) -> str:

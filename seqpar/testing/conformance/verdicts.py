@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from seqpar.testing.conformance.finding import Finding
-from seqpar.testing.conformance.inputs import Deviation, error
+from seqpar.testing.conformance.inputs import GRADIENTS, Deviation, error
 
 ROUNDING = 1e-6
 """The relative difference allowed between two float32 gradients that should be equal."""
@@ -25,6 +25,13 @@ def error_finding(worst: Deviation, dtype: torch.dtype, shown: Callable[[], str]
     if worst.of_allowed <= 1:
         return Finding("pass", f"{worst.name} {size}")
     return Finding("fail", f"{worst.label} off by {size}", shown())
+
+
+def errors_of_parts(found: Sequence[Deviation]) -> str:
+    """Return the relative error of the value and of each gradient, in the order of the reference."""
+    order = {name: place for place, name in enumerate(("loss", *GRADIENTS))}
+    parts = sorted((d for d in found if d.name in order), key=lambda d: order[d.name])
+    return ", ".join(f"{d.name} {d.error:.1e}" for d in parts)
 
 
 def second_backward_finding(

@@ -117,7 +117,21 @@ def nan_for_hidden(hidden, weight, target, bias, options):
     return plain_loss(hidden, weight, target, bias, options) + 0 * (hidden - hidden).sum().sqrt()
 
 
+def forgets_the_softcap(hidden, weight, target, bias, options):
+    return plain_loss(hidden, weight, target, bias, replace(options, softcap=None))
+
+
+def forgets_the_softcaps_derivative(hidden, weight, target, bias, options):
+    logits = F.linear(hidden, weight, bias)
+    if options.softcap is not None:
+        logits = logits + (options.softcap * torch.tanh(logits / options.softcap) - logits).detach()
+    settings = {"ignore_index": options.ignore_index, "label_smoothing": options.label_smoothing}
+    return F.cross_entropy(logits, target, reduction=options.reduction, **settings)
+
+
 MISTAKES = {
+    "no_softcap": ("softcap", forgets_the_softcap),
+    "no_softcap_derivative": ("softcap", forgets_the_softcaps_derivative),
     "nan": ("float32", nan_for_hidden),
     "mean_of_means": ("mean of kept targets", mean_of_means),
     "mean_by_chunks": ("mean of kept targets", mean_by_the_number_of_chunks),

@@ -1,5 +1,6 @@
 """The conformance suite passes what is right and catches every planted mistake with the check that is about it."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -35,6 +36,12 @@ def test_plain_torch_and_seqpar_fail_nothing(name, checks):
     assert failures(findings) == {}
     offered = {"any number of chunks"} if name == "torch" else set()
     assert {n for n, f in findings.items() if f.verdict != "pass"} == offered
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_check_of_a_dtype_shows_the_error_of_each_part(dtype):
+    figure = BY_NAME[dtype](KNOWN["seqpar"]).figure
+    assert re.search(r"; loss [\d.e-]+, hidden [\d.e-]+, weight [\d.e-]+, bias [\d.e-]+$", figure)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -106,7 +113,7 @@ def test_a_second_backward_may_raise_any_error():
 def test_what_is_not_offered_is_not_held_against_it():
     modest = replace(KNOWN["torch"], offers=frozenset({"float32", "mean"}))
     findings = run(modest, QUICK)
-    missing = {"float64", "bfloat16", "float16", "any number of chunks", "label smoothing"}
+    missing = {"float64", "bfloat16", "float16", "any number of chunks", "label smoothing", "softcap"}
     assert {name for name, finding in findings.items() if finding.verdict == "not offered"} == missing
     assert failures(findings).keys() == {"padding is not projected"}
 
