@@ -42,9 +42,9 @@ test-launched: .venv/dev  ## check the recipe over several processes: layouts, l
 	@echo "[test-launched] pytest, the recipe over several processes"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m launched -q --durations=5 tests/recipes
 
-test-tutorial: .venv/dev  ## run the tutorials of docs/ as printed, commands and code (about 2 minutes on 2 cores)
-	@echo "[test-tutorial] pytest, every block of the tutorials"
-	@$(BIN)/python -m pytest -m tutorial -q --durations=5 tests/tutorials
+test-tutorial: .venv/dev  ## run the tutorials of docs/ as printed, and the trainings of docs/results/ made short (about 5 minutes on 2 cores)
+	@echo "[test-tutorial] pytest, every block of the tutorials, every training of the results"
+	@$(BIN)/python -m pytest -m tutorial -q --durations=5 tests/tutorials tests/test_documents.py
 
 test-formats: .venv/dev  ## check imports from and exports to other programs' formats against these programs (under a minute)
 	@echo "[test-formats] pytest, models of Hugging Face transformers, CTranslate2 and ONNX"

@@ -1,16 +1,20 @@
-"""Every Python block of the documents runs, in order, page by page; links and pictures exist."""
+"""Every Python block and every command of the documents runs, in order, page by page; links and pictures exist."""
 
+import io
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.printed_commands import calls, make_base, try_out
+from tests.recipes.tiny import few_held_out
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 FRAGMENTS = {"scaling.md"}
 """Pages whose blocks are pieces of a loop that needs ranks; tests/distributed runs such loops whole."""
 TUTORIALS = {"tutorial.md", "tutorial-huggingface.md", "tutorial-research.md"}
-"""Pages that tests/tutorials runs as printed, commands too, in minutes: make test-tutorial."""
+"""Pages that tests/tutorials runs as printed, commands too, in full: make test-tutorial."""
 REPRODUCTIONS = "## Every failure, in five lines"
 """What follows needs other people's packages, and was run by the command that made the page, with what it printed."""
 
@@ -34,3 +38,39 @@ def test_the_code_of_a_page_runs_when_pasted(page, capsys):
 def test_what_a_page_points_to_exists(page):
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+COMMANDS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+"""All pages, also those of results, whose trainings make test-tutorial runs."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    run = tmp_path_factory.mktemp("base") / "run"
+    with few_held_out():
+        make_base(run)
+    return run
+
+
+def try_page(page, base, tmp_path, monkeypatch, train):
+    noted = calls(page, tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("SEQPAR_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.syspath_prepend(ROOT)
+    with few_held_out():
+        for call in noted:
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+            try_out(call, base, train=train)
+
+
+@pytest.mark.parametrize("page", COMMANDS, ids=lambda page: page.name)
+def test_the_commands_of_a_page_are_accepted_and_run(page, base, tmp_path, monkeypatch, capsys):
+    try_page(page, base, tmp_path, monkeypatch, "results" not in page.parts)
+
+
+@pytest.mark.tutorial
+@pytest.mark.parametrize("page", [page for page in COMMANDS if "results" in page.parts], ids=lambda page: page.name)
+def test_the_trainings_of_a_page_of_results_run(page, base, tmp_path, monkeypatch, capsys):
+    try_page(page, base, tmp_path, monkeypatch, True)
