@@ -14,5 +14,5 @@
 | `accelerate` | `accumulated_step` for your own training loop |
 | `made_up` | make up the logits of a few tokens, and run a model on them without a trace |
 | `fairseq` | a criterion for fairseq's trainer |
-| `opennmt` | a `LossCompute` for OpenNMT-py 3 and Eole |
+| `opennmt` | the trainers of OpenNMT-py 3 and Eole: `apply_seqpar_loss` |
 """

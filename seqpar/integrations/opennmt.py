@@ -1,113 +1,133 @@
-"""Replace the `LossCompute` of OpenNMT-py 3 and Eole by one that never has the logits of all tokens.
+"""Train with OpenNMT-py 3 or Eole without the logits of all tokens ever existing at once.
 
-It is written for the trainers' interface, and tested with stand-ins for them. It replaces the trainer's loss objects;
-the backward remains the trainer's:
+    trainer = build_trainer(...)
+    apply_seqpar_loss(trainer)
+    trainer.train(...)
 
-    from onmt.utils import Statistics
-    trainer.train_loss = ChunkedLossCompute(
-        model.generator, LabelSmoothing(0.1, "torch", ignore_index=pad), Statistics
-    )
+The trainer's own `LossCompute` stays where the trainer has it, and its code runs unchanged; only its generator and its
+criterion are replaced. The generator then passes the hidden states on, and the criterion projects them in chunks. So
+`zero_out_prompt_loss`, truncated backpropagation, and the losses of coverage, alignment, quality estimation and
+multi-token prediction are the trainer's own, and so are its statistics.
 
-Eole 0.6 expects a third value, the loss of its quality estimation, and counts `n_tokens`:
+It is tested with stand-ins, and with OpenNMT-py 3.5 and Eole 0.6.4 where they are installed.
 
-    class ForEole(ChunkedLossCompute):
-        def forward(self, batch, output, attns, estim=None, mtp_outputs=None):
-            if estim is not None or mtp_outputs:
-                raise NotImplementedError("quality estimation and multi-token prediction have losses of their own")
-            loss, statistics = super().forward(batch, output)
-            return loss, statistics, output.new_zeros(1)
-
-    ForEole(..., lambda n_words, **counts: eole.utils.Statistics(n_tokens=n_words, **counts))
+Shape suffixes: N tokens, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
+from seqpar.core.token_loss import TokenLoss
 from seqpar.engine.loss_compute import LossCompute
-from seqpar.losses.criteria import ignored_target
+from seqpar.losses.criteria import LabelSmoothing
+
+INSTEAD = "train it without apply_seqpar_loss"
 
 
-class ChunkedLossCompute(nn.Module):
-    """A module that returns `(summed loss, statistics)` of a batch, as these trainers expect of their loss.
+def apply_seqpar_loss(trainer: Any, *, chunk_tokens: int | None = None) -> None:
+    """Make a trainer of OpenNMT-py or Eole compute its loss, in training and validation, in chunks.
 
-    Plain equivalent: `criterion(generator(output).flatten(0, 1), target.flatten())`, where target is `batch["tgt"]`
-    from step `tgt_shift_index` on. The trainer divides by its normalization and runs the only backward.
+    Plain equivalent: the trainer itself. Its loss, its gradients and its statistics keep their values; sums are in
+    float32, or wider for a wider model.
 
     Args:
-        generator: a module from hidden states to scores that treats every token independently.
-        criterion: a criterion that sums, with an `ignore_index`, as for `seqpar.LossCompute`. The trainers' own is
-            `seqpar.LabelSmoothing(eps, "torch", ignore_index=padding)`.
-        statistics: the trainer's `Statistics`, called with `loss`, `n_batchs`, `n_sents`, `n_words` and `n_correct`.
-        tgt_shift_index: 1 where `batch["tgt"]` begins with the start token (translation), 0 where it does not.
+        trainer: a trainer whose `train_loss` and `valid_loss` are `LossCompute` objects of OpenNMT-py or Eole, with
+            a generator that treats every token independently and torch's cross-entropy.
         chunk_tokens: the most tokens whose scores exist at once; None chooses by bytes.
 
-    Copy attention, coverage and alignment losses, a language model as a prior and `zero_out_prompt_loss` are not
-    supported; keep the trainer's own loss for those.
-
     Raises:
-        TypeError: a criterion that does not count its correct predictions.
+        TypeError: a loss that needs the scores of all tokens: copy attention, sparsemax, or a language model as a
+            prior; or one that has been applied before.
+        RuntimeError: after the second training forward of `trainer.model`, if the trainer has not asked for the loss,
+            as trainers of reinforcement learning with a loss of their own.
         All errors of `seqpar.LossCompute`.
     """
+    losses = dict.fromkeys([trainer.train_loss, trainer.valid_loss])
+    criteria = {loss: ChunkedCriterion(loss, chunk_tokens) for loss in losses}
+    for loss, criterion in criteria.items():
+        loss.generator = HiddenStates()
+        loss.criterion = criterion
+    _verify(trainer, criteria[trainer.train_loss])
 
-    def __init__(
-        self,
-        generator: nn.Module,
-        criterion: nn.Module,
-        statistics: Callable[..., object],
-        *,
-        tgt_shift_index: int = 1,
-        chunk_tokens: int | None = None,
-    ) -> None:
+
+class UnprojectedScores:
+    """Hidden states that stand for their scores: what the trainers ask of scores, without having them."""
+
+    def __init__(self, hidden_ND: Tensor) -> None:
+        self.hidden_ND = hidden_ND
+        self.predicted_N: Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> UnprojectedScores:
+        """Return itself: the criterion computes in float32 or wider."""
+        return self
+
+    def max(self, dim: int) -> tuple[None, Tensor | None]:
+        """Return predictions (N,), as many of which equal their targets as the model's do; the trainers count them."""
+        return None, self.predicted_N
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse everything else."""
+        raise TypeError(f"the trainer's loss asks its scores for {name}, and chunked they do not exist; {INSTEAD}")
+
+
+class HiddenStates(nn.Module):
+    """A generator that leaves the projection to the criterion."""
+
+    def forward(self, hidden_ND: Tensor) -> UnprojectedScores:
+        """Return the hidden states in place of their scores."""
+        return UnprojectedScores(hidden_ND)
+
+
+class ChunkedCriterion(nn.Module):
+    """A criterion of hidden states: the generator and the criterion of a `LossCompute`, computed in chunks."""
+
+    def __init__(self, loss: Any, chunk_tokens: int | None) -> None:
         super().__init__()
-        if not hasattr(criterion, "token_loss"):
+        own = loss.criterion
+        for name in ("lm_generator", "lm_prior_model"):
+            if getattr(loss, name, None) is not None:
+                raise TypeError(f"the loss has a language model as a prior ({name}), which needs all scores; {INSTEAD}")
+        if getattr(loss, "copy_attn", False) or type(own) is not nn.CrossEntropyLoss or loss.generator is None:
             raise TypeError(
-                f"statistics count correct predictions, and {type(criterion).__name__} has no token_loss to count "
-                "them; use seqpar.LabelSmoothing or seqpar.CrossEntropy"
+                f"the loss computes {type(own).__name__} of {type(loss.generator).__name__} (copy attention, sparsemax "
+                f"or no generator), and the chunked loss is torch's CrossEntropyLoss of scores; {INSTEAD}"
             )
-        self.engine = LossCompute(generator, criterion, chunk_tokens=chunk_tokens)
-        # The trainers read it where they normalise by tokens
-        self.padding_idx = ignored_target(criterion)
-        self.statistics = statistics
-        self.tgt_shift_index = tgt_shift_index
+        if own.reduction != "sum" or own.weight is not None:
+            raise TypeError(f"the loss's CrossEntropyLoss has class weights or reduction={own.reduction!r}; {INSTEAD}")
+        # The trainers normalise by it
+        self.ignore_index = own.ignore_index
+        criterion = LabelSmoothing(own.label_smoothing, "torch", ignore_index=own.ignore_index)
+        self.engine = LossCompute(loss.generator, criterion, chunk_tokens=chunk_tokens)
+        self.called = False
 
-    def forward(
-        self,
-        batch: Mapping[str, Any],
-        output: Tensor,
-        attns: Mapping[str, Tensor] | None = None,
-        trunc_start: int = 0,
-        trunc_size: int | None = None,
-    ) -> tuple[Tensor, object]:
-        """Return the loss of one batch, or of some of its time steps, and its statistics.
+    def forward(self, scores: UnprojectedScores, target_N: Tensor) -> Tensor:
+        """Return the summed loss."""
+        self.called = True
+        loss: TokenLoss = self.engine(scores.hidden_ND, target_N)
+        assert loss.correct is not None
+        kept_N = target_N != self.ignore_index
+        scores.predicted_N = target_N.where(kept_N & (kept_N.cumsum(0) <= loss.correct), -1)
+        return loss.total
 
-        Args:
-            batch: a dict with `tgt`, (batch, time) or (batch, time, 1), and `srclen`, one number per sentence.
-            output: the decoder's output (batch, time, D).
-            attns: not used.
-            trunc_start, trunc_size: the time steps of truncated backpropagation; by default all of them.
-        """
-        target = batch["tgt"]
-        # (batch, time, features): the words are the first feature
-        if target.dim() == 3:
-            target = target[..., 0]
-        end = target.size(1)
-        if trunc_size is not None:
-            end = trunc_start + trunc_size
-        # Output step t predicts target step t + tgt_shift_index
-        loss = self.engine(output[:, trunc_start:end], target[:, trunc_start + self.tgt_shift_index : end])
-        sentences = 0
-        # A batch that is cut along time counts its sentences once, with its first steps
-        if trunc_start == 0:
-            sentences = len(batch["srclen"])
-        statistics = self.statistics(
-            loss=loss.total.item(),
-            n_batchs=int(sentences > 0),
-            n_sents=sentences,
-            n_words=int(loss.tokens),
-            n_correct=int(loss.correct),
-        )
-        return loss.total, statistics
+
+def _verify(trainer: Any, criterion: ChunkedCriterion) -> None:
+    """Raise RuntimeError after the model's second forward in training if the loss was not asked for after the first."""
+    forwards = 0
+
+    def after_forward(model: nn.Module, args: object, output: object) -> None:
+        nonlocal forwards
+        if criterion.called:
+            hook.remove()
+        elif model.training and torch.is_grad_enabled():
+            forwards += 1
+        if forwards > 1:
+            raise RuntimeError(
+                f"{type(trainer).__name__} has run its model twice without calling its train_loss, a "
+                f"{type(trainer.train_loss).__name__}: it trains with another loss, which is not chunked; {INSTEAD}"
+            )
+
+    hook = trainer.model.register_forward_hook(after_forward)
