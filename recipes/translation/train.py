@@ -23,6 +23,7 @@ from models import EncoderDecoder
 from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
+from recipes.translation.data.mistakes import check_meant
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals, TrainingError
 from recipes.translation.report.journal import Journal
@@ -39,6 +40,7 @@ from recipes.translation.run_folder.checkpoint import (
     model_to_fill,
     save_model,
     save_training,
+    saved_config,
 )
 from recipes.translation.run_folder.kept_models import keep_model
 from recipes.translation.run_folder.lock import sole_writer
@@ -55,19 +57,20 @@ from recipes.translation.training.machine import return_free_memory
 from recipes.translation.training.outliers import Outliers
 from recipes.translation.training.positions import check_positions
 from recipes.translation.training.progress import Metrics, Progress
-from recipes.translation.training.schedule import learning_rate
+from recipes.translation.training.schedule import check_rate, learning_rate
 from recipes.translation.training.summary import Summary, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
 from recipes.translation.training.validation import Validation, validate
 
 
-def train(config: RunConfig, *, fresh: bool = False, ranks: Ranks | None = None) -> Summary:
+def train(config: RunConfig, *, fresh: bool = False, insist: bool = False, ranks: Ranks | None = None) -> Summary:
     """Train until `steps`, `patience`, Ctrl-C or SIGTERM; resume from the checkpoint `last` if there is one.
 
     Every process of a run must call it with the same arguments. On the CPU, a run that was stopped and resumed in the
     same layout equals an uninterrupted one bit for bit; in another layout, up to rounding. `fresh` begins anew, and
-    removes an earlier run from the folder as soon as the new one can make its first step. `ranks` are those of a caller
-    that has joined them already.
+    removes an earlier run from the folder as soon as the new one can make its first step. With `insist`, data and a
+    change of steps that look like mistakes are taken as they are (`check_likely`). `ranks` are those of a caller that
+    has joined them already.
 
     Raises ConfigError, DataError or CheckpointError for mistakes of the user, TrainingError if the loss, the gradient
     or the weights are no longer finite, and OtherRankError with the message of another process that failed.
@@ -83,16 +86,19 @@ def train(config: RunConfig, *, fresh: bool = False, ranks: Ranks | None = None)
             lock = sole_writer(Path(config.run))
         # On all ranks: where the folder is locked already, rank 0 raises, and the others must not wait for it
         ranks.run_on_all(lambda: held.enter_context(lock))
-        return train_on(ranks, config, axes, devices, fresh)
+        return train_on(ranks, config, axes, devices, fresh, insist)
 
 
-def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.device], fresh: bool) -> Summary:
+def train_on(
+    ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.device], fresh: bool, insist: bool
+) -> Summary:
     """Train in the process that `ranks` describes, in a folder to which no other run writes."""
     run = Path(config.run)
     settings = config.training
     sizes = model_sizes(config.model)
     ranks.run_on_main(lambda: check_installed(settings.trackers))
     saved = ranks.run_on_main(lambda: begin(config, fresh))
+    ranks.run_on_main(lambda: insist or check_likely(config, saved))
     if settings.threads:
         torch.set_num_threads(settings.threads)
 
@@ -185,6 +191,16 @@ def train_on(ranks: Ranks, config: RunConfig, axes: Axes, devices: list[torch.de
             translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
             save(translator, {"step": state.step}, moments, state, ranks)
     return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus))
+
+
+def check_likely(config: RunConfig, saved: SavedTraining | None) -> None:
+    """Raise DataError or ConfigError for what is most often a mistake in a new run's data, or a resumed one's steps."""
+    if saved is None:
+        check_meant(config)
+        return
+    before = saved_config(Path(config.run) / "last")
+    assert before is not None  # it has been read
+    check_rate(before.training, config.training, saved.state.step, model_sizes(config.model).d_model)
 
 
 def first_state(corpus: Corpus, teacher: TeacherModel | None) -> TrainingState:

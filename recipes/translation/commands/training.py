@@ -80,6 +80,12 @@ def train(argv: Sequence[str]) -> int:
     )
     add_config_file(parser)
     parser.add_argument("--fresh", action="store_true", help="start over: remove what an earlier run left in --run")
+    parser.add_argument(
+        "--insist",
+        action="store_true",
+        help="train where the data (the same file twice, names of other languages) or a new number of steps looks like "
+        "a mistake",
+    )
     add_processes(parser)
     add_config_options(parser)
     options = parser.parse(argv)
@@ -91,7 +97,7 @@ def train(argv: Sequence[str]) -> int:
     from recipes.translation.train import train as train_model
 
     with joined(config.layout.timeout) as ranks:
-        summary = train_model(config, fresh=options.fresh, ranks=ranks)
+        summary = train_model(config, fresh=options.fresh, insist=options.insist, ranks=ranks)
         print_text(str(summary))
         if summary.best and not (summary.stopped_by or summary.advice):
             print(next_steps(config, COMMANDS))

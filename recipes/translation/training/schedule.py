@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from recipes.translation.settings.config import TrainingConfig
+from recipes.translation.settings.config import ConfigError, TrainingConfig
 
 
 def learning_rate(settings: TrainingConfig, step: int, d_model: int) -> float:
@@ -32,3 +32,14 @@ def learning_rate(settings: TrainingConfig, step: int, d_model: int) -> float:
     if settings.schedule == "noam":
         return settings.learning_rate * shape / sqrt(d_model * warmup)
     raise ValueError(f"training.schedule is {settings.schedule!r}; it must be inverse_sqrt, linear, noam or constant")
+
+
+def check_rate(before: TrainingConfig, now: TrainingConfig, made: int, d_model: int) -> None:
+    """Raise ConfigError if the next step of a run that is resumed would have another learning rate than before."""
+    old, new = (learning_rate(settings, made + 1, d_model) for settings in (before, now))
+    if old != new:
+        raise ConfigError(
+            f"training.steps was {before.steps:,} and is {now.steps:,}, on which training.schedule {now.schedule} "
+            f"depends: the learning rate of step {made + 1:,} would be {new:.2g}, not {old:.2g}; keep training.steps, "
+            "begin another --run with training.start_from, or add --insist"
+        )

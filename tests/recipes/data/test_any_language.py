@@ -59,7 +59,7 @@ def test_a_pair_of_languages_needs_nothing_but_its_names_and_files(
     assert len(corpus.train.plain.sources) == 60  # the script is the language's
     assert corpus.source.decode([list(ids[1:]) for ids in corpus.train.plain.sources]) == sentences(source)
     assert corpus.target.decode(corpus.train.plain.targets) == sentences(target)
-    train(config)
+    train(config, insist=True)
     translator = load_translator(tmp_path / "run" / "last")
     assert len(translate(translator, sentences(source)[:3], config.decoding)) == 3
     assert evaluate(translator, "test", config.decoding).scores.sentences == 60

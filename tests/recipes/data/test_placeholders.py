@@ -86,7 +86,7 @@ def test_training_validation_and_translation_see_single_subwords(tmp_path: Path)
     for batches in (corpus.train, corpus.valid[0].batches):
         for ids in (*batches.sources, *batches.targets):
             assert list(ids).count(number) == 1
-    train(config)
+    train(config, insist=True)
     translator = load_translator(tmp_path / "run" / "last")
     sentences = ["At HTTPS://X.org now", "at https://y.org/1 now"]
     assert all(number in ids for ids in source_ids(translator.source, translator.config, sentences, config.decoding))

@@ -68,7 +68,7 @@ def test_training_goes_on_from_an_imported_run_with_the_loss_of_transformers(
     folder = make(tmp_path / "model")  # type: ignore[operator]
     import_model(folder, tmp_path / "run", *languages)
     config = load_config(tmp_path / "run" / "best" / "config.yaml", tuning(tmp_path / "run", tmp_path))
-    train(config)
+    train(config, insist=True)
     found, before = load_weights(tmp_path / "tuned" / "last"), load_weights(tmp_path / "run" / "best")
     assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
     tokenizer = published.tokenizer_of(folder)
@@ -123,13 +123,13 @@ def test_a_sentence_longer_than_the_learned_positions_is_refused_before_training
     with pytest.raises(
         ConfigError, match=r"^training\.max_length is 63, but the model has learned positions for 62 subwords"
     ):
-        train(load_config(best, {**given, "training.max_length": 63}))
+        train(load_config(best, {**given, "training.max_length": 63}), insist=True)
     long = [*PAIRS, ("one " * 70, "eins")]
     given |= {"data.valid": files(tmp_path / "run", long)}
     with pytest.raises(
         DataError, match=r"^data\.valid: the source of pair 4 has \d+ subwords, and the model has learned"
     ):
-        train(load_config(best, given))
+        train(load_config(best, given), insist=True)
 
 
 def test_a_target_longer_than_the_learned_positions_is_not_scored(tmp_path: Path) -> None:

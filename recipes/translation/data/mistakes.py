@@ -1,0 +1,72 @@
+"""Data that can be trained on, and is most often not what was meant: the same file twice, or languages exchanged."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from recipes.translation.data.builtin_corpus import Split
+from recipes.translation.data.corpora import corpora_of
+from recipes.translation.data.held_out import held_out
+from recipes.translation.data.lines import DataError
+from recipes.translation.data.split_files import names_of, paths_of
+from recipes.translation.settings.config import DataConfig, RunConfig
+
+WAY = "if it is meant so, add --insist"
+
+
+def check_meant(config: RunConfig) -> None:
+    """Raise DataError for a file that is named for two purposes, or whose name ends in another language."""
+    training = [(f"corpora.{each.name}.train" if each.name else "data.train", each.data) for each in corpora_of(config)]
+    validation = [(each.setting, each.data) for each in held_out(config, "valid")]
+    for setting, data in [*training, *validation]:
+        if data.format == "text":
+            split: Split = "train" if setting.endswith("train") else "valid"
+            check_sides(setting, data, paths_of(data, split))
+    for setting, data in training:
+        for other, its_data in validation:
+            for ours, theirs in zip(_sources(data, "train"), _sources(its_data, "valid"), strict=False):
+                if _are_same(ours, theirs):
+                    raise DataError(
+                        f"{setting} and {other} are the same data ({ours} and {theirs}), so that a validation "
+                        f"would praise what is learnt by heart: hold some pairs back; {WAY}"
+                    )
+
+
+def check_sides(setting: str, data: DataConfig, paths: list[Path]) -> None:
+    """Raise DataError for one file as source and target, and for names that end in another language."""
+    source, target = paths
+    if _are_same(source, target):
+        raise DataError(
+            f"{setting} names the same file as source and target ({source} and {target}), so that a model would learn "
+            f"to copy: name the file of {data.target} second; {WAY}"
+        )
+    for side, path, language in (("source", source, data.source), ("target", target, data.target)):
+        ending = ending_of(path)
+        ours = re.split("[-_]", language)[0].lower()
+        if ending and len(ours) == 2 and ending != ours:
+            raise DataError(
+                f"{setting} names {path} as {side}, and data.{side} is {language}, not {ending}: name the file of "
+                f"{data.source} first, or set data.source and data.target to the files' languages; {WAY}"
+            )
+
+
+def ending_of(path: Path) -> str:
+    """Return the two letters in which a file's name ends after a dot, most often a language; empty for other names."""
+    found = re.search(r"\.([a-z]{2})$", path.name.removesuffix(".gz").removesuffix(".txt"))
+    return found[1] if found else ""
+
+
+def _sources(data: DataConfig, split: Split) -> list[Path]:
+    """Return what tells a split from others: its files, or on the hub the names of data set and split."""
+    if data.format == "builtin":
+        return []
+    if data.format == "hub":
+        return [Path(data.path, *names_of(data, split))]
+    return paths_of(data, split)[:1]
+
+
+def _are_same(one: Path, other: Path) -> bool:
+    if one == other:
+        return True
+    return one.is_file() and other.is_file() and one.samefile(other)
