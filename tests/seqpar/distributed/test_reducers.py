@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
+from seqpar.distributed.reducers import gathers_for_any
 from seqpar.testing.ranks import ranks
 
 
@@ -165,3 +166,18 @@ def test_after_an_evaluation_nothing_is_missing(wrapper):
     model(torch.cat(x)).mean.backward()
     for grad in ranks(2, after_evaluation, wrapper):
         torch.testing.assert_close(grad, model.below.weight.grad, rtol=1e-12, atol=1e-14)
+
+
+def asked_of_two_units(rank, world):
+    """Each rank asks of the same two units, registered in another order; the second rank alone wants the forward."""
+    groups = [dist.new_group() for _ in range(2)]
+    units = {
+        f"unit{number}": fully_shard(nn.Linear(2, 2), mesh=DeviceMesh.from_group(group, "cpu"))
+        for number, group in enumerate(groups)
+    }
+    names = sorted(units, reverse=rank == 1)
+    return gathers_for_any(nn.ModuleDict({name: units[name] for name in names}), wanted=rank == 1)
+
+
+def test_ranks_ask_their_groups_in_one_order_whatever_the_order_of_the_modules():
+    assert ranks(2, asked_of_two_units) == [True, True]
