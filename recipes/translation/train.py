@@ -98,7 +98,7 @@ def train_on(
     sizes = model_sizes(config.model)
     ranks.run_on_main(lambda: check_installed(settings.trackers))
     saved = ranks.run_on_main(lambda: begin(config, fresh))
-    ranks.run_on_main(lambda: insist or check_likely(config, saved))
+    ranks.run_on_main(lambda: check_likely(config, saved, insist))
     if settings.threads:
         torch.set_num_threads(settings.threads)
 
@@ -193,8 +193,10 @@ def train_on(
     return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus))
 
 
-def check_likely(config: RunConfig, saved: SavedTraining | None) -> None:
+def check_likely(config: RunConfig, saved: SavedTraining | None, insist: bool) -> None:
     """Raise DataError or ConfigError for what is most often a mistake in a new run's data, or a resumed one's steps."""
+    if insist:
+        return
     if saved is None:
         check_meant(config)
         return

@@ -226,32 +226,43 @@ def _hub(data: DataConfig, split: Split) -> Iterator[Pair]:
     """Read a split of a data set on the hub, which remains in `datasets`' cache unless it is streamed."""
     import datasets
 
-    repository, subset, name = _on_hub(data, split)
+    repository, subset, name, revision = _on_hub(data, split)
     where = f"{data.path} (split {name}) on the Hugging Face hub"
-    options: dict[str, Any] = {"split": name}
+    options: dict[str, Any] = {"split": name, **revision}
     if data.streaming:
         options["streaming"] = True
     with _quiet(), _explained(where):
         rows = datasets.load_dataset(repository, subset, **options)
+    if used := _commit_of(rows) or revision.get("revision"):
+        print(f"[data] {where}: revision {used}", file=sys.stderr)
     yield from _sliced(rows, data, where)
+
+
+def _commit_of(rows: Any) -> str:
+    """Return the commit that `datasets` has read, by the addresses of its files; empty if it has not kept them."""
+    files = getattr(rows.info, "download_checksums", None) or {}
+    return next((found[1] for file in files if (found := re.search(r"@([0-9a-f]{40})/", file))), "")
 
 
 def _hub_revision(data: DataConfig, split: Split) -> str:
     """Return the commit of a data set on the hub, without reading the data."""
     import datasets
 
-    repository, subset, name = _on_hub(data, split)
+    repository, subset, name, revision = _on_hub(data, split)
     with _quiet(), _explained(f"{data.path} (split {name}) on the Hugging Face hub"):
-        return str(datasets.load_dataset_builder(repository, subset).hash)
+        return str(datasets.load_dataset_builder(repository, subset, **revision).hash)
 
 
-def _on_hub(data: DataConfig, split: Split) -> tuple[str, str | None, str]:
-    """Return a data set's name, its subset, and the name of the split."""
+def _on_hub(data: DataConfig, split: Split) -> tuple[str, str | None, str, dict[str, str]]:
+    """Return a data set's name, its subset, the name of the split, and the option for the revision, if any."""
     (name,) = names_of(data, split)
     repository, _, subset = expanded(data.path, "data.path").partition(":")
+    repository, at, revision = repository.partition("@")
+    if at and not revision:
+        raise DataError(f"data.path is {data.path}, without a revision after the @: name a branch, tag or commit")
     if not repository:
         raise DataError("data.path is empty; for format hub it is the data set's name, such as wmt/wmt14:de-en")
-    return repository, subset or None, name
+    return repository, subset or None, name, {"revision": revision} if revision else {}
 
 
 SLICE = 10_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-NAMES = dict(
+NAMES: dict[str, str] = dict(
     re.findall(
         r"(\w\w) ([^,]+)",
         "af Afrikaans, am Amharic, ar Arabic, as Assamese, az Azerbaijani, be Belarusian, bg Bulgarian, bn Bengali, "

@@ -24,7 +24,8 @@ class DataConfig:
         str,
         Help(
             "Folder that relative file names below start from; ${NAME} is read from the environment. For hub: "
-            "the data set's name, with its subset after a colon if it has some (wmt/wmt14:de-en)."
+            "the data set's name, with a branch, tag or commit after @, and its subset after a colon, if it has some "
+            "(wmt/wmt14:de-en, wmt/wmt14@main:de-en)."
         ),
     ] = ""
     train: Annotated[

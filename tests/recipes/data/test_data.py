@@ -296,6 +296,37 @@ def test_a_stream_from_the_hub_is_read_in_slices_and_known_by_its_commit(monkeyp
     assert asked == []
 
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_revision_of_the_hub_is_asked_for_and_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is no hub here: checked are the arguments of `datasets`, and the commit in the addresses of files."""
+    asked: list[Any] = []
+    files: dict[str, Any] = {}
+
+    def load_dataset(*args: Any, **options: Any) -> datasets.Dataset:
+        asked.append((args, options))
+        rows = datasets.Dataset.from_dict({"en": ["a"], "de": ["b"]})
+        rows.info.download_checksums = files
+        return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    data = DataConfig(format="hub", path="a/b@v1.0:c", train=("train",))
+    assert load_pairs(data, "train") == [("a", "b")]
+    assert asked == [(("a/b", "c"), {"split": "train", "revision": "v1.0"})]
+    assert "a/b@v1.0:c (split train) on the Hugging Face hub: revision v1.0" in capsys.readouterr().err
+    files[f"hf://datasets/a/b@{COMMIT}/c/train.parquet"] = {}
+    load_pairs(replace(data, path="a/b"), "train")
+    assert f"revision {COMMIT}" in capsys.readouterr().err
+    builder = type("Builder", (), {"hash": COMMIT})
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **options: asked.append(options) or builder())
+    sentence_pairs.fingerprint(replace(data, streaming=True), "train")
+    assert asked[-1] == {"revision": "v1.0"}
+    assert "without a revision after the @" in refusal(replace(data, path="a/b@:c"))
+
+
 def test_a_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(*args: Any, **options: Any) -> datasets.Dataset:
         raise ConnectionError("no\nnetwork")

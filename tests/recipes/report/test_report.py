@@ -252,7 +252,7 @@ def test_each_corpus_with_validation_data_has_its_curve(tmp_path: Path, series: 
 def scores_of(run: Path) -> str:
     """The page's table of scores."""
     page = report([read_run(run)])
-    return page[page.index("test set test") - 100 : page.index("test set test") + 300]
+    return page[page.index(">test set<") - 100 : page.index(">test set<") + 300]
 
 
 def test_a_legend_has_every_name_whatever_it_begins_with() -> None:
