@@ -94,7 +94,8 @@ def calls(page: Path, folder: Path) -> list[list[str]]:
     for file in bin_.iterdir():
         file.chmod(0o755)
     log.touch()
-    script = "\n".join(blocks(page))
+    # A call in the background has to note itself before a page ends it
+    script = "\n".join(("kill() { wait; }", *blocks(page)))
     environment = {"PATH": f"{bin_}:/usr/bin:/bin", "HOME": str(folder), "SEQPAR_DATA": str(folder / "data")}
     subprocess.run(["bash", "-n", "-c", script], check=True, env=environment)
     # Not -e: the files that `head` or `paste` read are not here
