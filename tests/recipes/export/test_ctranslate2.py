@@ -163,6 +163,40 @@ def test_a_short_sentence_keeps_its_own_limit_beside_a_long_one(subwords: Subwor
     assert both[0] == translate(translator, [short], decoding)[0]
 
 
+def test_a_translation_exactly_as_long_as_its_limit_is_as_if_searched_alone(subwords: Subwords, tmp_path: Path) -> None:
+    """Searched beside a longer sentence, it has an end symbol that its own limit leaves no room for."""
+    translator = random_translator(subwords, tmp_path / "run", {})
+    found = exported(translator, tmp_path / "exported")
+    decoding = replace(translator.config.decoding, beam=3)
+    pieces = subwords.pieces()
+    sources = [[pieces[token] for token in ids] for ids in subwords.encode(SENTENCES)]
+    free = ctranslate2_engine.search(found.engine, subwords, sources, [60] * len(sources), decoding)
+    assert any(0 < len(best.tokens) < 60 for best, *_ in free)
+    for source, (best, *_) in zip(sources, free, strict=True):
+        if limit := len(best.tokens):
+            alone = ctranslate2_engine.search(found.engine, subwords, [source], [limit], decoding)
+            beside = ctranslate2_engine.search(found.engine, subwords, [source, sources[0]], [limit, 60], decoding)
+            assert [one.tokens for one in beside[0]] == [one.tokens for one in alone[0]]
+            assert [one.score for one in beside[0]] == pytest.approx([one.score for one in alone[0]], abs=1e-5)
+
+
+@pytest.mark.parametrize("longer", [0, 3])
+def test_a_source_and_a_translation_of_the_longest_lengths_are_translated(
+    longer: int, subwords: Subwords, tmp_path: Path
+) -> None:
+    """Each has one symbol more than its subwords, which needs a position too."""
+    (ids,) = subwords.encode([SENTENCES[0]])
+    lengths = {"training.max_length": len(ids), "decoding.max_length": len(ids) + longer}
+    translator = random_translator(subwords, tmp_path / "run", lengths)
+    with torch.no_grad():
+        translator.model.generator.bias[EOS] = -1e4  # only the limit ends a translation
+    found = exported(translator, tmp_path / "exported")
+    decoding = translator.config.decoding
+    for sentence in (SENTENCES[0], " ".join(SENTENCES[:3])):
+        ours = translate(translator, [sentence], decoding)
+        assert ctranslate2_engine.translate(found, [sentence], decoding) == ours
+
+
 def test_an_empty_sentence_stays_empty(subwords: Subwords, tmp_path: Path) -> None:
     translator = random_translator(subwords, tmp_path / "run", {})
     found = exported(translator, tmp_path / "exported")

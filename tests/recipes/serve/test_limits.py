@@ -1,0 +1,116 @@
+"""Every limit of the service: at its number, one below and one above."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipes.translation.serve.batching import QueueFullError, Wanted
+from recipes.translation.serve.bodies import Limits
+from recipes.translation.serve.models import torch_models
+from tests.recipes.random_translator import random_translator
+from tests.recipes.serve.recorder import Recorder
+from tests.recipes.serve.test_app import GOOD, client_of, serving
+from tests.recipes.serve.test_batching import batching
+
+LIMIT = 200
+
+
+def content_of(size: int) -> bytes:
+    """A good request of so many bytes."""
+    short = len(json.dumps({**GOOD, "q": ""}))
+    return json.dumps({**GOOD, "q": "a" * (size - short)}).encode()
+
+
+async def in_pieces(content: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(content), 70):
+        yield content[start : start + 70]
+
+
+def status(content: bytes, announced: bool, **limits: int) -> int:
+    async def post() -> int:
+        async with client_of(app) as client:
+            body = content if announced else in_pieces(content)
+            return (
+                await client.post("/translate", content=body, headers={"Content-Type": "application/json"})
+            ).status_code
+
+    model = Recorder()
+    model.gate.set()
+    with serving(model, **limits) as app:
+        return asyncio.run(post())
+
+
+def asked(q: str, **limits: int) -> int:
+    return status(json.dumps({**GOOD, "q": q}).encode(), True, **limits)
+
+
+def queued(lines: int) -> int:
+    """The status of a request of so many lines, where one line waits."""
+    model = Recorder()
+    with batching(model, LIMIT) as batcher:
+        batcher.submit(Wanted(0), ["a"])
+        try:
+            batcher.submit(Wanted(0), ["a"] * (lines - 1))
+        except QueueFullError:
+            return 503
+        return 200
+
+
+def present(requests: int) -> int:
+    """The status of the last of so many requests at the same time."""
+
+    async def clients() -> int:
+        async with client_of(app) as client:
+            sent = [asyncio.ensure_future(client.post("/translate", json=GOOD)) for _ in range(requests - 1)]
+            async with asyncio.timeout(20):
+                while app.present < requests - 1:
+                    await asyncio.sleep(0.005)
+            found = (await client.get("/health")).status_code
+            model.gate.set()
+            await asyncio.gather(*sent)
+            return found
+
+    model = Recorder()
+    with serving(model, requests=20) as app:
+        return asyncio.run(clients())
+
+
+LIMITS: dict[str, tuple[Callable[[int], int], int, int]] = {
+    "body_bytes announced": (lambda n: status(content_of(n), True, body_bytes=LIMIT), LIMIT, 413),
+    "body_bytes": (lambda n: status(content_of(n), False, body_bytes=LIMIT), LIMIT, 413),
+    "characters": (lambda n: asked("a" * (n - 5) + "\n" + "b" * 5, characters=LIMIT), LIMIT, 413),
+    "lines": (lambda n: asked("\n".join("a" * n), lines=LIMIT), LIMIT, 413),
+    "queued_lines": (queued, LIMIT, 503),
+    "requests": (present, 20, 503),
+}
+
+
+def test_every_limit_that_counts_is_here() -> None:
+    counted = {field.name for field in dataclasses.fields(Limits) if not field.name.endswith("seconds")}
+    assert {name.partition(" ")[0] for name in LIMITS} == counted
+
+
+@pytest.mark.parametrize(("ask", "limit", "above"), LIMITS.values(), ids=list(LIMITS))
+def test_a_limit_is_reached_and_not_exceeded(ask: Callable[[int], int], limit: int, above: int) -> None:
+    assert [ask(limit - 1), ask(limit), ask(limit + 1)] == [200, 200, above]
+
+
+def test_a_line_may_be_exactly_as_long_as_the_model_reads(tmp_path: Path) -> None:
+    translator = random_translator(tmp_path)
+    line = "The train to Vienna leaves at half past seven."
+    longest = len(translator.source.encode([line])[0])
+    found = []
+    for most in (longest - 1, longest, longest + 1):
+        config = translator.config
+        config = replace(config, training=replace(config.training, max_length=most))
+        (model,) = torch_models("run", replace(translator, config=config))
+        assert config.decoding.max_length < most
+        found.append(bool(model.refusals([line])))
+    assert found == [True, False, False]

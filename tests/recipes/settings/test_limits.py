@@ -1,0 +1,165 @@
+"""Every limit of a setting and of an option: at its number, one below and one above.
+
+Settings and options are those of the dataclasses and parsers themselves; one with a new limit fails until it is here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from recipes.translation.commands import COMMANDS, arguments, distillation, searching, serving
+from recipes.translation.settings.config import SCHEMA, ConfigError, CorpusConfig, load_config
+from recipes.translation.settings.options import OneLineParser
+from recipes.translation.settings.schema import LARGEST, Schema
+
+CORPUS = Schema(CorpusConfig).settings
+LIMITED = {name: setting for name, setting in SCHEMA.settings.items() if setting.range}
+
+RANGES: dict[tuple[float, float], str] = {
+    (1, math.inf): """
+        data.temperature data.builtin_pairs cleaning.max_words cleaning.max_characters cleaning.max_ratio
+        subwords.min_count model.d_model model.d_ff model.heads model.encoder_layers model.decoder_layers
+        model.max_positions training.chunk_tokens training.batch_tokens training.accumulate training.steps
+        training.max_length training.validate_every layout.shard layout.vocab layout.sequence decoding.beam
+        decoding.batch_sentences decoding.max_length""",
+    (0, math.inf): """
+        subwords.train_pairs subwords.sampling training.learning_rate training.warmup training.clip training.r_drop
+        training.risk_samples training.risk_weight training.teacher_weight training.validate_bleu
+        training.keep_checkpoints training.patience training.lora_rank training.threads layout.data""",
+    (0, 1): """
+        noise.case noise.swap noise.drop noise.double noise.drop_words model.dropout training.betas
+        training.label_smoothing training.ema""",
+    (261, math.inf): "subwords.vocab_size",
+    (0.01, math.inf): "training.risk_temperature",
+    (0.01, 1000): "training.teacher_temperature",
+    (0.01, 1e6): "training.lora_alpha",
+    (0, 2**63): "training.seed",
+    (1, 1e9): "layout.timeout",
+    (0, 50): "decoding.length_penalty",
+}
+"""From what to below what, for each setting."""
+
+
+def test_every_number_of_the_settings_has_its_range() -> None:
+    expected = {name: limits for limits, names in RANGES.items() for name in names.split()}
+    assert {name: tuple(setting.range or ()) for name, setting in LIMITED.items()} == expected
+    numbers = {name for name, each in SCHEMA.settings.items() if {int, float, tuple[float, float]} & set(each.kinds)}
+    assert numbers == set(LIMITED)
+    assert {name: tuple(setting.range) for name, setting in CORPUS.items() if setting.range} == {"weight": (0, 1e9)}
+
+
+def accepts(name: str, number: float) -> bool:
+    """Whether a setting may be this number, given as on the command line."""
+    text = repr(number)
+    if SCHEMA.settings[name].kinds == (tuple[float, float],):
+        text = f"[0.5, {text}]"
+    try:
+        SCHEMA.read_overrides({name: text})
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_setting_ends_exactly_where_its_range_does(name: str) -> None:
+    limits = LIMITED[name].range
+    assert limits is not None
+    if int in LIMITED[name].kinds:
+        least, above = int(limits.at_least), limits.below if limits.below < math.inf else LARGEST + 1
+        edges = [least - 1, least, least + 1, int(above) - 1, int(above)]
+        expected = [False, True, True, True, False]
+    else:
+        least, above = limits.at_least, limits.below
+        edges = [math.nextafter(least, -1), least, math.nextafter(least, 1e9)]
+        expected = [False, True, True]
+        if above < math.inf:
+            edges += [math.nextafter(above, 0), above]
+            expected += [True, False]
+    assert [accepts(name, each) for each in edges] == expected
+
+
+BELOW, ABOVE, BIT = math.nextafter(1, 0), math.nextafter(1, 2), 2.0**-20
+BPE = {"subwords.kind": "bpe"}
+LORA: dict[str, Any] = {"training.start_from": "run", "training.lora_rank": 4}
+RISK: dict[str, Any] = {"training.start_from": "run", "training.risk_samples": 2}
+TEACHER: dict[str, Any] = {"training.teacher": "run"}
+TOGETHER: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = [
+    ({"noise.swap": 0.5, "noise.drop": 0.25}, "noise.double", [0.25 - BIT, 0.25], [0.25 + BIT]),
+    ({"noise.drop": 0.5, "noise.double": 0.25}, "noise.swap", [0.25 - BIT, 0.25], [0.25 + BIT]),
+    (BPE, "subwords.sampling", [0.0, BELOW], [1.0, ABOVE]),
+    ({}, "subwords.sampling", [1.0, ABOVE], []),
+    ({}, "subwords.min_count", [1], [2]),
+    (RISK, "training.risk_weight", [5e-324, BELOW, 1.0], [0.0, ABOVE]),
+    ({"training.start_from": "run"}, "training.risk_samples", [0, 2], [1]),
+    (TEACHER, "training.teacher_weight", [0.0, 1.0], [ABOVE]),
+    ({"training.best_by": "bleu"}, "training.validate_bleu", [1], [0]),
+    ({"training.r_drop": 1.0}, "model.dropout", [5e-324], [0.0]),
+    ({"training.r_drop": 1.0}, "layout.vocab", [1], [2]),
+    ({"model.preset": "decoder_only"}, "layout.sequence", [1], [2]),
+    (LORA, "layout.vocab", [1], [2]),
+    *((RISK, f"layout.{axis}", [1], [2]) for axis in ("shard", "sequence", "vocab")),
+    (RISK, "layout.data", [0, 1, 2], []),
+]
+"""Beside these settings, the numbers that another one may have, and those that it may not."""
+
+
+@pytest.mark.parametrize(("beside", "name", "good", "bad"), TOGETHER)
+def test_settings_together_end_exactly_where_they_say(
+    beside: dict[str, Any], name: str, good: list[Any], bad: list[Any]
+) -> None:
+    for value in good:
+        load_config(None, {**beside, name: value})
+    for value in bad:
+        with pytest.raises(ConfigError, match=name):
+            load_config(None, {**beside, name: value})
+
+
+OPTIONS: dict[Callable[[str], Any], tuple[list[str], list[str]]] = {
+    arguments.count: (["1", "2"], ["0", "-1", "1.0"]),
+    searching.whole: (["0", "1"], ["-1"]),
+    searching.positive: (["5e-324", "1e308"], ["0", "-5e-324", "inf", "nan"]),
+    searching.share: (["5e-324", repr(BELOW), "1"], ["0", repr(ABOVE), "nan"]),
+    serving.port: (["0", "1", "65534", "65535"], ["-1", "65536"]),
+    distillation._weight: (["0", repr(math.nextafter(1e9, 0))], ["-5e-324", "1e9", "nan"]),
+}
+"""Of each kind of option, the values on the good and on the bad side of its limits."""
+
+
+class StoppedError(Exception):
+    """A command whose options are known."""
+
+
+def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[OneLineParser, argparse.Action]]:
+    """Every option of every command that converts its value."""
+
+    def stop(parser: OneLineParser, argv: object) -> argparse.Namespace:
+        raise StoppedError(parser)
+
+    monkeypatch.setattr(OneLineParser, "parse", stop)
+    for command in COMMANDS.values():
+        with pytest.raises(StoppedError) as stopped:
+            command([])
+        parser = stopped.value.args[0]
+        yield from ((parser, action) for action in parser._actions if action.type and action.option_strings)
+
+
+def test_an_option_ends_exactly_where_it_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = set()
+    for parser, action in options_of(monkeypatch):
+        kind: Any = action.type
+        found.add(kind)
+        good, bad = OPTIONS.get(kind, ([], []))
+        for value in good:
+            parser.parse_known_args([f"{action.option_strings[0]}={value}"])
+        for value in bad:
+            with pytest.raises((SystemExit, argparse.ArgumentError)):
+                parser.parse_known_args([f"{action.option_strings[0]}={value}"])
+    capsys.readouterr()
+    assert found == {*OPTIONS, arguments.path}
