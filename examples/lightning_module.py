@@ -41,7 +41,7 @@ class Tagger(LightningModule):
             tokens_of=lambda batch: (batch[1] != PAD).sum(),
         )
         optimizer.step()
-        losses.append(float(loss.mean))
+        losses.append(loss.mean.item())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return one optimizer for all parameters, including those of the generator in the loss."""

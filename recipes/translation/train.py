@@ -152,7 +152,7 @@ def train_on(
                 agree={"the step": state.step, "the position in the data": (state.epoch, state.batch)},
             )
             norm = layout.clip(settings.clip)
-            loss_mean = float(loss.mean)
+            loss_mean = loss.mean.item()
             check_finite(state.step + 1, loss_mean, norm, run)
             rate = learning_rate(settings, state.step + 1, sizes.d_model)
             optimizer.param_groups[0]["lr"] = rate

@@ -13,7 +13,7 @@ from seqpar.core.graphs import nodes_of_graph
 
 INSTEAD = (
     "for the gradient write (loss.total / loss.tokens).backward(), with the tokens of the whole step; for a report, "
-    "float(loss.mean)"
+    "loss.mean.item()"
 )
 """The advice of every error about a TokenLoss used as if it were one tensor."""
 

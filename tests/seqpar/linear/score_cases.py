@@ -27,13 +27,20 @@ class ScoreCase:
         drop = ("class_weight", "token_weight")
         tensors = {name: t for name, t in self.linear.tensors().items() if name not in drop}
         if self.masked and "bias" in tensors:
-            classes = torch.arange(self.linear.vocab_size)[: self.masked]
-            tensors["bias"] = tensors["bias"].detach().index_fill(0, classes, -torch.inf)
+            masked = self._masked_classes()
+            tensors["bias"] = tensors["bias"].detach().index_fill(0, masked, -torch.inf)
             tensors["bias"].requires_grad_("bias" not in self.linear.frozen)
-            low = tensors["target"] < self.masked
-            kept = tensors["target"] == self.linear.padding
-            tensors["target"] = tensors["target"].where(~low | kept, self.linear.vocab_size - 1)
+            moved = torch.isin(tensors["target"], masked) & (tensors["target"] != self.linear.padding)
+            tensors["target"] = tensors["target"].where(~moved, self._first_kept())
         return tensors
+
+    def _first_kept(self) -> int:
+        """The classes that are not masked begin here: the masked ones are the first of all, or the last."""
+        return self.masked if self.linear.seed % 2 else 0
+
+    def _masked_classes(self) -> Tensor:
+        start = (self._first_kept() - self.masked) % self.linear.vocab_size
+        return torch.arange(start, start + self.masked)
 
     @property
     def options(self) -> dict:
@@ -44,7 +51,8 @@ class ScoreCase:
         if self.given is not None:
             shape = (*self.linear.lead, self.given)
             # Masked classes have log-probability -inf, which is right but has no gradient to compare
-            options["ids"] = torch.randint(self.masked, self.linear.vocab_size, shape, generator=random)
+            kept = self._first_kept() + torch.arange(self.linear.vocab_size - self.masked)
+            options["ids"] = kept[torch.randint(len(kept), shape, generator=random)]
         return options | {"top_k": self.top_k, "entropy": True}
 
 
