@@ -165,6 +165,8 @@ def _row_gradient(
         if temperature != 1.0:
             grad = grad / temperature
         grad = tl.where(kept, grad * factor, 0.0)
+        # 0 between two rows, where a product may read
+        grad = tl.where(k < V, grad, 0.0)
         tl.store(x_ptr + k, grad.to(x_ptr.dtype.element_ty), k < WIDTH)
 
 
