@@ -11,7 +11,6 @@ from seqpar.engine.loss_compute import LossCompute
 from seqpar.engine.multi_gpu import MultiGPULossCompute
 from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.distillation import linear_distillation
-from seqpar.linear.sampled import sampled_cross_entropy
 from seqpar.linear.teachers import SparseTarget, TeacherHidden, TeacherLogProbs, TeacherTopK
 from seqpar.linear.token_scores import TokenScores, token_scores
 from seqpar.losses.criteria import CrossEntropy, LabelSmoothing
@@ -48,7 +47,6 @@ __all__ = [
     "parallel_apply",
     "place",
     "replicate",
-    "sampled_cross_entropy",
     "scatter",
     "split_time",
     "sum_over_ranks",

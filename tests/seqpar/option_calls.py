@@ -359,9 +359,6 @@ CALLS: dict[str, Call] = {
         lambda: {"module": linear(1), "device_ids": ["cpu"]},
         numbers,
     ),
-    "sampled_cross_entropy": Call(
-        seqpar.sampled_cross_entropy, lambda: {**linear_arguments(), "classes": torch.tensor([1, 3, 3, 3, 0, 5])}
-    ),
     "scatter": Call(seqpar.scatter, lambda: {"inputs": t(1, 4, 4), "device_ids": ["cpu"] * 2}, numbers),
     "split_time": Call(seqpar.split_time, lambda: {"tensor": t(1, 4, 4), "group": None}, numbers),
     "sum_over_ranks": Call(

@@ -248,11 +248,6 @@ OPTIONS: dict[str, dict[str, Option]] = {
     },
     "place": {"model": to(nn.Sequential(linear(1), nn.Tanh())), "parts": to({}, refused="0.weight")},
     "replicate": {"module": to(linear(8)), "device_ids": to(["cpu", "cpu"])},
-    "sampled_cross_entropy": {
-        **LINEAR,
-        "classes": to(torch.tensor([1, 4, 4, 3, 0, 5])),
-        "proposal": to(torch.tensor([0.1, 0.3, 0.1, 0.2, 0.1, 0.1, 0.1]).double()),
-    },
     "scatter": {"inputs": to(t(8, 4, 4)), "device_ids": to(["cpu"] * 3), "dim": to(1), "sizes": to([3, 1])},
     "split_time": {"tensor": to(t(8, 4, 4)), "group": OVER_RANKS, "dim": OVER_RANKS, "order": OVER_RANKS},
     "sum_over_ranks": {

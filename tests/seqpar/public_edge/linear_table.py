@@ -36,8 +36,6 @@ def tensors(*names: str) -> dict[str, Tensor]:
         "teacher.log_probs": torch.tensor([-1.0, -2.0]).repeat(N, 1),
         "soft_target.ids": torch.tensor([0, 5]).repeat(N, 1),
         "soft_target.probs": torch.tensor([0.75, 0.25]).repeat(N, 1),
-        "classes": torch.tensor([2, 5, 2, 8]),
-        "proposal": torch.rand(V, generator=random) + 0.1,
     }
     return {name: made[name] for name in names}
 
@@ -83,10 +81,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., object], tuple[str, ...], dict[str, Any
         (*COMMON, "token_weight", "soft_target.ids", "soft_target.probs"),
         {},
     ),
-    "sampled_cross_entropy": (seqpar.sampled_cross_entropy, (*COMMON, "classes", "proposal"), {}),
 }
 """Each with the tensors it takes, and what else it needs."""
-OPTIONAL = ("bias", "class_weight", "token_weight", "teacher.bias", "proposal")
+OPTIONAL = ("bias", "class_weight", "token_weight", "teacher.bias")
 
 
 def called(name: str, **odd: Any) -> object:
@@ -119,9 +116,7 @@ def _dtypes() -> Iterator[Case]:
     whole = (torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float32, torch.float64, torch.complex64)
     for name, (_, names, _) in FUNCTIONS.items():
         for argument in names:
-            for dtype in whole if argument in ("target", "classes", "teacher.ids", "soft_target.ids") else floating:
-                if argument == "proposal" and dtype == torch.int64:
-                    continue  # how often each class was seen is a proposal, too
+            for dtype in whole if argument in ("target", "teacher.ids", "soft_target.ids") else floating:
                 odd = {argument: lambda given, a=argument, d=dtype: given[a].abs().to(d)}
                 yield raises(name, f"{argument} {dtype}", TypeError, (f"{argument} has dtype {dtype}",), **odd)
         for argument in ("weight", "bias"):
@@ -147,8 +142,6 @@ def _shapes() -> Iterator[Case]:
             "teacher.log_probs": [((N, 3), "teacher.log_probs has shape (6, 3)")],
             "soft_target.ids": [((N - 1, 2), "soft_target.ids has shape (5, 2)"), ((N, 2, 1), "shape (6, 2, 1)")],
             "soft_target.probs": [((N, 1), "soft_target.probs has shape (6, 1)")],
-            "classes": [((2, 2), "classes has shape (2, 2)"), ((0,), "classes has shape (0,)"), ((), "shape ()")],
-            "proposal": [((V - 1,), "proposal has shape (8,)"), ((V, 1), "proposal has shape (9, 1)")],
         }  # fmt: skip
         for argument in names:
             for shape, words in odd_shapes[argument]:
@@ -194,7 +187,6 @@ TAKEN = {
     "token_scores": ("softcap", "temperature", "chunk_tokens", "ignore_index"),
     "linear_distillation": ("temperature", "loss_scale", "chunk_tokens", "ignore_index"),
     "linear_cross_entropy with a soft target": ("z_loss", "softcap", "temperature", "loss_scale"),
-    "sampled_cross_entropy": ("chunk_tokens", "ignore_index"),
 }
 
 
@@ -259,24 +251,6 @@ def _choices() -> Iterator[Case]:
     )
 
 
-PROPOSALS = {
-    "negative": [-1.0] + [1.0] * 8, "nan": [NAN] + [1.0] * 8, "inf": [INF] + [1.0] * 8, "-inf": [-INF] + [1.0] * 8,
-    "all 0": [0.0] * 9, "0 for a class drawn": [1.0, 1.0, 0.0] + [1.0] * 6, "negative alike": [-1.0] * 9,
-}  # fmt: skip
-
-
-def _samples() -> Iterator[Case]:
-    """Draws that could not have been."""
-    for kind, values in PROPOSALS.items():
-        odd = {"proposal": torch.tensor(values)}
-        yield raises("sampled_cross_entropy", f"proposal {kind}", ValueError, ("proposal ",), **odd)
-    for value in (V, -1):
-        odd = {"classes": torch.tensor([0, value])}
-        yield raises("sampled_cross_entropy", f"classes with {value}", IndexError, ("classes are in [",), **odd)
-    bytes_ = {"classes": torch.tensor([255], dtype=torch.uint8)}
-    yield raises("sampled_cross_entropy", "classes of bytes", IndexError, ("classes are in [255, 255]",), **bytes_)
-
-
 def _devices() -> Iterator[Case]:
     """A tensor that is somewhere else."""
     for name, (_, names, _) in FUNCTIONS.items():
@@ -286,4 +260,4 @@ def _devices() -> Iterator[Case]:
             yield raises(name, f"{argument} on another device", ValueError, words, **odd)
 
 
-CASES = [*_not_dense(), *_dtypes(), *_shapes(), *_targets(), *_numbers(), *_choices(), *_samples(), *_devices()]
+CASES = [*_not_dense(), *_dtypes(), *_shapes(), *_targets(), *_numbers(), *_choices(), *_devices()]
