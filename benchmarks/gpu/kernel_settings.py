@@ -29,9 +29,9 @@ from benchmarks.loss.results import hardware
 from seqpar.kernels import row_kernel
 from seqpar.kernels.row_kernel import CLASSES_A_THREAD, LARGEST_BLOCK, RowKernel, aligned
 from seqpar.kernels.score_kernel import ScoreKernel
-from seqpar.losses.score_rows import Upstream
-from seqpar.losses.softmax_loss import soft_target
 from seqpar.markdown_table import markdown_table
+from seqpar.rows.score_rows import Upstream
+from seqpar.rows.softmax_loss import soft_target
 
 ROWS = 2048
 VOCABULARIES = (32_768, 50_257, 151_936)

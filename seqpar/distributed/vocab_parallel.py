@@ -36,8 +36,8 @@ from seqpar.distributed.collectives import (
     rank_in,
     world_size,
 )
-from seqpar.losses.score_rows import ScoreSums, in_descending_order
-from seqpar.losses.softmax_loss import RowSums
+from seqpar.rows.score_rows import ScoreSums, in_descending_order
+from seqpar.rows.softmax_loss import RowSums
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement

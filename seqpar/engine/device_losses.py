@@ -38,9 +38,9 @@ from seqpar.engine.shards import (
 from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.formula import LinearFormula, Projection
 from seqpar.linear.leaves import LinearLeaves, differentiable_loss, product_dtype
-from seqpar.losses.criteria import ignored_target
 from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.replicas import bind, check_replicable
+from seqpar.rows.criteria import ignored_target
 
 
 class Cut(NamedTuple):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from seqpar.engine.module_calls import extra_in_call
 from seqpar.engine.shards import Shard
-from seqpar.losses.criteria import CrossEntropy, LabelSmoothing
-from seqpar.losses.softmax_loss import Convention, SoftTarget, soft_target
+from seqpar.rows.criteria import CrossEntropy, LabelSmoothing
+from seqpar.rows.softmax_loss import Convention, SoftTarget, soft_target
 
 
 class FormulaMatch(NamedTuple):

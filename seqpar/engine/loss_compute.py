@@ -45,7 +45,7 @@ class LossCompute(nn.Module):
     Args:
         generator: any module from hidden states `(..., D)` to scores `(..., V)` of the same number of dimensions
             whose scores of a token depend on that token alone.
-        criterion: any module that returns a sum; `seqpar.losses.criteria` lists the requirements.
+        criterion: any module that returns a sum; `seqpar.rows.criteria` lists the requirements.
         devices: the devices of the replicas of both, over which the rows are divided; None is hidden's device.
         chunk_tokens: the most tokens whose logits exist at once on a device; None chooses by bytes.
         chunk_size: instead of chunk_tokens, time steps of the whole batch, as in 2018; hidden must be `(B, T, D)`.

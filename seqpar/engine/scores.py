@@ -13,9 +13,9 @@ from seqpar.distributed.wrappers import is_fsdp_unit, refuse_sharded, structural
 from seqpar.engine.formula_match import FormulaMatch, NoFormula, match_formula
 from seqpar.engine.shards import OneOrScattered, Shard, check_targets, check_width, heads_on, scattered
 from seqpar.linear.token_scores import TokenScores, token_scores
-from seqpar.losses.criteria import ignored_target
 from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.replicas import check_replicable, gather
+from seqpar.rows.criteria import ignored_target
 
 
 def scores_over_devices(

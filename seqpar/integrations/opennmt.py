@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpar.engine.loss_compute import LossCompute
-from seqpar.losses.criteria import ignored_target
+from seqpar.rows.criteria import ignored_target
 
 
 class ChunkedLossCompute(nn.Module):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.token_loss import wide
-from seqpar.losses.softmax_loss import RowSums, SoftTarget, included_weight
+from seqpar.rows.softmax_loss import RowSums, SoftTarget, included_weight
 
 LARGEST_BLOCK = 2048
 """The most classes of a row that a program has in its registers at once; a power of 2."""

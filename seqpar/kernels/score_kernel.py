@@ -11,7 +11,7 @@ from torch import Tensor
 
 from seqpar.core.token_loss import wide
 from seqpar.kernels import row_kernel
-from seqpar.losses.score_rows import ScoreSums, Upstream
+from seqpar.rows.score_rows import ScoreSums, Upstream
 
 
 class ScoreKernel:

@@ -6,7 +6,7 @@ exponential per logit z:
 
     s <- s exp(m - max(m, z)) + exp(z - max(m, z)),   m <- max(m, z);     in the end  lse = m + log s
 
-The second pass overwrites the product with its gradient. The formulas are those of `seqpar.losses.softmax_loss`, and
+The second pass overwrites the product with its gradient. The formulas are those of `seqpar.rows.softmax_loss`, and
 tests compare the two.
 
 Only `seqpar.kernels.row_kernel` imports this module, if Triton is installed.

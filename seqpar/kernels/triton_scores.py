@@ -12,7 +12,7 @@ With d = -|z - m|, one exponential per logit z serves both:
     in the end   log S = log s,   mean = t / s = sum_k p_k (z_k - m)
 
 The second kernel overwrites the product with the gradient. It needs no sum over the row again. The formulas are those
-of `seqpar.losses.score_rows`, and tests compare the two.
+of `seqpar.rows.score_rows`, and tests compare the two.
 
 Only `seqpar.kernels.score_kernel` imports this module, if Triton is installed.
 

@@ -16,7 +16,7 @@ from seqpar.linear.inputs import Inputs, Settings, checked, local_tensors, plan
 from seqpar.linear.leaves import differentiable_loss
 from seqpar.linear.soft_targets import soft_cross_entropy
 from seqpar.linear.teachers import SparseTarget
-from seqpar.losses.softmax_loss import Convention
+from seqpar.rows.softmax_loss import Convention
 
 
 def linear_cross_entropy(

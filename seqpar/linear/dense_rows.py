@@ -23,7 +23,7 @@ from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.divergence_formula import RowResults
 from seqpar.linear.formula import Projection
 from seqpar.linear.teachers import slack
-from seqpar.losses.divergences import RowTerms, logits_gradient_
+from seqpar.rows.divergences import RowTerms, logits_gradient_
 
 
 class AgainstHead:

@@ -1,6 +1,6 @@
 """Compute the divergence between a student's and a teacher's predictions in chunks.
 
-`losses/divergences.py` has the divergences and their gradients; `dense_rows.py` and `sparse_rows.py` compare the rows
+`rows/divergences.py` has the divergences and their gradients; `dense_rows.py` and `sparse_rows.py` compare the rows
 of a chunk over all classes, or over a few of them.
 
 Shape suffixes: N rows (batch x time), D hidden, V vocabulary (this rank's classes, if it is split), C given classes.
@@ -32,7 +32,7 @@ from seqpar.linear.teachers import (
     ids_fact,
     probabilities,
 )
-from seqpar.losses.divergences import Divergence, RowTerms, check_divergence, row_terms
+from seqpar.rows.divergences import Divergence, RowTerms, check_divergence, row_terms
 
 
 @outside_graphs

@@ -2,7 +2,7 @@
 
     product = hidden @ weight.T + bias                                   (K, V)
     logits  = cap(product) / temperature,  cap(x) = softcap tanh(x / softcap)
-    loss    = sum_i a_i loss_i(logits_i),  a = token_weight, and `losses/softmax_loss.py` has the loss of a row
+    loss    = sum_i a_i loss_i(logits_i),  a = token_weight, and `rows/softmax_loss.py` has the loss of a row
 
 Backward, with G = d loss / d product, which overwrites the product:
 
@@ -26,7 +26,7 @@ from seqpar.core.stored_gradients import Gradients
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.kernels.row_kernel import RowKernel, aligned, why_no_kernel
 from seqpar.linear.leaves import LinearSlots
-from seqpar.losses.softmax_loss import (
+from seqpar.rows.softmax_loss import (
     RowSums,
     SoftTarget,
     SplitVocabulary,

@@ -20,8 +20,8 @@ from seqpar.distributed.collectives import copy_to_group, world_size
 from seqpar.distributed.vocab_parallel import VocabShard, local_copy, local_rows
 from seqpar.linear.formula import LinearFormula, Projection
 from seqpar.linear.leaves import LinearLeaves, product_dtype
-from seqpar.losses.softmax_loss import Convention, SoftTarget, check_smoothing, soft_target
-from seqpar.losses.target_checks import check_ignore_index, check_range
+from seqpar.rows.softmax_loss import Convention, SoftTarget, check_smoothing, soft_target
+from seqpar.rows.target_checks import check_ignore_index, check_range
 
 
 class Inputs(NamedTuple):

@@ -3,7 +3,7 @@
     product = hidden @ weight.T + bias                                   (K, V)
     logits  = cap(product) / temperature,  cap(x) = softcap tanh(x / softcap)
 
-`losses/score_rows.py` has the scores of a row of logits and G, their gradient with respect to the logits. There are two
+`rows/score_rows.py` has the scores of a row of logits and G, their gradient with respect to the logits. There are two
 ways to the gradient of hidden, G' = d / d product being G times the derivative of cap over the temperature:
 
     backward computes the product again:      d hidden = G' @ weight,  d weight = G'.T @ hidden
@@ -35,7 +35,7 @@ from seqpar.kernels.row_kernel import why_no_kernel
 from seqpar.kernels.score_kernel import ScoreKernel
 from seqpar.linear.formula import Projection, zero_rows
 from seqpar.linear.leaves import LinearSlots
-from seqpar.losses.score_rows import (
+from seqpar.rows.score_rows import (
     ScoreSums,
     Softmax,
     SplitScores,

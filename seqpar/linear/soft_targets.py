@@ -2,7 +2,7 @@
 
     loss = - sum_j q_j log p_j + z_loss lse^2,      d loss / d z_i = p_i (sum_j q_j + 2 z_loss lse) - q_i
 
-as the divergence "cross_entropy" of `losses/divergences.py`, on the given classes and the rest, whose q is 0.
+as the divergence "cross_entropy" of `rows/divergences.py`, on the given classes and the rest, whose q is 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from seqpar.linear.inputs import Inputs, Settings, checked
 from seqpar.linear.leaves import product_dtype
 from seqpar.linear.sparse_rows import AgainstFewClasses
 from seqpar.linear.teachers import SparseTarget, check_sparse_target, ids_fact
-from seqpar.losses.divergences import cross_entropy_
+from seqpar.rows.divergences import cross_entropy_
 
 
 def soft_cross_entropy(

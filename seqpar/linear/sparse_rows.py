@@ -4,7 +4,7 @@ The k given classes of a row have the logits z_j. All others together act like o
 
     r = log sum over the others of exp(z_i),   log p = log_softmax(z_1, ..., z_k, r),   lse = logsumexp(z_1, ..., r)
 
-so a divergence of k + 1 classes has the gradient u_1, ..., u_k, u_r (`losses/divergences.py`), and every logit's is
+so a divergence of k + 1 classes has the gradient u_1, ..., u_k, u_r (`rows/divergences.py`), and every logit's is
 
     d loss / d z_j = u_j for the given classes,   u_r exp(z_i - r) for the others
 
@@ -32,7 +32,7 @@ from seqpar.distributed.collectives import group_max, group_sum
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.dense_rows import largest, take, target_hit, target_logit
 from seqpar.linear.divergence_formula import RowResults
-from seqpar.losses.divergences import RowTerms, logits_gradient_
+from seqpar.rows.divergences import RowTerms, logits_gradient_
 
 
 class AgainstFewClasses:

@@ -22,7 +22,7 @@ from seqpar.linear.inputs import Inputs, Planned, Settings, checked, local_tenso
 from seqpar.linear.leaves import LinearGradients, LinearLeaves, LinearSlots, LinearWanted, loss_and_gradients
 from seqpar.linear.score_formula import INVARIANT_ROWS, HiddenSlots, ScoreFormula
 from seqpar.linear.score_inputs import ScoreRequest, checked_request
-from seqpar.losses.score_rows import RowScores, ScoreSums, Upstream, row_scores
+from seqpar.rows.score_rows import RowScores, ScoreSums, Upstream, row_scores
 
 
 class TokenScores(NamedTuple):

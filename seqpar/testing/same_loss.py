@@ -17,8 +17,8 @@ from seqpar.core.tensor_checks import check_dense, check_floating, check_integer
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.collectives import gather_objects, group_sum, rank_in, world_size
 from seqpar.engine.loss_compute import LossCompute
-from seqpar.losses.criteria import ignored_target
 from seqpar.multi_device.devices import Device
+from seqpar.rows.criteria import ignored_target
 from seqpar.testing.causes import FACTOR, Evidence, Result, Uses, gradients_by_use, likely_cause, repeated
 from seqpar.testing.gradients import (
     assert_same_results,

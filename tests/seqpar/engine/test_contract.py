@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import seqpar
 from seqpar.core.chunks import cut_rows
 from seqpar.engine.first_call import MOST_SITUATIONS
-from seqpar.losses.softmax_loss import logits_gradient_, row_losses, soft_target, softmax_and_sums
+from seqpar.rows.softmax_loss import logits_gradient_, row_losses, soft_target, softmax_and_sums
 
 V = 9
 

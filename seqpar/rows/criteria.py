@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.token_loss import TokenLoss
-from seqpar.losses.softmax_loss import (
+from seqpar.rows.softmax_loss import (
     Convention,
     SoftTarget,
     check_smoothing,
@@ -34,7 +34,7 @@ from seqpar.losses.softmax_loss import (
     soft_target,
     softmax_and_sums,
 )
-from seqpar.losses.target_checks import checked_target
+from seqpar.rows.target_checks import checked_target
 
 
 def ignored_target(criterion: nn.Module) -> int | None:
