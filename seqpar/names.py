@@ -11,6 +11,7 @@ from seqpar.engine.loss_compute import LossCompute
 from seqpar.engine.multi_gpu import MultiGPULossCompute
 from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.distillation import linear_distillation
+from seqpar.linear.scored_loss import scored_loss
 from seqpar.linear.teachers import SparseTarget, TeacherHidden, TeacherLogProbs, TeacherTopK
 from seqpar.linear.token_scores import TokenScores, token_scores
 from seqpar.multi_device.data_parallel import DataParallel, data_parallel
@@ -48,6 +49,7 @@ __all__ = [
     "place",
     "replicate",
     "scatter",
+    "scored_loss",
     "split_time",
     "sum_over_ranks",
     "time_steps",

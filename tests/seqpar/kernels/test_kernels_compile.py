@@ -1,12 +1,15 @@
 """The Triton kernels compile for real GPUs, where there is none to run them: the compilers come with Triton.
 
-`python -m tests.seqpar.kernels.test_kernels_compile KERNEL TARGET DTYPE` compiles one, in a process that has no
-interpreter, and prints the registers that a thread takes and the bytes it spills (NVIDIA), or the size of the code.
-With `--ptx` it prints NVIDIA's assembly of a kernel without bias and smoothing instead.
+`PYTHONPATH=. python tests/seqpar/kernels/test_kernels_compile.py KERNEL TARGET DTYPE --all` compiles one, in a
+process that has no interpreter, and prints the registers that a thread takes and the bytes it spills (NVIDIA), or the
+size of the code.
+With `--plain` it is the kernel of a cross-entropy without bias, class weights and entropy; with `--ptx` NVIDIA's
+assembly of that is printed.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -20,13 +23,15 @@ from seqpar.kernels.row_kernel import CLASSES_A_THREAD, LARGEST_BLOCK, aligned
 
 VOCAB = 50_257
 SETTINGS = {
-    "ignored": -100, "gold_q": 0.9, "each": 0.1 / VOCAB, "excluded": 7, "classes": float(VOCAB), "kl_gold": 0.0,
-    "kl_each": 0.0, "z_loss": 1e-4, "softcap": None, "temperature": 1.0, "GRADIENT": True, "V": VOCAB,
-    "WIDTH": aligned(VOCAB), "BLOCK": LARGEST_BLOCK, "weight_ptr": None, "weight_sum_ptr": None, "PICKS": 3,
-    "ENTROPY": True, "ARGBEST": True,
+    "excluded": 7, "softcap": None, "temperature": 1.0, "V": VOCAB, "WIDTH": aligned(VOCAB), "BLOCK": LARGEST_BLOCK,
+    "PICKS": 3, "ENTROPY": True, "ARGBEST": True, "WEIGHTED": True,
 }  # fmt: skip
-PLAIN = {"each": 0.0, "excluded": None, "gold_q": 1.0, "z_loss": 0.0, "bias_ptr": None}
-"""No bias, no smoothing: what is left out here may have made the warps wait for each other."""
+"""Everything at once."""
+PLAIN = {
+    "PICKS": 1, "ENTROPY": False, "excluded": None, "bias_ptr": None, "temperature_ptr": None, "weight_ptr": None,
+    "mean_ptr": None, "entropy_ptr": None,
+}  # fmt: skip
+"""A plain cross-entropy with smoothing: no bias, no class weights, no entropy."""
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 
 
@@ -65,56 +70,49 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
+@pytest.mark.parametrize("what", ["--all", "--plain"])
+@pytest.mark.parametrize("kernel", ["_row_sums", "_row_gradient"])
 @pytest.mark.parametrize(
-    ("kernel", "target", "dtype"),
-    [
-        ("_whole_rows", "sm_90", "bfloat16"),
-        ("_whole_rows", "sm_80", "float64"),
-        ("_whole_rows", "gfx942", "bfloat16"),
-        ("_part_sums", "sm_90", "bfloat16"),
-        ("_part_gradient", "sm_90", "bfloat16"),
-        ("_score_sums", "sm_90", "bfloat16"),
-        ("_score_gradient", "sm_90", "bfloat16"),
-    ],
+    ("target", "dtype"),
+    [("sm_90", "bfloat16"), ("sm_80", "bfloat16"), ("sm_80", "float64"), ("gfx942", "bfloat16")],
 )
-def test_a_kernel_compiles_and_in_bfloat16_spills_nothing(kernel: str, target: str, dtype: str) -> None:
-    size, spilled = map(int, printed(kernel, target, dtype).split())
+def test_a_kernel_compiles_and_in_bfloat16_spills_nothing(kernel: str, target: str, dtype: str, what: str) -> None:
+    size, spilled = map(int, printed(kernel, target, dtype, what).split())
     assert size
-    if dtype == "bfloat16" and target == "sm_90":
+    if dtype == "bfloat16" and target != "gfx942":
         assert spilled == 0
-        assert size <= 80  # so that 24 warps share a multiprocessor, which has 65,536 registers
+        # 24 warps share a multiprocessor, which has 65,536 registers; 19 if everything is asked for at once
+        assert size <= (80 if what == "--plain" else 104)
 
 
-def test_no_warp_reads_a_products_row_where_another_may_overwrite_it_already() -> None:
-    """After the last barrier before the loop that stores the gradient, no number of the row is read out of turn."""
-    lines = printed("_whole_rows", "sm_90", "bfloat16", "--ptx").splitlines()
-    barrier = max(i for i, line in enumerate(lines) if "bar.sync" in line)
-    second_pass = max(i for i, line in enumerate(lines) if "Inner Loop Header" in line)
-    store = min(i for i, line in enumerate(lines) if "st.global.v4" in line)
-    assert barrier < second_pass < store
+def test_the_gradient_reads_no_product_out_of_turn() -> None:
+    """Each warp reads what it overwrites, whole vectors of it: no product of a class that another may have written."""
+    lines = printed("_row_gradient", "sm_90", "bfloat16", "--ptx").splitlines()
+    assert [line for line in lines if "st.global.v4" in line]
     # The products are the only numbers of two bytes
-    assert [line for line in lines[barrier:second_pass] if "ld.global.b16" in line] == []
+    assert [line for line in lines if "ld.global.b16" in line] == []
 
 
 def printed(*arguments: str) -> str:
     """What this file prints as a program."""
-    command = [sys.executable, "-m", "tests.seqpar.kernels.test_kernels_compile", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # As a file: the package of tests imports Triton as an interpreter
+    root = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=root)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def main(kernel: Any, target: str, dtype: str, ptx: bool) -> None:
+def main(kernel: Any, target: str, dtype: str, what: str) -> None:
     """Compile a kernel and print what the docstring of this file says."""
-    if ptx:
-        print(compiled(kernel, target, dtype, PLAIN).asm["ptx"])
-        return
-    made = compiled(kernel, target, dtype)
-    print(*(resources(made.asm["cubin"]) if "cubin" in made.asm else (len(made.asm["hsaco"]), 0)))
+    made = compiled(kernel, target, dtype, {} if what == "--all" else PLAIN)
+    if what == "--ptx":
+        print(made.asm["ptx"])
+    else:
+        print(*(resources(made.asm["cubin"]) if "cubin" in made.asm else (len(made.asm["hsaco"]), 0)))
 
 
 if __name__ == "__main__":
-    from seqpar.kernels import triton_rows, triton_scores
+    from seqpar.kernels import triton_rows
 
-    kernels = {**vars(triton_rows), **vars(triton_scores)}
-    main(kernels[sys.argv[1]], *sys.argv[2:4], ptx="--ptx" in sys.argv)
+    main(vars(triton_rows)[sys.argv[1]], *sys.argv[2:5])
