@@ -74,7 +74,8 @@ for step in range(45):
         of_token = {"old": scores.log_prob, "advantage": advantages}
         loss = seqpar.scored_loss(policy(tokens[:, :-1]), **head, loss=surrogate, **of_token)
         optimizer.zero_grad()
-        loss.mean.backward()  # all responses have three tokens, so a mean over tokens is one over responses
+        # All responses have three tokens, so that a mean over tokens is one over responses
+        (loss.total / loss.tokens).backward()  # several ranks: seqpar.accumulate_gradients
         optimizer.step()
     if step in (0, 15, 44):
         nats = scores.entropy[mask].mean()

@@ -1,7 +1,7 @@
 """Compute the engine's loss over its devices: scatter the batch, cut each shard into chunks, add the devices' losses.
 
     loss_over_devices   check the batch, scatter it over the devices, cut each shard into chunks
-    _formula_loss       one device's loss, its gradient in closed form
+    _linear_loss        one device's loss, its gradient in closed form
     _autograd_loss      one device's loss, its gradient by autograd, chunk by chunk
 
 Shape suffixes: B batch, T time, N rows (B*T, or the rows of a 2-D hidden), K rows of one chunk, D hidden, V vocabulary.
@@ -84,7 +84,7 @@ def loss_over_devices(
     heads = heads_on(head, devices)
     shard_loss: Callable[..., TokenLoss] = _autograd_loss
     if isinstance(match, FormulaMatch):
-        shard_loss = partial(_formula_loss, match)
+        shard_loss = partial(_linear_loss, match)
         facts = LogitFacts(match.vocab_size, product_dtype(shards[0].hidden), True)
     else:
         # The probe checks the targets as soon as it knows the number of classes
@@ -130,7 +130,7 @@ def linear_loss(
     )
 
 
-def _formula_loss(
+def _linear_loss(
     match: FormulaMatch, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor
 ) -> TokenLoss:
     """Return one device's loss, its gradient in closed form, given the original pair's match and a replica of it."""

@@ -245,4 +245,6 @@ def _row_gradient(
             grad = grad / temperature
         if temperature_ptr is not None:
             grad = grad / tl.load(temperature_ptr)
+        # 0 between two rows, where a product may read
+        grad = tl.where(k < V, grad, 0.0)
         tl.store(grad_ptr + k, grad.to(grad_ptr.dtype.element_ty), k < WIDTH)

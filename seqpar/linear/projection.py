@@ -153,7 +153,10 @@ class Projection:
             classes = len(self.weight_VD)
             width = classes if why_no_kernel(self.weight_VD.device.type) else aligned(classes)
             # The sizes of chunks differ by at most one row, so this buffer is large enough for all of them
-            buffer = self.weight_VD.new_empty((rows + 1, width), dtype=dtype)[:, :classes]
+            padded = self.weight_VD.new_empty((rows + 1, width), dtype=dtype)
+            # The CPU's products may read whole tiles, beyond the end of a row, and 0 x nan would be nan
+            padded[:, classes:] = 0
+            buffer = padded[:, :classes]
             self.buffers[name] = buffer
         return buffer[:rows]
 

@@ -12,6 +12,9 @@ from torch import nn
 import seqpar
 from seqpar.kernels import row_kernel
 from seqpar.kernels.row_kernel import why_no_kernel
+from seqpar.linear.projected_rows import ProjectedRows
+from seqpar.linear.projection import Projection
+from seqpar.rows.scores import RowFunction, Upstream
 from seqpar.testing import assert_same_gradients, assert_same_results
 from seqpar.testing.ranks import ranks
 from seqpar.testing.strategies import vocabulary_splits
@@ -227,6 +230,32 @@ def test_the_engine_can_be_recorded_after_its_first_call(by_kernel, own, chunks)
             lambda: criterion(linear(hidden).flatten(0, 1), target.flatten()),
             {"hidden": hidden, **dict(linear.named_parameters())},
         )
+
+
+@pytest.fixture
+def nan_in_new_memory():
+    """`torch.empty` is filled with nan, as torch does in its deterministic mode."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_memory_between_two_rows_is_zero_before_and_after_the_kernel(dtype):
+    """The CPU's bfloat16 products may read whole tiles, beyond the end of a row."""
+    hidden, weight = (torch.randn(n, 8, device=DEVICE, dtype=dtype) for n in (5, 123))
+    with kernels():
+        rows = ProjectedRows(Projection(weight, None, dtype), RowFunction())
+        product = rows.product(hidden)
+        padded = product.as_strided((5, product.stride(0)), product.stride())
+        assert padded.size(1) == 128
+        assert (padded[:, 123:] == 0).all()
+        picked = torch.arange(5, device=DEVICE).unsqueeze(1)
+        read, sums = rows.sums(product, picked)
+        rows.gradient_(read, product, picked, None, sums, Upstream(torch.ones_like(sums.best_N)))
+    assert (padded[:, 123:] == 0).all()
+    assert padded[:, :123].any()
 
 
 @pytest.mark.usefixtures("whole_batches")
