@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar import objectives as o
+from seqpar.rows.scores import Scores
 
 DIGITS = 10
 LENGTH = 3
@@ -47,10 +48,11 @@ class Policy(nn.Module):
             tokens = torch.cat([tokens, torch.multinomial(p, 1)], 1)
         return tokens
 
-    def scores(self, tokens: Tensor, mask: Tensor, entropy: bool = False) -> seqpar.TokenScores:
-        """Return log p, and the entropy if wanted, of each next token that is part of a response."""
-        target = tokens[:, 1:].masked_fill(~mask, -100)
-        return seqpar.token_scores(self(tokens[:, :-1]), self.head.weight, target, bias=self.head.bias, entropy=entropy)
+
+def surrogate(scores: Scores, old: Tensor, advantage: Tensor) -> Tensor:
+    """Return the clipped surrogate of each token, with an entropy bonus: a function of the token's own scores."""
+    ratio = scores.log_prob - old
+    return o.clipped_surrogate(ratio, advantage, eps_low=0.2, eps_high=0.28) - 0.01 * scores.entropy
 
 
 torch.manual_seed(0)
@@ -64,14 +66,15 @@ for step in range(45):
     tokens = policy.sampled(prompts)
     rewards = (tokens[:, LENGTH:] == prompts.flip(1)).float().mean(1)
     advantages = o.spread_to_tokens(o.group_advantages(rewards, GROUP), ids)
+    target = tokens[:, 1:].masked_fill(~mask, -100)
+    head = {"weight": policy.head.weight, "bias": policy.head.bias, "target": target, "entropy": True}
     with torch.no_grad():
-        old = policy.scores(tokens, mask).log_prob
+        scores = seqpar.token_scores(policy(tokens[:, :-1]), **head)
     for _ in range(2):  # two updates for each sample: in the second the policy is no longer the one that sampled
-        scores = policy.scores(tokens, mask, entropy=True)
-        ratio = o.token_log_ratio(scores.log_prob, old, mask)
-        losses = o.clipped_surrogate(ratio, advantages, eps_low=0.2, eps_high=0.28) - 0.01 * scores.entropy
-        loss = o.per_sequence(losses, ids, PROMPTS * GROUP)
+        of_token = {"old": scores.log_prob, "advantage": advantages}
+        loss = seqpar.scored_loss(policy(tokens[:, :-1]), **head, loss=surrogate, **of_token)
         optimizer.zero_grad()
+        # All responses have three tokens, so that a mean over tokens is one over responses
         (loss.total / loss.tokens).backward()  # several ranks: seqpar.accumulate_gradients
         optimizer.step()
     if step in (0, 15, 44):

@@ -11,14 +11,14 @@ from seqpar.engine.loss_compute import LossCompute
 from seqpar.engine.multi_gpu import MultiGPULossCompute
 from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.linear.distillation import linear_distillation
-from seqpar.linear.sampled import sampled_cross_entropy
+from seqpar.linear.scored_loss import scored_loss
 from seqpar.linear.teachers import SparseTarget, TeacherHidden, TeacherLogProbs, TeacherTopK
 from seqpar.linear.token_scores import TokenScores, token_scores
-from seqpar.losses.criteria import CrossEntropy, LabelSmoothing
 from seqpar.multi_device.data_parallel import DataParallel, data_parallel
 from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.placement import place
 from seqpar.multi_device.replicas import gather, replicate, scatter
+from seqpar.rows.criteria import CrossEntropy, LabelSmoothing
 
 __all__ = [
     "CrossEntropy",
@@ -48,8 +48,8 @@ __all__ = [
     "parallel_apply",
     "place",
     "replicate",
-    "sampled_cross_entropy",
     "scatter",
+    "scored_loss",
     "split_time",
     "sum_over_ranks",
     "time_steps",

@@ -34,7 +34,7 @@ LIBRARIES = {
     ("torch", "seqpar/core/chunks.py"): {"_assert_async"},
     ("torch", "seqpar/core/graphs.py"): {"_dynamo"},
     ("torch", "seqpar/core/transforms.py"): {"_C", "_current_level", "_functorch"},
-    ("torch", "seqpar/linear/dense_rows.py"): {"_assert_async"},
+    ("torch", "seqpar/linear/against_teacher.py"): {"_assert_async"},
     ("torch", "seqpar/distributed/torch_private.py"): {
         "_delay_all_reduce_all_params",
         "_fsdp_param_group",

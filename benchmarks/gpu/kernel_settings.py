@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -28,10 +29,8 @@ from torch import Tensor
 from benchmarks.loss.results import hardware
 from seqpar.kernels import row_kernel
 from seqpar.kernels.row_kernel import CLASSES_A_THREAD, LARGEST_BLOCK, RowKernel, aligned
-from seqpar.kernels.score_kernel import ScoreKernel
-from seqpar.losses.score_rows import Upstream
-from seqpar.losses.softmax_loss import soft_target
 from seqpar.markdown_table import markdown_table
+from seqpar.rows.scores import ClassWeights, RowFunction, RowSums, Upstream
 
 ROWS = 2048
 VOCABULARIES = (32_768, 50_257, 151_936)
@@ -54,17 +53,28 @@ class Kernel(NamedTuple):
 def kernels(vocab_size: int, rows: int, device: str) -> list[Kernel]:
     """Return the kernels, each a function of the products (K, V)."""
     target_K = torch.randint(vocab_size, (rows,), device=device)
-    loss = RowKernel(soft_target(0.1, "torch", -100, vocab_size), None, None, 1.0, None)
-    scores = ScoreKernel(None, None, 1.0)
-    index_K1 = target_K.unsqueeze(1)
+    picked_K1 = target_K.unsqueeze(1)
     ones_K = torch.ones(rows, device=device)
-    upstream = Upstream(ones_K, ones_K, None)
-    sums = scores.sums(products(vocab_size, rows, device), index_K1, None, entropy=True, top=False)
-    return [
-        Kernel("loss and gradient", lambda x: loss.whole_(x, target_K, 1.0, True), 3),
-        Kernel("sums of scores", lambda x: scores.sums(x, index_K1, None, entropy=True, top=False), 1),
-        Kernel("gradient of scores", lambda x: scores.gradient_(x, index_K1, None, sums, upstream), 2),
-    ]
+    found = []
+    functions = {
+        "loss": (
+            RowFunction(weights=ClassWeights(None, None, float(vocab_size)), correct=True),
+            Upstream(-0.9 * ones_K, weighted=-0.1 / vocab_size * ones_K),
+        ),
+        "scores": (RowFunction(entropy=True), Upstream(ones_K, entropy=ones_K)),
+    }
+    for name, (function, upstream) in functions.items():
+        kernel = RowKernel(function, None, None, 1.0)
+        read = partial(kernel.sums, index_KP=picked_K1, target_K=target_K, temperature_K=None)
+        sums = read(products(vocab_size, rows, device))
+        found.append(Kernel(f"sums of the {name}", read, 1))
+        found.append(Kernel(f"gradient of the {name}", partial(_overwritten, kernel, picked_K1, sums, upstream), 2))
+    return found
+
+
+def _overwritten(kernel: RowKernel, picked_K1: Tensor, sums: RowSums, upstream: Upstream, product_KV: Tensor) -> None:
+    """Overwrite the products by their gradient."""
+    kernel.gradient_(product_KV, picked_K1, None, sums, upstream, product_KV)
 
 
 def products(vocab_size: int, rows: int, device: str) -> Tensor:

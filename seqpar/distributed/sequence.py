@@ -23,7 +23,7 @@ from seqpar.core.chunks import even_sizes
 from seqpar.core.tensor_checks import CLASS_INDICES, check_dense
 from seqpar.distributed.collectives import gather_numbers, group_gather, rank_in, world_size
 from seqpar.distributed.vocab_parallel import check_whole
-from seqpar.losses.target_checks import check_ignore_index
+from seqpar.rows.target_checks import check_ignore_index
 
 Order = Literal["contiguous", "zigzag"]
 """The time steps that each rank has.

@@ -1,14 +1,8 @@
 """Split the vocabulary over ranks: each rank has some rows of the weight, and the loss is over all classes.
 
-Every rank of the group has the same hidden states and targets. Per chunk, one all-reduce finds the largest logit and a
-second one, stacked, sums everything else (as Megatron-LM does; Shoeybi et al. 2019, section 3). With lse_r the
-log-sum-exp of rank r's classes, and best the largest logit of all ranks:
-
-    lse = best + log sum_r exp(lse_r - best)
-    p_k = softmax_r(z)_k exp(lse_r - lse)       for a class k on rank r
-
-So each rank takes the softmax of its own classes and scales it by their total probability, and one rank and many run
-the same formula. The hidden gradient is summed over the group once a step; the weight's needs no communication.
+Every rank of the group has the same hidden states and targets. Per chunk, one all-gather brings every rank the others'
+sums of each row; `rows/scores.py` has the equations by which they are combined, the same for one rank and for many.
+The hidden gradient is summed over the group once a step; the weight's needs no communication.
 
 Shape suffixes: N rows, V this rank's classes, D hidden. `vocab_size` is always the number of all ranks' classes.
 """
@@ -31,13 +25,9 @@ from seqpar.distributed.collectives import (
     check_group,
     gather_numbers,
     group_gather,
-    group_max,
-    group_sum,
     rank_in,
     world_size,
 )
-from seqpar.losses.score_rows import ScoreSums, in_descending_order
-from seqpar.losses.softmax_loss import RowSums
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -151,85 +141,13 @@ class VocabShard:
         owned_N = (index_N >= 0) & (index_N < size)
         return index_N.clamp(0, max(0, size - 1)), owned_N
 
-    def combine(self, rows: RowSums, target_N: Tensor) -> RowSums:
-        """Return the row sums over the whole vocabulary: one maximum over the group, then one stacked sum."""
-        best_N = group_max(rows.best_N, self.group)
-        # Classes that are all masked out (-inf), or none, have no probability; their own softmax would be 0/0
-        here_N = rows.lse_N.where(rows.best_N != -math.inf, rows.best_N)
-        assert rows.argbest_N is not None
-        tied_N = rows.best_N == best_N
-        # Of classes that tie, the lowest is the prediction: the target's is correct if no tie lies below it
-        below_N = tied_N & (self.start + rows.argbest_N < target_N)
-        hit_N = (rows.correct_N & tied_N).to(best_N.dtype) - below_N.to(best_N.dtype)
-        optional = (rows.sum_N, rows.gold_weight_N, rows.weight_N)
-        # Stacked, because one collective of (C, N) costs a fraction of C collectives of (N,). exp(lse_r - best) is at
-        # most the rank's number of classes, so it cannot overflow
-        columns = [(here_N - best_N).exp(), rows.gold_N, hit_N, *(t for t in optional if t is not None)]
-        sums = iter(group_sum(torch.stack(columns), self.group))
-        # lse = best + log sum_r exp(lse_r - best); the columns come back in the order in which they were stacked
-        lse_N = best_N + next(sums).log()
-        gold_N = next(sums)
-        # 1 if the target's rank has a hit and no rank a tie below it; every tie below takes 1 away
-        correct_N = next(sums) == 1
-        sum_N, gold_weight_N, weight_N = [t if t is None else next(sums) for t in optional]
-        return RowSums(
-            best_N=best_N,
-            lse_N=lse_N,
-            gold_N=gold_N,
-            correct_N=correct_N,
-            sum_N=sum_N,
-            gold_weight_N=gold_weight_N,
-            weight_N=weight_N,
-            # This rank's part of the total probability, exp(lse_r - lse)
-            share_N=(here_N - lse_N).exp(),
-        )
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return every rank's tensor, in rank order, stacked."""
+        return torch.stack(group_gather(tensor, self.group))
 
-    def combine_scores(self, sums: ScoreSums, top_k: int) -> ScoreSums:
-        """Return what the scores need from the whole vocabulary: one all-gather, and two more for the top classes.
-
-        Each rank adds the ranks' numbers in rank order, so that a row's sums do not depend on its place in the batch,
-        as those of an all-reduce may.
-        """
-        columns = [sums.best_N, sums.log_sum_N, *sums.picked_NP.unbind(1)]
-        if sums.mean_N is not None:
-            columns.append(sums.mean_N)
-        everyone_RCN = torch.stack(group_gather(torch.stack(columns), self.group))
-        best_RN = everyone_RCN[:, 0]
-        best_N = best_RN.amax(0)
-        # S = sum_r S_r exp(m_r - m); a rank without classes, or with masked ones alone (-inf), adds nothing
-        offset_RN = best_RN - best_N
-        empty_RN = best_RN == -math.inf
-        share_RN = (everyone_RCN[:, 1] + offset_RN).exp().masked_fill(empty_RN, 0)
-        sum_N = share_RN.sum(0)
-        share_RN = share_RN / sum_N
-        mean_N = None
-        if sums.mean_N is not None:
-            # sum_k p_k (z_k - m) = sum_r share_r (mean_r + m_r - m)
-            mean_RN = share_RN * (everyone_RCN[:, -1] + offset_RN)
-            mean_N = mean_RN.masked_fill(empty_RN, 0).sum(0)
-        top_NT, top_ids_NT = self._top_of_all(sums.top_NT, sums.top_ids_NT, top_k)
-        return ScoreSums(
-            best_N=best_N,
-            log_sum_N=sum_N.log(),
-            mean_N=mean_N,
-            share_N=share_RN[rank_in(self.group)],
-            picked_NP=everyone_RCN[:, 2 : 2 + sums.picked_NP.size(1)].sum(0).t(),
-            top_NT=top_NT,
-            top_ids_NT=top_ids_NT,
-        )
-
-    def _top_of_all(self, top_NT: Tensor, top_ids_NT: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Return the `top_k` largest of all ranks' top logits, and their classes."""
-        if not top_k:
-            return top_NT, top_ids_NT
-        # A rank with fewer classes fills its columns with a class above all others, at -inf
-        missing = top_k - top_NT.size(1)
-        top_NT = torch.nn.functional.pad(top_NT, (0, missing), value=-math.inf)
-        top_ids_NT = torch.nn.functional.pad(top_ids_NT, (0, missing), value=self.vocab_size)
-        values_NC = torch.cat(group_gather(top_NT, self.group), 1)
-        ids_NC = torch.cat(group_gather(top_ids_NT, self.group), 1)
-        values_NC, ids_NC = in_descending_order(values_NC, ids_NC)
-        return values_NC[:, :top_k], ids_NC[:, :top_k]
+    def rank(self) -> int:
+        """Return this rank's place in the group."""
+        return rank_in(self.group)
 
 
 ROUNDINGS = 4

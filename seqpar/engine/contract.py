@@ -33,7 +33,7 @@ from seqpar.core.chunks import recording
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.token_loss import TokenLoss
 from seqpar.engine.module_calls import extra_in_call
-from seqpar.losses.criteria import LabelSmoothing, ignored_target
+from seqpar.rows.criteria import LabelSmoothing, ignored_target
 
 PROBE_ROWS = 4
 """Two sequences of two time steps."""

@@ -1,7 +1,7 @@
 """Compute the engine's loss over its devices: scatter the batch, cut each shard into chunks, add the devices' losses.
 
     loss_over_devices   check the batch, scatter it over the devices, cut each shard into chunks
-    _formula_loss       one device's loss, its gradient in closed form
+    _linear_loss        one device's loss, its gradient in closed form
     _autograd_loss      one device's loss, its gradient by autograd, chunk by chunk
 
 Shape suffixes: B batch, T time, N rows (B*T, or the rows of a 2-D hidden), K rows of one chunk, D hidden, V vocabulary.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.chunked_gradient import AutogradChunkLoss, differentiable_sum
-from seqpar.core.chunks import Chunk, cut_rows, cut_time, recording, rows_per_chunk
+from seqpar.core.chunks import Chunk, cut_rows, cut_time, rows_per_chunk
 from seqpar.core.structures import map_tensors
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
@@ -35,12 +35,12 @@ from seqpar.engine.shards import (
     rows_of,
     scattered,
 )
-from seqpar.linear.cross_entropy import linear_cross_entropy
-from seqpar.linear.formula import LinearFormula, Projection
-from seqpar.linear.leaves import LinearLeaves, differentiable_loss, product_dtype
-from seqpar.losses.criteria import ignored_target
+from seqpar.linear.cross_entropy import linear_cross_entropy, sum_of_chunks
+from seqpar.linear.inputs import Checked, Inputs, Settings
+from seqpar.linear.leaves import product_dtype
 from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.replicas import bind, check_replicable
+from seqpar.rows.criteria import ignored_target
 
 
 class Cut(NamedTuple):
@@ -84,7 +84,7 @@ def loss_over_devices(
     heads = heads_on(head, devices)
     shard_loss: Callable[..., TokenLoss] = _autograd_loss
     if isinstance(match, FormulaMatch):
-        shard_loss = partial(_formula_loss, match)
+        shard_loss = partial(_linear_loss, match)
         facts = LogitFacts(match.vocab_size, product_dtype(shards[0].hidden), True)
     else:
         # The probe checks the targets as soon as it knows the number of classes
@@ -95,7 +95,7 @@ def loss_over_devices(
     arguments = [(h, s, c, loss_scale) for h, s, c in zip(heads, shards, chunks, strict=True)]
     # One thread per device; the losses are added on the first one, and autograd sends the gradients back
     losses = parallel_apply([shard_loss] * len(shards), arguments, devices=devices)
-    return sum((_moved(loss, devices[0]) for loss in losses[1:]), start=losses[0])
+    return sum_on_first(losses)
 
 
 def _chunks(counted: Tensor, facts: LogitFacts, chunk_tokens: int | None, chunk_size: int | None) -> list[Chunk]:
@@ -130,23 +130,17 @@ def linear_loss(
     )
 
 
-def _formula_loss(
+def _linear_loss(
     match: FormulaMatch, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor
 ) -> TokenLoss:
     """Return one device's loss, its gradient in closed form, given the original pair's match and a replica of it."""
     here = match.of_replica(head)
-    weight_VD = here.projection.weight
-    bias_V = here.projection.bias
     (hidden_ND,) = rows_of(shard)
-    ignored = None
-    # Chunks contain ignored rows only while a CUDA graph is recorded
-    if recording(hidden_ND.device):
-        ignored = here.ignore_index
-    # Under autocast the products are narrower than the leaves, which receive gradients of their own dtype
-    projection = Projection(weight_VD, bias_V, product_dtype(hidden_ND))
-    chunk_loss = LinearFormula(projection, shard.target.flatten(), here.soft_target, ignored=ignored)
-    leaves = LinearLeaves(hidden_ND, weight_VD, bias_V)
-    return differentiable_loss(chunk_loss, chunks, leaves, loss_scale)
+    # The caller's whole batch has been checked before it was scattered
+    inputs = Inputs(hidden_ND, here.projection.weight, shard.target.flatten(), here.projection.bias)
+    settings = Settings(here.ignore_index, here.label_smoothing, here.smoothing_convention)
+    given = Checked(VocabShard(None, 0, here.vocab_size), here.soft_target, here.class_weight)
+    return sum_of_chunks(inputs, settings, given, loss_scale, chunks)
 
 
 def _autograd_loss(head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor) -> TokenLoss:
@@ -169,7 +163,7 @@ def _autograd_loss(head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_
     return differentiable_sum(chunk_loss, chunks, rows_of(shard), params, empty, loss_scale)
 
 
-def _moved(loss: TokenLoss, device: torch.device) -> TokenLoss:
-    """Return the loss on that device."""
-    moved: TokenLoss = map_tensors(lambda t: t.to(device), loss)
-    return moved
+def sum_on_first(losses: Sequence[TokenLoss]) -> TokenLoss:
+    """Return the sum of the devices' losses, on the first one."""
+    device = losses[0].total.device
+    return sum((map_tensors(lambda t: t.to(device), loss) for loss in losses[1:]), start=losses[0])

@@ -55,7 +55,7 @@ def how_it_is_computed(match: FormulaMatch | NoFormula, head: nn.ModuleDict, dev
         return f"by autograd, chunk by chunk ({match.reason})"
     how = f"by formula ({type(head['generator']).__name__}, {type(head['criterion']).__name__})"
     if not why_no_kernel(device_type):
-        return f"{how}, the softmax and its gradient in one Triton kernel"
+        return f"{how}, the softmax and its gradient in two Triton kernels"
     if device_type != "cpu":
         return f"{how}, the softmax and its gradient in torch operations ({why_no_kernel(device_type)})"
     return how

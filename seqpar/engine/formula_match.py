@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from seqpar.engine.module_calls import extra_in_call
 from seqpar.engine.shards import Shard
-from seqpar.losses.criteria import CrossEntropy, LabelSmoothing
-from seqpar.losses.softmax_loss import Convention, SoftTarget, soft_target
+from seqpar.rows.criteria import CrossEntropy, LabelSmoothing
+from seqpar.rows.smoothing import Convention, SoftTarget, soft_target
 
 
 class FormulaMatch(NamedTuple):
@@ -32,8 +32,7 @@ class FormulaMatch(NamedTuple):
     @property
     def soft_target(self) -> SoftTarget:
         """Return the target distribution of a row."""
-        q = soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, self.vocab_size)
-        return q._replace(weight_V=self.class_weight)
+        return soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, self.vocab_size)
 
     def of_replica(self, head: nn.ModuleDict) -> FormulaMatch:
         """Return the match with the tensors of a replica of the pair, or of the pair itself."""

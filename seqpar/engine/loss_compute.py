@@ -7,7 +7,7 @@ under `torch.compile`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,15 +22,17 @@ from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import inside_unit, refuse_data_parallel, refuse_sharded
 from seqpar.engine.contract import check_roles
-from seqpar.engine.device_losses import Cut, linear_loss, loss_over_devices
+from seqpar.engine.device_losses import Cut, linear_loss, loss_over_devices, sum_on_first
 from seqpar.engine.explanation import LatestCall, explanation
 from seqpar.engine.first_call import LogitFacts, Situation
 from seqpar.engine.formula_match import FormulaMatch, match_formula, match_split
-from seqpar.engine.scores import scores_over_devices
+from seqpar.engine.scores import over_devices
 from seqpar.engine.shards import OneOrScattered
 from seqpar.linear.leaves import product_dtype
-from seqpar.linear.token_scores import TokenScores
+from seqpar.linear.scored_loss import scored_loss
+from seqpar.linear.token_scores import TokenScores, token_scores
 from seqpar.multi_device.devices import Device, check_devices
+from seqpar.multi_device.replicas import gather
 
 
 class LossCompute(nn.Module):
@@ -46,7 +48,7 @@ class LossCompute(nn.Module):
     Args:
         generator: any module from hidden states `(..., D)` to scores `(..., V)` of the same number of dimensions
             whose scores of a token depend on that token alone.
-        criterion: any module that returns a sum; `seqpar.losses.criteria` lists the requirements.
+        criterion: any module that returns a sum; `seqpar.rows.criteria` lists the requirements.
         devices: the devices of the replicas of both, over which the rows are divided; None is hidden's device.
         chunk_tokens: the most tokens whose logits exist at once on a device; None chooses by bytes.
         chunk_size: instead of chunk_tokens, time steps of the whole batch, as in 2018; hidden must be `(B, T, D)`.
@@ -185,11 +187,64 @@ class LossCompute(nn.Module):
             TypeError: a pair without a closed form (`explain()` says why).
             TypeError, ValueError, IndexError, RuntimeError: as `seqpar.token_scores`.
         """
+        found: list[TokenScores] = self._over_devices(token_scores, hidden, target, temperature, ids, {}, options)
+        return gather(found, found[0].log_prob.device)  # type: ignore[no-any-return]
+
+    @outside_graphs
+    def scored_loss(
+        self,
+        hidden: OneOrScattered,
+        target: OneOrScattered,
+        loss: Callable[..., Tensor],
+        *,
+        temperature: float | Tensor = 1.0,
+        ids: Tensor | None = None,
+        entropy: bool = False,
+        softcap: float | None = None,
+        loss_scale: float | Tensor = 1.0,
+        **per_token: OneOrScattered | None,
+    ) -> TokenLoss:
+        """Return `seqpar.scored_loss` under the generator's projection, over the same devices as the loss.
+
+        Args:
+            hidden, target: as for the loss; ignored targets are the criterion's.
+            loss, temperature, ids, entropy, softcap, loss_scale, per_token: as `seqpar.scored_loss`; what each token
+                has is scattered with hidden. A None among `per_token` is not passed on.
+
+        Returns:
+            `TokenLoss` on the first device.
+
+        Raises:
+            TypeError: a pair without a closed form (`explain()` says why).
+            TypeError, ValueError, IndexError, RuntimeError: as `seqpar.scored_loss`.
+        """
+        options = {"loss": loss, "entropy": entropy, "softcap": softcap, "loss_scale": loss_scale}
+        losses: list[TokenLoss] = self._over_devices(scored_loss, hidden, target, temperature, ids, per_token, options)
+        return sum_on_first(losses)
+
+    def _over_devices(
+        self,
+        function: Callable[..., Any],
+        hidden: OneOrScattered,
+        target: OneOrScattered,
+        temperature: float | Tensor,
+        ids: Tensor | None,
+        per_token: dict[str, OneOrScattered | None],
+        options: dict[str, Any],
+    ) -> Any:
+        """Return `over_devices`, inside the generator's unit if FSDP2 has one."""
+        given = {name: value for name, value in per_token.items() if value is not None}
         options = {"chunk_tokens": self.chunk_tokens, **options}
-        arguments = (self.head, self.devices, self.vocab, hidden, target, temperature, ids, options)
+        if isinstance(temperature, Tensor):
+            given["temperature"] = temperature
+        else:
+            options["temperature"] = temperature
+        if ids is not None:
+            given["ids"] = ids
+        arguments = (function, self.head, self.devices, self.vocab, hidden, target, given, options)
         if is_fsdp_unit(self.head["generator"]):
-            return inside_unit(self.head["generator"], scores_over_devices, *arguments)  # type: ignore[no-any-return]
-        return scores_over_devices(*arguments)
+            return inside_unit(self.head["generator"], over_devices, *arguments)
+        return over_devices(*arguments)
 
     def explain(self, tokens: int | None = None) -> str:
         """Describe how one device computes the loss of so many tokens that are not ignored, and why.

@@ -1,9 +1,9 @@
-"""Compute the scores of tokens under the engine's projection, over its devices."""
+"""Compute the scores of tokens under the engine's projection, and losses of them, over its devices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +13,28 @@ from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import refuse_sharded, structural_copy
 from seqpar.engine.formula_match import FormulaMatch, NoFormula, match_formula
 from seqpar.engine.shards import OneOrScattered, Shard, check_targets, check_width, heads_on, scattered
-from seqpar.linear.token_scores import TokenScores, token_scores
-from seqpar.losses.criteria import ignored_target
 from seqpar.multi_device.parallel_apply import parallel_apply
-from seqpar.multi_device.replicas import check_replicable, gather
+from seqpar.multi_device.replicas import check_replicable
+from seqpar.rows.criteria import ignored_target
+
+Found = TypeVar("Found")
 
 
-def scores_over_devices(
+def over_devices(
+    function: Callable[..., Found],
     head: nn.ModuleDict,
     devices: Sequence[torch.device] | None,
     vocab: VocabShard | None,
     hidden: OneOrScattered,
     target: OneOrScattered,
-    temperature: float | Tensor,
-    ids: Tensor | None,
+    per_token: dict[str, OneOrScattered],
     options: dict[str, Any],
-) -> TokenScores:
-    """Return the scores on the first device, in the order of the batch; the arguments are `LossCompute.token_scores`'.
+) -> list[Found]:
+    """Return what `token_scores` or `scored_loss` returns for the rows of each device, on that device.
+
+    Args:
+        per_token: keywords of the function that are scattered with hidden.
+        options: its other keywords.
 
     Raises:
         TypeError: the generator is no `nn.Linear`, or only autograd knows the criterion's loss.
@@ -50,34 +55,30 @@ def scores_over_devices(
     if vocab is not None:
         assert isinstance(hidden, Tensor)
         assert isinstance(target, Tensor)
-        given = {"temperature": temperature, "ids": ids, "vocab": vocab, **options}
-        return _scores(match, hidden, target, given)
+        return [_of_rows(function, match, hidden, target, {"vocab": vocab, **per_token, **options})]
     check_replicable(head)
-    per_token: dict[str, OneOrScattered] = {}
-    if isinstance(temperature, Tensor):
-        per_token["temperature"] = temperature
-    else:
-        options = {**options, "temperature": temperature}
-    if ids is not None:
-        per_token["ids"] = ids
     shards = scattered(hidden, target, per_token, devices, None, ignored_target(head["criterion"]))
     check_width(shards, match.projection.weight.size(1))
     check_targets(shards, match.vocab_size)
     on = [shard.hidden.device for shard in shards]
     heads = heads_on(head, on)
-    arguments = [(match, replica, shard, options) for replica, shard in zip(heads, shards, strict=True)]
-    found = parallel_apply([_scores_of_shard] * len(shards), arguments, devices=on)
-    return gather(found, on[0])  # type: ignore[no-any-return]
+    arguments = [(function, match, replica, shard, options) for replica, shard in zip(heads, shards, strict=True)]
+    found: list[Found] = parallel_apply([_of_shard] * len(shards), arguments, devices=on)
+    return found
 
 
-def _scores_of_shard(match: FormulaMatch, head: nn.ModuleDict, shard: Shard, options: dict[str, Any]) -> TokenScores:
-    """Return the scores of one device's rows."""
-    replica = match.of_replica(head)
-    return _scores(replica, shard.hidden, shard.target, {**shard.per_token, **options})
+def _of_shard(
+    function: Callable[..., Found], match: FormulaMatch, head: nn.ModuleDict, shard: Shard, options: dict[str, Any]
+) -> Found:
+    """Return the function's result for one device's rows."""
+    given = {**shard.per_token, **options}
+    return _of_rows(function, match.of_replica(head), shard.hidden, shard.target, given)
 
 
-def _scores(match: FormulaMatch, hidden: Tensor, target: Tensor, options: dict[str, Any]) -> TokenScores:
-    """Return the scores under the matched projection."""
+def _of_rows(
+    function: Callable[..., Found], match: FormulaMatch, hidden: Tensor, target: Tensor, options: dict[str, Any]
+) -> Found:
+    """Return the function's result under the matched projection."""
     weight = match.projection.weight
     bias = match.projection.bias
-    return token_scores(hidden, weight, target, bias=bias, ignore_index=match.ignore_index, **options)
+    return function(hidden, weight, target, bias=bias, ignore_index=match.ignore_index, **options)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.tensor_checks import check_dense, check_floating
-from seqpar.losses.target_checks import check_range, check_target
 from seqpar.multi_device.replicas import replicate, scatter
+from seqpar.rows.target_checks import check_range, check_target
 
 OneOrScattered = Tensor | Sequence[Tensor]
 """One tensor of all rows, or one tensor for each device."""

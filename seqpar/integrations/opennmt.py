@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from seqpar.core.token_loss import TokenLoss
 from seqpar.engine.loss_compute import LossCompute
-from seqpar.losses.criteria import LabelSmoothing
+from seqpar.rows.criteria import LabelSmoothing
 
 INSTEAD = "train it without apply_seqpar_loss"
 

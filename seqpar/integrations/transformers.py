@@ -57,8 +57,8 @@ from seqpar.integrations.transformers_model import (
     special_labels,
 )
 from seqpar.linear.cross_entropy import linear_cross_entropy
-from seqpar.losses.criteria import LabelSmoothing
-from seqpar.losses.softmax_loss import check_smoothing
+from seqpar.rows.criteria import LabelSmoothing
+from seqpar.rows.smoothing import check_smoothing
 
 WAY_OUT_OF_SHARDS = (
     "do not make the output embeddings a unit of their own (call fully_shard on the layers, then on the model), and "

@@ -3,7 +3,7 @@
 With `TRITON_INTERPRET=1` in the environment the same kernels run on the CPU, slowly, so that they can be tested without
 an accelerator.
 
-Shape suffixes: K rows of one chunk, V classes here.
+Shape suffixes: K rows of one chunk, V classes here, P picked classes of each row (its target, then its given ones).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.token_loss import wide
-from seqpar.losses.softmax_loss import RowSums, SoftTarget, included_weight
+from seqpar.rows.scores import RowFunction, RowSums, Upstream
 
 LARGEST_BLOCK = 2048
 """The most classes of a row that a program has in its registers at once; a power of 2."""
@@ -55,91 +55,104 @@ def _installed() -> bool:
 
 
 class RowKernel:
-    """The kernels for one projection and target distribution.
+    """The row function of `rows/scores.py` for one projection.
 
     Args:
-        q: the target distribution over this rank's classes.
+        function: which scores are wanted; its class weights and the excluded one are this rank's.
         bias_V, softcap, temperature: those of the projection. The kernels add the bias, in float32, so that the sum is
             not rounded to the product's dtype.
-        ignored: the target of rows that a chunk contains but that do not count; None if no chunk contains such rows.
     """
 
-    def __init__(
-        self, q: SoftTarget, bias_V: Tensor | None, softcap: float | None, temperature: float, ignored: int | None
-    ) -> None:
+    def __init__(self, function: RowFunction, bias_V: Tensor | None, softcap: float | None, temperature: float) -> None:
         from seqpar.kernels import triton_rows
 
         self.kernels: Any = triton_rows
-        self.q = q
+        self.function = function
         self.bias_V = bias_V
-        self.ignored = ignored
-        self.weight_sum: Tensor | None = None
-        if q.weight_V is not None:
-            # W = sum_k w_k without the excluded class
-            self.weight_sum = included_weight(q.weight_V, q).sum().reshape(1)
-        self.settings = {"each": q.each, "excluded": q.excluded, "softcap": softcap, "temperature": float(temperature)}
+        self.weight_V = None
+        excluded = None
+        if function.weights is not None:
+            self.weight_V = function.weights.weight_V
+            excluded = function.weights.excluded
+        self.settings = {"softcap": softcap, "temperature": float(temperature), "excluded": excluded}
 
-    def whole_(
-        self, product_KV: Tensor, target_K: Tensor, factor: float | Tensor, gradient: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each row's loss, nll and whether it is correct (0 or 1), in float32 or wider; all classes are here.
+    @staticmethod
+    def knows(function: RowFunction) -> bool:
+        """Return whether the kernels compute all that is wanted: of the largest classes they know the first alone."""
+        return function.top_k <= 1 and not function.rest
 
-        With `gradient`, the products are overwritten with `factor` times their gradient; `factor` is one number, or one
-        for each row.
+    def sums(self, product_KV: Tensor, index_KP: Tensor, target_K: Tensor, temperature_K: Tensor | None) -> RowSums:
+        """Return the sums of each row over this rank's classes.
+
+        Args:
+            index_KP: the picked classes, counted from this rank's first; one outside [0, V) has a logit of nan.
+            target_K: the targets, of the whole vocabulary.
         """
-        q = self.q
-        out_3K = self._out(3, product_KV)
-        settings = {
-            "ignored": self.ignored, "gold_q": q.gold, "classes": float(q.classes), "kl_gold": q.kl_gold,
-            "kl_each": q.kl_each, "z_loss": q.z_loss, "GRADIENT": gradient, **self.settings,
+        function = self.function
+        picked_KP = index_KP.new_empty(index_KP.shape, dtype=wide(product_KV.dtype))
+        out_5K = picked_KP.new_empty((5, len(product_KV)))
+        flags = {
+            "PICKS": index_KP.size(1), "ENTROPY": function.entropy, "ARGBEST": function.correct or function.top_k > 0,
+            "WEIGHTED": function.weights is not None,
         }  # fmt: skip
-        arguments = (self.bias_V, q.weight_V, self.weight_sum, *self._factor(factor, out_3K), out_3K, out_3K.stride(0))
-        launch(self.kernels._whole_rows, product_KV, target_K.contiguous(), *arguments, **settings)
-        loss_K, nll_K, correct_K = out_3K
-        return loss_K, nll_K, correct_K
+        rows = (index_KP.contiguous(), self.bias_V, _adjacent(temperature_K), self.weight_V)
+        launch(self.kernels._row_sums, product_KV, *rows, picked_KP, out_5K, out_5K.stride(0), **flags, **self.settings)
+        best_K, log_sum_K, mean_K, argbest_K, sum_K = out_5K
+        top = function.top_k > 0
+        return RowSums(
+            best_K,
+            log_sum_K,
+            picked_KP,
+            mean_N=mean_K if function.entropy else None,
+            sum_N=None if function.weights is None else sum_K,
+            correct_N=function.hit(argbest_K.long(), target_K) if function.correct else None,
+            top_NT=best_K.unsqueeze(1) if top else None,
+            top_ids_NT=argbest_K.long().unsqueeze(1) if top else None,
+        )
 
-    def part_sums(self, product_KV: Tensor, index_K: Tensor) -> RowSums:
-        """Return the row sums over this rank's classes.
-
-        `index_K` has the targets, counted from this rank's first class; those of other ranks are outside [0, V).
-        """
-        out_5K = self._out(5, product_KV)
-        arguments = (self.bias_V, self.q.weight_V, out_5K, out_5K.stride(0))
-        launch(self.kernels._part_sums, product_KV, index_K.contiguous(), *arguments, **self.settings)
-        best_K, argbest_K, lse_K, gold_K, sum_K = out_5K
-        argbest_K = argbest_K.long()
-        return RowSums(best_K, lse_K, gold_K, argbest_K == index_K, argbest_K, sum_K if self.q.each else None)
-
-    def part_gradient_(
-        self, product_KV: Tensor, index_K: Tensor, lse_K: Tensor, mass: float | Tensor, factor: float | Tensor
+    def gradient_(
+        self,
+        product_KV: Tensor,
+        index_KP: Tensor,
+        temperature_K: Tensor | None,
+        sums: RowSums,
+        upstream: Upstream,
+        out_KV: Tensor,
     ) -> None:
-        """Overwrite this rank's products with their gradient, factor x (mass p - w q).
+        """Overwrite `out_KV`, the products or memory of the same strides, by the gradient of the products.
 
-        p_k = exp(z_k - lse), so all that is needed from the other ranks is lse of the whole vocabulary.
+        Args:
+            index_KP: picked classes outside [0, V) get no gradient.
+            sums: over the whole vocabulary.
         """
-        mass_K, stride = self._factor(mass, lse_K)
-        if mass_K is None:
-            mass_K = torch.ones_like(lse_K)
-            stride = 1
-        arguments = (self.bias_V, self.q.weight_V, lse_K.contiguous(), mass_K, stride, *self._factor(factor, lse_K))
-        settings = {"gold_q": self.q.gold, **self.settings}
-        launch(self.kernels._part_gradient, product_KV, index_K.contiguous(), *arguments, **settings)
+        assert out_KV.stride() == product_KV.stride()
+        factor_KP = upstream.of_picked()
+        if factor_KP is None:
+            factor_KP = sums.best_N.new_empty((len(product_KV), 0))
+        picks = factor_KP.size(1)
+        every_K = upstream.of_every_logit(self.function.weights)
+        arguments = (
+            index_KP[:, :picks].contiguous(),
+            factor_KP.contiguous(),
+            self.bias_V,
+            _adjacent(temperature_K),
+            self.weight_V,
+            sums.best_N.contiguous(),
+            sums.log_sum_N.contiguous(),
+            torch.zeros_like(sums.best_N) if every_K is None else every_K.contiguous(),
+            _adjacent(None if upstream.entropy is None else sums.mean_N),
+            _adjacent(upstream.entropy),
+            _adjacent(upstream.weighted),
+            out_KV,
+        )
+        launch(self.kernels._row_gradient, product_KV, *arguments, PICKS=picks, **self.settings)
 
-    def _out(self, columns: int, product_KV: Tensor) -> Tensor:
-        """Return memory for so many results per row."""
-        return product_KV.new_empty((columns, len(product_KV)), dtype=wide(product_KV.dtype))
 
-    def _factor(self, factor: float | Tensor, like: Tensor) -> tuple[Tensor | None, int]:
-        """Return the factors as a tensor, and the distance between those of two rows: 0 if there is one for all rows.
-
-        The tensor is None if the factor is 1.
-        """
-        if isinstance(factor, Tensor):
-            factor = factor.to(like.device, like.dtype).contiguous()
-            return factor, int(factor.dim() > 0 and factor.numel() > 1)
-        if factor == 1:
-            return None, 0
-        return torch.full((1,), factor, dtype=like.dtype, device=like.device), 0
+def _adjacent(numbers_K: Tensor | None) -> Tensor | None:
+    """Return the numbers side by side in memory: autograd's may be one number that stands for all rows."""
+    if numbers_K is None:
+        return None
+    return numbers_K.contiguous()
 
 
 def launch(kernel: Any, product_KV: Tensor, *arguments: object, **settings: object) -> None:

@@ -1,18 +1,23 @@
-"""Overwrite a chunk of products with their gradient, in Triton kernels with one program per row.
+"""Compute the scores of a chunk's rows from their products, and the products' gradient, in two Triton kernels.
 
-Every row is read twice and written once. The first pass computes, for each lane, a running maximum m and the sum of
-exponentials relative to it (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"), with one
-exponential per logit z:
+Each row of the products has a program of its own; a row is read twice and written once.
 
-    s <- s exp(m - max(m, z)) + exp(z - max(m, z)),   m <- max(m, z);     in the end  lse = m + log s
+The first kernel reads a row once. For each lane it keeps a running maximum m, and two sums relative to it: s of
+exponentials, as in Milakov and Gimelshein 2018 ("Online normalizer calculation for softmax"), and t for the entropy.
+With d = -|z - m|, one exponential per logit z serves both:
 
-The second pass overwrites the product with its gradient. The formulas are those of `seqpar.losses.softmax_loss`, and
-tests compare the two.
+    z > m:    t <- e^d (t + d s),   s <- e^d s + 1,   m <- z
+    z <= m:   t <- t + d e^d,       s <- s + e^d
+
+    in the end   log S = log s,   mean = t / s = sum_k p_k (z_k - m)
+
+The second kernel overwrites the product with the gradient. It needs no sum over the row again. The formulas are those
+of `seqpar.rows.scores`, and tests compare the two.
 
 Only `seqpar.kernels.row_kernel` imports this module, if Triton is installed.
 
 V is the number of classes on this rank. WIDTH is how many numbers of a row's memory may be read and written: V rounded
-up to whole vectors, which therefore need not stop at the last class.
+up to whole vectors, which therefore need not stop at the last class. PICKS is 1 + J: a row's target and given classes.
 """
 
 from __future__ import annotations
@@ -71,244 +76,175 @@ def _class_weights(weight_ptr, k, here, excluded: constexpr, dtype: constexpr):
 
 
 @triton.jit
+def _divided_logits(
+    x_ptr, bias_ptr, temperature_ptr, k, there, here, softcap: constexpr, temperature: constexpr, dtype: constexpr
+):
+    """Return the logits of some classes of one row, also divided by the row's temperature, and softcap's derivative."""
+    z, derivative = _logits(x_ptr, bias_ptr, k, there, here, softcap, temperature, dtype)
+    if temperature_ptr is not None:
+        z = z / tl.load(temperature_ptr)
+    return z, derivative
+
+
+@triton.jit
+def _finite(d):
+    """Return z - m with -1e4 in place of -inf: exp of both is 0, but 0 x -inf is nan. A nan stays."""
+    return tl.where(d < -1e4, -1e4, d)
+
+
+# Numbers of a chunk's rows begin anywhere in those of all rows; their alignment shall make no kernel of its own
+_ROWS = [
+    "index_ptr", "factor_ptr", "temperature_ptr", "best_ptr", "log_sum_ptr", "all_ptr", "mean_ptr", "entropy_ptr",
+    "weighted_ptr",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["out_stride"], do_not_specialize_on_alignment=_ROWS)
 def _row_sums(
     x_ptr,
+    x_stride,
     V: constexpr,
     WIDTH: constexpr,
-    target,
+    index_ptr,
     bias_ptr,
+    temperature_ptr,
     weight_ptr,
+    picked_ptr,
+    out_ptr,
+    out_stride,
     softcap: constexpr,
     temperature: constexpr,
-    each: constexpr,
+    PICKS: constexpr,
+    ENTROPY: constexpr,
+    ARGBEST: constexpr,
+    WEIGHTED: constexpr,
     excluded: constexpr,
-    dtype: constexpr,
     BLOCK: constexpr,
 ):
-    """Return the largest logit, its lowest class, lse, z_y, Z, and whether the target is one of this rank's classes."""
-    # Loaded first: the reductions below make all warps wait for each other, and after the last one of them a warp may
-    # already overwrite the target's product with its gradient
-    inside = (target >= 0) & (target < V)
-    gold_k = tl.where(inside, target, 0)
-    gold, _derivative = _logits(x_ptr, bias_ptr, gold_k, inside, inside, softcap, temperature, dtype)
+    """Store a row's m, log S and the picked logits.
+
+    With ENTROPY also mean, with ARGBEST the lowest class that has m, with WEIGHTED sum_k w_k z_k.
+    """
+    dtype: constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    if temperature_ptr is not None:
+        temperature_ptr += row
     best = tl.full([BLOCK], float("-inf"), dtype)
     total = tl.zeros([BLOCK], dtype)
-    sum_ = tl.zeros([BLOCK], dtype)
+    moment = tl.zeros([BLOCK], dtype)
     argbest = tl.zeros([BLOCK], tl.int32)
+    sum_ = tl.zeros([BLOCK], dtype)
     for start in range(0, V, BLOCK):
         k = start + tl.arange(0, BLOCK)
         here = k < V
-        z, _ = _logits(x_ptr, bias_ptr, k, k < WIDTH, here, softcap, temperature, dtype)
-        if each != 0.0:
+        z, _ = _divided_logits(
+            x_ptr, bias_ptr, temperature_ptr, k, k < WIDTH, here, softcap, temperature, dtype
+        )  # fmt: skip
+        if WEIGHTED:
             w = _class_weights(weight_ptr, k, here, excluded, dtype)
             # A logit may be -inf, and 0 x inf is nan
             sum_ += tl.where(w != 0, w * z, 0.0)
         z = tl.where(here, z, float("-inf"))
         larger = z > best
-        # If both are -inf, their difference is nan; the 1 added instead is multiplied by exp(-inf) = 0 in the end
-        shrink = tl.where(z == best, 1.0, tl.exp(-tl.abs(z - best)))
+        # If both are -inf, their difference is nan; whatever the lane adds is multiplied by 0 in the end
+        d = tl.where(z == best, 0.0, _finite(-tl.abs(z - best)))
+        shrink = tl.exp(d)
+        if ENTROPY:
+            moment = tl.where(larger, shrink * (moment + d * total), moment + d * shrink)
         total = tl.where(larger, total * shrink + 1.0, total + shrink)
-        argbest = tl.where(larger, k, argbest)
+        if ARGBEST:
+            argbest = tl.where(larger, k, argbest)
         best = tl.where(larger, z, best)
-    # Each lane has a maximum and a sum of its own; lse = m + log sum_lanes s exp(m_lane - m)
+    # Each lane has a maximum and sums of its own
     row_best = tl.max(best, 0)
-    lse = row_best + tl.log(tl.sum(total * tl.exp(best - row_best), 0))
-    # Of classes that tie, the lowest counts as the prediction
-    row_argbest = tl.min(tl.where(best == row_best, argbest, V), 0)
-    return row_best, row_argbest, lse, gold, tl.sum(sum_, 0), inside
+    d = _finite(best - row_best)
+    shrink = tl.exp(d)
+    row_total = tl.sum(total * shrink, 0)
+    out_ptr += row
+    tl.store(out_ptr, row_best)
+    tl.store(out_ptr + out_stride, tl.log(row_total))
+    if ENTROPY:
+        tl.store(out_ptr + 2 * out_stride, tl.sum(shrink * (moment + d * total), 0) / row_total)
+    if ARGBEST:
+        tl.store(out_ptr + 3 * out_stride, tl.min(tl.where(best == row_best, argbest, V), 0).to(dtype))
+    if WEIGHTED:
+        tl.store(out_ptr + 4 * out_stride, tl.sum(sum_, 0))
+    for j in range(0, PICKS):
+        index = tl.load(index_ptr + row * PICKS + j)
+        inside = (index >= 0) & (index < V)
+        z, _ = _divided_logits(
+            x_ptr, bias_ptr, temperature_ptr, tl.where(inside, index, 0), inside, inside, softcap, temperature, dtype
+        )
+        # While a CUDA graph is recorded no class can be checked; nan shows one outside the vocabulary
+        tl.store(picked_ptr + row * PICKS + j, tl.where(inside, z, float("nan")))
 
 
-@triton.jit
-def _gold_weight(weight_ptr, target, inside, dtype: constexpr):
-    """Return w of the target; 0 if it is no class of this rank."""
-    w = inside.to(dtype)
-    if weight_ptr is not None:
-        w *= tl.load(weight_ptr + target, inside, other=0.0).to(dtype)
-    return w
-
-
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ROWS)
 def _row_gradient(
     x_ptr,
+    x_stride,
     V: constexpr,
     WIDTH: constexpr,
-    target,
-    lse,
-    mass,
-    gold_share,
-    factor,
-    kept,
+    index_ptr,
+    factor_ptr,
     bias_ptr,
+    temperature_ptr,
     weight_ptr,
+    best_ptr,
+    log_sum_ptr,
+    all_ptr,
+    mean_ptr,
+    entropy_ptr,
+    weighted_ptr,
+    grad_ptr,
     softcap: constexpr,
     temperature: constexpr,
-    each: constexpr,
+    PICKS: constexpr,
     excluded: constexpr,
-    dtype: constexpr,
     BLOCK: constexpr,
 ):
-    """Overwrite the product with its gradient, 0 in an ignored row.
+    """Store the gradient of a row's product, given m, log S and mean of the whole vocabulary.
 
-    factor x (mass p - w q) x derivative of the softcap / temperature
+    (sum_j g_j [k = id_j] + v w_k + p_k (a - h (z_k - m - mean))) x softcap's derivative / temperature
+
+    g are the factors of the PICKS classes, the first of which is the target, a = r - sum_j g_j - v W that of every
+    logit, h that of the entropy and v that of the weighted sum: without the pointers to mean and h, or to v, there is
+    none.
     """
+    dtype: constexpr = best_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    grad_ptr += row * x_stride
+    index_ptr += row * PICKS
+    factor_ptr += row * PICKS
+    if temperature_ptr is not None:
+        temperature_ptr += row
+    best = tl.load(best_ptr + row)
+    every = tl.load(all_ptr + row)
+    # p_k = exp(z_k - m) / S
+    one_over_sum = tl.exp(-tl.load(log_sum_ptr + row))
     for start in range(0, V, BLOCK):
         k = start + tl.arange(0, BLOCK)
-        here = k < V
-        z, derivative = _logits(x_ptr, bias_ptr, k, k < WIDTH, here, softcap, temperature, dtype)
-        # p_k = exp(z_k - lse)
-        grad = tl.exp(z - lse) * mass
-        if each != 0.0:
-            grad -= each * _class_weights(weight_ptr, k, here, excluded, dtype)
-        grad -= tl.where(k == target, gold_share, 0.0)
+        z, derivative = _divided_logits(
+            x_ptr, bias_ptr, temperature_ptr, k, k < WIDTH, k < V, softcap, temperature, dtype
+        )  # fmt: skip
+        d = _finite(z - best)
+        slope = every + tl.zeros([BLOCK], dtype)
+        if mean_ptr is not None:
+            # log p_k + H = z_k - m - mean
+            slope -= tl.load(entropy_ptr + row) * (d - tl.load(mean_ptr + row))
+        grad = (tl.exp(d) * one_over_sum) * slope
+        if weighted_ptr is not None:
+            grad += tl.load(weighted_ptr + row) * _class_weights(weight_ptr, k, k < V, excluded, dtype)
+        for j in range(0, PICKS):
+            grad += tl.where(k == tl.load(index_ptr + j), tl.load(factor_ptr + j), 0.0)
         if softcap is not None:
             grad *= derivative
         if temperature != 1.0:
             grad = grad / temperature
-        grad = tl.where(kept, grad * factor, 0.0)
+        if temperature_ptr is not None:
+            grad = grad / tl.load(temperature_ptr)
         # 0 between two rows, where a product may read
         grad = tl.where(k < V, grad, 0.0)
-        tl.store(x_ptr + k, grad.to(x_ptr.dtype.element_ty), k < WIDTH)
-
-
-@triton.jit(do_not_specialize=["out_stride", "factor_stride"])
-def _whole_rows(
-    x_ptr,
-    x_stride,
-    V: constexpr,
-    WIDTH: constexpr,
-    target_ptr,
-    bias_ptr,
-    weight_ptr,
-    weight_sum_ptr,
-    factor_ptr,
-    factor_stride,
-    out_ptr,
-    out_stride,
-    ignored: constexpr,
-    gold_q: constexpr,
-    each: constexpr,
-    excluded: constexpr,
-    classes: constexpr,
-    kl_gold: constexpr,
-    kl_each: constexpr,
-    z_loss: constexpr,
-    softcap: constexpr,
-    temperature: constexpr,
-    GRADIENT: constexpr,
-    BLOCK: constexpr,
-):
-    """Store loss, nll and correctness of a row with all classes; with GRADIENT, overwrite its product, too."""
-    dtype: constexpr = out_ptr.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * x_stride
-    target = tl.load(target_ptr + row)
-    _, argbest, lse, gold, sum_, inside = _row_sums(
-        x_ptr, V, WIDTH, target, bias_ptr, weight_ptr, softcap, temperature, each, excluded, dtype, BLOCK
-    )
-    # While a CUDA graph is recorded no target can be checked; nan shows one outside the vocabulary
-    gold = tl.where(inside, gold, float("nan"))
-    gold_share = gold_q * _gold_weight(weight_ptr, target, inside, dtype)
-    nll = lse - gold
-    loss = gold_share * nll
-    mass = gold_share
-    if weight_ptr is None:
-        # Without weights q sums to 1: gold + each x classes = 1
-        mass = tl.full((), 1.0, dtype)
-        if each != 0.0:
-            loss += each * (classes * lse - sum_)
-        loss += (kl_gold - kl_each) + kl_each * classes
-    else:
-        weights = tl.load(weight_sum_ptr).to(dtype)
-        if each != 0.0:
-            loss += each * (weights * lse - sum_)
-            mass += each * weights
-        # The weight of a class that no term uses may be inf, and 0 x inf is nan
-        if kl_gold != 0.0:
-            loss += (kl_gold - kl_each) * _gold_weight(weight_ptr, target, inside, dtype) + kl_each * weights
-    if z_loss != 0.0:
-        loss += z_loss * lse * lse
-        mass += 2.0 * z_loss * lse
-    kept = target == target
-    if ignored is not None:
-        kept = target != ignored
-    out_ptr += row
-    tl.store(out_ptr, tl.where(kept, loss, 0.0))
-    tl.store(out_ptr + out_stride, tl.where(kept, nll, 0.0))
-    tl.store(out_ptr + 2 * out_stride, (kept & (argbest == target)).to(dtype))
-    if GRADIENT:
-        factor = tl.full((), 1.0, dtype)
-        if factor_ptr is not None:
-            factor = tl.load(factor_ptr + row * factor_stride).to(dtype)
-        _row_gradient(
-            x_ptr, V, WIDTH, target, lse, mass, gold_share, factor, kept, bias_ptr, weight_ptr, softcap, temperature,
-            each, excluded, dtype, BLOCK,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["out_stride"])
-def _part_sums(
-    x_ptr,
-    x_stride,
-    V: constexpr,
-    WIDTH: constexpr,
-    target_ptr,
-    bias_ptr,
-    weight_ptr,
-    out_ptr,
-    out_stride,
-    each: constexpr,
-    excluded: constexpr,
-    softcap: constexpr,
-    temperature: constexpr,
-    BLOCK: constexpr,
-):
-    """Store a row's sums over this rank's classes: the largest logit, its class, lse, the target's logit, Z."""
-    dtype: constexpr = out_ptr.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    best, argbest, lse, gold, sum_, _ = _row_sums(
-        x_ptr + row * x_stride, V, WIDTH, tl.load(target_ptr + row), bias_ptr, weight_ptr, softcap, temperature, each,
-        excluded, dtype, BLOCK,
-    )  # fmt: skip
-    out_ptr += row
-    tl.store(out_ptr, best)
-    tl.store(out_ptr + out_stride, argbest.to(dtype))
-    tl.store(out_ptr + 2 * out_stride, lse)
-    tl.store(out_ptr + 3 * out_stride, gold)  # 0 for a target on another rank
-    tl.store(out_ptr + 4 * out_stride, sum_)
-
-
-@triton.jit(do_not_specialize=["mass_stride", "factor_stride"])
-def _part_gradient(
-    x_ptr,
-    x_stride,
-    V: constexpr,
-    WIDTH: constexpr,
-    target_ptr,
-    bias_ptr,
-    weight_ptr,
-    lse_ptr,
-    mass_ptr,
-    mass_stride,
-    factor_ptr,
-    factor_stride,
-    gold_q: constexpr,
-    each: constexpr,
-    excluded: constexpr,
-    softcap: constexpr,
-    temperature: constexpr,
-    BLOCK: constexpr,
-):
-    """Overwrite a row's products on this rank with their gradient, given lse of the whole vocabulary."""
-    dtype: constexpr = lse_ptr.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row)
-    lse = tl.load(lse_ptr + row)
-    inside = (target >= 0) & (target < V)
-    factor = tl.full((), 1.0, dtype)
-    if factor_ptr is not None:
-        factor = tl.load(factor_ptr + row * factor_stride).to(dtype)
-    _row_gradient(
-        x_ptr + row * x_stride, V, WIDTH, target, lse, tl.load(mass_ptr + row * mass_stride),
-        gold_q * _gold_weight(weight_ptr, target, inside, dtype), factor, inside == inside, bias_ptr, weight_ptr,
-        softcap, temperature, each, excluded, dtype, BLOCK,
-    )  # fmt: skip
+        tl.store(grad_ptr + k, grad.to(grad_ptr.dtype.element_ty), k < WIDTH)

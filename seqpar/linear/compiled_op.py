@@ -22,7 +22,7 @@ from seqpar.core.chunked_gradient import NO_SECOND_DERIVATIVE
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.linear.inputs import Inputs, Settings, checked, plan
 from seqpar.linear.leaves import LinearWanted, loss_and_gradients, product_dtype
-from seqpar.losses.softmax_loss import Convention
+from seqpar.rows.smoothing import Convention
 
 
 class _Arguments(NamedTuple):
@@ -100,8 +100,7 @@ def _operator(
     # Autocast does not cast float64, and does not accept it as its dtype
     cast_to = None if dtype == torch.float64 else dtype
     with torch.autocast(hidden.device.type, cast_to, enabled=autocast):
-        shard, q = checked(inputs, settings, None, loss_scale)
-        leaves, chunks, chunk_loss = plan(inputs, settings, shard, q)
+        leaves, chunks, chunk_loss = plan(inputs, settings, checked(inputs, settings, None, loss_scale))
     loss, gradients = loss_and_gradients(chunk_loss, chunks, leaves, LinearWanted(*wanted), loss_scale)
     assert loss.nll is not None
     assert loss.correct is not None

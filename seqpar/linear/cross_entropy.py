@@ -5,18 +5,21 @@ Shape suffixes: N rows (batch x time), D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from seqpar.core.chunks import Chunk
 from seqpar.core.graphs import outside_graphs
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.compiled_op import compiled_cross_entropy
-from seqpar.linear.inputs import Inputs, Settings, checked, local_tensors, plan
+from seqpar.linear.few_classes import soft_cross_entropy
+from seqpar.linear.inputs import Checked, Inputs, Settings, checked, local_tensors, plan
 from seqpar.linear.leaves import differentiable_loss
-from seqpar.linear.soft_targets import soft_cross_entropy
 from seqpar.linear.teachers import SparseTarget
-from seqpar.losses.softmax_loss import Convention
+from seqpar.rows.smoothing import Convention
 
 
 def linear_cross_entropy(
@@ -83,8 +86,8 @@ def linear_cross_entropy(
         vocab: which classes `weight` has, if the vocabulary is split over ranks. Then hidden and target must be the
             same on every rank of the group, or every rank raises (hidden states are compared by sums of them, up to
             rounding); weight and bias are this rank's rows, and class_weight is for this rank's classes, or for all.
-            Costs two all-reduces per chunk, one small all-gather per call, and one all-reduce of the hidden gradient
-            per backward.
+            Costs one all-gather per chunk, one small one per call (with class weights two all-reduces more), and one
+            all-reduce of the hidden gradient per backward.
 
     Returns:
         `TokenLoss`, the same on every rank of the group: `total` in float32 or wider; `nll` without smoothing, weights
@@ -122,6 +125,16 @@ def _chunked(
     inputs, vocab = local_tensors(inputs, vocab)
     if soft_target is not None:
         return soft_cross_entropy(inputs, settings, soft_target, loss_scale, vocab)
-    shard, q = checked(inputs, settings, vocab, loss_scale)
-    leaves, chunks, chunk_loss = plan(inputs, settings, shard, q)
+    return sum_of_chunks(inputs, settings, checked(inputs, settings, vocab, loss_scale), loss_scale)
+
+
+def sum_of_chunks(
+    inputs: Inputs,
+    settings: Settings,
+    given: Checked,
+    loss_scale: float | Tensor,
+    chunks: Sequence[Chunk] | None = None,
+) -> TokenLoss:
+    """Return the loss of arguments that have been checked; `chunks` of None cuts those rows that are not ignored."""
+    leaves, chunks, chunk_loss = plan(inputs, settings, given, chunks)
     return differentiable_loss(chunk_loss, chunks, leaves, loss_scale)

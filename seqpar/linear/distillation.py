@@ -1,7 +1,7 @@
 """Compute the divergence between a student's and a teacher's predictions in chunks.
 
-`losses/divergences.py` has the divergences and their gradients; `dense_rows.py` and `sparse_rows.py` compare the rows
-of a chunk over all classes, or over a few of them.
+`rows/divergences.py` has the divergences and their gradients; `against_teacher.py` and `few_classes.py` compare the
+rows of a chunk over all classes, or over a few of them.
 
 Shape suffixes: N rows (batch x time), D hidden, V vocabulary (this rank's classes, if it is split), C given classes.
 """
@@ -17,12 +17,11 @@ from seqpar.core.graphs import outside_graphs
 from seqpar.core.tensor_checks import check_floating
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.dense_rows import AgainstHead, AgainstLogProbs
-from seqpar.linear.divergence_formula import Comparison, divergence_loss
-from seqpar.linear.formula import Projection
+from seqpar.linear.against_teacher import AgainstHead, AgainstLogProbs, loss_against_teacher
+from seqpar.linear.few_classes import DivergenceOfScores, loss_on_few_classes
 from seqpar.linear.inputs import Inputs, Settings, check_tensors, checked
 from seqpar.linear.leaves import product_dtype
-from seqpar.linear.sparse_rows import AgainstFewClasses
+from seqpar.linear.projection import Projection
 from seqpar.linear.teachers import (
     Teacher,
     TeacherHidden,
@@ -32,7 +31,7 @@ from seqpar.linear.teachers import (
     ids_fact,
     probabilities,
 )
-from seqpar.losses.divergences import Divergence, RowTerms, check_divergence, row_terms
+from seqpar.rows.divergences import Divergence, check_divergence, row_terms
 
 
 @outside_graphs
@@ -108,11 +107,15 @@ def linear_distillation(
             return {}
         return {"divergence": divergence, "beta": beta, **_teacher_facts(teacher)}
 
-    shard, _ = checked(inputs, settings, vocab, loss_scale, further=further)
+    shard = checked(inputs, settings, vocab, loss_scale, further=further).shard
     if vocab is not None:
         _check_same_teacher(teacher, len(weight), shard)
-    comparison = _comparison(teacher, row_terms(divergence, beta), inputs, settings, shard)
-    return divergence_loss(inputs, settings, shard, comparison, loss_scale)
+    terms = row_terms(divergence, beta)
+    if isinstance(teacher, TeacherTopK):
+        ids_NC = teacher.ids.detach().flatten(0, -2).long()
+        log_q_NC = _log_q(teacher, ids_NC, shard.vocab_size).to(wide(product_dtype(hidden)))
+        return loss_on_few_classes(inputs, settings, shard, DivergenceOfScores(terms), ids_NC, log_q_NC, loss_scale)
+    return loss_against_teacher(inputs, settings, shard, _dense(teacher, inputs, settings), terms, loss_scale)
 
 
 def _check_teacher(teacher: object, inputs: Inputs, settings: Settings, shard: VocabShard) -> None:
@@ -162,18 +165,16 @@ def _check_same_teacher(teacher: Teacher, classes: int, shard: VocabShard) -> No
         shard.check(classes, {}, probabilities(teacher.ids, teacher.log_probs), "teacher.log_probs")
 
 
-def _comparison(teacher: Teacher, terms: RowTerms, inputs: Inputs, settings: Settings, shard: VocabShard) -> Comparison:
-    """Return what compares a chunk of the student's logits with the teacher."""
+def _dense(
+    teacher: TeacherHidden | TeacherLogProbs, inputs: Inputs, settings: Settings
+) -> AgainstHead | AgainstLogProbs:
+    """Return what computes the teacher's log-probabilities of all classes, chunk by chunk."""
     if isinstance(teacher, TeacherHidden):
         dtype = product_dtype(teacher.hidden)
         head = Projection(teacher.weight, teacher.bias, dtype, temperature=float(settings.temperature))
-        return AgainstHead(terms, shard, head, teacher.hidden.detach().flatten(0, -2))
-    if isinstance(teacher, TeacherLogProbs):
-        row_N = torch.arange(inputs.target.numel(), device=inputs.target.device)
-        return AgainstLogProbs(terms, shard, teacher.function, len(inputs.weight), row_N)
-    ids_NC = teacher.ids.detach().flatten(0, -2).long()
-    log_q_NC = _log_q(teacher, ids_NC, shard.vocab_size).to(wide(product_dtype(inputs.hidden)))
-    return AgainstFewClasses(terms, shard, ids_NC, log_q_NC, log_q_NC.exp())
+        return AgainstHead(head, teacher.hidden.detach().flatten(0, -2))
+    row_N = torch.arange(inputs.target.numel(), device=inputs.target.device)
+    return AgainstLogProbs(teacher.function, len(inputs.weight), row_N)
 
 
 SUM_ROUNDINGS = 4

@@ -6,7 +6,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,14 +15,23 @@ from torch import Tensor
 from seqpar.core.chunked_gradient import check_loss_scale
 from seqpar.core.chunks import Chunk, check_size, cut_rows, recording, rows_per_chunk
 from seqpar.core.tensor_checks import check_floating, check_integer_target, check_number, is_dtensor
-from seqpar.core.token_loss import mark_same_on
+from seqpar.core.token_loss import mark_same_on, wide
 from seqpar.core.transforms import refuse_transforms
-from seqpar.distributed.collectives import copy_to_group, world_size
+from seqpar.distributed.collectives import copy_to_group, group_sum, world_size
 from seqpar.distributed.vocab_parallel import VocabShard, local_copy, local_rows
-from seqpar.linear.formula import LinearFormula, Projection
+from seqpar.linear.chunk_loss import StoredLoss, scored_chunks
 from seqpar.linear.leaves import LinearLeaves, product_dtype
-from seqpar.losses.softmax_loss import Convention, SoftTarget, check_smoothing, soft_target
-from seqpar.losses.target_checks import check_ignore_index, check_range
+from seqpar.linear.projection import Projection
+from seqpar.rows.scores import ClassWeights, RowFunction
+from seqpar.rows.smoothing import (
+    Convention,
+    CrossEntropyOfScores,
+    SoftTarget,
+    check_smoothing,
+    class_weights,
+    soft_target,
+)
+from seqpar.rows.target_checks import check_ignore_index, check_range
 
 
 class Inputs(NamedTuple):
@@ -70,7 +79,7 @@ class Planned(NamedTuple):
     """The rows of a projection, cut into chunks."""
 
     leaves: LinearLeaves
-    chunks: list[Chunk]
+    chunks: Sequence[Chunk]
     projection: Projection
     target_N: Tensor
     split: VocabShard | None
@@ -79,11 +88,28 @@ class Planned(NamedTuple):
     """The target of rows that a chunk contains but that do not count; None if no chunk contains such rows."""
 
 
-def planned(inputs: Inputs, settings: Settings, shard: VocabShard, dtype: torch.dtype | None = None) -> Planned:
+class Checked(NamedTuple):
+    """What follows from arguments that have been checked."""
+
+    shard: VocabShard
+    q: SoftTarget
+    """The target distribution; its excluded class is counted from this rank's first."""
+    class_weight: Tensor | None
+    """Those of this rank's classes."""
+
+
+def planned(
+    inputs: Inputs,
+    settings: Settings,
+    shard: VocabShard,
+    dtype: torch.dtype | None = None,
+    chunks: Sequence[Chunk] | None = None,
+) -> Planned:
     """Return the projection, the tensors with one row per token, and the chunks of rows.
 
     Args:
         dtype: that of the matrix products; None is autocast's if it is on, else hidden's.
+        chunks: None cuts those rows that are not ignored.
     """
     hidden = inputs.hidden
     target_N = inputs.target.flatten().long()
@@ -92,9 +118,10 @@ def planned(inputs: Inputs, settings: Settings, shard: VocabShard, dtype: torch.
     projection = Projection(inputs.weight, inputs.bias, dtype, softcap, float(settings.temperature))
     # A group of one rank has all classes and needs no sums over ranks
     split = shard if world_size(shard.group) > 1 else None
-    # Every rank must cut the same chunks, also where ranks have different numbers of classes
-    most = settings.chunk_tokens or rows_per_chunk(shard.largest_even_part, dtype, hidden.device.type)
-    chunks = cut_rows(target_N != settings.ignore_index, most)
+    if chunks is None:
+        # Every rank must cut the same chunks, also where ranks have different numbers of classes
+        most = settings.chunk_tokens or rows_per_chunk(shard.largest_even_part, dtype, hidden.device.type)
+        chunks = cut_rows(target_N != settings.ignore_index, most)
     # Chunks contain ignored rows only while a CUDA graph is recorded
     ignored = settings.ignore_index if recording(hidden.device) else None
     # Each rank's hidden gradient covers its own classes only; the backward of this copy sums them over the group
@@ -108,11 +135,41 @@ def planned(inputs: Inputs, settings: Settings, shard: VocabShard, dtype: torch.
 
 
 def plan(
-    inputs: Inputs, settings: Settings, shard: VocabShard, q: SoftTarget
-) -> tuple[LinearLeaves, list[Chunk], LinearFormula]:
-    """Return the tensors with one row per token, the chunks of rows, and the function that computes a chunk's loss."""
-    leaves, chunks, projection, target_N, split, ignored = planned(inputs, settings, shard)
-    return leaves, chunks, LinearFormula(projection, target_N, q, split, ignored)
+    inputs: Inputs, settings: Settings, given: Checked, chunks: Sequence[Chunk] | None = None
+) -> tuple[LinearLeaves, Sequence[Chunk], StoredLoss]:
+    """Return the tensors with one row per token, the chunks of rows, and the function that computes a chunk's loss.
+
+    Args:
+        chunks: None cuts those rows that are not ignored.
+    """
+    leaves, chunks, projection, target_N, split, ignored = planned(inputs, settings, given.shard, chunks=chunks)
+    weights, gold_weight_N = _weights_of_classes(given, target_N, split, wide(projection.weight_VD.dtype))
+    if gold_weight_N is not None:
+        leaves = leaves._replace(per_token=(gold_weight_N,))
+    function = RowFunction(weights=weights, split=split)
+    loss = CrossEntropyOfScores(given.q, weights)
+    return leaves, chunks, scored_chunks(projection, function, loss, target_N, ignored)
+
+
+def _weights_of_classes(
+    given: Checked, target_N: Tensor, split: VocabShard | None, dtype: torch.dtype
+) -> tuple[ClassWeights | None, Tensor | None]:
+    """Return the weights of this rank's classes with their sum over all ranks, and that of each target's class."""
+    weight_V = given.class_weight
+    if weight_V is None:
+        return class_weights(given.q, None), None
+    weight_V = weight_V.detach().to(dtype)
+    weights = class_weights(given.q, weight_V)
+    # An ignored target need not be a class; while a CUDA graph is recorded, neither need another
+    index_N, here_N = given.shard.locate(target_N, len(weight_V))
+    gold_weight_N = weight_V.new_zeros(len(target_N))
+    if len(weight_V):
+        gold_weight_N = weight_V[index_N].where(here_N, gold_weight_N)
+    if split is not None:
+        gold_weight_N = group_sum(gold_weight_N, split.group)
+        if weights is not None and isinstance(weights.total, Tensor):
+            weights = weights._replace(total=group_sum(weights.total, split.group))
+    return weights, gold_weight_N
 
 
 def checked(
@@ -123,8 +180,8 @@ def checked(
     *,
     any_dtype: bool = False,
     further: Callable[[VocabShard], Mapping[str, object]] = lambda shard: {},
-) -> tuple[VocabShard, SoftTarget]:
-    """Return the shard and the soft target over this rank's classes, after checking all arguments.
+) -> Checked:
+    """Return the shard, the soft target and the weights of this rank's classes, after checking all arguments.
 
     An invalid argument raises an error on every rank of the group.
 
@@ -137,8 +194,8 @@ def checked(
     if vocab is not None and not isinstance(vocab, VocabShard):
         raise TypeError(f"vocab is a {type(vocab).__name__}; it must be a seqpar.VocabShard, or None")
     try:
-        shard, q = _checked_on_this_rank(inputs, settings, vocab, loss_scale, any_dtype)
-        facts = further(shard)
+        found = _checked_on_this_rank(inputs, settings, vocab, loss_scale, any_dtype)
+        facts = further(found.shard)
     except (TypeError, ValueError, IndexError) as wrong:
         if vocab is not None:
             _send_error_to_group(wrong, vocab)
@@ -148,13 +205,13 @@ def checked(
         vocab.check(rows, {**_facts(inputs, settings, vocab), **facts}, inputs.hidden)
         if inputs.token_weight is not None:
             vocab.check(rows, {}, inputs.token_weight.unsqueeze(-1), "token_weight")
-    return shard, q
+    return found
 
 
 def _checked_on_this_rank(
     inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor, any_dtype: bool
-) -> tuple[VocabShard, SoftTarget]:
-    """Return the shard and the soft target over this rank's classes; raise for arguments invalid on this rank."""
+) -> Checked:
+    """Return what follows from the arguments; raise for arguments invalid on this rank."""
     _check_settings(settings)
     check_loss_scale(loss_scale)
     check_tensors(inputs, any_dtype=any_dtype)
@@ -177,7 +234,7 @@ def _checked_on_this_rank(
     excluded = None if q.excluded is None else q.excluded - shard.start
     if excluded is not None and not 0 <= excluded < rows:
         excluded = None
-    return shard, q._replace(excluded=excluded, weight_V=weight_V, z_loss=float(settings.z_loss))
+    return Checked(shard, q._replace(excluded=excluded, z_loss=float(settings.z_loss)), weight_V)
 
 
 def check_tensors(inputs: Inputs, prefix: str = "", any_dtype: bool = False) -> None:

@@ -23,12 +23,24 @@ def product_dtype(hidden: Tensor) -> torch.dtype:
 
 
 class LinearLeaves(NamedTuple):
-    """The tensors that gradients flow into; hidden and token_weight have one row for each token."""
+    """The tensors that gradients flow into; all but weight and bias have one row for each token."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None = None
     token_weight: Tensor | None = None
+    per_token: tuple[Tensor, ...] = ()
+    """What the loss of a row takes beside its scores."""
+
+    @property
+    def of_tokens(self) -> tuple[Tensor | None, ...]:
+        """Return those with one row for each token, in the order of `LinearSlots.of`."""
+        return (self.hidden, self.token_weight, *self.per_token)
+
+    @property
+    def params(self) -> tuple[Tensor | None, ...]:
+        """Return the others, in that order."""
+        return (self.weight, self.bias)
 
 
 class LinearSlots(NamedTuple):
@@ -38,14 +50,15 @@ class LinearSlots(NamedTuple):
     weight: SummedGradient | None
     bias: SummedGradient | None
     token_weight: RowGradient | None
+    per_token: tuple[RowGradient | None, ...]
     scale: float | Tensor
 
     @classmethod
     def of(cls, gradients: Gradients) -> LinearSlots:
-        """Return the slots by name, in the order of `differentiable_loss` and `loss_and_gradients`."""
-        hidden, token_weight = gradients.per_token
+        """Return the slots by name, in the order of `LinearLeaves`."""
+        hidden, token_weight, *per_token = gradients.per_token
         weight, bias = gradients.params
-        return cls(hidden, weight, bias, token_weight, gradients.scale)
+        return cls(hidden, weight, bias, token_weight, tuple(per_token), gradients.scale)
 
 
 class LinearWanted(NamedTuple):
@@ -70,9 +83,7 @@ def differentiable_loss(
     chunk_loss: ChunkLoss, chunks: Sequence[Chunk], leaves: LinearLeaves, loss_scale: float | Tensor = 1.0
 ) -> TokenLoss:
     """Return the summed loss of all chunks as one node of autograd's graph."""
-    per_token = (leaves.hidden, leaves.token_weight)
-    params = (leaves.weight, leaves.bias)
-    return differentiable_sum(chunk_loss, chunks, per_token, params, _empty(leaves), loss_scale)
+    return differentiable_sum(chunk_loss, chunks, leaves.of_tokens, leaves.params, _empty(leaves), loss_scale)
 
 
 def loss_and_gradients(
@@ -83,13 +94,11 @@ def loss_and_gradients(
     scale: float | Tensor = 1.0,
 ) -> tuple[TokenLoss, LinearGradients]:
     """Return the summed loss of all chunks and its gradients times `scale`, outside autograd."""
-    # The same order as in `differentiable_loss`; `LinearSlots.of` depends on it
-    per_token = (leaves.hidden, leaves.token_weight)
-    params = (leaves.weight, leaves.bias)
-    wanted_in_order = (wanted.hidden, wanted.token_weight, wanted.weight, wanted.bias)
-    gradients = Gradients(per_token, params, wanted_in_order, len(chunks), scale)
+    constants = (False,) * len(leaves.per_token)
+    wanted_in_order = (wanted.hidden, wanted.token_weight, *constants, wanted.weight, wanted.bias)
+    gradients = Gradients(leaves.of_tokens, leaves.params, wanted_in_order, len(chunks), scale)
     stored = gradients if any(wanted) else None
-    loss = sum_over_chunks(chunk_loss, chunks, per_token, _empty(leaves), stored)
+    loss = sum_over_chunks(chunk_loss, chunks, leaves.of_tokens, _empty(leaves), stored)
     slots = LinearSlots.of(gradients)
     return loss, LinearGradients(
         hidden=_released(slots.hidden, leaves.hidden),

@@ -5,7 +5,6 @@ Shape suffixes: N rows (batch x time), D hidden, V vocabulary (this rank's class
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -20,9 +19,10 @@ from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.inputs import Inputs, Planned, Settings, checked, local_tensors, planned
 from seqpar.linear.leaves import LinearGradients, LinearLeaves, LinearSlots, LinearWanted, loss_and_gradients
-from seqpar.linear.score_formula import INVARIANT_ROWS, HiddenSlots, ScoreFormula
+from seqpar.linear.projected_rows import ProjectedRows
+from seqpar.linear.recomputed_scores import INVARIANT_ROWS, HiddenSlots, RecomputedScores
 from seqpar.linear.score_inputs import ScoreRequest, checked_request
-from seqpar.losses.score_rows import RowScores, ScoreSums, Upstream, row_scores
+from seqpar.rows.scores import RowFunction, RowSums, Upstream, as_column
 
 
 class TokenScores(NamedTuple):
@@ -122,27 +122,19 @@ def token_scores(
     )
     inputs, vocab = local_tensors(Inputs(hidden, weight, target, bias), vocab)
     request = ScoreRequest(None if is_number else temperature, entropy, top_k, ids, product_dtype, batch_invariant)  # type: ignore[arg-type]
-    shard, _ = checked(
+    shard = checked(
         inputs,
         settings,
         vocab,
         any_dtype=product_dtype is not None,
         further=lambda shard: checked_request(request, inputs, ignore_index, shard.vocab_size),
-    )
+    ).shard
     rows = planned(inputs, settings, shard, product_dtype)
     tokens = _ScoredTokens(rows, request, ignore_index)
-    hidden_ND, projection_weight, projection_bias, _ = rows.leaves
-    found = RowScores(*_Scores.apply(tokens, torch.is_grad_enabled(), hidden_ND, projection_weight, projection_bias))
+    hidden_ND, projection_weight, projection_bias, *_ = rows.leaves
+    found = TokenScores(*_Scores.apply(tokens, torch.is_grad_enabled(), hidden_ND, projection_weight, projection_bias))
     shape = inputs.target.shape
-    scores = TokenScores(found.log_prob_N.reshape(shape))
-    if entropy and found.entropy_N is not None:
-        scores = scores._replace(entropy=found.entropy_N.reshape(shape))
-    if ids is not None:
-        scores = scores._replace(log_probs_at=found.log_probs_at_NJ.reshape(ids.shape))
-    if top_k is not None:
-        top_log_probs = found.top_log_probs_NT.reshape(*shape, top_k)
-        scores = scores._replace(top_log_probs=top_log_probs, top_ids=found.top_ids_NT.reshape(*shape, top_k))
-    return scores
+    return TokenScores(*(None if t is None else t.reshape(*shape, *t.shape[1:]) for t in found))  # type: ignore[arg-type]
 
 
 class _ScoredTokens:
@@ -164,21 +156,16 @@ class _ScoredTokens:
             dtype = wide(rows.projection.weight_VD.dtype)
             temperature_N = request.temperature.flatten().to(dtype).where(self.counted_N, 1.0)
         self.in_every_row = rows.ignored is not None
-        self.formula = ScoreFormula(
-            rows.projection,
-            picked_NP,
-            temperature_N,
-            entropy=request.entropy,
-            top_k=request.top_k or 0,
-            split=rows.split,
-            masked=_may_be_masked(rows.projection.bias_V),
-            counted_N=self.counted_N if self.in_every_row else None,
-        )
+        masked = rows.projection.may_be_masked()
+        function = RowFunction(request.entropy, top_k=request.top_k or 0, masked=masked, split=rows.split)
+        projected = ProjectedRows(rows.projection, function)
+        counted_N = self.counted_N if self.in_every_row else None
+        self.formula = RecomputedScores(projected, picked_NP, temperature_N, counted_N)
         self.invariant_formula = None
         if request.batch_invariant:
             self.invariant_formula = self.formula.batch_invariant()
 
-    def scores(self, hidden_ND: Tensor, kept: HiddenSlots | None) -> tuple[RowScores, ScoreSums]:
+    def scores(self, hidden_ND: Tensor, kept: HiddenSlots | None) -> tuple[TokenScores, RowSums]:
         """Return the scores of all rows (0, and classes -1, where the target is ignored) and what backward needs."""
         scores = self._scores_of_ignored()
         sums = self._sums_of_ignored()
@@ -190,59 +177,66 @@ class _ScoredTokens:
                 of_chunk = self.invariant_formula.sums_in_tile(hidden_ND[chunk], chunk)
             else:
                 of_chunk = self.formula.sums(hidden_ND[chunk], chunk, kept)
-            _write_rows(scores, chunk, row_scores(of_chunk))
+            _write_rows(scores, chunk, self._of_sums(of_chunk))
             # The picked and the top logits are not needed again
-            _write_rows(sums[:4], chunk, of_chunk[:4])
+            _write_rows(sums, chunk, of_chunk._replace(picked_NP=of_chunk.picked_NP[:, :0], top_NT=None))
         # The formula is needed until backward, its buffers and the padded weight are not
         self.projection.buffers.clear()
         self.invariant_formula = None
         if self.in_every_row:
             for score, ignored in zip(scores, self._scores_of_ignored(), strict=True):
                 if score is not None and ignored is not None:
-                    score.copy_(score.where(_as_column(self.counted_N, score), ignored))
+                    score.copy_(score.where(as_column(self.counted_N, score), ignored))
         return scores, sums
 
-    def _scores_of_ignored(self) -> RowScores:
+    def _of_sums(self, sums: RowSums) -> TokenScores:
+        """Return the scores of some rows."""
+        function = self.formula.rows.function
+        found = function.scores(sums)
+        top_log_probs = None if sums.top_NT is None else function.log_probs(sums, sums.top_NT)
+        return TokenScores(found.log_prob, found.entropy, top_log_probs, sums.top_ids_NT, found.log_probs_at)
+
+    def _scores_of_ignored(self) -> TokenScores:
         """Return scores of all rows as if all targets were ignored."""
         rows = len(self.counted_N)
-        top_k = self.request.top_k or 0
+        top_k = self.request.top_k
         zero_N = self.counted_N.new_zeros(rows, dtype=wide(self.projection.weight_VD.dtype))
-        return RowScores(
-            log_prob_N=zero_N,
-            entropy_N=zero_N.clone() if self.request.entropy else None,
-            log_probs_at_NJ=zero_N.new_zeros((rows, self.picked_NP.size(1) - 1)),
-            top_log_probs_NT=zero_N.new_zeros((rows, top_k)),
-            top_ids_NT=torch.full((rows, top_k), -1, device=zero_N.device),
+        return TokenScores(
+            zero_N,
+            entropy=zero_N.clone() if self.request.entropy else None,
+            top_log_probs=None if top_k is None else zero_N.new_zeros((rows, top_k)),
+            top_ids=None if top_k is None else torch.full((rows, top_k), -1, device=zero_N.device),
+            log_probs_at=None if self.request.ids is None else zero_N.new_zeros((rows, self.picked_NP.size(1) - 1)),
         )
 
-    def _sums_of_ignored(self) -> ScoreSums:
+    def _sums_of_ignored(self) -> RowSums:
         """Return sums of all rows as if all targets were ignored; nothing is picked."""
         zero_N = self.counted_N.new_zeros(len(self.counted_N), dtype=wide(self.projection.weight_VD.dtype))
-        mean_N = zero_N.clone() if self.request.entropy else None
-        share_N = None if self.formula.split is None else zero_N.clone()
-        nothing = zero_N.new_zeros((len(zero_N), 0))
-        return ScoreSums(zero_N.clone(), zero_N.clone(), mean_N, share_N, nothing, nothing, nothing.long())
+        return RowSums(
+            zero_N.clone(),
+            zero_N.clone(),
+            zero_N.new_zeros((len(zero_N), 0)),
+            mean_N=zero_N.clone() if self.request.entropy else None,
+            share_N=None if self.formula.rows.function.split is None else zero_N.clone(),
+        )
 
-    def upstream(self, log_prob_N: Tensor | None, entropy_N: Tensor | None, log_probs_at_NJ: Tensor | None) -> Upstream:
+    def upstream(self, log_prob: Tensor | None, entropy: Tensor | None, log_probs_at: Tensor | None) -> Upstream:
         """Return the gradients that arrive in backward; None for a score that was not used, 0 in ignored rows."""
-        if log_prob_N is None:
-            log_prob_N = self.counted_N.new_zeros(len(self.counted_N), dtype=wide(self.projection.weight_VD.dtype))
-        if log_probs_at_NJ is not None and not log_probs_at_NJ.size(1):
-            log_probs_at_NJ = None
-        given = Upstream(log_prob_N, entropy_N, log_probs_at_NJ)
-        if not self.in_every_row:
-            return given
-        counted = (None if t is None else t.where(_as_column(self.counted_N, t), 0) for t in given)
-        return Upstream(*counted)  # type: ignore[arg-type]
+        if log_prob is None:
+            log_prob = self.counted_N.new_zeros(len(self.counted_N), dtype=wide(self.projection.weight_VD.dtype))
+        if log_probs_at is not None and not log_probs_at.size(1):
+            log_probs_at = None
+        upstream = Upstream(log_prob, entropy=entropy, log_probs_at=log_probs_at)
+        return upstream.times(1.0, self.counted_N if self.in_every_row else None)
 
     def gradients(
-        self, leaves: LinearLeaves, sums: ScoreSums, upstream: Upstream, wanted: LinearWanted
+        self, leaves: LinearLeaves, sums: RowSums, upstream: Upstream, wanted: LinearWanted
     ) -> LinearGradients:
         """Return the gradients of all leaves, the product computed again chunk by chunk."""
         nothing = TokenLoss.zero(leaves.hidden.dtype, leaves.hidden.device, tells=False)
 
         def chunk_gradient(rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
-            (hidden_KD, _) = rows
+            hidden_KD = rows[0]
             assert hidden_KD is not None
             assert gradients is not None
             self.formula.store_gradients(hidden_KD, chunk, sums, upstream, LinearSlots.of(gradients))
@@ -254,7 +248,7 @@ class _ScoredTokens:
 
 
 class _Scores(torch.autograd.Function):
-    """The node: it saves no logits. Its outputs are the fields of `RowScores`."""
+    """The node: it saves no logits. Its outputs are the fields of `TokenScores`, with one row for each token."""
 
     @staticmethod
     def forward(
@@ -273,24 +267,24 @@ class _Scores(torch.autograd.Function):
             ctx.save_for_backward(hidden_ND, weight, bias)
         else:
             ctx.save_for_backward(weight, *kept.tensors())
-        ctx.mark_non_differentiable(found.top_log_probs_NT, found.top_ids_NT)
+        if found.top_log_probs is not None and found.top_ids is not None:
+            ctx.mark_non_differentiable(found.top_log_probs, found.top_ids)
         # An unused score's gradient arrives as None, not as zeros that would cost time
         ctx.set_materialize_grads(False)
         return tuple(found)
 
     @staticmethod
-    def backward(
-        ctx: Any, log_prob_N: Tensor | None, entropy_N: Tensor | None, log_probs_at_NJ: Tensor | None, *_: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "token_scores was asked for a second derivative (create_graph=True), and it stores no graph of its "
                 "chunks; use log_softmax on the plain logits where you need one"
             )
         tokens: _ScoredTokens = ctx.tokens
-        upstream = tokens.upstream(log_prob_N, entropy_N, log_probs_at_NJ)
+        arriving = TokenScores(*upstream)  # type: ignore[arg-type]
+        factors = tokens.upstream(arriving.log_prob, arriving.entropy, arriving.log_probs_at)
         if ctx.projection_is_frozen:
-            hidden_grad_ND = tokens.formula.hidden_gradient(upstream, *ctx.saved_tensors)
+            hidden_grad_ND = tokens.formula.hidden_gradient(factors, *ctx.saved_tensors)
             # Where the target is ignored, the upstream factor may be anything, such as nan
             hidden_grad_ND.masked_fill_(~tokens.counted_N.unsqueeze(1), 0)
             return None, None, hidden_grad_ND.to(ctx.hidden_dtype), None, None
@@ -298,15 +292,8 @@ class _Scores(torch.autograd.Function):
         # The first two arguments are no tensors
         _, _, *needs_gradient = ctx.needs_input_grad
         leaves = LinearLeaves(hidden_ND, weight, bias)
-        found = tokens.gradients(leaves, ctx.sums, upstream, LinearWanted(*needs_gradient))
+        found = tokens.gradients(leaves, ctx.sums, factors, LinearWanted(*needs_gradient))
         return None, None, found.hidden, found.weight, found.bias
-
-
-def _may_be_masked(bias_V: Tensor | None) -> bool:
-    """Return whether logits may be -inf: only where the bias is. On an accelerator that is not read."""
-    if bias_V is None:
-        return False
-    return bias_V.device.type != "cpu" or bool((bias_V == -math.inf).any())
 
 
 def _write_rows(into: Iterable[Tensor | None], chunk: Chunk, rows: Iterable[Tensor | None]) -> None:
@@ -314,8 +301,3 @@ def _write_rows(into: Iterable[Tensor | None], chunk: Chunk, rows: Iterable[Tens
     for whole, own in zip(into, rows, strict=True):
         if whole is not None and own is not None:
             whole[chunk] = own
-
-
-def _as_column(mask_N: Tensor, values: Tensor) -> Tensor:
-    """Return the mask in a shape that fits values with one row, or one number, for each of its rows."""
-    return mask_N.view(-1, *(1,) * (values.dim() - 1))

@@ -32,7 +32,8 @@ def clipped_surrogate(
         loss = -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A),   r = exp(log_ratio)
 
     Schulman et al. 2017, eq. 7; Shao et al. 2024 (GRPO), eq. 3; two ranges as in DAPO (Yu et al. 2025). Without
-    clipping at work, its gradient at r = 1 is that of the policy gradient, -A log pi.
+    clipping at work, its gradient at r = 1 is that of the policy gradient, -A log pi. Per token it is a function of the
+    token's own score, so that it may be the loss of `seqpar.scored_loss` (`examples/grpo.py`).
 
     Args:
         log_ratio: per token (`token_log_ratio`) or per sequence (`sequence_log_ratio`), to the policy that sampled.

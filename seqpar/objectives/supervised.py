@@ -14,7 +14,8 @@ def dft(log_prob: Tensor, mask: Tensor) -> Tensor:
 
         -stop_gradient(p) log p,   p = pi(y_t | y_<t, x)          Wu et al. 2025, section 3
 
-    A token that the model thinks impossible (p = 0) has the loss 0, the limit, and the gradient 0.
+    A token that the model thinks impossible (p = 0) has the loss 0, the limit, and the gradient 0. A token's loss is a
+    function of its own score, so that it may be the loss of `seqpar.scored_loss`.
 
     Args:
         log_prob: as `token_scores` returns it.

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from torch import Tensor, nn
 
-from seqpar.losses.criteria import LabelSmoothing, ignored_target
-from seqpar.losses.softmax_loss import Convention
+from seqpar.rows.criteria import LabelSmoothing, ignored_target
+from seqpar.rows.smoothing import Convention
 from seqpar.testing.gradients import plain_loss
 
 Mistake = Callable[..., Tensor]

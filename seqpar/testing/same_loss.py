@@ -18,8 +18,8 @@ from seqpar.core.tensor_checks import check_dense, check_floating, check_integer
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.collectives import gather_objects, group_sum, rank_in, world_size
 from seqpar.engine.loss_compute import LossCompute
-from seqpar.losses.criteria import ignored_target
 from seqpar.multi_device.devices import Device
+from seqpar.rows.criteria import ignored_target
 from seqpar.testing.causes import likely_cause
 from seqpar.testing.evidence import FACTOR, Evidence, Result, Uses, gradients_by_use, repeated
 from seqpar.testing.gradients import (

@@ -165,6 +165,14 @@ def linear_arguments() -> Arguments:
     return {"hidden": leaf(1, 6, D), "weight": leaf(2, V, D), "target": TARGET}
 
 
+def penalised(scores: Any, factor: Tensor | None = None, **_: Any) -> Tensor:
+    """A loss of every score there is."""
+    loss = -scores.log_prob
+    for score in (scores.entropy, None if scores.log_probs_at is None else scores.log_probs_at.sum(-1), factor):
+        loss = loss if score is None else loss - 0.5 * score
+    return loss
+
+
 def few() -> Tensor:
     """Two classes for each row."""
     return torch.tensor([0, 3]).expand(6, 2)
@@ -292,6 +300,10 @@ CALLS: dict[str, Call] = {
     "LossCompute.token_scores": Call(
         seqpar.LossCompute(linear(1), smoothing()).token_scores, lambda: {**hidden_target(), "**options": {}}, numbers
     ),
+    "LossCompute.scored_loss": Call(
+        seqpar.LossCompute(linear(1), smoothing()).scored_loss,
+        lambda: {**hidden_target(), "loss": penalised, "**per_token": {}},
+    ),
     "ModelWithLoss": Call(
         lambda **given: seqpar.ModelWithLoss(**given)(t(1, 2, 5, 3), target=TARGET_BT),
         lambda: {"model": linear(5, 3, D), "loss": seqpar.LossCompute(linear(1), smoothing())},
@@ -359,10 +371,8 @@ CALLS: dict[str, Call] = {
         lambda: {"module": linear(1), "device_ids": ["cpu"]},
         numbers,
     ),
-    "sampled_cross_entropy": Call(
-        seqpar.sampled_cross_entropy, lambda: {**linear_arguments(), "classes": torch.tensor([1, 3, 3, 3, 0, 5])}
-    ),
     "scatter": Call(seqpar.scatter, lambda: {"inputs": t(1, 4, 4), "device_ids": ["cpu"] * 2}, numbers),
+    "scored_loss": Call(seqpar.scored_loss, lambda: {**linear_arguments(), "loss": penalised, "**per_token": {}}),
     "split_time": Call(seqpar.split_time, lambda: {"tensor": t(1, 4, 4), "group": None}, numbers),
     "sum_over_ranks": Call(
         seqpar.sum_over_ranks,

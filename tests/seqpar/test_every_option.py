@@ -90,9 +90,7 @@ def over_two_ranks(rank: int, world: int) -> dict[str, tuple[object, object]]:
     }  # fmt: skip
 
 
-NOT_FOR_CALLERS = {"extra_repr"} | {
-    f"VocabShard.{name}" for name in ("check", "meet", "locate", "combine", "combine_scores")
-}
+NOT_FOR_CALLERS = {"extra_repr"} | {f"VocabShard.{name}" for name in ("check", "meet", "locate", "gather", "rank")}
 """What only torch, and the losses themselves, call."""
 
 

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 import seqpar
 from seqpar.core.chunks import cut_rows
 from seqpar.engine import first_call
-from seqpar.losses.softmax_loss import logits_gradient_, row_losses, soft_target, softmax_and_sums
+from seqpar.rows.scores import RowFunction
+from seqpar.rows.smoothing import CrossEntropyOfScores, class_weights, soft_target
 
 V = 9
 
@@ -608,13 +609,16 @@ def test_no_weight_of_the_padding_class_or_of_another_part_is_multiplied(weight,
     logits, target = torch.randn(5, V, dtype=torch.float64), torch.tensor([1, 4, 5, 8, 1])
     weight_V = torch.linspace(0.5, 2, V, dtype=torch.float64)
     q = soft_target(0.1, "harvard", 0, V)
-    part = None if parts == 1 else Part(V)
+    part = None if parts == 1 else Part()
     found = []
     for first in (1.0, weight):
         changed = weight_V.clone()
         changed[0] = first
-        p, rows = softmax_and_sums(logits, target, q._replace(weight_V=changed), part)
-        found.append((row_losses(rows, q), logits_gradient_(p, target, rows, q._replace(weight_V=changed), part)))
+        weights = class_weights(q, changed)
+        rows, picked = RowFunction(weights=weights, split=part), target.unsqueeze(1)
+        made, sums = rows.sums_(logits.clone(), picked)
+        losses = CrossEntropyOfScores(q, weights)(rows.scores(sums), (changed[target],), wanted=True)
+        found.append((losses.loss_N, rows.gradient_(made, picked, sums, losses.upstream)))
     assert found[0][1].isfinite().all()
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
@@ -623,15 +627,17 @@ def test_no_weight_of_the_padding_class_or_of_another_part_is_multiplied(weight,
 class Part:
     """A part that holds the lower classes: a target elsewhere stands at class 0."""
 
-    def __init__(self, size):
-        self.size = size
+    start = 0
 
     def locate(self, target_N, size):
         owned_N = target_N < 5
         return target_N.where(owned_N, 0), owned_N
 
-    def combine(self, rows, target_N):
-        return rows._replace(share_N=torch.ones_like(rows.lse_N))
+    def gather(self, tensor):
+        return tensor.unsqueeze(0)
+
+    def rank(self):
+        return 0
 
 
 @pytest.mark.unswitched

@@ -1,9 +1,9 @@
 """Compile a Triton kernel for a GPU that is not there: the compilers come with Triton.
 
-`python tests/seqpar/kernels/compile_kernel.py KERNEL TARGET DTYPE` prints the registers that a thread takes and the
-bytes it spills (NVIDIA), or the size of the code. With `--ptx` it prints NVIDIA's assembly of a kernel without bias and
-smoothing instead. It is a program outside the package of tests, which imports Triton for its interpreter: a process in
-which that has happened compiles nothing.
+`PYTHONPATH=. python tests/seqpar/kernels/compile_kernel.py KERNEL TARGET DTYPE --all` prints the registers that a
+thread takes and the bytes it spills (NVIDIA), or the size of the code. With `--plain` it is the kernel of a cross-entropy
+without bias, class weights and entropy; with `--ptx` NVIDIA's assembly of that is printed. It is a program outside the
+package of tests, which imports Triton for its interpreter: a process in which that has happened compiles nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from seqpar.kernels.row_kernel import CLASSES_A_THREAD, LARGEST_BLOCK, aligned
 
 VOCAB = 50_257
 SETTINGS = {
-    "ignored": -100, "gold_q": 0.9, "each": 0.1 / VOCAB, "excluded": 7, "classes": float(VOCAB), "kl_gold": 0.0,
-    "kl_each": 0.0, "z_loss": 1e-4, "softcap": None, "temperature": 1.0, "GRADIENT": True, "V": VOCAB,
-    "WIDTH": aligned(VOCAB), "BLOCK": LARGEST_BLOCK, "weight_ptr": None, "weight_sum_ptr": None, "PICKS": 3,
-    "ENTROPY": True, "ARGBEST": True,
+    "excluded": 7, "softcap": None, "temperature": 1.0, "V": VOCAB, "WIDTH": aligned(VOCAB), "BLOCK": LARGEST_BLOCK,
+    "PICKS": 3, "ENTROPY": True, "ARGBEST": True, "WEIGHTED": True,
 }  # fmt: skip
-PLAIN = {"each": 0.0, "excluded": None, "gold_q": 1.0, "z_loss": 0.0, "bias_ptr": None}
-"""No bias, no smoothing: what is left out here may have made the warps wait for each other."""
+"""Everything at once."""
+PLAIN = {
+    "PICKS": 1, "ENTROPY": False, "excluded": None, "bias_ptr": None, "temperature_ptr": None, "weight_ptr": None,
+    "mean_ptr": None, "entropy_ptr": None,
+}  # fmt: skip
+"""A plain cross-entropy with smoothing: no bias, no class weights, no entropy."""
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 
 
@@ -64,17 +66,16 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def main(kernel: Any, target: str, dtype: str, ptx: bool) -> None:
+def main(kernel: Any, target: str, dtype: str, what: str) -> None:
     """Compile a kernel and print what the docstring of this file says."""
-    if ptx:
-        print(compiled(kernel, target, dtype, PLAIN).asm["ptx"])
-        return
-    made = compiled(kernel, target, dtype)
-    print(*(resources(made.asm["cubin"]) if "cubin" in made.asm else (len(made.asm["hsaco"]), 0)))
+    made = compiled(kernel, target, dtype, {} if what == "--all" else PLAIN)
+    if what == "--ptx":
+        print(made.asm["ptx"])
+    else:
+        print(*(resources(made.asm["cubin"]) if "cubin" in made.asm else (len(made.asm["hsaco"]), 0)))
 
 
 if __name__ == "__main__":
-    from seqpar.kernels import triton_rows, triton_scores
+    from seqpar.kernels import triton_rows
 
-    kernels = {**vars(triton_rows), **vars(triton_scores)}
-    main(kernels[sys.argv[1]], *sys.argv[2:4], ptx="--ptx" in sys.argv)
+    main(vars(triton_rows)[sys.argv[1]], *sys.argv[2:5])

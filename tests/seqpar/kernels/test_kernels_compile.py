@@ -26,32 +26,26 @@ def printed(tmp_path):
     return run
 
 
+@pytest.mark.parametrize("what", ["--all", "--plain"])
+@pytest.mark.parametrize("kernel", ["_row_sums", "_row_gradient"])
 @pytest.mark.parametrize(
-    ("kernel", "target", "dtype"),
-    [
-        ("_whole_rows", "sm_90", "bfloat16"),
-        ("_whole_rows", "sm_80", "float64"),
-        ("_whole_rows", "gfx942", "bfloat16"),
-        ("_part_sums", "sm_90", "bfloat16"),
-        ("_part_gradient", "sm_90", "bfloat16"),
-        ("_score_sums", "sm_90", "bfloat16"),
-        ("_score_gradient", "sm_90", "bfloat16"),
-    ],
+    ("target", "dtype"),
+    [("sm_90", "bfloat16"), ("sm_80", "bfloat16"), ("sm_80", "float64"), ("gfx942", "bfloat16")],
 )
-def test_a_kernel_compiles_and_in_bfloat16_spills_nothing(printed, kernel: str, target: str, dtype: str) -> None:
-    size, spilled = map(int, printed(kernel, target, dtype).split())
+def test_a_kernel_compiles_and_in_bfloat16_spills_nothing(
+    printed, kernel: str, target: str, dtype: str, what: str
+) -> None:
+    size, spilled = map(int, printed(kernel, target, dtype, what).split())
     assert size
-    if dtype == "bfloat16" and target == "sm_90":
+    if dtype == "bfloat16" and target != "gfx942":
         assert spilled == 0
-        assert size <= 80  # so that 24 warps share a multiprocessor, which has 65,536 registers
+        # 24 warps share a multiprocessor, which has 65,536 registers; 19 if everything is asked for at once
+        assert size <= (80 if what == "--plain" else 104)
 
 
-def test_no_warp_reads_a_products_row_where_another_may_overwrite_it_already(printed) -> None:
-    """After the last barrier before the loop that stores the gradient, no number of the row is read out of turn."""
-    lines = printed("_whole_rows", "sm_90", "bfloat16", "--ptx").splitlines()
-    barrier = max(i for i, line in enumerate(lines) if "bar.sync" in line)
-    second_pass = max(i for i, line in enumerate(lines) if "Inner Loop Header" in line)
-    store = min(i for i, line in enumerate(lines) if "st.global.v4" in line)
-    assert barrier < second_pass < store
+def test_the_gradient_reads_no_product_out_of_turn(printed) -> None:
+    """Each warp reads what it overwrites, whole vectors of it: no product of a class that another may have written."""
+    lines = printed("_row_gradient", "sm_90", "bfloat16", "--ptx").splitlines()
+    assert [line for line in lines if "st.global.v4" in line]
     # The products are the only numbers of two bytes
-    assert [line for line in lines[barrier:second_pass] if "ld.global.b16" in line] == []
+    assert [line for line in lines if "ld.global.b16" in line] == []

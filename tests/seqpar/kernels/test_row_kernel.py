@@ -12,15 +12,15 @@ from torch import nn
 import seqpar
 from seqpar.kernels import row_kernel
 from seqpar.kernels.row_kernel import why_no_kernel
-from seqpar.linear.formula import LinearFormula, Projection
-from seqpar.linear.leaves import LinearLeaves, LinearWanted, loss_and_gradients
-from seqpar.losses.softmax_loss import soft_target
+from seqpar.linear.projected_rows import ProjectedRows
+from seqpar.linear.projection import Projection
+from seqpar.rows.scores import RowFunction, Upstream
 from seqpar.testing import assert_same_gradients, assert_same_results
 from seqpar.testing.ranks import ranks
 from seqpar.testing.strategies import vocabulary_splits
 from tests.seqpar.distributed.test_vocab_parallel import assert_answers, losses
 from tests.seqpar.distributed.vocab_cases import PLAIN
-from tests.seqpar.kernels.interpreted import BLOCKS, DEVICE, IN_RANKS, NUMPY_SAYS, kernels, moved
+from tests.seqpar.kernels.interpreted import BLOCKS, DEVICE, IN_RANKS, KERNELS, NUMPY_SAYS, kernels, moved
 from tests.seqpar.linear.linear_loss import linear_cases, plain_logits, plain_loss
 from tests.seqpar.linear.test_linear_cross_entropy import LEAVES
 from tests.seqpar.linear.test_low_precision import LOW, both_errors
@@ -41,7 +41,7 @@ def test_every_option_has_the_gradient_of_its_published_formula(case, block):
             lambda: plain_loss(**tensors, **case.options) * case.upstream,
             {name: tensors[name] for name in LEAVES if name in tensors},
         )
-    assert set(launched) <= {"_whole_rows"}
+    assert set(launched) <= KERNELS
     assert launched or not (tensors["target"] != case.padding).any()
 
 
@@ -104,7 +104,7 @@ def test_a_vocabulary_shard_has_its_part_of_the_gradient(data):
     per_rank = ranks(world, losses_by_kernel, [(case, split, order, data.draw(st.booleans()))], block)
     assert_answers(case, split, order, [answers[0] for answers, _ in per_rank])
     for rows, (_, launched) in zip(split, per_rank, strict=True):
-        assert set(launched) <= {"_part_sums", "_part_gradient"}
+        assert set(launched) <= KERNELS
         kept = (case.tensors()["target"] != case.padding).any()
         assert bool(launched) == bool(rows and kept and IN_RANKS)
 
@@ -114,7 +114,7 @@ def test_a_vocabulary_shard_has_its_part_of_the_gradient(data):
 def test_at_most_twice_plain_torchs_own_error_at_any_number_of_chunks(dtype, chunks):
     with kernels() as launched:
         mine, theirs = both_errors(LOW[dtype], 0.1, None, chunks, 256 // chunks, 300)
-    assert len(launched) == chunks
+    assert launched == ["_row_sums", "_row_gradient"] * chunks
     floor = torch.finfo(LOW[dtype]).eps / 2
     floors = [max(floor / 256**0.5, torch.finfo(torch.float32).eps), floor, floor, floor]
     for name, a, b, least in zip(["loss", "hidden", "weight", "bias"], mine, theirs, floors, strict=True):
@@ -150,9 +150,9 @@ def test_the_engine_takes_the_kernel_and_says_so():
     hidden = torch.randn(12, 4, dtype=torch.float64, device=DEVICE, requires_grad=True)
     target = torch.randint(9, (12,), device=DEVICE)
     with kernels() as launched:
-        assert "in one Triton kernel" in engine.explain()
+        assert "in two Triton kernels" in engine.explain()
         loss = engine(hidden, target)
-    assert launched == ["_whole_rows"] * 3
+    assert launched == ["_row_sums", "_row_gradient"] * 3
     if DEVICE == "cpu":
         torch.testing.assert_close(loss.total, engine(hidden, target).total, rtol=1e-13, atol=0)
         assert "Triton" not in engine.explain()  # nobody expects one there
@@ -196,7 +196,7 @@ def test_rows_that_cannot_be_left_out_count_for_nothing(case, by_kernel):
     with torch.no_grad():
         tensors["hidden"][~kept] = torch.nan
     names = [n for n in LEAVES if n in tensors and tensors[n].requires_grad]
-    with kernels() if by_kernel else patch("seqpar.linear.formula.why_no_kernel", lambda _: "not asked for"):
+    with kernels() if by_kernel else patch("seqpar.linear.projected_rows.why_no_kernel", lambda _: "not asked for"):
         loss = seqpar.linear_cross_entropy(**tensors, **case.options)
         got = torch.autograd.grad(loss.total, [tensors[n] for n in names]) if names else ()
     reference = plain_loss(**plain, **case.options)
@@ -217,7 +217,7 @@ def test_the_engine_can_be_recorded_after_its_first_call(by_kernel, own, chunks)
     engine = seqpar.LossCompute(Own(linear) if own else linear, criterion, **chunks)
     hidden = torch.randn(3, 5, 4, dtype=torch.float64, device=DEVICE, requires_grad=True)
     target = torch.randint(9, (3, 5), device=DEVICE)
-    with kernels() if by_kernel else patch("seqpar.linear.formula.why_no_kernel", lambda _: "not asked for"):
+    with kernels() if by_kernel else patch("seqpar.linear.projected_rows.why_no_kernel", lambda _: "not asked for"):
         if own:
             with pytest.raises(RuntimeError, match="first call of the engine is being recorded"):
                 engine(hidden, target)
@@ -245,15 +245,15 @@ def nan_in_new_memory():
 def test_the_memory_between_two_rows_is_zero_before_and_after_the_kernel(dtype):
     """The CPU's bfloat16 products may read whole tiles, beyond the end of a row."""
     hidden, weight = (torch.randn(n, 8, device=DEVICE, dtype=dtype) for n in (5, 123))
-    target = torch.arange(5, device=DEVICE)
     with kernels():
-        projection = Projection(weight, None, dtype)
-        product = projection.product(hidden)
+        rows = ProjectedRows(Projection(weight, None, dtype), RowFunction())
+        product = rows.product(hidden)
         padded = product.as_strided((5, product.stride(0)), product.stride())
         assert padded.size(1) == 128
         assert (padded[:, 123:] == 0).all()
-        formula = LinearFormula(projection, target, soft_target(0.1, "torch", -100, 123))
-        loss_and_gradients(formula, [slice(0, 5)], LinearLeaves(hidden, weight), LinearWanted(True, True, False))
+        picked = torch.arange(5, device=DEVICE).unsqueeze(1)
+        read, sums = rows.sums(product, picked)
+        rows.gradient_(read, product, picked, None, sums, Upstream(torch.ones_like(sums.best_N)))
     assert (padded[:, 123:] == 0).all()
     assert padded[:, :123].any()
 
@@ -298,7 +298,7 @@ def in_shards(rank, world, tensors, options, by_kernel):
     start, rows = [(0, 5), (5, 4)][rank]
     tensors = tensors | {name: tensors[name][start : start + rows] for name in ("weight", "class_weight")}
     leaves = [tensors[name].requires_grad_() for name in ("hidden", "weight")]
-    with kernels() if by_kernel else patch("seqpar.linear.formula.why_no_kernel", lambda _: "not asked for"):
+    with kernels() if by_kernel else patch("seqpar.linear.projected_rows.why_no_kernel", lambda _: "not asked for"):
         vocab = seqpar.VocabShard(torch.distributed.group.WORLD, start, 9)
         loss = seqpar.linear_cross_entropy(**tensors, **options, vocab=vocab)
         return float(loss.total.detach()), [g.numpy() for g in torch.autograd.grad(loss.total, leaves)]
@@ -316,7 +316,7 @@ def test_the_weight_of_a_class_that_no_row_has_is_never_multiplied(convention, b
     loss = nn.functional.cross_entropy(hidden @ weight.t(), tensors["target"], tensors["class_weight"], **plain)
     expected = loss.detach(), dict(zip(LEAVES, torch.autograd.grad(loss, (hidden, weight)), strict=False))
     assert all(g.isfinite().all() for g in expected[1].values())
-    with kernels() if by_kernel else patch("seqpar.linear.formula.why_no_kernel", lambda _: "not asked for"):
+    with kernels() if by_kernel else patch("seqpar.linear.projected_rows.why_no_kernel", lambda _: "not asked for"):
         got = seqpar.linear_cross_entropy(**tensors, **options).total
         grads = torch.autograd.grad(got, (hidden, weight))
     assert_same_results((got.detach(), dict(zip(LEAVES, grads, strict=False))), expected)

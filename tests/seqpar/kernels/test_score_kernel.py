@@ -17,14 +17,13 @@ from seqpar.testing import assert_same_gradients
 from seqpar.testing.ranks import ranks
 from seqpar.testing.strategies import vocabulary_splits
 from tests.seqpar.distributed.test_vocab_parallel import assert_close, freeze_projection, masked_shard, scores
-from tests.seqpar.kernels.interpreted import DEVICE, IN_RANKS, NUMPY_SAYS, kernels, moved
+from tests.seqpar.kernels.interpreted import DEVICE, IN_RANKS, KERNELS, NUMPY_SAYS, kernels, moved
 from tests.seqpar.linear.score_cases import ScoreCase, assert_scores, plain_scores, score_cases, weighted
 from tests.seqpar.recording import recorded
 
 EXAMPLES = 16 if DEVICE == "cpu" else 8  # every other vocabulary is another kernel, which a GPU must compile
 BLOCKS = st.sampled_from([4, row_kernel.LARGEST_BLOCK])
 """Classes at once: every row in some steps, or in one."""
-KERNELS = {"_score_sums", "_score_gradient"}
 USED = st.sampled_from(["all", "all", "log_prob", "entropy", "log_probs_at"])
 
 pytestmark = pytest.mark.filterwarnings(NUMPY_SAYS)
@@ -86,9 +85,9 @@ def test_one_kernel_reads_the_logits_and_one_writes_each_gradient(frozen, entrop
             lambda: total(plain_scores(hidden, weight, target, **options)),
             {"hidden": hidden, "weight": weight} if not frozen else {"hidden": hidden},
         )
-    expected = ["_score_sums", *["_score_gradient"] * (1 + (frozen and entropy))] * 3
+    expected = ["_row_sums", *["_row_gradient"] * (1 + (frozen and entropy))] * 3
     assert sorted(launched) == sorted(expected)
-    assert launched[:2] == ["_score_sums", "_score_gradient" if frozen else "_score_sums"]
+    assert launched[:2] == ["_row_sums", "_row_gradient" if frozen else "_row_sums"]
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -131,7 +130,7 @@ def test_without_triton_there_is_no_kernel():
     assert not launched
     with kernels() as launched:
         found = seqpar.token_scores(hidden, weight, target, entropy=True)
-    assert launched == ["_score_sums"]
+    assert launched == ["_row_sums"]
     torch.testing.assert_close(found.entropy, without.entropy)
 
 
@@ -260,13 +259,13 @@ def test_batch_invariant_scores_have_the_same_bits_in_any_batch(monkeypatch):
         return torch.stack(scores[:2])
 
     tiles = (
-        patch("seqpar.linear.score_formula.INVARIANT_ROWS", 4),
+        patch("seqpar.linear.recomputed_scores.INVARIANT_ROWS", 4),
         patch("seqpar.linear.token_scores.INVARIANT_ROWS", 4),
     )
     with kernels() as launched, tiles[0], tiles[1]:
         every = of(slice(None))
         assert torch.equal(of([5]), every[:, [5]])
-    assert launched == ["_score_sums"] * 3
+    assert launched == ["_row_sums"] * 3
 
 
 DRAWS = 5

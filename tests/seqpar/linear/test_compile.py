@@ -261,9 +261,6 @@ OUTSIDE = {
             hidden, WEIGHT, seqpar.TeacherHidden(hidden.detach() + 1, WEIGHT), target, divergence="forward_kl"
         ).total
     ),
-    "sampled": lambda hidden, target: (
-        seqpar.sampled_cross_entropy(hidden, WEIGHT, target, classes=torch.arange(7)).total
-    ),
     "soft target": lambda hidden, target: (
         seqpar.linear_cross_entropy(
             hidden,

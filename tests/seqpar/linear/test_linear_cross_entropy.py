@@ -20,7 +20,7 @@ LEAVES = ("hidden", "weight", "bias", "token_weight")
 def test_every_option_has_the_gradient_of_its_published_formula(case, cache):
     """With a cache of 200 bytes, a few rows at a time go through the softmax."""
     tensors = case.tensors()
-    with patch("seqpar.linear.formula.CACHE", cache):
+    with patch("seqpar.linear.projection.CACHE", cache):
         assert_same_gradients(
             lambda: seqpar.linear_cross_entropy(**tensors, **case.options).total * case.upstream,
             lambda: plain_loss(**tensors, **case.options) * case.upstream,
@@ -79,7 +79,7 @@ def test_the_bias_has_its_gradient_from_every_block_of_a_chunk(rows_at_once):
     torch.manual_seed(0)
     hidden, weight = torch.randn(5, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
     bias, target = torch.randn(7, dtype=torch.float64, requires_grad=True), torch.randint(7, (5,))
-    with patch("seqpar.linear.formula.CACHE", rows_at_once * 7 * 8):
+    with patch("seqpar.linear.projection.CACHE", rows_at_once * 7 * 8):
         loss = seqpar.linear_cross_entropy(hidden, weight, target, bias=bias, chunk_tokens=5).total
     plain = F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")
     found, expected = (torch.autograd.grad(each, bias)[0] for each in (loss, plain))
@@ -110,7 +110,7 @@ def test_torchs_convention_is_torchs_own_loss_weights_included(case):
 @given(linear_cases(), st.booleans(), st.sampled_from([2**23, 200]))
 def test_counts_are_those_of_the_plain_predictions(case, grad, cache):
     tensors = case.tensors()
-    with torch.set_grad_enabled(grad), patch("seqpar.linear.formula.CACHE", cache):
+    with torch.set_grad_enabled(grad), patch("seqpar.linear.projection.CACHE", cache):
         loss = seqpar.linear_cross_entropy(**tensors, **case.options)
     logits = plain_logits(tensors["hidden"], tensors["weight"], tensors.get("bias"), case.softcap, case.temperature)
     target = tensors["target"].flatten()

@@ -15,8 +15,6 @@ from tests.seqpar.linear.linear_loss import linear_cases
 from tests.seqpar.linear.test_soft_targets import soft_target
 from tests.seqpar.recording import recorded
 
-ASKING = ("chunks", "target_checks", "linear_inputs", "distillation", "sampled")
-
 
 def distillation(tensors, case):
     """Every kind of teacher in turn, without a number in ignored rows where the student has none."""
@@ -61,13 +59,6 @@ def scores(tensors, case):
     return seqpar.TokenLoss(total, (~ignored).sum())
 
 
-def sampled(tensors, case):
-    random = torch.Generator().manual_seed(case.seed)
-    classes = torch.randint(case.vocab_size, (5,), generator=random)
-    proposal = torch.rand(case.vocab_size, dtype=torch.float64, generator=random) + 0.1 if case.weighted else None
-    return seqpar.sampled_cross_entropy(**tensors, classes=classes, proposal=proposal, **of(case))
-
-
 def of(case, *names):
     return {name: case.options[name] for name in ("ignore_index", "chunk_tokens", *names)}
 
@@ -84,7 +75,7 @@ def result(loss, case, hidden_of_padding):
     return (found.total.detach(), dict(zip(names, grads, strict=True))), found
 
 
-@pytest.mark.parametrize("loss", [distillation, soft, scores, sampled])
+@pytest.mark.parametrize("loss", [distillation, soft, scores])
 @settings(max_examples=15)
 @given(linear_cases(), st.sampled_from([1.0, float("nan")]))
 def test_ignored_rows_of_a_recorded_loss_count_for_nothing(loss, case, hidden_of_padding):

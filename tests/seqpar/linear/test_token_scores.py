@@ -45,7 +45,7 @@ def test_blocks_of_a_chunk_do_not_change_the_gradient(case, used, rows_at_once, 
         tensors = {name: t.detach() for name, t in tensors.items()}
         tensors["hidden"].requires_grad_()
     cache = rows_at_once * case.linear.vocab_size * 8 // torch.get_num_threads()
-    with patch("seqpar.linear.formula.CACHE", cache):
+    with patch("seqpar.linear.projection.CACHE", cache):
         assert_same_gradients(
             lambda: weighted(seqpar.token_scores(**tensors, **case.options), case.linear.seed, used),
             lambda: weighted(plain_scores(**tensors, **case.options), case.linear.seed, used),

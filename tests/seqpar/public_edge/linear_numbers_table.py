@@ -96,11 +96,6 @@ def distilled(given: Given) -> seqpar.TokenLoss:
     return seqpar.linear_distillation(**student, teacher=seqpar.TeacherHidden(**of_teacher), divergence="forward_kl")
 
 
-def plain_sampled(given: Given) -> Tensor:
-    """The loss itself, for every class is drawn once."""
-    return plain_cross_entropy(given)
-
-
 def total(loss: seqpar.TokenLoss) -> Tensor:
     """What is differentiated."""
     return loss.total
@@ -113,11 +108,6 @@ FUNCTIONS: dict[str, tuple[Callable[[Given], Tensor], Callable[[Given], Tensor],
         lambda given: total(distilled(given)),
         plain_divergence,
         lambda: good() | teacher(),
-    ),
-    "sampled_cross_entropy": (
-        lambda given: total(seqpar.sampled_cross_entropy(**given, classes=torch.arange(len(given["weight"])))),
-        plain_sampled,
-        good,
     ),
 }
 

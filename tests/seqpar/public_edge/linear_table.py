@@ -29,6 +29,7 @@ def tensors(*names: str) -> dict[str, Tensor]:
         "bias": torch.randn(V, generator=random),
         "class_weight": torch.rand(V, generator=random) + 0.5,
         "token_weight": torch.rand(N, generator=random),
+        "old": torch.rand(N, generator=random),
         "teacher.hidden": torch.randn(N, 5, generator=random),
         "teacher.weight": torch.randn(V, 5, generator=random),
         "teacher.bias": torch.randn(V, generator=random),
@@ -36,8 +37,6 @@ def tensors(*names: str) -> dict[str, Tensor]:
         "teacher.log_probs": torch.tensor([-1.0, -2.0]).repeat(N, 1),
         "soft_target.ids": torch.tensor([0, 5]).repeat(N, 1),
         "soft_target.probs": torch.tensor([0.75, 0.25]).repeat(N, 1),
-        "classes": torch.tensor([2, 5, 2, 8]),
-        "proposal": torch.rand(V, generator=random) + 0.1,
     }
     return {name: made[name] for name in names}
 
@@ -68,6 +67,7 @@ COMMON = ("hidden", "weight", "target", "bias")
 FUNCTIONS: dict[str, tuple[Callable[..., object], tuple[str, ...], dict[str, Any]]] = {
     "linear_cross_entropy": (seqpar.linear_cross_entropy, (*COMMON, "class_weight", "token_weight"), {}),
     "token_scores": (seqpar.token_scores, COMMON, {}),
+    "scored_loss": (seqpar.scored_loss, (*COMMON, "old"), {"loss": lambda scores, old: scores.log_prob - old}),
     "linear_distillation": (
         taught(seqpar.TeacherHidden),
         (*COMMON, "token_weight", "teacher.hidden", "teacher.weight", "teacher.bias"),
@@ -83,10 +83,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., object], tuple[str, ...], dict[str, Any
         (*COMMON, "token_weight", "soft_target.ids", "soft_target.probs"),
         {},
     ),
-    "sampled_cross_entropy": (seqpar.sampled_cross_entropy, (*COMMON, "classes", "proposal"), {}),
 }
 """Each with the tensors it takes, and what else it needs."""
-OPTIONAL = ("bias", "class_weight", "token_weight", "teacher.bias", "proposal")
+OPTIONAL = ("bias", "class_weight", "token_weight", "teacher.bias")
 
 
 def called(name: str, **odd: Any) -> object:
@@ -118,10 +117,9 @@ def _dtypes() -> Iterator[Case]:
     floating = (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
     whole = (torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float32, torch.float64, torch.complex64)
     for name, (_, names, _) in FUNCTIONS.items():
-        for argument in names:
-            for dtype in whole if argument in ("target", "classes", "teacher.ids", "soft_target.ids") else floating:
-                if argument == "proposal" and dtype == torch.int64:
-                    continue  # how often each class was seen is a proposal, too
+        # What a loss takes for each token may be of any kind
+        for argument in (name for name in names if name != "old"):
+            for dtype in whole if argument in ("target", "teacher.ids", "soft_target.ids") else floating:
                 odd = {argument: lambda given, a=argument, d=dtype: given[a].abs().to(d)}
                 yield raises(name, f"{argument} {dtype}", TypeError, (f"{argument} has dtype {dtype}",), **odd)
         for argument in ("weight", "bias"):
@@ -140,6 +138,7 @@ def _shapes() -> Iterator[Case]:
             "bias": [((V + 1,), "bias has shape (10,)"), ((1,), "bias has shape (1,)"), ((V, 1), "bias has shape (9,")],
             "class_weight": [((V - 1,), "class_weight has shape (8,)"), ((V, 1), "class_weight has shape (9, 1)")],
             "token_weight": [((N - 1,), "token_weight has shape (5,)"), ((), "token_weight has shape ()")],
+            "old": [((N - 1,), "old has shape (5,)"), ((), "old has shape ()")],
             "teacher.hidden": [((N, 6), "teacher.hidden has shape (6, 6)"), ((5, 5), "teacher.hidden has shape (5,")],
             "teacher.weight": [((V - 1, 5), "teacher.weight (8, 5)"), ((V, 6), "teacher.weight (9, 6)")],
             "teacher.bias": [((V - 1,), "teacher.bias has shape (8,)")],
@@ -147,8 +146,6 @@ def _shapes() -> Iterator[Case]:
             "teacher.log_probs": [((N, 3), "teacher.log_probs has shape (6, 3)")],
             "soft_target.ids": [((N - 1, 2), "soft_target.ids has shape (5, 2)"), ((N, 2, 1), "shape (6, 2, 1)")],
             "soft_target.probs": [((N, 1), "soft_target.probs has shape (6, 1)")],
-            "classes": [((2, 2), "classes has shape (2, 2)"), ((0,), "classes has shape (0,)"), ((), "shape ()")],
-            "proposal": [((V - 1,), "proposal has shape (8,)"), ((V, 1), "proposal has shape (9, 1)")],
         }  # fmt: skip
         for argument in names:
             for shape, words in odd_shapes[argument]:
@@ -192,9 +189,9 @@ NUMBERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 TAKEN = {
     "linear_cross_entropy": tuple(NUMBERS),
     "token_scores": ("softcap", "temperature", "chunk_tokens", "ignore_index"),
+    "scored_loss": ("softcap", "loss_scale", "chunk_tokens", "ignore_index"),
     "linear_distillation": ("temperature", "loss_scale", "chunk_tokens", "ignore_index"),
     "linear_cross_entropy with a soft target": ("z_loss", "softcap", "temperature", "loss_scale"),
-    "sampled_cross_entropy": ("chunk_tokens", "ignore_index"),
 }
 
 
@@ -214,6 +211,16 @@ def _numbers() -> Iterator[Case]:
         yield raises("linear_cross_entropy", f"loss_scale a tensor of {kind}", ValueError, ("loss_scale is ",), **odd)
     odd = {"loss_scale": torch.ones(2)}
     yield raises("linear_cross_entropy", "loss_scale of two", TypeError, ("loss_scale has shape (2,)",), **odd)
+
+
+WRONG_LOSSES: dict[str, tuple[type[Exception], Callable[..., object]]] = {
+    "nothing": (TypeError, lambda scores, old: None),
+    "a number": (TypeError, lambda scores, old: 1.0),
+    "whole numbers": (TypeError, lambda scores, old: torch.ones(len(old), dtype=torch.int64)),
+    "a sum": (ValueError, lambda scores, old: scores.log_prob.sum()),
+    "a mean": (ValueError, lambda scores, old: scores.log_prob - scores.log_prob.mean()),
+    "a column": (ValueError, lambda scores, old: scores.log_prob.unsqueeze(1)),
+}
 
 
 def _choices() -> Iterator[Case]:
@@ -242,7 +249,7 @@ def _choices() -> Iterator[Case]:
         words = (f"teacher.function is a {type(value).__name__}",)
         odd_call = partial(call, teacher=seqpar.TeacherLogProbs(value))  # type: ignore[arg-type]
         yield Case(f"teacher.function a {type(value).__name__}", odd_call, Raises(TypeError, words))
-    for name in ("linear_cross_entropy", "token_scores", "linear_distillation"):
+    for name in ("linear_cross_entropy", "token_scores", "linear_distillation", "scored_loss"):
         for value in ("all", 3, (None, 0, V)):
             yield raises(name, f"vocab {value!r}", TypeError, ("vocab is ",), vocab=value)
         beyond = seqpar.VocabShard(None, 1, V)
@@ -259,22 +266,13 @@ def _choices() -> Iterator[Case]:
     )
 
 
-PROPOSALS = {
-    "negative": [-1.0] + [1.0] * 8, "nan": [NAN] + [1.0] * 8, "inf": [INF] + [1.0] * 8, "-inf": [-INF] + [1.0] * 8,
-    "all 0": [0.0] * 9, "0 for a class drawn": [1.0, 1.0, 0.0] + [1.0] * 6, "negative alike": [-1.0] * 9,
-}  # fmt: skip
-
-
-def _samples() -> Iterator[Case]:
-    """Draws that could not have been."""
-    for kind, values in PROPOSALS.items():
-        odd = {"proposal": torch.tensor(values)}
-        yield raises("sampled_cross_entropy", f"proposal {kind}", ValueError, ("proposal ",), **odd)
-    for value in (V, -1):
-        odd = {"classes": torch.tensor([0, value])}
-        yield raises("sampled_cross_entropy", f"classes with {value}", IndexError, ("classes are in [",), **odd)
-    bytes_ = {"classes": torch.tensor([255], dtype=torch.uint8)}
-    yield raises("sampled_cross_entropy", "classes of bytes", IndexError, ("classes are in [255, 255]",), **bytes_)
+def _losses() -> Iterator[Case]:
+    """What is no loss of a row."""
+    for value in (None, "loss", 3):
+        words = (f"loss is a {type(value).__name__}; it must be a function",)
+        yield raises("scored_loss", f"loss {value!r}", TypeError, words, loss=value)
+    for kind, (error, wrong) in WRONG_LOSSES.items():
+        yield raises("scored_loss", f"a loss that returns {kind}", error, ("loss ",), loss=lambda _, w=wrong: w)
 
 
 def _devices() -> Iterator[Case]:
@@ -286,4 +284,4 @@ def _devices() -> Iterator[Case]:
             yield raises(name, f"{argument} on another device", ValueError, words, **odd)
 
 
-CASES = [*_not_dense(), *_dtypes(), *_shapes(), *_targets(), *_numbers(), *_choices(), *_samples(), *_devices()]
+CASES = [*_not_dense(), *_dtypes(), *_shapes(), *_targets(), *_numbers(), *_choices(), *_losses(), *_devices()]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import seqpar
-from seqpar.losses.criteria import ignored_target
+from seqpar.rows.criteria import ignored_target
 from seqpar.testing import assert_same_gradients, assert_same_loss, plain_loss
 from seqpar.testing.evidence import gradients_by_use
 from seqpar.testing.strategies import (

@@ -4,7 +4,6 @@
     reverse_kl       KL(p || q)  loss = sum_k p_k (log p_k - log q_k)
     jsd              loss = beta KL(q || m) + (1 - beta) KL(p || m),  m = beta q + (1 - beta) p,  0 < beta < 1
     total_variation  loss = 1/2 sum_k |p_k - q_k|
-    cross_entropy    loss = - sum_k q_k log p_k, which is forward_kl plus the entropy of q
 
 jsd is D_JSD(beta) of Agarwal et al. (2024), section 2, with their P = q (the teacher) and Q = p (the student): near
 beta = 0 its gradient is beta times that of forward_kl, near beta = 1 it is 1 - beta times that of reverse_kl.
@@ -14,13 +13,13 @@ k (the p_k sum to 1, so it has no effect), and p = softmax(z):
 
     d loss / d z_k = p_k (g_k - sum_j p_j g_j) = s_k - p_k S,      s_k = p_k g_k,  S = sum_k s_k
 
-    forward_kl, cross_entropy  s_k = - q_k
+    forward_kl                 s_k = - q_k
     reverse_kl                 s_k = p_k (log p_k - log q_k)
     jsd                        s_k = (1 - beta) p_k (log p_k - log m_k)
     total_variation            s_k = 1/2 p_k sign(p_k - q_k), and 0 where p_k = q_k
 
 A term whose weight is 0 (q_k, or p_k in reverse_kl) is 0, also where both logarithms are -inf. A class that only the
-teacher can predict (p_k = 0 < q_k) makes forward_kl and cross_entropy inf, one that only the student can predict
+teacher can predict (p_k = 0 < q_k) makes forward_kl inf, one that only the student can predict
 (q_k = 0 < p_k) makes reverse_kl inf. jsd and total_variation stay finite.
 
 In the code: `log_p_KC` is log p, `slope_KC` is s, `slope_K` is S.
@@ -81,13 +80,6 @@ def logits_gradient_(terms: Terms, slope_K: Tensor, p_KC: Tensor) -> Tensor:
         slope_K: S, summed over all ranks.
     """
     return terms.slope_KC.addcmul_(p_KC, slope_K.unsqueeze(1), value=-1)
-
-
-def cross_entropy_(log_p_KC: Tensor, p_KC: Tensor, log_q_KC: Tensor, q_KC: Tensor) -> Terms:
-    """Return the terms of the cross-entropy of q and p."""
-    loss_K = -_dot(q_KC, log_p_KC)
-    slope_KC = q_KC.neg()
-    return Terms(loss_K, slope_KC.sum(-1), slope_KC)
 
 
 def _forward_kl_(log_p_KC: Tensor, p_KC: Tensor, log_q_KC: Tensor, q_KC: Tensor) -> Terms:

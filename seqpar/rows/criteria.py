@@ -24,17 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.token_loss import TokenLoss
-from seqpar.losses.softmax_loss import (
+from seqpar.core.token_loss import TokenLoss, wide
+from seqpar.rows.scores import RowFunction
+from seqpar.rows.smoothing import (
     Convention,
+    CrossEntropyOfScores,
     SoftTarget,
     check_smoothing,
-    logits_gradient_,
-    row_losses,
+    class_weights,
     soft_target,
-    softmax_and_sums,
 )
-from seqpar.losses.target_checks import checked_target
+from seqpar.rows.target_checks import checked_target
 
 
 def ignored_target(criterion: nn.Module) -> int | None:
@@ -60,27 +60,34 @@ def _whole(value: object, name: str) -> int:
 
 
 class _SmoothedCrossEntropy(torch.autograd.Function):
-    """The sum of `row_losses` over the rows that are not ignored. The softmax is its only tensor of the logits' size.
+    """The sum of `CrossEntropyOfScores` over the rows that are not ignored.
 
-    Backward overwrites the softmax with the gradient, so it can run only once.
+    The softmax is its only tensor of the logits' size. Backward overwrites it with the gradient, so it can run only
+    once.
     """
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, counted_N: Tensor, q: SoftTarget) -> tuple[Tensor, ...]:
         """Return the sums of loss, tokens, nll and correct predictions."""
-        p_NV, rows = softmax_and_sums(logits_NV, target_N, q)
+        weights = class_weights(q, None)
+        rows = RowFunction(weights=weights, correct=True)
+        picked_N1 = target_N.unsqueeze(1)
+        given_NV = logits_NV.to(wide(logits_NV.dtype))
+        # Only memory of its own may be overwritten
+        made, sums = rows.sums_(given_NV, picked_N1, out=None if given_NV is logits_NV else given_NV)
+        scores = rows.scores(sums)
+        losses = CrossEntropyOfScores(q, weights)(scores, (), wanted=True)
         # In a row that is ignored even a nan counts for nothing, which 0 x nan would not give
-        zero = rows.lse_N.new_zeros(())
-        # -log p(gold) = logsumexp(z) - z_gold
-        nll_N = rows.lse_N - rows.gold_N
-        total = row_losses(rows, q).where(counted_N, zero).sum()
+        zero = scores.log_prob.new_zeros(())
+        total = losses.loss_N.where(counted_N, zero).sum()
         tokens = counted_N.sum()
-        nll = nll_N.where(counted_N, zero).sum()
-        correct = (rows.correct_N & counted_N).sum()
+        nll = (-scores.log_prob).where(counted_N, zero).sum()
+        assert sums.correct_N is not None
+        correct = (sums.correct_N & counted_N).sum()
         ctx.mark_non_differentiable(tokens, nll, correct)
         # On ctx itself rather than by save_for_backward, so that backward can free and overwrite the softmax
-        ctx.stored = (p_NV, target_N, counted_N, rows)
-        ctx.q = q
+        ctx.stored = (made, picked_N1, counted_N, sums, losses.upstream)
+        ctx.rows = rows
         ctx.dtype = logits_NV.dtype
         return total, tokens, nll, correct
 
@@ -97,13 +104,11 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
                 "the criterion was asked for a second derivative (create_graph=True), and it computes only the first; "
                 "use torch.nn.functional.cross_entropy where you need one"
             )
-        p_NV, target_N, counted_N, rows = ctx.stored
+        made, picked_N1, counted_N, sums, factors = ctx.stored
         ctx.stored = None
-        grad_NV = logits_gradient_(p_NV, target_N, rows, ctx.q)
-        # On the CPU a pass over the logits is saved if all factors are 1; on other devices reading them would wait
-        if upstream.device.type != "cpu" or upstream != 1 or not counted_N.all():
-            # Not 0 x upstream: with no tokens the caller may have divided by 0
-            grad_NV *= upstream.where(counted_N, 0).unsqueeze(1)
+        # Not 0 x upstream in ignored rows: with no tokens the caller may have divided by 0
+        factors = factors.times(upstream.where(counted_N, 0), counted_N)
+        grad_NV = ctx.rows.gradient_(made, picked_N1, sums, factors)
         return grad_NV.to(ctx.dtype), None, None, None
 
 

@@ -1,0 +1,130 @@
+"""Compare a student's rows with a distribution over a few classes of each: soft targets, and a teacher's k classes.
+
+Both are functions of the classes' log-probabilities. A soft target q costs
+
+    loss = - sum_j q_j log p_j + z_loss lse^2,      d loss / d log p_j = - q_j,   d loss / d lse = 2 z_loss lse
+
+A teacher's k classes are compared by a divergence, either among themselves, with log p'_j = log p_j - log sum_i p_i, or
+with all others together as one further class, whose log-probability is the score `log_rest`. That is a log-sum-exp of
+its own, not the logarithm of 1 - sum_j p_j, so it is exact however little the others have, and -inf where there are
+none.
+
+Shape suffixes: N rows, C the given classes, or those and the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from seqpar.core.token_loss import TokenLoss, wide
+from seqpar.distributed.vocab_parallel import VocabShard
+from seqpar.linear.chunk_loss import scored_chunks
+from seqpar.linear.inputs import Inputs, Settings, checked, planned
+from seqpar.linear.leaves import differentiable_loss, product_dtype
+from seqpar.linear.teachers import SparseTarget, check_sparse_target, ids_fact
+from seqpar.rows.divergences import RowTerms, logits_gradient_
+from seqpar.rows.scores import RowFunction, Scores, Upstream
+from seqpar.rows.smoothing import LossOfScores, RowLosses
+
+
+class SoftTargetOfScores:
+    """The cross-entropy with q, the only per-token tensor; a class that has none of it adds 0, whatever its log p."""
+
+    def __init__(self, z_loss: float) -> None:
+        self.z_loss = z_loss
+
+    def __call__(self, scores: Scores, per_token: Sequence[Tensor], wanted: bool) -> RowLosses:
+        """Return the loss of each row, with its derivatives."""
+        (q_NC,) = per_token
+        assert scores.log_probs_at is not None
+        loss_N = -(q_NC * scores.log_probs_at.masked_fill(q_NC == 0, 0)).sum(-1)
+        lse_N = None
+        if self.z_loss:
+            loss_N = loss_N + self.z_loss * scores.lse.square()
+            lse_N = 2 * self.z_loss * scores.lse
+        return RowLosses(loss_N, Upstream(log_probs_at=-q_NC, lse=lse_N))
+
+
+class DivergenceOfScores:
+    """A divergence from the distribution whose log q is the only per-token tensor, with or without the rest."""
+
+    def __init__(self, terms: RowTerms) -> None:
+        self.terms = terms
+
+    def __call__(self, scores: Scores, per_token: Sequence[Tensor], wanted: bool) -> RowLosses:
+        """Return the divergence of each row, with its derivatives."""
+        (log_q_NC,) = per_token
+        assert scores.log_probs_at is not None
+        log_p_NC = scores.log_probs_at
+        classes = log_p_NC.size(1)
+        if scores.log_rest is not None:
+            log_p_NC = torch.cat([log_p_NC, scores.log_rest.unsqueeze(1)], 1)
+        log_p_NC = log_p_NC.log_softmax(-1)
+        p_NC = log_p_NC.exp()
+        # The terms overwrite their arguments, and log q may be the caller's
+        terms = self.terms(log_p_NC, p_NC, log_q_NC.clone(), log_q_NC.exp())
+        grad_NC = logits_gradient_(terms, terms.slope_K, p_NC)
+        log_rest_N = grad_NC[:, -1] if scores.log_rest is not None else None
+        return RowLosses(terms.loss_K, Upstream(log_probs_at=grad_NC[:, :classes], log_rest=log_rest_N))
+
+
+def loss_on_few_classes(
+    inputs: Inputs,
+    settings: Settings,
+    shard: VocabShard,
+    loss: LossOfScores,
+    ids_NC: Tensor,
+    values_NC: Tensor,
+    loss_scale: float | Tensor,
+) -> TokenLoss:
+    """Return the summed loss of arguments that have been checked.
+
+    Args:
+        ids_NC: the given classes of all rows; -1 fills up a row.
+        values_NC: the loss's per-token tensor. With a column more than ids_NC it has the rest as one class.
+    """
+    leaves, chunks, projection, target_N, split, ignored = planned(inputs, settings, shard)
+    leaves = leaves._replace(per_token=(values_NC,))
+    function = RowFunction(rest=values_NC.size(1) > ids_NC.size(1), gaps=True, split=split)
+    chunk_loss = scored_chunks(projection, function, loss, target_N, ignored, ids_NC)
+    return differentiable_loss(chunk_loss, chunks, leaves, loss_scale)
+
+
+def soft_cross_entropy(
+    inputs: Inputs,
+    settings: Settings,
+    soft_target: SparseTarget,
+    loss_scale: float | Tensor,
+    vocab: VocabShard | None,
+) -> TokenLoss:
+    """Return the loss of `linear_cross_entropy` with a soft target, after checking all arguments."""
+
+    def further(shard: VocabShard) -> Mapping[str, object]:
+        _check_alone(soft_target, inputs, settings)
+        check_sparse_target(soft_target, inputs.target, settings.ignore_index, shard.vocab_size)
+        if vocab is None:
+            return {}
+        return {"soft_target.ids": ids_fact(soft_target.ids)}
+
+    shard = checked(inputs, settings, vocab, loss_scale, further=further).shard
+    ids_NC = soft_target.ids.detach().flatten(0, -2).long()
+    probs_NC = soft_target.probs.detach().flatten(0, -2).masked_fill(ids_NC < 0, 0)
+    if vocab is not None:
+        shard.check(len(inputs.weight), {}, probs_NC, "soft_target.probs")
+    q_NC = probs_NC.to(wide(product_dtype(inputs.hidden)))
+    return loss_on_few_classes(
+        inputs, settings, shard, SoftTargetOfScores(float(settings.z_loss)), ids_NC, q_NC, loss_scale
+    )
+
+
+def _check_alone(soft_target: object, inputs: Inputs, settings: Settings) -> None:
+    """Raise unless it is a soft target, and no other argument changes the target distribution."""
+    if not isinstance(soft_target, SparseTarget):
+        raise TypeError(f"soft_target is a {type(soft_target).__name__}; it must be a seqpar.SparseTarget, or None")
+    others = {"class_weight": inputs.class_weight is not None, "label_smoothing": settings.label_smoothing != 0}
+    for name, given in others.items():
+        if given:
+            raise ValueError(f"{name} is given with soft_target; put it into the probabilities of soft_target")

@@ -1,0 +1,136 @@
+"""Compute the scores of some rows from their products, and the products' gradient, by torch or by Triton kernels.
+
+`rows/scores.py` has the scores of a row of logits and G, their gradient; d loss / d product is G times the derivative
+of softcap and temperature.
+
+Shape suffixes: K rows of one chunk or of a block of it, D hidden, V vocabulary (this rank's classes, if it is split),
+P picked classes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.core.token_loss import wide
+from seqpar.kernels.row_kernel import RowKernel, why_no_kernel
+from seqpar.linear.projection import Projection
+from seqpar.rows.scores import RowFunction, RowSums, Softmax, Upstream
+
+
+class Read(NamedTuple):
+    """What is in memory after some rows' logits have been read; a kernel reads them again."""
+
+    softmax: Softmax | None
+    tanh_KV: Tensor | None
+    """tanh(product / softcap) with a softcap."""
+
+
+class ProjectedRows:
+    """The row function behind a projection.
+
+    Args:
+        projection: from hidden to logits, with a temperature that is the same for all rows.
+        function: which scores are wanted. Its class weights, if any, have the products' dtype or a wider one.
+    """
+
+    def __init__(self, projection: Projection, function: RowFunction) -> None:
+        self.projection = projection
+        self.function = function
+        self.kernel: RowKernel | None = None
+        weight_VD = projection.weight_VD
+        if len(weight_VD) and RowKernel.knows(function) and not why_no_kernel(weight_VD.device.type):
+            self.kernel = RowKernel(function, projection.bias_V, projection.softcap, projection.temperature)
+
+    def product(self, hidden_KD: Tensor) -> Tensor:
+        """Return the products of a chunk's rows. A kernel adds the bias itself, in float32."""
+        return self.projection.product(hidden_KD, biased=self.kernel is None)
+
+    def rows_at_once(self, rows: int) -> int:
+        """Return how many of a chunk's rows are read at once."""
+        # A kernel needs no cache, and a split vocabulary's all-gathers cost the same for a block as for the chunk
+        if self.kernel is not None or self.function.split is not None:
+            return rows
+        return self.projection.rows_at_once(rows)
+
+    def sums(
+        self, product_KV: Tensor, picked_KP: Tensor, temperature_K: Tensor | None = None, again: bool = True
+    ) -> tuple[Read, RowSums]:
+        """Return the sums of some rows, and what `gradient_` needs unless `again` is false.
+
+        Args:
+            temperature_K: a temperature for each row, by which the projection's logits are divided further.
+        """
+        if self.kernel is not None:
+            index_KP, here_KP = self.function.locate(picked_KP, product_KV.size(1))
+            if here_KP is not None:
+                index_KP = index_KP.where(here_KP, -1)
+            own = self.kernel.sums(product_KV, index_KP, picked_KP[:, 0], temperature_K)
+            return Read(None, None), self.function.over_parts(own, picked_KP, here_KP)
+        logits_KV, tanh_KV = self._logits(product_KV, temperature_K)
+        # z - m is needed once more in the gradient, but not by the sums alone
+        scratch = self._memory("terms", logits_KV, self.function.entropy) if again else logits_KV
+        softmax, sums = self.function.sums_(logits_KV, picked_KP, out=self._out(logits_KV), scratch=scratch)
+        return Read(softmax, tanh_KV), sums
+
+    def read(self, product_KV: Tensor, sums: RowSums, temperature_K: Tensor | None, entropy: bool) -> Read:
+        """Return what `gradient_` needs of products that have been computed again; `entropy` is whether its arrives."""
+        if self.kernel is not None:
+            return Read(None, None)
+        logits_KV, tanh_KV = self._logits(product_KV, temperature_K)
+        function = self.function._replace(entropy=entropy)
+        out = self._memory("softmax", logits_KV, True) if entropy else self._in_place(logits_KV)
+        return Read(function.softmax_(logits_KV, sums.best_N, out), tanh_KV)
+
+    def gradient_(
+        self,
+        read: Read,
+        product_KV: Tensor,
+        picked_KP: Tensor,
+        temperature_K: Tensor | None,
+        sums: RowSums,
+        upstream: Upstream,
+        into_KV: Tensor | None = None,
+    ) -> Tensor:
+        """Overwrite the products by their gradient, or `into_KV`; return it, without a kernel not yet rounded."""
+        if into_KV is None:
+            into_KV = product_KV
+        if read.softmax is None:
+            assert self.kernel is not None
+            index_KP, here_KP = self.function.locate(picked_KP, product_KV.size(1))
+            if here_KP is not None:
+                index_KP = index_KP.where(here_KP, -1)
+            self.kernel.gradient_(product_KV, index_KP, temperature_K, sums, upstream, into_KV)
+            return into_KV
+        grad_KV = self.function.gradient_(read.softmax, picked_KP, sums, upstream)
+        # The derivative of the logits by the capped product
+        slope = 1.0 if temperature_K is None else temperature_K.reciprocal()
+        return self.projection.to_product_(grad_KV, read.tanh_KV, slope, into_KV)
+
+    def _logits(self, product_KV: Tensor, temperature_K: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return logits in float32 or wider that may be overwritten, and tanh(product / softcap) with a softcap."""
+        logits_KV, tanh_KV = self.projection.logits(product_KV)
+        logits_KV = logits_KV.to(wide(logits_KV.dtype))
+        if temperature_K is not None:
+            logits_KV /= temperature_K.unsqueeze(1)
+        return logits_KV, tanh_KV
+
+    def _out(self, logits_KV: Tensor) -> Tensor | None:
+        """Return memory for the softmax beside z - m if that is wanted, else in its place."""
+        if self.function.entropy:
+            return self._memory("softmax", logits_KV, True)
+        return self._in_place(logits_KV)
+
+    def _in_place(self, logits_KV: Tensor) -> Tensor | None:
+        """Return the logits' own memory; None on devices whose softmax is not known to work in place."""
+        return logits_KV if self.projection.in_place else None
+
+    def _memory(self, name: str, logits_KV: Tensor, wanted: bool) -> Tensor | None:
+        """Return memory of the logits' size beside them; None if it is not wanted."""
+        if not wanted:
+            return None
+        if not self.projection.in_place:
+            return torch.empty_like(logits_KV)
+        return self.projection.buffer(name, len(logits_KV), logits_KV.dtype)

@@ -1,0 +1,258 @@
+"""Compute one chunk of a projection onto the vocabulary and the scores of its tokens, and their gradient.
+
+    product = hidden @ weight.T + bias                                   (K, V)
+    logits  = cap(product) / temperature,  cap(x) = softcap tanh(x / softcap)
+
+`rows/scores.py` has the scores of a row of logits and G, their gradient with respect to the logits. There are two
+ways to the gradient of hidden, G' = d / d product being G times the derivative of cap over the temperature:
+
+    backward computes the product again:      d hidden = G' @ weight,  d weight = G'.T @ hidden
+    with a frozen projection, forward keeps   A = (d log_prob / d product) @ weight
+                                              Q = (d entropy / d product) @ weight
+                           and backward has   d hidden_i = (u_i + sum_j g_ij) A_i + h_i Q_i
+                                                           + sum_j g_ij (c_ij weight_(id_ij) - c_i weight_(y_i))
+
+where c is the derivative of cap over the temperature, at the target or at the given class. Row i of A and Q does not
+depend on any upstream factor, so that no second product is needed.
+
+Shape suffixes: N rows (batch x time), K rows of one chunk or of a block of it, D hidden, V vocabulary (this rank's
+classes, if it is split), J given classes, P = 1 + J.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from seqpar.core.chunks import Chunk
+from seqpar.core.stored_gradients import RowGradient
+from seqpar.core.token_loss import wide
+from seqpar.linear.leaves import LinearSlots
+from seqpar.linear.projected_rows import ProjectedRows
+from seqpar.linear.projection import Projection, zero_rows
+from seqpar.rows.scores import RowSums, Upstream
+
+INVARIANT_ROWS = 64
+"""Rows of every product in batch-invariant mode: a matrix product of one shape rounds each row in one way."""
+
+INVARIANT_WIDTH = 16
+"""What the width of a product is a multiple of in that mode, filled up with zeros. With other widths (5, 7, 33) MKL's
+rounding of a row was measured to depend on the row's place; with multiples of 4 it never did."""
+
+
+class HiddenSlots(NamedTuple):
+    """Where forward keeps what backward needs under a frozen projection."""
+
+    log_prob: RowGradient
+    """A."""
+    entropy: RowGradient | None
+    """Q; None if no entropy is wanted."""
+    slope_NP: Tensor
+    """c at the target and at each given class."""
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return A, Q and the slopes."""
+        of_entropy = None if self.entropy is None else self.entropy.rows
+        return self.log_prob.rows, of_entropy, self.slope_NP
+
+
+class RecomputedScores:
+    """The scores of one chunk, and their gradient, for which the chunk's product is computed again.
+
+    Args:
+        rows: the row function behind the projection.
+        picked_NP: of all rows, the target and the given classes.
+        temperature_N: a temperature for each row, by which the projection's logits are divided further; None is 1.
+        counted_N: which rows count; None if no chunk contains rows that do not.
+    """
+
+    def __init__(
+        self, rows: ProjectedRows, picked_NP: Tensor, temperature_N: Tensor | None, counted_N: Tensor | None
+    ) -> None:
+        self.rows = rows
+        self.projection = rows.projection
+        self.picked_NP = picked_NP
+        self.temperature_N = temperature_N
+        self.counted_N = counted_N
+
+    def sums(self, hidden_KD: Tensor, chunk: Chunk, kept: HiddenSlots | None = None) -> RowSums:
+        """Return the sums of a chunk's rows; store the gradients that a frozen projection allows in `kept`."""
+        hidden_KD = self._prepared(hidden_KD, chunk)
+        with torch.autocast(hidden_KD.device.type, enabled=False):
+            product_KV = self.rows.product(hidden_KD)
+            entropy_KV = None
+            if kept is not None and kept.entropy is not None:
+                entropy_KV = self.projection.buffer("entropy", len(hidden_KD), product_KV.dtype)
+            blocks = self._blocks(product_KV, chunk, entropy_KV)
+            joined = _joined([self._block_sums(block, kept is not None) for block in blocks])
+            if kept is not None:
+                kept.slope_NP[chunk] = self._slope(chunk, joined.picked_NP)
+                kept.log_prob.write_product(chunk, product_KV, self.projection.weight_VD)
+            if kept is not None and kept.entropy is not None and entropy_KV is not None:
+                kept.entropy.write_product(chunk, entropy_KV, self.projection.weight_VD)
+        return joined
+
+    def _block_sums(self, block: _Block, own_gradients: bool) -> RowSums:
+        """Return the sums of some rows.
+
+        With `own_gradients`, their products are overwritten by d log_prob / d product, and the block's second ones by
+        d entropy / d product.
+        """
+        rows = (block.product, block.picked, block.temperature)
+        read, sums = self.rows.sums(*rows, again=block.entropy_product is not None)
+        if own_gradients:
+            one_N = torch.ones_like(sums.best_N)
+            if block.entropy_product is not None:
+                # First, because it overwrites z - m alone, and the softmax is needed once more
+                twice = read if read.tanh_KV is None else read._replace(tanh_KV=read.tanh_KV.clone())
+                self.rows.gradient_(twice, *rows, sums, Upstream(entropy=one_N), block.entropy_product)
+            self.rows.gradient_(read, *rows, sums, Upstream(log_prob=one_N))
+        return sums
+
+    def batch_invariant(self) -> RecomputedScores:
+        """Return the same scores with a width of hidden that `sums_in_tile` takes."""
+        weight_VD = self.projection.weight_VD
+        missing = -weight_VD.size(1) % INVARIANT_WIDTH
+        projection = Projection(
+            pad(weight_VD, (0, missing)),
+            self.projection.bias_V,
+            weight_VD.dtype,
+            self.projection.softcap,
+            self.projection.temperature,
+        )
+        rows = ProjectedRows(projection, self.rows.function)
+        return RecomputedScores(rows, self.picked_NP, self.temperature_N, self.counted_N)
+
+    def sums_in_tile(self, hidden_KD: Tensor, chunk: Chunk) -> RowSums:
+        """Do as `sums` for at most INVARIANT_ROWS rows, in tensors of exactly so many."""
+        rows, width = hidden_KD.shape
+        missing = INVARIANT_ROWS - rows
+        picked_KP = pad(self.picked_NP[chunk], (0, 0, 0, missing))
+        temperature_K = None
+        if self.temperature_N is not None:
+            temperature_K = pad(self.temperature_N[chunk], (0, missing), value=1.0)
+        counted_K = None
+        if self.counted_N is not None:
+            counted_K = pad(self.counted_N[chunk], (0, missing), value=True)
+        tile = RecomputedScores(self.rows, picked_KP, temperature_K, counted_K)
+        hidden_KD = pad(hidden_KD, (0, self.projection.weight_VD.size(1) - width, 0, missing))
+        return tile.sums(hidden_KD, slice(0, INVARIANT_ROWS)).rows(slice(0, rows))
+
+    def store_gradients(
+        self, hidden_KD: Tensor, chunk: Chunk, sums: RowSums, upstream: Upstream, slots: LinearSlots
+    ) -> None:
+        """Compute the chunk's product again, and store the gradients of hidden, weight and bias.
+
+        Args:
+            sums, upstream: of all rows.
+        """
+        hidden_KD = self._prepared(hidden_KD, chunk)
+        sums = sums.rows(chunk)
+        upstream = upstream.rows(chunk)
+        bias_grads = []
+        with torch.autocast(hidden_KD.device.type, enabled=False):
+            product_KV = self.rows.product(hidden_KD)
+            for block in self._blocks(product_KV, chunk):
+                own = sums.rows(block.rows)
+                factors = upstream.rows(block.rows)
+                read = self.rows.read(block.product, own, block.temperature, factors.entropy is not None)
+                grad_KV = self.rows.gradient_(read, block.product, block.picked, block.temperature, own, factors)
+                bias_grads.append(self.projection.bias_gradient(grad_KV, slots))
+            self.projection.back(product_KV, hidden_KD, chunk, bias_grads, slots)
+
+    def slots(self, hidden_ND: Tensor) -> HiddenSlots:
+        """Return empty slots for all rows."""
+        product_dtype = self.projection.weight_VD.dtype
+        # A and Q are added up in backward, so that they must not be rounded below the products' own dtype
+        like_ND = hidden_ND.detach().to(torch.promote_types(hidden_ND.dtype, product_dtype))
+        of_entropy = RowGradient(like_ND) if self.rows.function.entropy else None
+        slope_NP = hidden_ND.new_zeros(self.picked_NP.shape, dtype=wide(product_dtype))
+        return HiddenSlots(RowGradient(like_ND), of_entropy, slope_NP)
+
+    def hidden_gradient(
+        self,
+        upstream: Upstream,
+        weight_VD: Tensor,
+        of_log_prob_ND: Tensor,
+        of_entropy_ND: Tensor | None,
+        slope_NP: Tensor,
+    ) -> Tensor:
+        """Return the gradient of hidden under a frozen projection, from what forward has kept."""
+        u_N = upstream.log_prob
+        g_NJ = upstream.log_probs_at
+        if u_N is None:
+            u_N = slope_NP.new_zeros(len(slope_NP))
+        if g_NJ is not None:
+            u_N = u_N + g_NJ.sum(-1)
+        grad_ND = u_N.unsqueeze(1) * of_log_prob_ND
+        if of_entropy_ND is not None and upstream.entropy is not None:
+            grad_ND += upstream.entropy.unsqueeze(1) * of_entropy_ND
+        if g_NJ is not None:
+            # sum_j g_j (c_j weight_(id_j) - c_y weight_y)
+            factor_NP = torch.cat([-g_NJ.sum(1, keepdim=True), g_NJ], 1) * slope_NP
+            index_NP, here_NP = self.rows.function.locate(self.picked_NP, len(weight_VD))
+            if here_NP is not None:
+                factor_NP = factor_NP.where(here_NP, 0)
+            if len(weight_VD):
+                for factor_N, index_N in zip(factor_NP.unbind(1), index_NP.unbind(1), strict=True):
+                    grad_ND += factor_N.unsqueeze(1) * weight_VD[index_N]
+        return grad_ND
+
+    def _slope(self, chunk: Chunk, picked_logits_KP: Tensor) -> Tensor:
+        """Return c at the target and the given classes: the derivative of their logits by the uncapped product."""
+        slope_KP = torch.full_like(picked_logits_KP, 1 / self.projection.temperature)
+        if self.temperature_N is not None:
+            slope_KP = slope_KP / self.temperature_N[chunk].unsqueeze(1)
+        if self.projection.softcap is None:
+            return slope_KP
+        # logits = slope softcap tanh(product / softcap), so that the derivative is slope (1 - tanh^2)
+        tanh_KP = picked_logits_KP / (slope_KP * self.projection.softcap)
+        return slope_KP * (1 - tanh_KP.square())
+
+    def _prepared(self, hidden_KD: Tensor, chunk: Chunk) -> Tensor:
+        """Return the chunk's hidden states in the products' dtype, with 0 in rows that do not count."""
+        hidden_KD = hidden_KD.to(self.projection.weight_VD.dtype)
+        if self.counted_N is None:
+            return hidden_KD
+        return zero_rows(hidden_KD, ~self.counted_N[chunk])
+
+    def _blocks(self, product_KV: Tensor, chunk: Chunk, entropy_KV: Tensor | None = None) -> Iterator[_Block]:
+        """Yield the blocks of a chunk that go through the softmax one after the other."""
+        rows = len(product_KV)
+        size = self.rows.rows_at_once(rows)
+        picked_KP = self.picked_NP[chunk]
+        temperature_K = None
+        if self.temperature_N is not None:
+            temperature_K = self.temperature_N[chunk]
+        for start in range(0, rows, size):
+            block = slice(start, start + size)
+            yield _Block(
+                rows=block,
+                product=product_KV[block],
+                picked=picked_KP[block],
+                temperature=None if temperature_K is None else temperature_K[block],
+                entropy_product=None if entropy_KV is None else entropy_KV[block],
+            )
+
+
+class _Block(NamedTuple):
+    """Some rows of a chunk."""
+
+    rows: slice
+    """Their places in the chunk."""
+    product: Tensor
+    picked: Tensor
+    temperature: Tensor | None
+    entropy_product: Tensor | None
+
+
+def _joined(blocks: list[RowSums]) -> RowSums:
+    """Return the sums of all blocks."""
+    if len(blocks) == 1:
+        return blocks[0]
+    columns = zip(*blocks, strict=True)
+    return RowSums(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]

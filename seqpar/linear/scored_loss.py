@@ -1,0 +1,275 @@
+"""Compute a loss that is any function of each token's own scores, with its gradient stored as that of cross-entropy.
+
+Shape suffixes: N rows (batch x time), K rows of a block, D hidden, V vocabulary (this rank's classes, if it is split),
+J given classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.core.chunks import recording
+from seqpar.core.graphs import graph_of_its_own, leaves_of_graph, outside_graphs
+from seqpar.core.tensor_checks import check_dense
+from seqpar.core.token_loss import TokenLoss, wide
+from seqpar.distributed.vocab_parallel import VocabShard
+from seqpar.linear.chunk_loss import scored_chunks
+from seqpar.linear.inputs import Inputs, Settings, checked, local_tensors, planned
+from seqpar.linear.leaves import differentiable_loss
+from seqpar.linear.score_inputs import ScoreRequest, checked_request
+from seqpar.rows.scores import RowFunction, Scores, Upstream
+from seqpar.rows.smoothing import RowLosses
+
+Loss = Callable[..., Tensor]
+"""(scores, **per-token tensors) -> one number for each row."""
+
+DIFFERENT = 1e-3
+"""A difference between values of the same row, relative to the largest, that is not rounding."""
+
+
+@outside_graphs
+def scored_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    loss: Loss,
+    *,
+    bias: Tensor | None = None,
+    ids: Tensor | None = None,
+    entropy: bool = False,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    vocab: VocabShard | None = None,
+    chunk_tokens: int | None = None,
+    loss_scale: float | Tensor = 1.0,
+    **per_token: Tensor,
+) -> TokenLoss:
+    """Return the sum of `loss(scores, **per_token)` over all tokens, while one chunk's logits exist at a time.
+
+    Plain equivalent:
+
+        logits = F.linear(hidden, weight, bias).flatten(0, -2)[target.flatten() != ignore_index] / temperature
+        log_p = logits.log_softmax(-1)
+        scores.log_prob = log_p.gather(-1, target)
+        scores.lse = logits.logsumexp(-1)
+        scores.entropy = -(log_p.exp() * log_p).sum(-1)
+        scores.log_probs_at = log_p.gather(-1, ids)
+        loss(scores, **per_token).sum()
+
+    For a clipped surrogate with an entropy bonus:
+
+        def surrogate(scores, old, advantage):
+            ratio = (scores.log_prob - old).exp()
+            clipped = ratio.clamp(0.8, 1.2)
+            return -torch.minimum(ratio * advantage, clipped * advantage) - 0.01 * scores.entropy
+
+        loss = seqpar.scored_loss(hidden, weight, target, surrogate, entropy=True, old=old, advantage=advantage)
+
+    Because a token's loss depends on its own scores alone, its gradient is taken while its logits are in memory: three
+    matrix products of rows x D x V, and two under a frozen projection, where `token_scores` needs four, for losses that
+    join tokens.
+
+    Args:
+        hidden, weight, target, bias, softcap, ignore_index, vocab, chunk_tokens, loss_scale: as `linear_cross_entropy`.
+        loss: a differentiable function of a chunk's scores and per-token tensors, that returns one number for each row.
+            `scores` has the fields `log_prob` and `lse` (rows,), and where asked for `entropy` (rows,) and
+            `log_probs_at` (rows, J), in float32 or wider; `seqpar.rows.scores.Scores` describes them. It is called once
+            or several times for each chunk, and must neither mix rows nor use other tensors that need a gradient.
+        ids: int64 classes (target's shape, J), whose log-probabilities the loss takes.
+        entropy: whether the loss takes the entropy of each token's distribution.
+        temperature: divides the logits, after softcap; a number above 0, or one for each token, without a gradient.
+        per_token: further tensors for the loss, whose first dimensions are target's shape. They are chunked along and
+            get a gradient if they require one.
+
+    Returns:
+        `TokenLoss`: `total` is the differentiable sum, in float32 or wider; `nll` and `correct` are of the targets, at
+        this temperature. On a split vocabulary it is the same on every rank.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: as `linear_cross_entropy` and `token_scores`.
+        TypeError: a `loss` that is no function, or returns no floating tensor; a per-token argument that is no tensor.
+        ValueError: a loss that mixes rows, or returns another shape than (rows,); a per-token tensor of another shape.
+        RuntimeError: a loss that uses a tensor that needs a gradient and is no per-token argument, or one whose result
+            has no gradient at all.
+    """
+    is_number = not isinstance(temperature, Tensor)
+    settings = Settings(
+        ignore_index=ignore_index,
+        softcap=softcap,
+        temperature=temperature if is_number else 1.0,  # type: ignore[arg-type]
+        chunk_tokens=chunk_tokens,
+    )
+    inputs, vocab = local_tensors(Inputs(hidden, weight, target, bias), vocab)
+    request = ScoreRequest(None if is_number else temperature, entropy, None, ids, None, False)  # type: ignore[arg-type]
+
+    def further(shard: VocabShard) -> Mapping[str, object]:
+        if not callable(loss):
+            raise TypeError(f"loss is a {type(loss).__name__}; it must be a function of scores that returns (rows,)")
+        facts = checked_request(request, inputs, ignore_index, shard.vocab_size)
+        return facts | _checked_per_token(per_token, inputs.target)
+
+    shard = checked(inputs, settings, vocab, loss_scale, further=further).shard
+    leaves, chunks, projection, target_N, split, ignored = planned(inputs, settings, shard)
+    if vocab is not None:
+        for name, tensor in per_token.items():
+            rows_NC = tensor.detach().reshape(len(target_N), -1)
+            shard.check(len(inputs.weight), {}, rows_NC if rows_NC.is_floating_point() else rows_NC.double(), name)
+    lead = inputs.target.dim()
+    tensors = tuple(t.flatten(0, lead - 1) for t in per_token.values())
+    wanted = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
+    counted_N = target_N != ignore_index
+    temperature_N = None
+    if request.temperature is not None:
+        temperature_N = request.temperature.flatten().to(wide(projection.weight_VD.dtype)).where(counted_N, 1.0)
+    ids_NJ = None if ids is None else ids.flatten(0, -2).long()
+    chunk_loss = scored_chunks(
+        projection,
+        RowFunction(entropy, masked=projection.may_be_masked(), split=split),
+        _LossByAutograd(loss, list(per_token), wanted),
+        target_N,
+        ignored,
+        ids_NJ,
+        temperature_N,
+    )
+    return differentiable_loss(chunk_loss, chunks, leaves._replace(per_token=tensors), loss_scale)
+
+
+def _checked_per_token(per_token: Mapping[str, object], target: Tensor) -> dict[str, object]:
+    """Return what must be the same on all ranks; raise unless every tensor has its first dimensions and device."""
+    facts: dict[str, object] = {}
+    for name, tensor in per_token.items():
+        check_dense(tensor, name)
+        assert isinstance(tensor, Tensor)
+        if tensor.shape[: target.dim()] != target.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; the first dimensions of a per-token tensor must be target's "
+                f"shape {tuple(target.shape)}"
+            )
+        if tensor.device != target.device:
+            raise ValueError(f"target is on {target.device} and {name} on {tensor.device}; move them to one device")
+        facts[name] = (tuple(tensor.shape), tensor.dtype)
+    return facts
+
+
+class _LossByAutograd:
+    """A function of scores, differentiated by autograd on vectors of one number a row.
+
+    Args:
+        function: the caller's loss.
+        names: of the per-token tensors.
+        wanted: which of them want a gradient.
+    """
+
+    def __init__(self, function: Loss, names: Sequence[str], wanted: Sequence[bool]) -> None:
+        self.function = function
+        self.names = names
+        self.wanted = wanted
+        self.is_checked = False
+
+    def __call__(self, scores: Scores, per_token: Sequence[Tensor], wanted: bool) -> RowLosses:
+        """Return the loss of each row; if `wanted`, with its derivatives."""
+        scores = Scores(*(None if t is None else t.detach().requires_grad_(wanted) for t in scores))  # type: ignore[arg-type]
+        rows = [t.detach().requires_grad_(wanted and w) for t, w in zip(per_token, self.wanted, strict=True)]
+        leaves = [t for t in (*scores, *rows) if t is not None and t.requires_grad]
+        # A graph that begins and ends here is not the caller's
+        with torch.set_grad_enabled(wanted), graph_of_its_own():
+            loss_K = self._called(scores, rows)
+            # One row cannot be mixed with others; while a CUDA graph is recorded no number can be read
+            if not self.is_checked and len(loss_K) > 1 and not recording(loss_K.device):
+                self._check(loss_K, scores, rows, leaves)
+                self.is_checked = True
+        if not wanted:
+            return RowLosses(loss_K, Upstream())
+        grads: dict[int, Tensor | None] = {}
+        if loss_K.requires_grad:
+            found = torch.autograd.grad(loss_K, leaves, torch.ones_like(loss_K), allow_unused=True)
+            grads = {id(leaf): grad for leaf, grad in zip(leaves, found, strict=True)}
+        upstream = Upstream(**{name: grads.get(id(t)) for name, t in scores._asdict().items() if t is not None})
+        of_rows = [grads.get(id(t)) for t in rows]
+        zeros = (torch.zeros_like(t) if g is None else g for t, g in zip(rows, of_rows, strict=True))
+        return RowLosses(loss_K.detach(), upstream, tuple(zeros))
+
+    def _called(self, scores: Scores, rows: Sequence[Tensor]) -> Tensor:
+        """Return the function's result in the dtype of the scores, after checking it."""
+        loss_K = self.function(scores, **dict(zip(self.names, rows, strict=True)))
+        if not isinstance(loss_K, Tensor) or not loss_K.is_floating_point():
+            kind = f"{loss_K.dtype} numbers" if isinstance(loss_K, Tensor) else f"a {type(loss_K).__name__}"
+            raise TypeError(f"loss returned {kind}; it must return a floating tensor, one number for each row")
+        if loss_K.shape != scores.log_prob.shape:
+            raise ValueError(
+                f"loss returned shape {tuple(loss_K.shape)} for {len(scores.log_prob)} rows; it must return one number "
+                "for each row, without a sum or a mean"
+            )
+        return loss_K.to(scores.log_prob.dtype)
+
+    def _check(self, loss_K: Tensor, scores: Scores, rows: list[Tensor], leaves: list[Tensor]) -> None:
+        """Raise for a loss that loses a gradient or mixes rows, as far as these rows show it."""
+        if leaves and not loss_K.requires_grad and bool((loss_K != 0).any()):
+            raise RuntimeError(
+                "the result of loss does not require grad, though hidden or a parameter does: it returned a detached "
+                "tensor (.detach(), torch.no_grad())"
+            )
+        known = {id(t) for t in leaves}
+        for leaf in leaves_of_graph(loss_K):
+            if id(leaf) not in known:
+                raise RuntimeError(
+                    f"loss used a tensor of shape {tuple(leaf.shape)} that needs a gradient and is no per-token "
+                    "argument; pass it as a keyword with target's shape, or detach it"
+                )
+        mixed = self._mixed_by_gradient(loss_K, leaves) or self._mixed_by_value(loss_K.detach(), scores, rows)
+        if mixed:
+            raise ValueError(
+                f"loss mixes rows: {mixed}. It is called on some rows at a time, so a row's loss must depend on that "
+                "row alone; compute anything that joins tokens before, and pass it as a per-token keyword, or use "
+                "token_scores"
+            )
+
+    def _mixed_by_gradient(self, loss_K: Tensor, leaves: list[Tensor]) -> str:
+        """Return that the loss of some rows has a gradient in others, if it has; a nan is no evidence of it."""
+        if not loss_K.requires_grad:
+            return ""
+        place_K = torch.arange(len(loss_K), device=loss_K.device)
+        # With equal weights a softmax over rows would have the gradient 0
+        weight_K = 1 + (place_K + 1.0).sin().to(loss_K.dtype) / 2
+        for some_K in (place_K % 2 == 0, place_K < (len(loss_K) + 1) // 2):
+            for own_K in (some_K, ~some_K):
+                grads = torch.autograd.grad(
+                    loss_K, leaves, weight_K.where(own_K, 0), retain_graph=True, allow_unused=True
+                )
+                if any(t is not None and bool((t[~own_K].abs() > 0).any()) for t in grads):
+                    return "a row's loss has a gradient in other rows"
+        return ""
+
+    def _mixed_by_value(self, loss_K: Tensor, scores: Scores, rows: list[Tensor]) -> str:
+        """Return how much the loss of a row changes with other rows and their order, in words; "" if not."""
+        cuda = [loss_K.device] if loss_K.device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(cuda):
+            half = slice(len(loss_K) // 2)
+            # Neither order nor company is symmetric: a weight of the opposite row would look the same from both ends
+            turned_K = torch.arange(len(loss_K), device=loss_K.device).roll(1)
+            different = max(
+                _difference(loss_K[half], self._called(*_rows(scores, rows, half))),
+                _difference(loss_K[turned_K], self._called(*_rows(scores, rows, turned_K))),
+            )
+            # A random loss has other values in every call
+            if different <= DIFFERENT or _difference(loss_K, self._called(scores, rows)) > DIFFERENT:
+                return ""
+        return f"a row's loss changes with the other rows and their order, by {different:.2g} of the largest"
+
+
+def _rows(scores: Scores, rows: list[Tensor], which: Any) -> tuple[Scores, list[Tensor]]:
+    """Return some rows."""
+    some = Scores(*(None if t is None else t[which] for t in scores))  # type: ignore[arg-type]
+    return some, [t[which] for t in rows]
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference relative to the largest number, over numbers that are finite in both."""
+    finite = a.isfinite() & b.isfinite()
+    largest = float(a.where(finite, 0).abs().amax())
+    return float((a - b).where(finite, 0).abs().amax()) / largest if largest else 0.0

@@ -1,0 +1,298 @@
+"""Any function of a token's own scores: value and every gradient are those of all logits at once, within 1e-12."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import seqpar
+from seqpar.testing import assert_same_gradients
+from seqpar.testing.ranks import ranks
+from seqpar.testing.strategies import vocabulary_splits
+from tests.seqpar.engine.test_engine_scores import generator_of
+from tests.seqpar.kernels.interpreted import DEVICE, KERNELS, NUMPY_SAYS, kernels, moved
+from tests.seqpar.linear.scored_cases import LOSSES, PER_TOKEN, plain_scored, scored_cases
+from tests.seqpar.recording import recorded
+
+LEAVES = ("hidden", "weight", "bias", *PER_TOKEN)
+
+
+def leaves_of(tensors):
+    return {name: tensors[name] for name in LEAVES if name in tensors and tensors[name].requires_grad}
+
+
+def every_leaf(tensors):
+    """Also those that need no gradient, which must have none."""
+    return {name: tensors[name] for name in LEAVES if name in tensors}
+
+
+def derivatives(result, leaves):
+    """Those of a plain result, which need not depend on every leaf, or on any."""
+    if not result.requires_grad:
+        return [None] * len(leaves)
+    return torch.autograd.grad(result, list(leaves.values()), allow_unused=True)
+
+
+def plain(case, tensors):
+    return plain_scored(case.loss, tensors, **case.options, entropy=case.entropy)
+
+
+def ours(case, tensors, **more):
+    return seqpar.scored_loss(**tensors, loss=LOSSES[case.loss], **case.own_options, **more)
+
+
+@given(scored_cases(), st.sampled_from([2**23, 200]), st.sampled_from([1.0, -3.0, 0.0]))
+def test_every_loss_has_the_value_and_gradients_of_all_logits_at_once(case, cache, upstream):
+    tensors = case.tensors()
+    with patch("seqpar.linear.projection.CACHE", cache):
+        assert_same_gradients(
+            lambda: ours(case, tensors).total * upstream, lambda: plain(case, tensors) * upstream, every_leaf(tensors)
+        )
+
+
+@given(scored_cases())
+def test_counts_and_the_value_without_gradients(case):
+    tensors = case.tensors()
+    kept = tensors["target"] != case.scores.linear.padding
+    with torch.no_grad():
+        found = ours(case, tensors)
+        expected = plain(case, tensors)
+        of_target = seqpar.token_scores(
+            **{n: t for n, t in tensors.items() if n not in PER_TOKEN},
+            **{n: v for n, v in case.options.items() if n != "ids"},
+            top_k=1,
+        )
+    assert found.tokens == kept.sum()
+    torch.testing.assert_close(found.total, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.nll, -of_target.log_prob.sum(), rtol=1e-12, atol=1e-12)
+    assert found.correct == ((of_target.top_ids.squeeze(-1) == tensors["target"]) & kept).sum()
+
+
+@given(scored_cases())
+def test_ignored_rows_of_a_recorded_loss_count_for_nothing(case):
+    """Not even where their hidden state, or what the loss takes, is no number."""
+    tensors = case.tensors()
+    reference = case.tensors()
+    ignored = tensors["target"] == case.scores.linear.padding
+    with torch.no_grad():
+        for name in ("hidden", *PER_TOKEN):
+            tensors[name][ignored] = torch.nan
+    leaves, plain_leaves = leaves_of(tensors), leaves_of(reference)
+    with recorded():
+        loss = ours(case, tensors)
+        grads = torch.autograd.grad(loss.total, list(leaves.values())) if leaves else ()
+    expected = plain(case, reference)
+    right = derivatives(expected, plain_leaves)
+    torch.testing.assert_close(loss.total.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
+    for name, a, b in zip(leaves, grads, right, strict=True):
+        b = torch.zeros_like(a) if b is None else b
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 * float(b.abs().max() if b.numel() else 0), msg=name)
+    assert loss.tokens == (~ignored).sum()
+
+
+@pytest.mark.filterwarnings(NUMPY_SAYS)
+@given(scored_cases())
+def test_the_kernels_have_the_same_losses(case):
+    tensors = moved(case.tensors())
+    with kernels() as launched:
+        if DEVICE == "cpu":
+            assert_same_gradients(lambda: ours(case, tensors).total, lambda: plain(case, tensors), every_leaf(tensors))
+    assert set(launched) <= KERNELS
+
+
+@given(scored_cases(), st.sampled_from([None, ["cpu"], ["cpu"] * 2, ["cpu"] * 3]))
+def test_over_any_device_list_it_is_the_loss_of_one_device(case, devices):
+    tensors = case.tensors()
+    generator = generator_of(tensors)
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(ignore_index=case.scores.linear.padding), devices)
+    options = {n: v for n, v in case.own_options.items() if n not in ("ignore_index", "chunk_tokens")}
+    per_token = {name: tensors[name] for name in PER_TOKEN}
+    leaves = every_leaf({**tensors, **dict(generator.named_parameters())})
+    assert_same_gradients(
+        lambda: (
+            engine.scored_loss(tensors["hidden"], tensors["target"], LOSSES[case.loss], **options, **per_token).total
+        ),
+        lambda: plain(case, {**tensors, **dict(generator.named_parameters())}),
+        leaves,
+    )
+
+
+def part_of_a_rank(rank, world, case, split, by_kernel):
+    tensors = case.tensors()
+    vocab = seqpar.VocabShard.of(split[rank], dist.group.WORLD)
+    for name in ("weight", "bias"):
+        if name in tensors:
+            own = tensors[name].detach()[vocab.start : vocab.start + split[rank]]
+            tensors[name] = own.requires_grad_(tensors[name].requires_grad)
+    leaves = leaves_of(tensors)
+    loss = ours(case, tensors, vocab=vocab)
+    grads = torch.autograd.grad(loss.total, list(leaves.values())) if leaves else ()
+    return float(loss.total.detach()), dict(zip(leaves, (g.numpy() for g in grads), strict=True)), int(loss.correct)
+
+
+@given(st.data())
+def test_a_split_vocabulary_has_the_loss_of_one_device(data):
+    world, case = data.draw(st.sampled_from([2, 3])), data.draw(scored_cases())
+    split = data.draw(vocabulary_splits(case.scores.linear.vocab_size, world))
+    tensors = case.tensors()
+    leaves = leaves_of(tensors)
+    expected = plain(case, tensors)
+    right = derivatives(expected, leaves)
+    right = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(leaves, right, strict=True)}
+    answers = ranks(world, part_of_a_rank, case, split, False)
+    correct = int(ours(case, tensors).correct)
+    for total, grads, hits in answers:
+        assert total == pytest.approx(float(expected.detach()), rel=1e-12, abs=1e-12)
+        assert hits == correct
+        for name in set(grads) - {"weight", "bias"}:
+            scale = float(right[name].abs().max()) if right[name].numel() else 0.0
+            torch.testing.assert_close(torch.as_tensor(grads[name]), right[name], rtol=1e-12, atol=1e-12 * scale)
+    for name in {"weight", "bias"} & set(leaves):
+        joined = torch.cat([torch.as_tensor(grads[name]) for _, grads, _ in answers])
+        scale = float(right[name].abs().max())
+        torch.testing.assert_close(joined, right[name], rtol=1e-12, atol=1e-12 * scale)
+
+
+class Policy(nn.Module):
+    """A trunk, a projection and the loss inside, as DDP and FSDP2 wrap them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.head = nn.Linear(3, 4).double(), nn.Linear(4, 7).double()
+        self.engine = seqpar.LossCompute(self.head, seqpar.CrossEntropy())
+
+    def forward(self, inputs, target, old, advantage):
+        per_token = {"old": old, "advantage": advantage, "ids_weight": torch.zeros_like(old)}
+        return self.engine.scored_loss(self.trunk(inputs), target, LOSSES["surrogate"], entropy=True, **per_token)
+
+
+def micro_batches(rank):
+    random = torch.Generator().manual_seed(rank)
+    batches = []
+    for rows in (5, 2 + rank):
+        inputs = torch.randn(rows, 3, generator=random).double()
+        target = torch.randint(7, (rows,), generator=random)
+        target[0] = -100
+        batches.append((inputs, target, inputs[:, 0] - 2, inputs[:, 1]))
+    return batches
+
+
+def trained_over_ranks(rank, world, wrapper):
+    from torch.distributed.fsdp import fully_shard
+
+    model = Policy()
+    if wrapper == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    else:
+        fully_shard(model.head)
+        wrapped = fully_shard(model)
+    loss = seqpar.accumulate_gradients(
+        micro_batches(rank),
+        lambda batch: wrapped(*batch),
+        lambda batch: int((batch[1] != -100).sum()),
+        model=wrapped,
+        group=dist.group.WORLD,
+    )
+    wholes = {n: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for n, p in model.named_parameters()}
+    return float(loss.total), {n: g.numpy() for n, g in wholes.items()}
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_over_data_ranks_and_micro_batches_the_step_is_that_of_one_device(wrapper):
+    model = Policy()
+    losses = [model(*batch) for rank in range(2) for batch in micro_batches(rank)]
+    whole = sum(losses)
+    (whole.total / whole.tokens).backward()
+    for total, grads in ranks(2, trained_over_ranks, wrapper):
+        assert total == pytest.approx(float(whole.total.detach()), rel=1e-12)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(torch.as_tensor(grads[name]), parameter.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("frozen", "products"), [(False, 3), (True, 2)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_more_products_than_the_documented_ones(name, frozen, products):
+    rows, width, classes = 64, 48, 80
+    hidden = torch.randn(rows, width, requires_grad=True)
+    weight = torch.randn(classes, width, requires_grad=not frozen)
+    target, per_token = torch.randint(classes, (rows,)), {n: torch.randn(rows) for n in PER_TOKEN[:2]}
+    entropy = name in ("surrogate", "confident")
+
+    def step():
+        loss = seqpar.scored_loss(
+            hidden, weight, target, LOSSES[name], entropy=entropy, **per_token, ids_weight=torch.zeros(rows, 0)
+        )
+        loss.total.backward()
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU], with_flops=True) as counted:
+        step()
+    flops = sum(event.flops for event in counted.key_averages() if event.key in ("aten::mm", "aten::addmm"))
+    assert flops == products * 2 * rows * width * classes
+
+
+MIXING = {
+    "a mean": lambda s: s.log_prob - s.log_prob.mean(),
+    "a detached mean": lambda s: s.log_prob * (s.entropy.detach().mean() + 1),
+    "a share of the rows": lambda s: s.log_prob / len(s.log_prob),
+    "a softmax over the rows": lambda s: s.entropy.softmax(0),
+    "a place": lambda s: s.log_prob * torch.arange(len(s.log_prob)),
+    "the row before": lambda s: s.log_prob - s.lse.roll(1),
+    "a running sum": lambda s: s.log_prob.cumsum(0),
+    "the largest": lambda s: s.log_prob - s.log_prob.amax(),
+    "the order": lambda s: s.log_prob.sort().values,
+    "a weight of another row": lambda s, advantage: s.log_prob * advantage.flip(0),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", MIXING)
+def test_a_loss_that_mixes_rows_is_found_and_refused(name, grad):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(7, 4, requires_grad=grad), torch.randn(9, 4)
+    given = {"advantage": torch.randn(7)} if "weight" in name else {}
+    with pytest.raises(ValueError, match=r"^loss mixes rows: .*pass it as a per-token keyword"):
+        seqpar.scored_loss(hidden, weight, torch.arange(7), MIXING[name], entropy=True, **given)
+
+
+def test_a_random_loss_is_no_mixing_and_costs_no_random_number():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(7, 4, requires_grad=True), torch.randn(9, 4)
+
+    def dropped(scores):
+        return -scores.log_prob * torch.randint(2, scores.log_prob.shape)
+
+    torch.manual_seed(5)
+    loss = seqpar.scored_loss(hidden, weight, torch.arange(7), dropped).total
+    log_p = (hidden @ weight.t()).log_softmax(-1)[torch.arange(7), torch.arange(7)]
+    torch.manual_seed(5)
+    torch.testing.assert_close(loss, -(log_p * torch.randint(2, (7,))).sum())
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    torch.randint(2, (7,))
+    assert torch.equal(after, torch.rand(1))
+
+
+def test_a_gradient_that_would_be_lost_is_refused():
+    hidden, weight = torch.randn(7, 4, requires_grad=True), torch.randn(9, 4)
+    elsewhere = torch.ones(7, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"loss used a tensor of shape \(7,\) that needs a gradient"):
+        seqpar.scored_loss(hidden, weight, torch.arange(7), lambda s: s.log_prob * elsewhere)
+    with pytest.raises(RuntimeError, match="result of loss does not require grad"):
+        seqpar.scored_loss(hidden, weight, torch.arange(7), lambda s: s.log_prob.detach())
+
+
+def test_all_padding_and_one_row_and_no_rows():
+    weight = torch.randn(9, 4, requires_grad=True)
+    for rows, target in ((3, -100), (1, 2), (0, 0)):
+        hidden = torch.randn(rows, 4, requires_grad=True)
+        loss = seqpar.scored_loss(hidden, weight, torch.full((rows,), target), lambda s: -s.log_prob)
+        (loss.total / loss.tokens).backward()
+        assert loss.tokens == (rows if target >= 0 else 0)
+        assert hidden.grad.isfinite().all()
