@@ -449,7 +449,8 @@ class RowFunction(NamedTuple):
         # A rank with fewer classes fills its columns with a class above all others, at -inf
         missing = self.top_k - own.top_NT.size(1)
         top_NT = torch.nn.functional.pad(own.top_NT, (0, missing), value=-math.inf)
-        last = torch.iinfo(torch.int64).max
+        # Above all classes, and a number that `pad`, which goes through a float, keeps
+        last = 2**62
         top_ids_NT = torch.nn.functional.pad(own.top_ids_NT + self.split.start, (0, missing), value=last)
         values_NC = self.split.gather(top_NT).movedim(0, 1).flatten(1)
         ids_NC = self.split.gather(top_ids_NT).movedim(0, 1).flatten(1)

@@ -1,9 +1,10 @@
 """Compile a Triton kernel for a GPU that is not there: the compilers come with Triton.
 
 `PYTHONPATH=. python tests/seqpar/kernels/compile_kernel.py KERNEL TARGET DTYPE --all` prints the registers that a
-thread takes and the bytes it spills (NVIDIA), or the size of the code. With `--plain` it is the kernel of a cross-entropy
-without bias, class weights and entropy; with `--ptx` NVIDIA's assembly of that is printed. It is a program outside the
-package of tests, which imports Triton for its interpreter: a process in which that has happened compiles nothing.
+thread takes and the bytes it spills (NVIDIA), or the size of the code. With `--plain` it is the kernel of a
+cross-entropy without bias, class weights and entropy; with `--ptx` NVIDIA's assembly of that is printed. It is a
+program outside the package of tests, which imports Triton for its interpreter: a process in which that has happened
+compiles nothing.
 """
 
 from __future__ import annotations
