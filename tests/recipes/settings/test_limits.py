@@ -25,7 +25,7 @@ RANGES: dict[tuple[float, float], str] = {
         data.temperature data.builtin_pairs cleaning.max_words cleaning.max_characters cleaning.max_ratio
         subwords.min_count model.d_model model.d_ff model.heads model.encoder_layers model.decoder_layers
         model.max_positions training.chunk_tokens training.batch_tokens training.accumulate training.steps
-        training.max_length training.validate_every layout.shard layout.vocab layout.sequence decoding.beam
+        training.max_length training.validate_every layout.shard layout.vocab layout.sequence
         decoding.batch_sentences decoding.max_length""",
     (0, math.inf): """
         subwords.train_pairs subwords.sampling training.learning_rate training.warmup training.clip training.r_drop
@@ -34,6 +34,7 @@ RANGES: dict[tuple[float, float], str] = {
     (0, 1): """
         noise.case noise.swap noise.drop noise.double noise.drop_words model.dropout training.betas
         training.label_smoothing training.ema""",
+    (1, 1_001): "decoding.beam",
     (261, math.inf): "subwords.vocab_size",
     (0.01, math.inf): "training.risk_temperature",
     (0.01, 1000): "training.teacher_temperature",
