@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,7 +48,23 @@ def load(
         engine = ctranslate2.Translator(str(whole), device=device, inter_threads=batches, intra_threads=1)
     except (RuntimeError, ValueError, LookupError) as error:  # LookupError for a variable that is missing
         raise CheckpointError(f"{folder} cannot be opened by CTranslate2: {error}") from error
+    for side, subwords in (("source", source), ("target", target)):
+        if _vocabulary(whole, side) != subwords.pieces():
+            raise CheckpointError(
+                f"{folder}: CTranslate2's {side} vocabulary is not that of its subwords; export the model again"
+            )
     return ExportedTranslator(config, engine, source, target)
+
+
+def _vocabulary(folder: Path, side: str) -> object:
+    """Read the vocabulary of a side, from a file of its own where both sides share none; None if that cannot be."""
+    path = folder / "shared_vocabulary.json"
+    if not path.exists():
+        path = folder / f"{side}_vocabulary.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def translate(translator: ExportedTranslator, sentences: Sequence[str], decoding: DecodingConfig) -> list[str]:
