@@ -5,8 +5,6 @@ Shapes: B sentences, S source time, D model width.
 
 from __future__ import annotations
 
-from functools import reduce
-
 import torch
 from torch import Tensor
 
@@ -25,9 +23,7 @@ def encode(model: EncoderDecoder, src: Tensor) -> Tensor:
     length_B = (position_S * (src != model.pad)).amax(1).clamp(min=1)
     rows = length_B.argsort().split(GROUP_SIZE)
     found = [model.encode(src[some, : int(length_B[some].max())]) for some in rows]
-    # Under autocast torch's LSTM returns bfloat16 for sequences of one length, and float32 for those of several
-    widest = reduce(torch.promote_types, {memory.dtype for memory in found})
-    memory_BSD = found[0].new_zeros(*src.shape, found[0].size(2), dtype=widest)
+    memory_BSD = found[0].new_zeros(*src.shape, found[0].size(2))
     for some, memory in zip(rows, found, strict=True):
-        memory_BSD[some, : memory.size(1)] = memory.to(widest)
+        memory_BSD[some, : memory.size(1)] = memory
     return memory_BSD

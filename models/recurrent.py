@@ -54,12 +54,29 @@ class WordEmbedding(nn.Module):
         return embedded
 
 
+class LSTM(nn.LSTM):
+    """torch's LSTM, which leaves a CPU's autocast aside.
+
+    Low precision there is a matter of oneDNN, which has it on some CPUs only (not on those with AVX2) and raises
+    RuntimeError on the others; torch's own steps, for sequences of several lengths, return float32 in any case.
+    """
+
+    def forward(self, input, hx=None):  # type: ignore[no-untyped-def]
+        weight = self.weight_ih_l0
+        if weight.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+            return super().forward(input, hx)
+        if hx is not None:
+            hx = tuple(state.to(weight.dtype) for state in hx)
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(input.to(weight.dtype), hx)
+
+
 class RecurrentEncoder(nn.Module):
     """A bidirectional LSTM; each direction has half of the width."""
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(
+        self.lstm = LSTM(
             config.d_model,
             config.d_model // 2,
             config.encoder_layers,
@@ -86,7 +103,7 @@ class RecurrentDecoder(nn.Module):
         super().__init__()
         self.layers = config.decoder_layers
         self.start = nn.Linear(config.d_model, config.decoder_layers * config.d_model)
-        self.lstm = nn.LSTM(
+        self.lstm = LSTM(
             config.d_model,
             config.d_model,
             config.decoder_layers,

@@ -149,7 +149,10 @@ def test_translations_of_other_sentences_than_the_run_has_now_are_refused(
         lines(tmp_path / name, some)
     files = {f"data.{split}": ["en", "de"] for split in ("train", "valid", "test")}
     run = str(tmp_path / "run")
-    train(tiny(Path(run), {**files, "data.path": str(tmp_path), "subwords.vocab_size": 285, "training.steps": 1}))
+    train(
+        tiny(Path(run), {**files, "data.path": str(tmp_path), "subwords.vocab_size": 285, "training.steps": 1}),
+        insist=True,
+    )
     assert main(["evaluate", "--run", run]) == 0
     shutil.copytree(run, tmp_path / "again")
     lines(tmp_path / "de", [texts["de"][0], "ein Zug und zwei"])  # a correction: both are scored by it
@@ -188,7 +191,7 @@ def test_runs_are_compared_by_the_tokeniser_of_their_corpus(tmp_path: Path) -> N
     changes = {"data.path": str(tmp_path), "corpora": corpora, "data.target": "zh", "training.steps": 1}
     systems = []
     for name in ("one", "other"):
-        train(tiny(tmp_path / name, {**changes, "subwords.vocab_size": 285}))
+        train(tiny(tmp_path / name, {**changes, "subwords.vocab_size": 285}), insist=True)
         assert main(["evaluate", "--run", str(tmp_path / name)]) == 0
         systems.append(str(tmp_path / name))
     assert "tok:13a" in str(compare(systems))

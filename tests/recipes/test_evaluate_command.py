@@ -56,14 +56,14 @@ def test_scores_that_cannot_be_written_leave_the_earlier_evaluation_and_are_name
     own = shutil.copytree(run, tmp_path / "run")
     (own / "valid.translations.txt").write_text("earlier\n")
     before = {path.name for path in own.iterdir()}
-    write = Path.write_bytes
+    fsync = os.fsync
 
-    def full(path: Path, content: bytes) -> int:
-        if "valid.scores.json" in path.name:
+    def full(descriptor: int) -> None:
+        if "valid.scores.json" in os.readlink(f"/proc/self/fd/{descriptor}"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(path, content)
+        fsync(descriptor)
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert main(["evaluate", "--run", str(own), "--split", "valid", "--beam", "1"]) == 2
     assert f"{own / 'valid.scores.json'}: cannot be written: No space left" in capsys.readouterr().err
     assert (own / "valid.translations.txt").read_text() == "earlier\n"
@@ -113,7 +113,7 @@ def test_results_are_written_whoever_has_locked_the_folder(tmp_path: Path) -> No
 def test_the_next_evaluation_leaves_nothing_of_one_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
     killed = (
         "import os; from pathlib import Path; from tests.recipes.test_evaluate_command import evaluation; "
-        f"Path.replace = lambda *_: os.kill(os.getpid(), 9); evaluation(['a b'] * 9).write(Path({str(tmp_path)!r}))"
+        f"os.replace = lambda *_: os.kill(os.getpid(), 9); evaluation(['a b'] * 9).write(Path({str(tmp_path)!r}))"
     )
     assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir())

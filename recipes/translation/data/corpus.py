@@ -154,7 +154,7 @@ def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | N
         ids = _tokenised(config, source, target)
         digest = hashlib.sha256(repr((ids.sources, ids.targets)).encode())
     else:
-        ids = TokenStore.open(store, len(corpora_of(config)))
+        ids = TokenStore.open(store, len(corpora_of(config)), (len(source), len(target)))
         digest = hashlib.sha256(ids.sha256.encode())
     settings = config.training
     mixture = mixture_of(config, ids.corpora)

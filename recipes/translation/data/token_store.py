@@ -80,8 +80,11 @@ class TokenStore:
     """Of the file."""
 
     @classmethod
-    def open(cls, folder: Path, corpora: int) -> TokenStore:
-        """Map a store that `write_store` has written of so many corpora; raise DataError if it is damaged."""
+    def open(cls, folder: Path, corpora: int, sizes: tuple[int, int]) -> TokenStore:
+        """Map a store that `write_store` has written of so many corpora; raise DataError if it is damaged.
+
+        `sizes` are those of the vocabularies of source and target.
+        """
         import pyarrow
 
         facts = _facts(folder)
@@ -94,7 +97,7 @@ class TokenStore:
                 batches = list(pyarrow.ipc.open_stream(file))
         except (OSError, pyarrow.ArrowInvalid) as error:
             raise DataError(_damaged(folder, str(error))) from error
-        _check_batches(folder, batches)
+        _check_batches(folder, batches, sizes)
         sides: list[StoredIds] = []
         for name in ("source", "target"):
             columns = [batch.column(name) for batch in batches]
@@ -182,8 +185,8 @@ def _kind(vocabulary: int) -> Any:
     return pyarrow.int32()
 
 
-def _check_batches(folder: Path, batches: Sequence[Any]) -> None:
-    """Raise DataError unless record batches are such as `_write_pairs` writes."""
+def _check_batches(folder: Path, batches: Sequence[Any], sizes: tuple[int, int]) -> None:
+    """Raise DataError unless record batches are such as `_write_pairs` writes for vocabularies of these sizes."""
     import pyarrow
 
     kinds = [pyarrow.list_(kind) for kind in (pyarrow.uint16(), pyarrow.int32())]
@@ -199,6 +202,12 @@ def _check_batches(folder: Path, batches: Sequence[Any]) -> None:
             raise DataError(_damaged(folder, " ".join(str(error).split()))) from None
         if any(column.null_count or column.values.null_count for column in batch.columns):
             raise DataError(_damaged(folder, f"{PAIRS} has rows without ids"))
+        for side, size in zip(batch.schema.names, sizes, strict=True):
+            values = batch.column(side).values.to_numpy()
+            for found in (values.min(initial=0), values.max(initial=0)):
+                if not 0 <= found < size:
+                    reason = f"{PAIRS} has the {side} id {found}, and its subwords are 0 to {size - 1}"
+                    raise DataError(_damaged(folder, reason))
     if not batches:
         raise DataError(_damaged(folder, f"{PAIRS} has no rows"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,7 +48,23 @@ def load(
         engine = ctranslate2.Translator(str(whole), device=device, inter_threads=batches, intra_threads=1)
     except (RuntimeError, ValueError, LookupError) as error:  # LookupError for a variable that is missing
         raise CheckpointError(f"{folder} cannot be opened by CTranslate2: {error}") from error
+    for side, subwords in (("source", source), ("target", target)):
+        if _vocabulary(whole, side) != subwords.pieces():
+            raise CheckpointError(
+                f"{folder}: CTranslate2's {side} vocabulary is not that of its subwords; export the model again"
+            )
     return ExportedTranslator(config, engine, source, target)
+
+
+def _vocabulary(folder: Path, side: str) -> object:
+    """Read the vocabulary of a side, from a file of its own where both sides share none; None if that cannot be."""
+    path = folder / "shared_vocabulary.json"
+    if not path.exists():
+        path = folder / f"{side}_vocabulary.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def translate(translator: ExportedTranslator, sentences: Sequence[str], decoding: DecodingConfig) -> list[str]:
@@ -90,39 +107,63 @@ def search(
     n_best: int = 1,
 ) -> list[list[Hypothesis]]:
     """Return the best translations found for each source, as ids, none longer than its limit."""
-    if not sources:
-        return []
-    pieces = subwords.pieces()
-    numbers = {piece: number for number, piece in enumerate(pieces)}
-    found = _search(engine, subwords, sources, max(limits), decoding)
-    best = [_ranked(result, numbers, decoding)[:n_best] for result in found]
-    # CTranslate2 has one limit for a whole batch: what went beyond its own limit is searched again, which is rare
-    for row, limit in enumerate(limits):
-        if any(len(one.tokens) >= limit for one in best[row]):
-            (result,) = _search(engine, subwords, [sources[row]], limit, decoding)
-            best[row] = _ranked(result, numbers, decoding)[:n_best]
-    return best
+    shared = shared_limits(sources, limits)
+    found = _search(engine, subwords, sources, dict(enumerate(shared)), decoding)
+    cut = {row: limits[row] for row, limit in enumerate(shared) if limit < limits[row] and _is_cut(found[row], limit)}
+    found |= _search(engine, subwords, sources, cut, decoding)
+    numbers = {piece: number for number, piece in enumerate(subwords.pieces())}
+    return [_ranked(found[row], numbers, decoding)[:n_best] for row in range(len(sources))]
+
+
+def shared_limits(sources: list[list[str]], limits: list[int]) -> list[int]:
+    """Return limits of which there are few, at most those given: CTranslate2 has one limit for a whole batch.
+
+    A limit of some source is shared by the longer ones of at most two thirds of it, whose translations mostly stay
+    below it. A search whose hypotheses all do finds the same under any larger limit, because log-probabilities only
+    fall as a hypothesis grows. It would not find the same under a smaller one, which cuts what is then unfinished.
+    """
+    shared = list(limits)
+    smallest = 0
+    for row in sorted(range(len(limits)), key=limits.__getitem__):
+        if 3 * len(sources[row]) > 2 * smallest:
+            smallest = limits[row]
+        shared[row] = smallest
+    return shared
+
+
+def _is_cut(result: ctranslate2.TranslationResult, limit: int) -> bool:
+    return any(len(words) >= limit for words in result.hypotheses)
 
 
 def _search(
-    engine: ctranslate2.Translator, subwords: Subwords, sources: list[list[str]], limit: int, decoding: DecodingConfig
-) -> list[ctranslate2.TranslationResult]:
+    engine: ctranslate2.Translator,
+    subwords: Subwords,
+    sources: list[list[str]],
+    limits: Mapping[int, int],
+    decoding: DecodingConfig,
+) -> dict[int, ctranslate2.TranslationResult]:
+    """Search for the rows of `limits`, those of one limit together."""
     pieces = subwords.pieces()
     never = {PAD, *subwords.symbols.start}
-    share = math.ceil(len(sources) / engine.num_translators)
-    found: list[ctranslate2.TranslationResult] = engine.translate_batch(
-        sources,
-        max_batch_size=min(decoding.batch_sentences, share),
-        beam_size=decoding.beam,
-        num_hypotheses=decoding.beam,
-        length_penalty=0,
-        return_scores=True,
-        suppress_sequences=[[pieces[each]] for each in sorted(never)],
-        max_input_length=0,
-        max_decoding_length=limit,
-        min_decoding_length=0,
-    )
-    return found
+    share = math.ceil(len(limits) / engine.num_translators)
+    found: dict[int, ctranslate2.AsyncTranslationResult] = {}
+    for limit in sorted(set(limits.values())):
+        rows = [row for row in limits if limits[row] == limit]
+        results = engine.translate_batch(
+            [sources[row] for row in rows],
+            max_batch_size=min(decoding.batch_sentences, share),
+            asynchronous=True,
+            beam_size=decoding.beam,
+            num_hypotheses=decoding.beam,
+            length_penalty=0,
+            return_scores=True,
+            suppress_sequences=[[pieces[each]] for each in sorted(never)],
+            max_input_length=0,
+            max_decoding_length=limit,
+            min_decoding_length=0,
+        )
+        found.update(zip(rows, results, strict=True))
+    return {row: result.result() for row, result in found.items()}
 
 
 def _ranked(

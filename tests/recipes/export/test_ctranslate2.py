@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,21 +164,28 @@ def test_a_short_sentence_keeps_its_own_limit_beside_a_long_one(subwords: Subwor
     assert both[0] == translate(translator, [short], decoding)[0]
 
 
-def test_a_translation_exactly_as_long_as_its_limit_is_as_if_searched_alone(subwords: Subwords, tmp_path: Path) -> None:
-    """Searched beside a longer sentence, it has an end symbol that its own limit leaves no room for."""
-    translator = random_translator(subwords, tmp_path / "run", {})
+@pytest.mark.parametrize("beam", [1, 2, 3, 5])
+def test_a_translation_does_not_depend_on_its_batch(beam: int, subwords: Subwords, tmp_path: Path) -> None:
+    """Whatever its own limit is, also one that cuts hypotheses which the batch's limit would let end and be dropped."""
+    translator = random_translator(subwords, tmp_path / "run", {}, end=0.5)
     found = exported(translator, tmp_path / "exported")
-    decoding = replace(translator.config.decoding, beam=3)
+    decoding = replace(translator.config.decoding, beam=beam)
     pieces = subwords.pieces()
-    sources = [[pieces[token] for token in ids] for ids in subwords.encode(SENTENCES)]
-    free = ctranslate2_engine.search(found.engine, subwords, sources, [60] * len(sources), decoding)
-    assert any(0 < len(best.tokens) < 60 for best, *_ in free)
-    for source, (best, *_) in zip(sources, free, strict=True):
-        if limit := len(best.tokens):
-            alone = ctranslate2_engine.search(found.engine, subwords, [source], [limit], decoding)
-            beside = ctranslate2_engine.search(found.engine, subwords, [source, sources[0]], [limit, 60], decoding)
-            assert [one.tokens for one in beside[0]] == [one.tokens for one in alone[0]]
-            assert [one.score for one in beside[0]] == pytest.approx([one.score for one in alone[0]], abs=1e-5)
+    draw = random.Random(1)
+    encoded = subwords.encode(SENTENCES)
+    sources = [[pieces[token] for token in ids[: draw.randint(1, len(ids))]] for ids in encoded]
+    lengths = set()
+    for limit in range(1, 9):
+        own = [limit] * len(sources) + [60]
+        drawn = [limit] + [draw.randint(limit, 12) for _ in sources]
+        for limits in (own, drawn):
+            together = ctranslate2_engine.search(found.engine, subwords, [*sources, sources[0]], limits, decoding, beam)
+            for source, limit_alone, beside in zip(sources, limits, together, strict=False):
+                (alone,) = ctranslate2_engine.search(found.engine, subwords, [source], [limit_alone], decoding, beam)
+                assert [one.tokens for one in beside] == [one.tokens for one in alone]
+                assert [one.score for one in beside] == pytest.approx([one.score for one in alone], abs=1e-5)
+                lengths.add(len(alone[0].tokens) - limit_alone)
+    assert {-2, -1, 0} <= lengths
 
 
 @pytest.mark.parametrize("longer", [0, 3])

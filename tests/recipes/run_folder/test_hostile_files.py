@@ -166,6 +166,12 @@ def test_settings_of_subwords_that_are_nested_too_deeply_are_made_again(
 
 
 IDS = pyarrow.array([[1, 2], [3]], pyarrow.list_(pyarrow.uint16()))
+
+
+def ids(*rows: list[int]) -> pyarrow.Array:
+    return pyarrow.array(rows, pyarrow.list_(pyarrow.int32()))
+
+
 WORDS = pyarrow.array(["a", "b"])
 TABLES: dict[str, tuple[dict[str, pyarrow.Array], str]] = {
     "another column": ({"source": IDS, "other": IDS}, "pairs.arrow has the columns source (list<item: uint16>), other"),
@@ -175,6 +181,11 @@ TABLES: dict[str, tuple[dict[str, pyarrow.Array], str]] = {
         {"source": IDS, "target": pyarrow.array([None, [1]], IDS.type)},
         "pairs.arrow has rows without ids",
     ),
+    "ids beyond the vocabulary": (
+        {"source": IDS, "target": ids([1], [9])},
+        "has the target id 9, and its subwords are",
+    ),
+    "an id below 0": ({"source": ids([-1], []), "target": IDS}, "the source id -1, and its subwords are 0 to 3"),
     "no part": ({}, "pairs.arrow has no rows"),
 }
 
@@ -191,7 +202,7 @@ def test_a_hostile_store_of_pairs_is_refused_in_one_line(name: str, tmp_path: Pa
     (tmp_path / FACTS).write_text(json.dumps(facts))
     assert token_store.check_store(tmp_path)
     with pytest.raises(token_store.DataError) as caught:
-        TokenStore.open(tmp_path, 1)
+        TokenStore.open(tmp_path, 1, (4, 9))
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -212,6 +223,22 @@ def test_an_export_to_ctranslate2_without_a_variable_is_refused_in_one_line(
     resealed(folder)
     line = refusal(capsys, "translate", "--run", str(folder), "--engine", "ctranslate2", "Two trains.")
     assert "cannot be opened by CTranslate2: variable encoder/layer_0/ffn/linear_0/weight not found" in line
+
+
+@pytest.mark.formats
+def test_an_export_to_ctranslate2_with_another_vocabulary_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from recipes.translation.export import ctranslate2_model
+
+    folder = tmp_path / "run" / "ctranslate2"
+    ctranslate2_model.write(random_translator(tmp_path), folder, None)
+    pieces = json.loads((folder / "shared_vocabulary.json").read_text())
+    for others in ([*pieces[:-1], "another"], [*pieces[:-2], *pieces[:-3:-1]]):
+        (folder / "shared_vocabulary.json").write_text(json.dumps(others))
+        resealed(folder)
+        line = refusal(capsys, "translate", "--run", str(folder), "--engine", "ctranslate2", "Two trains.")
+        assert "CTranslate2's source vocabulary is not that of its subwords" in line
 
 
 def test_control_characters_are_shown_escaped_in_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

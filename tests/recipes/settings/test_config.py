@@ -101,7 +101,7 @@ def test_without_file_and_overrides_the_defaults_hold() -> None:
     assert load_config(None) == load_config(None, {}) == RunConfig()
 
 
-@example(RunConfig(run="\x85", data=DataConfig(train=("\u2028", "\r\n"))))
+@example(RunConfig(run="\u2028", data=DataConfig(train=("\u2029", " \xa0"))))
 @given(configs)
 def test_a_saved_configuration_is_read_back_exactly(config: RunConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:

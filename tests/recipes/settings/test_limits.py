@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from recipes.translation.commands import COMMANDS, arguments, distillation, searching, serving
+from recipes.translation.commands import COMMANDS, arguments
 from recipes.translation.settings.config import SCHEMA, ConfigError, CorpusConfig, load_config
 from recipes.translation.settings.options import OneLineParser
 from recipes.translation.settings.schema import LARGEST, Schema
@@ -25,7 +25,7 @@ RANGES: dict[tuple[float, float], str] = {
         data.temperature data.builtin_pairs cleaning.max_words cleaning.max_characters cleaning.max_ratio
         subwords.min_count model.d_model model.d_ff model.heads model.encoder_layers model.decoder_layers
         model.max_positions training.chunk_tokens training.batch_tokens training.accumulate training.steps
-        training.max_length training.validate_every layout.shard layout.vocab layout.sequence decoding.beam
+        training.max_length training.validate_every layout.shard layout.vocab layout.sequence
         decoding.batch_sentences decoding.max_length""",
     (0, math.inf): """
         subwords.train_pairs subwords.sampling training.learning_rate training.warmup training.clip training.r_drop
@@ -34,6 +34,7 @@ RANGES: dict[tuple[float, float], str] = {
     (0, 1): """
         noise.case noise.swap noise.drop noise.double noise.drop_words model.dropout training.betas
         training.label_smoothing training.ema""",
+    (1, 1_001): "decoding.beam",
     (261, math.inf): "subwords.vocab_size",
     (0.01, math.inf): "training.risk_temperature",
     (0.01, 1000): "training.teacher_temperature",
@@ -119,15 +120,15 @@ def test_settings_together_end_exactly_where_they_say(
             load_config(None, {**beside, name: value})
 
 
-OPTIONS: dict[Callable[[str], Any], tuple[list[str], list[str]]] = {
-    arguments.count: (["1", "2"], ["0", "-1", "1.0"]),
-    searching.whole: (["0", "1"], ["-1"]),
-    searching.positive: (["5e-324", "1e308"], ["0", "-5e-324", "inf", "nan"]),
-    searching.share: (["5e-324", repr(BELOW), "1"], ["0", repr(ABOVE), "nan"]),
-    serving.port: (["0", "1", "65534", "65535"], ["-1", "65536"]),
-    distillation._weight: (["0", repr(math.nextafter(1e9, 0))], ["-5e-324", "1e9", "nan"]),
+OPTIONS: dict[str, tuple[list[str], list[str]]] = {
+    "--best --last --min-length --n-best --no-repeat-ngram --sample --top-k": (["1", "2"], ["0", "-1", "1.0"]),
+    "--seed": (["0", "1"], ["-1"]),
+    "--temperature": (["5e-324", "1e308"], ["0", "-5e-324", "inf", "nan"]),
+    "--top-p": (["5e-324", repr(BELOW), "1"], ["0", repr(ABOVE), "nan"]),
+    "--port": (["0", "1", "65534", "65535"], ["-1", "65536"]),
+    "--originals": (["0", repr(math.nextafter(1e9, 0))], ["-5e-324", "1e9", "nan"]),
 }
-"""Of each kind of option, the values on the good and on the bad side of its limits."""
+"""Options of numbers, and the values on the good and on the bad side of their limits."""
 
 
 class StoppedError(Exception):
@@ -151,15 +152,18 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[OneLineParser,
 def test_an_option_ends_exactly_where_it_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    limits = {name: values for names, values in OPTIONS.items() for name in names.split()}
     found = set()
     for parser, action in options_of(monkeypatch):
-        kind: Any = action.type
-        found.add(kind)
-        good, bad = OPTIONS.get(kind, ([], []))
+        if action.type is arguments.path:
+            continue
+        name = action.option_strings[0]
+        found.add(name)
+        good, bad = limits[name]
         for value in good:
-            parser.parse_known_args([f"{action.option_strings[0]}={value}"])
+            parser.parse_known_args([f"{name}={value}"])
         for value in bad:
             with pytest.raises((SystemExit, argparse.ArgumentError)):
-                parser.parse_known_args([f"{action.option_strings[0]}={value}"])
+                parser.parse_known_args([f"{name}={value}"])
     capsys.readouterr()
-    assert found == {*OPTIONS, arguments.path}
+    assert found == set(limits)

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -270,8 +271,8 @@ def facts(model):
     yield from ((module, "forward", print) for module in (model, head))
     yield model, "_loss_function", print
     for hooks in ("_forward_hooks", "_forward_pre_hooks"):
-        yield head, hooks, {**vars(head)[hooks], -1: print}
-        yield torch.nn.modules.module, f"_global{hooks}", {-1: print}
+        for of, name in ((head, hooks), (torch.nn.modules.module, f"_global{hooks}")):
+            yield of, name, {**vars(of)[name], -1: print}
 
 
 def test_every_fact_that_a_forward_may_branch_on_is_in_the_key_of_its_check(nested):
@@ -288,6 +289,21 @@ def test_every_fact_that_a_forward_may_branch_on_is_in_the_key_of_its_check(nest
         before = key_of(nested, {})
         module.__class__ = type("Other", (type(module),), {})
         assert key_of(nested, {}) != before
+
+
+def test_every_hook_is_in_the_key_of_a_check_and_not_only_the_first(nested):
+    head = nested.get_output_embeddings()
+    keys = [key_of(nested, {})]
+    with ExitStack() as registered:
+        for hook in (print, repr):
+            for register in (head.register_forward_hook, head.register_forward_pre_hook):
+                registered.callback(register(hook).remove)
+                keys.append(key_of(nested, {}))
+            for register in ("register_module_forward_hook", "register_module_forward_pre_hook"):
+                registered.callback(getattr(torch.nn.modules.module, register)(hook).remove)
+                keys.append(key_of(nested, {}))
+    assert len(set(keys)) == len(keys)
+    assert key_of(nested, {}) == keys[0]
 
 
 def test_every_argument_that_is_given_and_every_flag_is_in_the_key_of_a_check(nested):

@@ -110,12 +110,14 @@ def test_every_option_at_once_and_classes_that_are_given_twice(frozen):
         )
 
 
+@pytest.mark.parametrize("block", [4, row_kernel.LARGEST_BLOCK])
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_of_the_largest_classes_the_kernel_finds_the_first_and_torch_several(top_k):
+def test_of_the_largest_classes_the_kernel_finds_the_first_and_torch_several(top_k, block):
+    """Of equal classes too: 1 and 5 are of one lane of blocks of 4, 2 and 4 of two others."""
     hidden = torch.ones(3, 1, device=DEVICE, requires_grad=True)
-    weight = torch.tensor([[1.0], [2.0], [2.0], [0.0], [2.0]], device=DEVICE)
+    weight = torch.tensor([[1.0], [2.0], [2.0], [0.0], [2.0], [2.0]], device=DEVICE)
     target = torch.zeros(3, dtype=torch.long, device=DEVICE)
-    with kernels() as launched:
+    with kernels() as launched, patch.object(row_kernel, "LARGEST_BLOCK", block):
         found = seqpar.token_scores(hidden, weight, target, top_k=top_k)
         found.log_prob.sum().backward()
     assert found.top_ids.tolist() == [[1, 2][:top_k]] * 3
