@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.requests import Request
 
+from recipes.translation.serve.app import awaited
 from recipes.translation.serve.batching import QueueFullError, Wanted
-from recipes.translation.serve.bodies import Limits
-from recipes.translation.serve.models import torch_models
+from recipes.translation.serve.bodies import Limits, RefusedError, body_of
+from recipes.translation.serve.models import Line, torch_models
 from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.recorder import Recorder
 from tests.recipes.serve.test_app import GOOD, client_of, serving
@@ -100,6 +104,62 @@ def test_every_limit_that_counts_is_here() -> None:
 @pytest.mark.parametrize(("ask", "limit", "above"), LIMITS.values(), ids=list(LIMITS))
 def test_a_limit_is_reached_and_not_exceeded(ask: Callable[[int], int], limit: int, above: int) -> None:
     assert [ask(limit - 1), ask(limit), ask(limit + 1)] == [200, 200, above]
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop whose time is that of its next timer as soon as nothing else is to be done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.select, self._selector.select = self._selector.select, self.pass_time  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self.now
+
+    def pass_time(self, timeout: float | None) -> Any:
+        self.now += timeout or 0.0
+        return self.select(0)
+
+
+def request_of(parts: list[tuple[float, bytes]]) -> Request:
+    """A request whose body comes in parts, each after so many seconds, and whose client stays."""
+    left = list(parts)
+
+    async def receive() -> dict[str, Any]:
+        pause, part = left.pop(0) if left else (1e6, b"")
+        await asyncio.sleep(pause)
+        return {"type": "http.request", "body": part, "more_body": bool(left)}
+
+    return Request({"type": "http", "headers": []}, receive)
+
+
+async def body_after(seconds: float) -> int:
+    """The status of a body of which each half takes half of the time."""
+    try:
+        await body_of(request_of([(seconds / 2, b"{"), (seconds / 2, b"}")]), Limits(body_seconds=100))
+    except RefusedError as error:
+        return error.status
+    return 200
+
+
+async def answer_after(seconds: float) -> int:
+    """The status of a request whose translation takes so long."""
+    answer: Future[list[Line]] = Future()
+    asyncio.get_running_loop().call_later(seconds, answer.set_result, [])
+    try:
+        await awaited(request_of([]), answer, 100)
+    except RefusedError as error:
+        return error.status
+    return 200
+
+
+@pytest.mark.parametrize(("ask", "above"), [(body_after, 408), (answer_after, 504)])
+def test_a_limit_of_time_is_that_of_the_whole_wait(
+    ask: Callable[[float], Coroutine[Any, Any, int]], above: int
+) -> None:
+    with asyncio.Runner(loop_factory=Clock) as runner:
+        assert [runner.run(ask(seconds)) for seconds in (99, 101)] == [200, above]
 
 
 def test_a_line_may_be_exactly_as_long_as_the_model_reads(tmp_path: Path) -> None:
