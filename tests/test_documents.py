@@ -2,6 +2,7 @@
 
 import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,8 @@ def try_page(page, base, tmp_path, monkeypatch, train):
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("SEQPAR_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("WANDB_MODE", "disabled")
+    if "wandb" in sys.modules:  # which would keep the mode that it had in an earlier test of this process
+        sys.modules["wandb"].teardown()
     monkeypatch.syspath_prepend(ROOT)
     with few_held_out():
         for call in noted:
