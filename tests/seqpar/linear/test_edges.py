@@ -181,7 +181,7 @@ def test_an_engines_scores_take_the_size_of_chunk_that_the_call_names():
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_no_logits_are_kept_after_backward_though_the_scores_are(frozen):
-    classes = 61
+    classes = 1_009  # a number that no tensor of another test has
     weight = t(11, classes, D).requires_grad_(not frozen)
     scores = seqpar.token_scores(HIDDEN.clone().requires_grad_(), weight, TARGET, entropy=True)
     for _ in range(2):
