@@ -139,7 +139,7 @@ def _equal() -> list[Case]:
 
 
 LOSS = TokenLoss(torch.tensor(6.0, dtype=torch.float64), torch.tensor(3))
-INSTEAD = ("TokenLoss", "(loss.total / loss.tokens).backward()", "float(loss.mean)")
+INSTEAD = ("TokenLoss", "(loss.total / loss.tokens).backward()", "loss.mean.item()")
 ONE_NUMBER: dict[str, Callable[[], object]] = {
     "float(loss)": lambda: float(LOSS),
     "loss / 2": lambda: operator.truediv(LOSS, 2),

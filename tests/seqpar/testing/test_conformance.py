@@ -41,7 +41,7 @@ def test_plain_torch_and_seqpar_fail_nothing(name, checks):
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_a_check_of_a_dtype_shows_the_error_of_each_part(dtype):
     figure = BY_NAME[dtype](KNOWN["seqpar"]).figure
-    assert re.search(r"; loss [\d.e-]+, hidden [\d.e-]+, weight [\d.e-]+, bias [\d.e-]+$", figure)
+    assert re.search(r"; loss [\d.e+-]+, hidden [\d.e+-]+, weight [\d.e+-]+, bias [\d.e+-]+$", figure)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
