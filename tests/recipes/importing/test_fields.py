@@ -85,7 +85,7 @@ def test_a_field_of_any_other_type_is_read_or_refused_in_one_line(file: str, goo
         (
             "generation_config.json",
             {"num_beams": "4"},
-            'F: num_beams is "4", and must be a whole number of 32 bits: correct it, or',
+            'F: num_beams is "4", and must be a whole number from 1 to 1,000: correct it, or',
         ),
         ("generation_config.json", {"num_beams": True}, "F: num_beams is true, and must be a whole number"),
         ("generation_config.json", {"length_penalty": [1]}, "F: length_penalty is [1], and must be a number"),

@@ -103,7 +103,7 @@ def test_lora_on_an_imported_model_is_peft_on_the_model_of_transformers(
     best = tmp_path / "run" / "best" / "config.yaml"
     for name, rate in (("first", 0.0), ("tuned", RATE)):
         run = {"run": str(tmp_path / name), "training.learning_rate": rate}
-        train(load_config(best, {**tuning(tmp_path / "run", tmp_path), **changes, **run}))
+        train(load_config(best, {**tuning(tmp_path / "run", tmp_path), **changes, **run}), insist=True)
 
     model = peft_model(folder)
     theirs = {name: each for name, each in model.named_parameters() if each.requires_grad}
