@@ -67,6 +67,7 @@ def with_an_empty_shard(rank, world, loss):
     return results(loss, rows, vocab=seqpar.VocabShard.of(rows.stop - rows.start, dist.group.WORLD))
 
 
+@pytest.mark.unswitched
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_rank_without_classes_takes_part(loss):
     total, hidden, weight = results(loss, slice(None))
