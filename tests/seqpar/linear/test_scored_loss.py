@@ -95,6 +95,7 @@ def test_ignored_rows_of_a_recorded_loss_count_for_nothing(case):
     assert loss.tokens == (~ignored).sum()
 
 
+@pytest.mark.unswitched
 @pytest.mark.filterwarnings(NUMPY_SAYS)
 @given(scored_cases())
 def test_the_kernels_have_the_same_losses(case):
@@ -215,6 +216,7 @@ def test_over_data_ranks_and_micro_batches_the_step_is_that_of_one_device(wrappe
             torch.testing.assert_close(torch.as_tensor(grads[name]), parameter.grad, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.unswitched  # the emulated device's own addmm is an mm of the CPU, which would be counted as well
 @pytest.mark.parametrize(("frozen", "products"), [(False, 3), (True, 2)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_more_products_than_the_documented_ones(name, frozen, products):

@@ -188,6 +188,7 @@ def orpo_batch(is_encoder_decoder):
     return batch, ids, response, attended
 
 
+@pytest.mark.unswitched  # TRL's own step makes tensors on the CPU
 @pytest.mark.parametrize("is_encoder_decoder", [False, True])
 def test_the_loss_of_orpo_with_the_likelihood_over_all_chosen_tokens_is_trls(is_encoder_decoder):
     batch, ids, response, attended = orpo_batch(is_encoder_decoder)
