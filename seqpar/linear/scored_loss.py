@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.chunks import recording
 from seqpar.core.graphs import graph_of_its_own, leaves_of_graph, outside_graphs
 from seqpar.core.tensor_checks import check_dense
@@ -19,7 +20,6 @@ from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.chunk_loss import scored_chunks
 from seqpar.linear.inputs import Inputs, Settings, checked, local_tensors, planned
-from seqpar.linear.leaves import differentiable_loss
 from seqpar.linear.score_inputs import ScoreRequest, checked_request
 from seqpar.rows.scores import RowFunction, Scores, Upstream
 from seqpar.rows.smoothing import RowLosses
@@ -136,7 +136,7 @@ def scored_loss(
         ids_NJ,
         temperature_N,
     )
-    return differentiable_loss(chunk_loss, chunks, leaves._replace(per_token=tensors), loss_scale)
+    return differentiable_sum(chunk_loss, chunks, leaves._replace(per_token=tensors), loss_scale)
 
 
 def _checked_per_token(per_token: Mapping[str, object], target: Tensor) -> dict[str, object]:
