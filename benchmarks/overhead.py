@@ -169,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=40, help="how often every way is timed")
+    parser.add_argument("--rounds", type=int, default=60, help="how often every way is timed")
     parser.add_argument("--calls", type=int, default=20, help="calls of a way in a round")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -96,7 +96,8 @@ def loss_over_devices(
         if isinstance(match, FormulaMatch):
             jobs.append((*_linear_job(match.of_replica(replica), shard, chunks), loss_scale))
         else:
-            jobs.append((*_autograd_job(replica, shard, chunks), loss_scale))
+            params = parts.parameters if replica is head else list(replica.parameters())
+            jobs.append((*_autograd_job(replica, params, shard, chunks), loss_scale))
     if cut.devices is None and heads[0] is head:
         return differentiable_sum(*jobs[0])
     # One thread per device; the losses are added on the first one, and autograd sends the gradients back
@@ -150,10 +151,12 @@ def _linear_job(here: FormulaMatch, shard: Shard, chunks: list[Chunk]) -> Job:
     return plan(inputs, settings, given, chunks)
 
 
-def _autograd_job(head: nn.ModuleDict, shard: Shard, chunks: list[Chunk]) -> Job:
-    """Return what a device adds up with autograd's gradients."""
-    # A tied parameter is listed once, and its gradient is the sum over all of its uses
-    params = parts_of(head).parameters
+def _autograd_job(head: nn.ModuleDict, params: Sequence[Tensor], shard: Shard, chunks: list[Chunk]) -> Job:
+    """Return what a device adds up with autograd's gradients.
+
+    Args:
+        params: the head's parameters. A tied one is listed once, and its gradient is the sum over all of its uses.
+    """
     names = tuple(shard.per_token)
     target_N = shard.target.flatten()
 

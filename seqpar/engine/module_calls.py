@@ -36,9 +36,14 @@ def parts_of(module: nn.Module) -> Parts:
         if id(part) in modules:
             continue
         modules[id(part)] = part
-        todo += [child for child in part._modules.values() if child is not None]
-        parameters |= {id(p): p for p in part._parameters.values() if p is not None}
-        buffers |= {id(b): b for b in part._buffers.values() if b is not None}
+        own = vars(part)
+        todo += [child for child in own["_modules"].values() if child is not None]
+        for parameter in own["_parameters"].values():
+            if parameter is not None:
+                parameters[id(parameter)] = parameter
+        for buffer in own["_buffers"].values():
+            if buffer is not None:
+                buffers[id(buffer)] = buffer
     return Parts(list(modules.values()), list(parameters.values()), list(buffers.values()))
 
 

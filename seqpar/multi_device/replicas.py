@@ -44,29 +44,40 @@ def bind(module: Module, tensors: Mapping[int, Tensor]) -> Module:
     Raises:
         TypeError: a parameter of a class that computes in its own way, which its replacement does not have.
     """
-    copies: dict[int, nn.Module | None] = {id(None): None}
+    return cast(Module, _copied(module, tensors, {}))
 
-    def bound(own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        found = {name: tensors.get(id(tensor), tensor) for name, tensor in own.items()}
-        for tensor, replacement in zip(own.values(), found.values(), strict=True):
-            if type(tensor) is not nn.Parameter and type(replacement) is not type(tensor):
-                _refuse_lost_class(tensor, replacement)
-        return found
 
-    def copy(original: nn.Module | None) -> nn.Module | None:
-        # By identity, so that a submodule that occurs twice is one submodule in the copy as well
-        if id(original) not in copies and original is not None:
-            replica = structural_copy(original)
-            copies[id(original)] = replica
-            own = vars(replica)
-            own["_parameters"] = bound(original._parameters)
-            own["_buffers"] = bound(original._buffers)
-            own["_modules"] = {name: copy(child) for name, child in original._modules.items()}
-            if isinstance(replica, nn.RNNBase):
-                _rebuild_flat_weights(replica)
-        return copies[id(original)]
+def _copied(original: nn.Module, tensors: Mapping[int, Tensor], copies: dict[int, nn.Module]) -> nn.Module:
+    """Return the copy of a module and of all that it contains; `copies` has those made so far."""
+    # Not a function inside `bind`: one that calls itself keeps all copies until the garbage collector comes
+    replica: nn.Module = structural_copy(original)
+    # By identity, so that a submodule that occurs twice is one submodule in the copy as well
+    copies[id(original)] = replica
+    own = vars(replica)
+    own["_parameters"] = _bound(original._parameters, tensors)
+    own["_buffers"] = _bound(original._buffers, tensors)
+    modules: dict[str, nn.Module | None] = {}
+    for name, child in original._modules.items():
+        if child is None:
+            modules[name] = None
+        else:
+            made = copies.get(id(child))
+            modules[name] = _copied(child, tensors, copies) if made is None else made
+    own["_modules"] = modules
+    if isinstance(replica, nn.RNNBase):
+        _rebuild_flat_weights(replica)
+    return replica
 
-    return cast(Module, copy(module))
+
+def _bound(own: Mapping[str, Tensor | None], tensors: Mapping[int, Tensor]) -> dict[str, Tensor | None]:
+    """Return a module's own tensors with their replacements."""
+    found: dict[str, Tensor | None] = {}
+    for name, tensor in own.items():
+        replacement = tensors.get(id(tensor), tensor)
+        if type(tensor) is not nn.Parameter and type(replacement) is not type(tensor):
+            _refuse_lost_class(tensor, replacement)
+        found[name] = replacement
+    return found
 
 
 def _refuse_lost_class(tensor: Tensor | None, replacement: Tensor | None) -> None:
