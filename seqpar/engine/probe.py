@@ -33,6 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from seqpar.core.chunks import recording
 from seqpar.core.graphs import graph_of_its_own
@@ -97,7 +98,8 @@ def situation_of(parts: Parts, shard: Shard) -> Situation:
     tensors = [*parts.parameters, *parts.buffers]
     leaves = (*columns.values(), *parts.parameters)
     return Situation(
-        tuple([(type(t), t.shape, t.device) for t in tensors]),
+        # A lazy one has no shape yet, and is refused
+        tuple([(type(t), None if is_lazy(t) else t.shape, t.device) for t in tensors]),
         calls_of(parts.modules),
         (product_dtype(shard.hidden), *[p.dtype for p in parts.parameters]),
         torch.is_grad_enabled() and any(t.requires_grad for t in leaves),

@@ -254,6 +254,64 @@ def test_a_generator_that_mixes_after_a_change_is_refused_in_the_next_call(name)
         engine(hidden, target)
 
 
+def with_weight_on_meta(generator):
+    generator.linear.weight = nn.Parameter(torch.empty(V, 4, device="meta"))
+
+
+UNFIT_LATER = {
+    "compiled": (lambda g: g.linear.compile(), "Linear is compiled and cannot be replicated"),
+    "compiled part": (lambda g: setattr(g, "linear", torch.compile(g.linear)), "is compiled and cannot be replicated"),
+    "on the meta device": (with_weight_on_meta, r"Linear\.weight is on the meta device"),
+    "lazy": (lambda g: setattr(g, "linear", nn.LazyLinear(V)), r"LazyLinear\.weight is lazy"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT_LATER)
+def test_a_generator_that_cannot_be_replicated_after_a_change_is_refused_in_the_next_call(name):
+    generator, hidden, target = Switched(), torch.randn(12, 4), torch.randint(V, (12,))
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=5)
+    engine(hidden, target)
+    change, said = UNFIT_LATER[name]
+    change(generator)
+    with pytest.raises(TypeError, match=said):
+        engine(hidden, target)
+
+
+def test_a_projection_that_is_compiled_after_the_first_call_is_refused_as_before_it():
+    linear, hidden, target = nn.Linear(4, V), torch.randn(12, 4), torch.randint(V, (12,))
+    engine = seqpar.LossCompute(linear, seqpar.CrossEntropy())
+    engine(hidden, target)
+    linear.compile()
+    with pytest.raises(TypeError, match="Linear is compiled and cannot be replicated"):
+        engine(hidden, target)
+
+
+class Ordered(nn.Module):
+    """A criterion whose later rows weigh more: no sum of one term a row."""
+
+    def forward(self, logits, target):
+        losses = F.cross_entropy(logits, target, reduction="none")
+        return losses @ torch.linspace(1, 2, len(losses), dtype=losses.dtype)
+
+
+class Alternating(nn.Module):
+    """One that adds up over any halves of even size, and is no sum of one term a row."""
+
+    def forward(self, logits, target):
+        losses = F.cross_entropy(logits, target, reduction="none")
+        sign = torch.ones_like(losses)
+        sign[1::2] = -1
+        return losses @ sign
+
+
+@pytest.mark.parametrize("criterion", [Ordered, Alternating])
+def test_a_criterion_that_depends_on_the_order_of_rows_is_refused(criterion):
+    torch.manual_seed(0)
+    engine = seqpar.LossCompute(nn.Linear(4, V), criterion())
+    with pytest.raises(ValueError, match="does not add up"):
+        engine(9 * torch.randn(30, 4), torch.randint(V, (30,)))
+
+
 def test_a_softmax_over_classes_of_rows_is_refused_where_it_would_be_one_over_time():
     generator = nn.Sequential(nn.Linear(4, V), nn.LogSoftmax(1))
     engine = seqpar.LossCompute(generator, nn.NLLLoss(reduction="sum"), chunk_tokens=5)
