@@ -121,7 +121,7 @@ def planned(case: tuple[Any, ...]) -> LossBytes:
 def test_the_plan_agrees_with_measured_peaks_within_a_tenth(case: tuple[Any, ...]) -> None:
     if "bfloat16" in case and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip(
-            "needs a CPU with bfloat16 products: elsewhere oneDNN multiplies float32 copies, and is up to a hundred times slower"
+            "needs a CPU with bfloat16 products: elsewhere oneDNN multiplies float32 copies, a hundred times slower"
         )
     expected, measured = planned(case).peak, peak(case)
     assert abs(measured - expected) <= 0.1 * expected, f"planned {expected / 2**20:.1f} MiB, {measured / 2**20:.1f} MiB"
