@@ -112,7 +112,7 @@ OUT_OF_RANGE = values(
     nan=float("nan"), infinite=float("inf"), below_0=-0.1, one=1.0, huge=10**400,
 )  # fmt: skip
 NO_CONVENTION = values(
-    "must be 'torch', 'fairseq' or 'harvard'", none=None, a_number=3, capital="Torch", empty="", a_list=["torch"]
+    "it must be 'torch', 'fairseq'", none=None, a_number=3, capital="Torch", empty="", a_list=["torch"]
 )
 NO_INDEX = values("it must be an int", text="0", a_float=1.5, a_bool=True, a_list=[0], pad_token_id_None=None)
 

@@ -93,7 +93,7 @@ def test_a_target_distribution_is_one_wherever_it_is_defined(new):
             torch.testing.assert_close(q.sum(-1), torch.ones(len(kept), dtype=torch.float64), rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("unknown", ["fairsec", "Torch", "", None, 3, ["torch"]])
+@pytest.mark.parametrize("unknown", ["fairsec", "fairseq ", "Torch", "", None, 3, ["torch"]])
 def test_an_unknown_convention_is_one_sentence_everywhere(unknown):
     hidden, weight, target = torch.randn(2, 3), torch.randn(5, 3), torch.tensor([1, 4])
     calls = (
@@ -104,9 +104,10 @@ def test_an_unknown_convention_is_one_sentence_everywhere(unknown):
         lambda: plain_smoothed_target(target, 5, 0.1, unknown, -100),
     )
     for call in calls:
-        with pytest.raises(ValueError, match="it must be 'torch', 'fairseq' or 'harvard'") as raised:
+        with pytest.raises(ValueError, match="it must be 'torch', 'fairseq'") as raised:
             call()
         assert str(raised.value).startswith(f"smoothing_convention is {unknown!r}; ")
+        assert all(repr(name) in str(raised.value) for name in CONVENTIONS)
 
 
 def test_names_are_the_same_for_type_checkers_the_recipe_and_the_pages():

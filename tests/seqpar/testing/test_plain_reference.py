@@ -3,7 +3,6 @@
 import ast
 import inspect
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -89,13 +88,6 @@ def test_the_reference_keeps_the_dtype_and_leaves_the_tensors_alone():
     assert gradients.keys() == {"hidden", "weight"}
     assert not hidden.requires_grad
     assert torch.equal(weight.grad, torch.ones_like(weight))
-
-
-@pytest.mark.parametrize("convention", ["Torch", "", "fairseq ", None])
-def test_an_unknown_convention_is_refused(convention):
-    hidden, weight, target = torch.randn(2, 3), torch.randn(5, 3), torch.tensor([1, 4])
-    with pytest.raises(ValueError, match=f"^smoothing_convention is {convention!r}; it must be 'torch', 'fairseq' or"):
-        plain_linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, smoothing_convention=convention)
 
 
 def test_the_reference_is_plain():
