@@ -26,7 +26,7 @@ from torch import Tensor
 import seqpar
 from benchmarks.loss.results import hardware
 from seqpar.markdown_table import markdown_table
-from seqpar.testing.conformance.inputs import TWICE, error
+from seqpar.testing.conformance.problem import TWICE, error
 
 BLOCK = 2048
 """Rows at a time, in float64."""
