@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.testing.conformance.adapter import Adapter, Options, on_device
+from seqpar.testing.conformance.adapter import Adapter, Options
 from seqpar.testing.conformance.problem import Answer, Problem, leaves
 from seqpar.testing.plain_reference import plain_logits, plain_value_and_gradients
 
@@ -27,6 +27,11 @@ class Inputs(Problem):
     vocab_size: int = 1024
     options: Options = field(default_factory=Options)
     result: ClassVar[str] = "loss"
+    own_imports: ClassVar[str] = (
+        "import torch, torch.nn.functional as F; from seqpar.testing.conformance import Options, adapter_of; "
+        "adapter = adapter_of({spec!r})"
+    )
+    needed: ClassVar[dict[str, str]] = {" as F": "import torch.nn.functional as F"}
 
     @property
     def call(self) -> str:
@@ -34,16 +39,6 @@ class Inputs(Problem):
         if self.adapter.call is None:
             return f"adapter.loss(hidden, weight, target, bias, {self.options!r})"
         return self.adapter.call(self.options)
-
-    @property
-    def imports(self) -> str:
-        """Return the first line of a reproduction."""
-        if self.adapter.call is not None and " as F" in self.adapter.imports:
-            return on_device(self.adapter.imports)
-        if self.adapter.call is not None:
-            return on_device(self.adapter.imports + "; import torch.nn.functional as F")
-        ours = "from seqpar.testing.conformance import Options, adapter_of"
-        return on_device(f"import torch, torch.nn.functional as F; {ours}; adapter = adapter_of({self.adapter.spec!r})")
 
     @property
     def loss_code(self) -> str:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from seqpar.testing.conformance import checks, score_checks
 from seqpar.testing.conformance.adapter import Adapter
 from seqpar.testing.conformance.adapters import KNOWN
-from seqpar.testing.conformance.finding import Check, Finding
+from seqpar.testing.conformance.finding import Check, Finding, Kind
 from seqpar.testing.conformance.problem import Problem
 from seqpar.testing.conformance.score_adapter import ScoreAdapter
 from seqpar.testing.conformance.score_adapters import KNOWN_SCORES
-
-Kind = TypeVar("Kind", Adapter, ScoreAdapter)
 
 
 @dataclass(frozen=True, eq=False)

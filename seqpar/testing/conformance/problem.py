@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from seqpar.testing.conformance.adapter import DEVICE
+from seqpar.testing.conformance.adapter import DEVICE, on_device
 from seqpar.testing.conformance.finding import RaisedError
 
 TWICE = 2.0
@@ -48,15 +48,14 @@ class Problem:
     device: str = DEVICE
     result: ClassVar[str]
     """What a reproduction calls the result of the call."""
+    own_imports: ClassVar[str]
+    """The first line of a reproduction that calls the adapter itself, found by `{spec!r}`."""
+    needed: ClassVar[dict[str, str]]
+    """What a reproduction uses beside the implementation, as it is seen in a line of imports, and its import."""
 
     @property
     def call(self) -> str:
         """Return the call in a reproduction."""
-        raise NotImplementedError
-
-    @property
-    def imports(self) -> str:
-        """Return the first line of a reproduction."""
         raise NotImplementedError
 
     @property
@@ -83,6 +82,14 @@ class Problem:
     def plainly(self: Made) -> Made:
         """Return the same problem with plain PyTorch as the implementation."""
         raise NotImplementedError
+
+    @property
+    def imports(self) -> str:
+        """Return the first line of a reproduction."""
+        if self.adapter.call is None:
+            return on_device(self.own_imports.format(spec=self.adapter.spec))
+        missing = [line for seen, line in self.needed.items() if seen not in self.adapter.imports]
+        return on_device("; ".join([self.adapter.imports, *missing]))
 
     @property
     def is_differentiated(self) -> bool:
@@ -145,11 +152,11 @@ class Problem:
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Turn an exception into a RaisedError of this problem."""
+        """Turn an exception into a RaisedError, with a reproduction."""
         try:
             yield
         except Exception as error:
-            raise RaisedError(self) from error
+            raise RaisedError(self.shown(self.backward_code)) from error
 
     def answer(self, factor: float = 1.0) -> Answer:
         """Return the results and the gradients of one forward and backward, with the loss times `factor`."""

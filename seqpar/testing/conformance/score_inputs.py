@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from seqpar.linear.token_scores import TokenScores
-from seqpar.testing.conformance.adapter import evaluator, on_device
+from seqpar.testing.conformance.adapter import evaluator
 from seqpar.testing.conformance.problem import GRADIENTS, Answer, Problem, leaves
 from seqpar.testing.conformance.score_adapter import ScoreAdapter, ScoreOptions
 from seqpar.testing.conformance.score_adapters import TORCH, plain
@@ -40,6 +40,14 @@ class ScoreInputs(Problem):
     used: tuple[str, ...] = ("log_prob",)
     """The scores in the loss, each times its factors; only those with a gradient."""
     result: ClassVar[str] = "scores"
+    own_imports: ClassVar[str] = (
+        f"{TORCH}; from seqpar.testing.conformance import ScoreOptions, score_adapter_of; "
+        "adapter = score_adapter_of({spec!r})"
+    )
+    needed: ClassVar[dict[str, str]] = {
+        " as F": "import torch.nn.functional as F",
+        "TokenScores": "from seqpar import TokenScores",
+    }
 
     @property
     def is_differentiated(self) -> bool:
@@ -70,21 +78,6 @@ class ScoreInputs(Problem):
         if self.given:
             text = text.replace("ids=None", "ids=ids")
         return f"adapter.scores(hidden, weight, target, bias, {text})"
-
-    @property
-    def imports(self) -> str:
-        """Return the first line of a reproduction."""
-        if self.adapter.call is None:
-            ours = "from seqpar.testing.conformance import ScoreOptions, score_adapter_of"
-            return on_device(f"{TORCH}; {ours}; adapter = score_adapter_of({self.adapter.spec!r})")
-        imports = [self.adapter.imports]
-        for wanted, line in (
-            (" as F", "import torch.nn.functional as F"),
-            ("TokenScores", "from seqpar import TokenScores"),
-        ):
-            if wanted not in self.adapter.imports:
-                imports.append(line)
-        return on_device("; ".join(imports))
 
     @property
     def loss_code(self) -> str:
