@@ -24,7 +24,7 @@ import torch
 from seqpar.core.chunks import check_size, rows_per_chunk
 from seqpar.core.stored_gradients import PRODUCT_ROWS
 from seqpar.core.token_loss import wide
-from seqpar.markdown_table import markdown_table
+from seqpar.testing.markdown_table import markdown_table
 
 Layout = Literal["ddp", "fsdp", "vocab"]
 Loss = Literal["plain", "LossCompute", "linear_cross_entropy"]

@@ -31,12 +31,11 @@ from seqpar.distributed.reducers import (
     called,
     check_has_all,
     check_reduces_all,
-    gradient_reductions,
     refuse_fsdp1,
     refuse_no_sync,
     without_remains,
 )
-from seqpar.distributed.torch_private import records_static_graph
+from seqpar.distributed.torch_private import parameter_groups, records_static_graph
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -263,7 +262,9 @@ def _group_of(model: nn.Module | None, group: ProcessGroup | None) -> ProcessGro
     # Two handles of the same ranks are different objects, so ranks are compared
     if own is not None and ranks_of(own) != counted:
         raise ValueError(_other_ranks("the model reduces gradients", ranks_of(own), counted))
-    for unit, ranks, divisor in gradient_reductions(model):
+    for name, parameters in parameter_groups(model):
+        unit = name or "the model"
+        ranks, divisor = parameters.reduction()
         if not ranks <= counted:
             raise ValueError(_other_ranks(f"FSDP2 reduces the gradients of {unit}", ranks, counted))
         if divisor != len(counted):

@@ -39,12 +39,6 @@ def refuse_fsdp1(model: nn.Module) -> None:
         )
 
 
-def gradient_reductions(model: nn.Module) -> Iterator[tuple[str, frozenset[int], float]]:
-    """Yield each FSDP2 unit's name, the ranks that its gradients are summed over, and what that sum is divided by."""
-    for name, group in parameter_groups(model):
-        yield name or "the model", *group.reduction()
-
-
 def gathers_for_any(model: nn.Module, wanted: bool) -> bool:
     """Return whether any rank wants a further forward of the model, in which all ranks that share it must take part.
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from seqpar.engine.module_calls import extra_in_call
 from seqpar.engine.shards import Shard
+from seqpar.rows.conventions import Convention
 from seqpar.rows.criteria import CrossEntropy, LabelSmoothing
-from seqpar.rows.smoothing import Convention, SoftTarget, soft_target
+from seqpar.rows.smoothing import SoftTarget, soft_target
 
 
 class FormulaMatch(NamedTuple):

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import check_whole
 from seqpar.engine.module_calls import what_calls_run
-from seqpar.integrations.made_up import WINDOW, made_up_logits, same_logits, undisturbed
+from seqpar.integrations.made_up import WINDOW, made_up_logits, said, same_logits, undisturbed
 from seqpar.linear.cross_entropy import linear_cross_entropy
 
 PROJECTIONS = ("output_projection", "fc_out", "fc3")
@@ -220,8 +220,8 @@ def _refuse_more_than_projecting(model: nn.Module, projection: nn.Linear, sample
             if not made_up:
                 raise
             raise TypeError(
-                f"{name} fails with the scores of a few tokens ({type(error).__name__}: "
-                f"{' '.join(str(error).split())}): it does more with them than normalise; {INSTEAD}"
+                f"{name} fails with the scores of a few tokens ({said(error)}): it does more with them than normalise; "
+                f"{INSTEAD}"
             ) from error
     if len(made_up) != 1:
         raise TypeError(f"{name} called its projection {len(made_up)} times in one forward; {INSTEAD}")

@@ -50,19 +50,24 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def same_logits(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether logits are the same, in shape and up to rounding."""
-    return ours.shape == theirs.shape and close(ours, theirs)
+def said(error: Exception) -> str:
+    """Return an error's kind and text on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def close(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether numbers are the same up to a few roundings of float32.
+def same_logits(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether logits are the same, in shape and up to rounding, as `close` says."""
+    return ours.shape == theirs.shape and close(ours, theirs, dtype)
 
-    That holds whatever the model's precision, because the logits that it was given have at least that precision.
+
+def close(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether numbers are the same up to a few roundings of float32, or of a narrower `dtype`.
+
+    Those of float32 will do whatever the model's precision where the logits that it was given have at least that one.
     """
     finite = ours[ours.isfinite()]
     scale = 1.0
     if len(finite):
         scale = max(scale, float(finite.abs().max()))
-    tolerance = 8 * torch.finfo(torch.float32).eps * scale
+    tolerance = 8 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) * scale
     return torch.allclose(ours.double(), theirs.double(), rtol=0, atol=tolerance)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from seqpar.integrations.made_up import WINDOW, close, same_logits
+from seqpar.integrations.made_up import WINDOW, close, said, same_logits
 from seqpar.integrations.transformers_model import IGNORED, Reading
 
 WITHOUT = "use the model without apply_seqpar_loss"
@@ -55,9 +55,8 @@ def own_outputs(model: nn.Module, kwargs: dict[str, Any], forget: Callable[[], N
         without_labels = {k: v for k, v in kwargs.items() if k not in ("labels", "shift_labels")}
         model.forward(**with_own_caches(without_labels))
         raise RefusedModelError(
-            f"{type(model).__name__} fails with the labels of a few tokens instead of all "
-            f"({type(error).__name__}: {' '.join(str(error).split())}): it does more with labels than compute the loss "
-            f"of its logits; {WITHOUT}"
+            f"{type(model).__name__} fails with the labels of a few tokens instead of all ({said(error)}): it does "
+            f"more with labels than compute the loss of its logits; {WITHOUT}"
         ) from error
 
 

@@ -193,14 +193,19 @@ def plain_head(model: PreTrainedModel) -> nn.Linear:
             f"model is a {type(model).__name__}; it must be a Hugging Face model with a head (a PreTrainedModel or a "
             "PeftModel). Inside a wrapper or a Trainer apply the loss to that model: wrapper.module, trainer.model"
         )
-    head = model.get_output_embeddings()
+    return plain_linear(
+        model.get_output_embeddings(),
+        type(model).__name__,
+        "the chunked loss needs a torch.nn.Linear (without an adapter: leave them out of PEFT's target_modules and "
+        "modules_to_save); otherwise use the model without apply_seqpar_loss",
+    )
+
+
+def plain_linear(head: object, name: str, needed: str) -> nn.Linear:
+    """Return the output embeddings of a model of that name; raise TypeError unless they are a plain `nn.Linear`."""
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
         return head
     kind = type(head).__name__
     if isinstance(head, nn.Module):
         kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    raise TypeError(
-        f"the output embeddings of {type(model).__name__} are a {kind}; the chunked loss needs a torch.nn.Linear "
-        "(without an adapter: leave them out of PEFT's target_modules and modules_to_save); otherwise use the model "
-        "without apply_seqpar_loss"
-    )
+    raise TypeError(f"the output embeddings of {name} are a {kind}; {needed}")

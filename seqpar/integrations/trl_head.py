@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 
-from seqpar.integrations.made_up import WINDOW, close, made_up_logits, undisturbed
+from seqpar.integrations.made_up import WINDOW, made_up_logits, said, same_logits, undisturbed
 from seqpar.integrations.transformers_check import RefusedModelError, matching_reading
-from seqpar.integrations.transformers_model import Reading, readings, special_labels
+from seqpar.integrations.transformers_model import Reading, plain_linear, readings, special_labels
 
 WITHOUT = "train it without apply_seqpar_scores"
+NEEDED = f"the scores need a torch.nn.Linear, alone or with PEFT's LoRA or modules_to_save; {WITHOUT}"
 
 
 class Adapter(NamedTuple):
@@ -65,25 +66,12 @@ def adapter_of(model: PreTrainedModel) -> Adapter | None:
         from peft.utils.other import ModulesToSaveWrapper
 
         if isinstance(head, LoraLinear):
-            _check_plain(name, head.get_base_layer())
+            plain_linear(head.get_base_layer(), name, NEEDED)
             return _active_adapter(name, head)
         if isinstance(head, ModulesToSaveWrapper):
             head = head.original_module
-    _check_plain(name, head)
+    plain_linear(head, name, NEEDED)
     return None
-
-
-def _check_plain(name: str, head: Any) -> None:
-    """Raise TypeError unless the module is a plain `nn.Linear`."""
-    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
-        return
-    kind = type(head).__name__
-    if isinstance(head, nn.Module):
-        kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    raise TypeError(
-        f"the output embeddings of {name} are a {kind}; the scores need a torch.nn.Linear, alone or with PEFT's LoRA "
-        f"or modules_to_save; {WITHOUT}"
-    )
 
 
 def _active_adapter(name: str, head: Any) -> Adapter | None:
@@ -139,17 +127,16 @@ def examine(model: PreTrainedModel) -> Reading:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise RefusedModelError(
-                f"{name} fails on a text of a few tokens ({type(error).__name__}: {' '.join(str(error).split())}); "
-                f"{WITHOUT}"
-            ) from error
+            raise RefusedModelError(f"{name} fails on a text of a few tokens ({said(error)}); {WITHOUT}") from error
     if len(seen.hidden) != 1:
         raise RefusedModelError(f"{name} calls its output embeddings {len(seen.hidden)} times in a forward; {WITHOUT}")
-    if not seen.last_hidden or not _same(seen.last_hidden[0], seen.hidden[0]):
+    # The model's own numbers, in the precision that it has
+    if not seen.last_hidden or not same_logits(seen.last_hidden[0], seen.hidden[0], seen.hidden[0].dtype):
         raise RefusedModelError(
             f"{name} changes its hidden states between its backbone and its output embeddings; {WITHOUT}"
         )
-    if not _same(_plain_logits(seen.hidden[0], head, adapter), seen.own_logits[0]):
+    own = seen.own_logits[0]
+    if not same_logits(_plain_logits(seen.hidden[0], head, adapter), own, own.dtype):
         raise RefusedModelError(
             f"the output embeddings of {name} do more than multiply and add a bias (a hook, a forward of their own); "
             f"{WITHOUT}"
@@ -217,14 +204,3 @@ def _plain_logits(hidden: Tensor, head: Any, adapter: Adapter | None) -> Tensor:
         return logits
     low_rank = F.linear(hidden, adapter.a_RD.to(wide)) * adapter.scaling
     return logits + F.linear(low_rank, adapter.b_VR.to(wide))
-
-
-def _same(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether tensors are the same up to roundings of the precision that `theirs` has."""
-    if theirs.shape != ours.shape:
-        return False
-    if theirs.dtype in (torch.float32, torch.float64):
-        return close(ours, theirs)
-    scale = max(1.0, float(ours.abs().max()))
-    tolerance = 8 * torch.finfo(theirs.dtype).eps * scale
-    return torch.allclose(ours.double(), theirs.double(), rtol=0, atol=tolerance)

@@ -19,7 +19,7 @@ from seqpar.linear.few_classes import soft_cross_entropy
 from seqpar.linear.inputs import Checked, Inputs, Settings, checked, local_tensors, plan
 from seqpar.linear.leaves import differentiable_loss
 from seqpar.linear.teachers import SparseTarget
-from seqpar.rows.smoothing import Convention
+from seqpar.rows.conventions import Convention
 
 
 def linear_cross_entropy(

@@ -22,15 +22,9 @@ from seqpar.distributed.vocab_parallel import VocabShard, local_copy, local_rows
 from seqpar.linear.chunk_loss import StoredLoss, scored_chunks
 from seqpar.linear.leaves import LinearLeaves, product_dtype
 from seqpar.linear.projection import Projection
+from seqpar.rows.conventions import Convention
 from seqpar.rows.scores import ClassWeights, RowFunction
-from seqpar.rows.smoothing import (
-    Convention,
-    CrossEntropyOfScores,
-    SoftTarget,
-    check_smoothing,
-    class_weights,
-    soft_target,
-)
+from seqpar.rows.smoothing import CrossEntropyOfScores, SoftTarget, check_smoothing, class_weights, soft_target
 from seqpar.rows.target_checks import check_ignore_index, check_range
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 Device = int | str | torch.device
 
@@ -75,3 +76,9 @@ def check_devices(devices: Sequence[Device], name: str = "devices") -> tuple[tor
     if not devices:
         raise ValueError(f"{name} is empty; {_what_exists()}")
     return tuple(_check_one(device, f"{name}[{i}]") for i, device in enumerate(devices))
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on the device."""
+    # A copy to the CPU must be synchronous: the next operation there does not wait for the accelerator's stream
+    return tensor.to(device, non_blocking=device.type != "cpu")

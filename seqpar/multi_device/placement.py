@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from seqpar.core.structures import map_tensors
 from seqpar.core.tensor_checks import check_module
-from seqpar.multi_device.devices import Device, check_devices
+from seqpar.multi_device.devices import Device, check_devices, moved
 
 
 def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
@@ -106,13 +106,13 @@ def _bring_inputs(
     device: torch.device, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> CallArguments:
     """Move the arguments to the device: a forward pre-hook."""
-    moved: CallArguments = map_tensors(lambda t: _to(t, device), (args, kwargs))
+    moved: CallArguments = map_tensors(lambda t: moved(t, device), (args, kwargs))
     return moved
 
 
 def _send_output(device: torch.device, _: nn.Module, __: object, output: object) -> object:
     """Move the output to the device: a forward hook."""
-    return map_tensors(lambda t: _to(t, device), output)
+    return map_tensors(lambda t: moved(t, device), output)
 
 
 def _remove_earlier_hooks(model: nn.Module) -> None:
@@ -124,8 +124,3 @@ def _remove_earlier_hooks(model: nn.Module) -> None:
                 # Where the model's own output goes is decided by a model around it
                 if kind is _bring_inputs or (kind is _send_output and module is not model):
                     del hooks[number]
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    # A copy to the CPU must be synchronous: the next operation there does not wait for the accelerator's stream
-    return tensor.to(device, non_blocking=device.type != "cpu")

@@ -19,7 +19,7 @@ from seqpar.core.chunks import even_sizes
 from seqpar.core.structures import describe, leaves, rebuild
 from seqpar.core.tensor_checks import check_dense, check_integer, check_module, is_dtensor
 from seqpar.distributed.wrappers import structural_copy
-from seqpar.multi_device.devices import Device, check_devices
+from seqpar.multi_device.devices import Device, check_devices, moved
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -235,9 +235,9 @@ def _scatter_leaf(leaf: object, devices: Sequence[torch.device], dim: int, sizes
         pieces: Sequence[Tensor] = Scatter.apply([d.index for d in devices], sizes, dim, leaf)
         return pieces
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    # Not `split`, whose pieces may not be changed in place
     pieces = [leaf.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
-    # A copy to the CPU must be synchronous: the next operation there does not wait for the accelerator's stream
-    return [piece.to(d, non_blocking=d.type != "cpu") for piece, d in zip(pieces, devices, strict=True)]
+    return [moved(piece, d) for piece, d in zip(pieces, devices, strict=True)]
 
 
 def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:

@@ -25,15 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.token_loss import TokenLoss, wide
+from seqpar.rows.conventions import Convention
 from seqpar.rows.scores import RowFunction
-from seqpar.rows.smoothing import (
-    Convention,
-    CrossEntropyOfScores,
-    SoftTarget,
-    check_smoothing,
-    class_weights,
-    soft_target,
-)
+from seqpar.rows.smoothing import CrossEntropyOfScores, SoftTarget, check_smoothing, class_weights, soft_target
 from seqpar.rows.target_checks import checked_target
 
 
