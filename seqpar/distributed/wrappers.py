@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.core.tensor_checks import is_dtensor
+from seqpar.core.checks import is_dtensor
 from seqpar.distributed.torch_private import class_before_fully_shard, is_fsdp_unit
 
 WRAP_BOTH = (

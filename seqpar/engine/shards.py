@@ -11,9 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.tensor_checks import check_dense, check_floating
+from seqpar.core.checks import (
+    check_dense,
+    check_floating,
+    check_per_token,
+    check_range,
+    check_shapes,
+    check_target,
+    check_type,
+)
 from seqpar.multi_device.replicas import replicate, scatter
-from seqpar.rows.target_checks import check_range, check_target
 
 OneOrScattered = Tensor | Sequence[Tensor]
 """One tensor of all rows, or one tensor for each device."""
@@ -89,8 +96,7 @@ def _check_scattered(hidden: Sequence[object]) -> None:
             )
         check_floating(tensor, f"hidden[{i}]")
         assert isinstance(tensor, Tensor)
-        if tensor.dim() < 2:
-            raise ValueError(f"hidden[{i}] has shape {tuple(tensor.shape)}; it must be (N, D) or (batch, time, D)")
+        check_shapes(tensor.dim() >= 2, "(N, D) or (batch, time, D)", **{f"hidden[{i}]": tensor})
 
 
 def _scattered_like_hidden(
@@ -119,20 +125,11 @@ def _check_batch(
 ) -> None:
     """Raise TypeError or ValueError unless all are dense tensors whose dtypes and shapes fit each other and the cut."""
     check_floating(hidden, "hidden")
+    check_type(target, "target", Tensor, "a tensor, as hidden is: scatter both or neither")
+    check_target(target, hidden=hidden)
     assert isinstance(hidden, Tensor)
-    if isinstance(target, (list, tuple)):
-        raise TypeError(f"hidden is one tensor and target a {type(target).__name__}; scatter both or neither")
-    check_dense(target, "target")
     assert isinstance(target, Tensor)
-    check_target(hidden, target)
-    for name, value in per_token.items():
-        check_dense(value, name)
-        assert isinstance(value, Tensor)
-        if value.shape[: target.dim()] != target.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)}; the first dimensions of a per-token tensor must be target's "
-                f"shape {tuple(target.shape)}"
-            )
+    check_per_token(per_token, target)
     if time_steps is not None and hidden.dim() != 3:
         raise ValueError(
             f"chunk_size={time_steps} cuts time steps and hidden has shape {tuple(hidden.shape)}; pass "

@@ -38,8 +38,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar.core.checks import check_integer
 from seqpar.core.token_loss import TokenLoss
-from seqpar.distributed.vocab_parallel import check_whole
 from seqpar.engine.module_calls import what_calls_run
 from seqpar.integrations.made_up import WINDOW, made_up_logits, same_logits, undisturbed
 from seqpar.linear.cross_entropy import linear_cross_entropy
@@ -78,7 +78,7 @@ class ChunkedCrossEntropy(nn.Module):
         super().__init__()
         self.padding_idx = padding_idx
         self.label_smoothing = label_smoothing
-        check_whole(ignore_prefix_size, "ignore_prefix_size", 0)
+        check_integer(ignore_prefix_size, "ignore_prefix_size", 0)
         self.sentence_avg = sentence_avg
         self.ignore_prefix_size = ignore_prefix_size
         self.chunk_tokens = chunk_tokens

@@ -24,9 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from seqpar.core.chunks import check_size
+from seqpar.core.checks import PROVED, check_size
 from seqpar.core.graphs import graph_of_its_own
-from seqpar.core.tensor_checks import PROVED
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.reducers import gathers_for_any
 from seqpar.distributed.wrappers import refuse_sharded

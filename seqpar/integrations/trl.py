@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer import utils as trl_utils
 
-from seqpar.core.chunks import check_size
+from seqpar.core.checks import check_size
 from seqpar.integrations.transformers_model import Reading, Settings, refuse_adapter, settings_of
 from seqpar.integrations.trl_head import WITHOUT, Adapter, adapted_head, adapter_of, base_of, examine, is_peft_model
 from seqpar.integrations.trl_options import COMPACT, NODE, check_version, refuse_options

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.core.tensor_checks import check_floating, check_number
+from seqpar.core.checks import check_floating, check_like, check_number, check_shapes
 from seqpar.linear.token_scores import TokenScores, token_scores
 
 
@@ -95,15 +95,9 @@ def _check_adapter(
     for name, tensor in named.items():
         check_floating(tensor, name)
     check_number(scaling, "scaling")
-    fits = lora_A.dim() == 2 and lora_B.dim() == 2 and lora_A.size(0) == lora_B.size(1)
-    if not fits or lora_A.size(1) != base_weight.size(-1) or lora_B.size(0) != base_weight.size(0):
-        raise ValueError(
-            f"lora_A has shape {tuple(lora_A.shape)}, lora_B {tuple(lora_B.shape)} and base_weight "
-            f"{tuple(base_weight.shape)}; they must be (R, D), (V, R) and (V, D), the layouts of PEFT's lora_A.weight "
-            "and lora_B.weight"
-        )
-    if adapter_hidden.shape != hidden.shape:
-        raise ValueError(
-            f"adapter_hidden has shape {tuple(adapter_hidden.shape)} and hidden {tuple(hidden.shape)}; it is hidden "
-            "after the adapter's dropout and must have the same shape"
-        )
+    # (R, D), (V, R) and (V, D)
+    fits = lora_A.dim() == lora_B.dim() == base_weight.dim() == 2
+    fits = fits and (*lora_B.shape, lora_A.size(1)) == (len(base_weight), len(lora_A), base_weight.size(1))
+    wanted = "(R, D), (V, R) and (V, D), the layouts of PEFT's lora_A.weight and lora_B.weight"
+    check_shapes(fits, wanted, lora_A=lora_A, lora_B=lora_B, base_weight=base_weight)
+    check_like(adapter_hidden, "adapter_hidden", hidden=hidden)

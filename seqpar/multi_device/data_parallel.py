@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
-from seqpar.core.tensor_checks import check_integer, check_module
+from seqpar.core.checks import check_integer, check_module, check_type
 from seqpar.multi_device.devices import Device, available, check_devices
 from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.replicas import batch_rows, gather, replicate, scatter
@@ -52,8 +53,7 @@ def data_parallel(
     """
     check_module(module, "module")
     check_integer(dim, "dim")
-    if module_kwargs is not None and not isinstance(module_kwargs, Mapping):
-        raise TypeError(f"module_kwargs is a {type(module_kwargs).__name__}; it must be a dict of keyword arguments")
+    check_type(module_kwargs, "module_kwargs", (Mapping, NoneType), "a dict of keyword arguments")
     devices = _checked_ids(device_ids)
     if output_device is None:
         output_device = devices[0]

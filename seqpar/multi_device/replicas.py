@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel._functions import Broadcast, Gather, Scatter
 from torch.nn.parameter import is_lazy
 
+from seqpar.core.checks import check_dense, check_integer, check_module, check_type, is_dtensor
 from seqpar.core.chunks import even_sizes
 from seqpar.core.structures import describe, leaves, rebuild
-from seqpar.core.tensor_checks import check_dense, check_integer, check_module, is_dtensor
 from seqpar.distributed.wrappers import structural_copy
 from seqpar.multi_device.devices import Device, check_devices
 
@@ -206,7 +206,10 @@ def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequ
     elif sizes is None:
         shard_rows = even_sizes(rows, len(devices))
     else:
-        shard_rows = _checked_sizes(sizes)
+        check_type(sizes, "sizes", (list, tuple), "a list of one number of rows for each device")
+        for i, size in enumerate(sizes):
+            check_integer(size, f"sizes[{i}]")
+        shard_rows = list(sizes)
     fits = sum(shard_rows) == (rows or 0) and len(shard_rows) <= len(devices) and min(shard_rows, default=0) >= 0
     if not fits:
         raise ValueError(f"sizes {shard_rows} do not cut {rows} rows for {len(devices)} devices")
@@ -214,15 +217,6 @@ def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequ
     # From one list per leaf to one structure per device; inputs without any leaf, such as (), are their own shards
     scattered = [_scatter_leaf(leaf, used, dim, shard_rows) for leaf in leaves(inputs)]
     return [rebuild(inputs, iter(shard)) for shard in zip(*scattered, strict=True)] or [inputs for _ in used]
-
-
-def _checked_sizes(sizes: Sequence[int]) -> list[int]:
-    """Return the sizes; raise TypeError unless they are a list of ints."""
-    if not isinstance(sizes, (list, tuple)):
-        raise TypeError(f"sizes is a {type(sizes).__name__}; it must be a list of one number of rows for each device")
-    for i, size in enumerate(sizes):
-        check_integer(size, f"sizes[{i}]")
-    return list(sizes)
 
 
 def _scatter_leaf(leaf: object, devices: Sequence[torch.device], dim: int, sizes: list[int]) -> Sequence[object]:
@@ -251,8 +245,7 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
     """
     (device,) = check_devices([output_device], "output_device")
     check_integer(dim, "dim")
-    if not isinstance(outputs, (list, tuple)):
-        raise TypeError(f"outputs is a {type(outputs).__name__}; it must be a list with the output of each replica")
+    check_type(outputs, "outputs", (list, tuple), "a list with the output of each replica")
     if not outputs:
         raise ValueError("gather got no outputs")
     first = outputs[0]

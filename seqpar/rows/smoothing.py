@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from seqpar.core.tensor_checks import check_number
+from seqpar.core.checks import check_choice, check_number
 from seqpar.rows.scores import ClassWeights, Scores, Upstream, included_weight
 
 Convention = Literal["torch", "fairseq", "harvard"]
@@ -125,10 +125,7 @@ def class_weights(q: SoftTarget, weight_V: Tensor | None) -> ClassWeights | None
 def check_smoothing(label_smoothing: float, smoothing_convention: str) -> None:
     """Raise ValueError for a number outside [0, 1) or an unknown convention."""
     check_number(label_smoothing, "label_smoothing", at_least=0, below=1)
-    if smoothing_convention not in ("torch", "fairseq", "harvard"):
-        raise ValueError(
-            f"smoothing_convention is {smoothing_convention!r}; it must be 'torch', 'fairseq' or 'harvard'"
-        )
+    check_choice(smoothing_convention, "smoothing_convention", get_args(Convention))
 
 
 def soft_target(
