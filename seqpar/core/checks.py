@@ -6,6 +6,7 @@ Only `check_entries` reads a tensor's data on an accelerator, and waits for the 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,19 +74,26 @@ def check_choice(value: object, name: str, known: Sequence[str]) -> None:
 
 
 def check_integer(
-    value: object, name: str, at_least: int | None = None, *, wrong_kind: type[Exception] = TypeError
+    value: object,
+    name: str,
+    at_least: int | None = None,
+    at_most: int | None = None,
+    *,
+    wrong_kind: type[Exception] = TypeError,
 ) -> None:
     """Raise `wrong_kind` unless `value` is a whole number (no bool), ValueError unless int64 holds it in the range."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        shown = repr(value) if value is None or isinstance(value, (bool, float, str)) else _kind_of(value)
-        raise wrong_kind(f"{name} is {shown:.60}; it must be {_integer(at_least, 'an int')}")
-    if not (-(2**63) if at_least is None else at_least) <= int(value) < 2**63:
-        raise ValueError(f"{name} is {value}; it must be {_integer(at_least, 'an int64')}")
-
-
-def _integer(at_least: int | None, any_of: str) -> str:
-    """Return which integers are wanted, for an error message."""
-    return any_of if at_least is None else f"a whole number of at least {at_least}"
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    low = -(2**63) if at_least is None else at_least
+    high = 2**63 - 1 if at_most is None else at_most
+    if is_whole and low <= int(value) <= high:  # type: ignore[call-overload]
+        return
+    wanted = "an int64" if is_whole else "an int"
+    if at_least is not None:
+        wanted = f"a whole number of at least {at_least}"
+    if at_most is not None:
+        wanted = f"a whole number in [{low}, {high}]"
+    shown = repr(value) if is_whole or value is None or isinstance(value, (bool, float, str)) else _kind_of(value)
+    raise (ValueError if is_whole else wrong_kind)(f"{name} is {shown:.60}; it must be {wanted}")
 
 
 def check_size(value: object, name: str) -> None:
@@ -95,39 +103,20 @@ def check_size(value: object, name: str) -> None:
 
 
 def check_number(
-    value: object,
-    name: str,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
+    value: object, name: str, *, at_least: float = -math.inf, above: float = -math.inf, below: float = math.inf
 ) -> None:
     """Raise TypeError unless `value` is a real number (no bool), ValueError unless it is finite and in the range."""
     # A bool is a Real: True would pass as 1
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    number = math.nan
-    if is_number:
-        try:
-            number = float(value)  # type: ignore[arg-type]
-        except OverflowError:
-            # An int above the largest float is no finite number, either
-            number = math.inf
-    inside = (
-        math.isfinite(number)
-        and (at_least is None or number >= at_least)
-        and (above is None or number > above)
-        and (at_most is None or number <= at_most)
-        and (below is None or number < below)
-    )
-    if inside:
-        return
-    bounds = (("at least", at_least), ("above", above), ("at most", at_most), ("below", below))
-    range_text = " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)
-    wanted = f"a finite number {range_text}".rstrip()
-    if not is_number:
-        raise TypeError(f"{name} is {_kind_of(value)}; it must be {wanted}")
-    raise ValueError(f"{name} is {value!r}; it must be {wanted}")
+    # An int above the largest float is no finite number, either
+    with contextlib.suppress(OverflowError):
+        # Infinite bounds leave out nan and the infinities themselves
+        if is_number and at_least <= float(value) and above < float(value) < below:  # type: ignore[arg-type]
+            return
+    bounds = (("at least", at_least), ("above", above), ("below", below))
+    wanted = " and ".join(f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound))
+    shown, error = (repr(value), ValueError) if is_number else (_kind_of(value), TypeError)
+    raise error(f"{name} is {shown}; it must be a finite number {wanted}".rstrip())
 
 
 def check_scalar(value: object, name: str) -> None:
@@ -149,8 +138,8 @@ def check_scalar(value: object, name: str) -> None:
 def check_loss_scale(value: object) -> None:
     """Raise unless `value` is a finite number other than 0, or a tensor of one such number."""
     check_scalar(value, "loss_scale")
-    # A tensor on an accelerator is not read
-    if (not isinstance(value, Tensor) or value.is_cpu) and not torch.compiler.is_compiling() and value == 0:
+    is_read = not isinstance(value, Tensor) or (value.is_cpu and not torch.compiler.is_compiling())
+    if is_read and value == 0:
         raise ValueError("loss_scale is 0; gradients are multiplied and later divided by it: pass 1 for no scaling")
 
 
@@ -191,22 +180,22 @@ def _why_not_dense(tensor: Tensor, name: str) -> str:
 def check_floating(value: object, name: str) -> None:
     """Raise TypeError unless `value` is a dense tensor of float16, bfloat16, float32 or float64."""
     # The 8-bit floats have neither sums nor products in torch
-    _check_dtype(value, name, FLOATING, "be a floating dtype: float16, bfloat16, float32 or float64")
+    check_dtype(value, name, FLOATING, "be a floating dtype: float16, bfloat16, float32 or float64")
 
 
 def check_integer_target(value: object, name: str = "target") -> None:
     """Raise TypeError unless `value` is a dense tensor of class indices; see `CLASS_INDICES`."""
-    _check_dtype(value, name, CLASS_INDICES, f"hold class indices, int64: use {name}.long()")
+    check_dtype(value, name, CLASS_INDICES, f"hold class indices, int64: use {name}.long()")
 
 
 def check_mask(value: object, name: str, **like: Tensor) -> None:
     """Raise TypeError unless `value` is a dense tensor of bools, ValueError unless it fits; see `check_like`."""
-    _check_dtype(value, name, (torch.bool,), f"be bool, True where a score counts: use {name}.bool()")
+    check_dtype(value, name, (torch.bool,), f"be bool, True where a score counts: use {name}.bool()")
     assert isinstance(value, Tensor)
     check_like(value, name, **like)
 
 
-def _check_dtype(value: object, name: str, dtypes: tuple[torch.dtype, ...], must: str) -> None:
+def check_dtype(value: object, name: str, dtypes: tuple[torch.dtype, ...], must: str) -> None:
     """Raise TypeError unless `value` is a dense tensor of one of these dtypes."""
     check_dense(value, name)
     assert isinstance(value, Tensor)
@@ -318,7 +307,7 @@ def check_segments(segment_ids: object, sequences: int | None = None, **scores: 
     The range is checked on the CPU only: on other devices the check would wait for the device, and their indexing
     checks it.
     """
-    _check_dtype(segment_ids, "segment_ids", CLASS_INDICES, "be int64: use segment_ids.long()")
+    check_dtype(segment_ids, "segment_ids", CLASS_INDICES, "be int64: use segment_ids.long()")
     assert isinstance(segment_ids, Tensor)
     for name, like in scores.items():
         check_like(segment_ids, "segment_ids", **{name: like})

@@ -23,6 +23,7 @@ from seqpar.core.checks import (
     CLASS_INDICES,
     check_choice,
     check_dense,
+    check_dtype,
     check_integer,
     check_one_device,
     check_shapes,
@@ -53,21 +54,13 @@ def time_steps(time: int, rank: int, world: int, order: Order = "contiguous") ->
         TypeError: an argument that is not a whole number.
     """
     check_choice(order, "order", get_args(Order))
-    for name, value, least in (("time", time, 0), ("world", world, 1), ("rank", rank, 0)):
+    for name, value, least in (("time", time, 0), ("world", world, 1)):
         check_integer(value, name, least)
-    if rank >= world:
-        raise ValueError(f"rank is {rank}; it must be in [0, {world})")
+    check_integer(rank, "rank", 0, world - 1)
     # Piece p is [ends[p] - sizes[p], ends[p])
     sizes = part_sizes(time, world * len(_pieces_of(rank, world, order)))
     ends = list(accumulate(sizes))
     return torch.cat([torch.arange(ends[p] - sizes[p], ends[p]) for p in _pieces_of(rank, world, order)])
-
-
-def _check_dim(dim: int, tensor: Tensor) -> None:
-    """Raise unless it is one of the tensor's dimensions, which may be counted from the end."""
-    check_integer(dim, "dim")
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"dim is {dim}; the tensor has shape {tuple(tensor.shape)}")
 
 
 def part_sizes(length: int, parts: int) -> list[int]:
@@ -95,7 +88,7 @@ def split_time(tensor: Tensor, group: ProcessGroup | None, dim: int = 1, order: 
         TypeError, ValueError: not a dense tensor, no such dimension, not a group, or an unknown order.
     """
     check_dense(tensor, "tensor")
-    _check_dim(dim, tensor)
+    check_integer(dim, "dim", -tensor.dim(), tensor.dim() - 1)
     steps = time_steps(tensor.size(dim), rank_in(group), world_size(group), order)
     return tensor.index_select(dim, steps.to(tensor.device))
 
@@ -124,20 +117,15 @@ def _check_parts(parts: Sequence[Tensor], dim: int) -> None:
     check_type(parts, "parts", (list, tuple), "a list of all ranks' tensors, in rank order")
     if not parts:
         raise ValueError("parts is empty; it must have every rank's tensor, in rank order")
-    for i, part in enumerate(parts):
-        check_dense(part, f"parts[{i}]")
     first = parts[0]
-    _check_dim(dim, first)
+    check_dense(first, "parts[0]")
+    check_integer(dim, "dim", -first.dim(), first.dim() - 1)
     for i, part in enumerate(parts):
-        # The first one's shape, except for the time steps
-        shape = list(part.shape)
-        if len(shape) == first.dim():
-            shape[dim] = first.size(dim)
+        check_dtype(part, f"parts[{i}]", (first.dtype,), f"be that of parts[0], {first.dtype}")
         both = {f"parts[{i}]": part, "parts[0]": first}
-        check_shapes(shape == list(first.shape), f"the same in all dimensions but {dim}", **both)
+        fits = part.dim() == first.dim() and part.narrow(dim, 0, 0).shape == first.narrow(dim, 0, 0).shape
+        check_shapes(fits, f"the same in all dimensions but {dim}", **both)
         check_one_device(**both)
-        if part.dtype != first.dtype:
-            raise TypeError(f"parts[{i}] has dtype {part.dtype} and parts[0] {first.dtype}; they must be the same")
 
 
 def _check_sizes(sizes: list[int], expected: list[int], order: Order) -> None:

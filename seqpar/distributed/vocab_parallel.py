@@ -56,9 +56,7 @@ class VocabShard:
     def __post_init__(self) -> None:
         check_group(self.group)
         check_integer(self.vocab_size, "vocab_size", 1)
-        check_integer(self.start, "start", 0)
-        if self.start > self.vocab_size:
-            raise ValueError(f"start is {self.start}; it must be in [0, {self.vocab_size}]")
+        check_integer(self.start, "start", 0, self.vocab_size)
 
     @classmethod
     def of(cls, weight_rows: int, group: ProcessGroup | None) -> VocabShard:
@@ -101,15 +99,10 @@ class VocabShard:
         """
         everyone = self.meet(facts, rows, hidden)
         spans = [divmod(number, SPAN) for number, _ in everyone]
-        reached = 0
         # In the order of the classes, whatever the order of the ranks; a rank without classes has an empty span
-        for start, end in sorted((start, end) for start, end in spans if start < end):
-            if start != reached:
-                # A gap or an overlap, which no later span can close
-                reached = -1
-                break
-            reached = end
-        if reached != self.vocab_size:
+        ordered = sorted((start, end) for start, end in spans if start < end)
+        # Each begins where the one before it ends
+        if [*(start for start, _ in ordered), self.vocab_size] != [0, *(end for _, end in ordered)]:
             said = "; ".join(f"[{start}, {end}) on rank {rank}" for rank, (start, end) in enumerate(spans))
             raise RuntimeError(
                 f"the weight's rows are the classes {said}; together they must be [0, {self.vocab_size}), each class "

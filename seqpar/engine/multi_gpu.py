@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -83,4 +84,4 @@ def _check_normalize(normalize: object, loss: TokenLoss) -> None:
     Without tokens 0 is accepted: all gradients are then 0, whatever the factor.
     """
     check_scalar(normalize, "normalize")
-    check_number(float(normalize), "normalize", above=0 if int(loss.tokens) else None)  # type: ignore[arg-type]
+    check_number(float(normalize), "normalize", above=0 if int(loss.tokens) else -math.inf)  # type: ignore[arg-type]

@@ -200,7 +200,10 @@ def checked(
     refuse_transforms(inputs)
     check_type(vocab, "vocab", (VocabShard, NoneType), "a seqpar.VocabShard, or None")
     try:
-        found = _checked_on_this_rank(inputs, settings, vocab, loss_scale, any_dtype)
+        _check_settings(settings)
+        check_loss_scale(loss_scale)
+        check_tensors(inputs, any_dtype=any_dtype)
+        found = _found(inputs, settings, vocab)
         further(found.shard)
     except (TypeError, ValueError, IndexError) as wrong:
         if vocab is not None:
@@ -211,22 +214,8 @@ def checked(
     return found
 
 
-def _compare_ranks(inputs: Inputs, settings: Settings, vocab: VocabShard, facts: Mapping[str, object]) -> None:
-    """Raise RuntimeError on every rank unless the ranks of the group agree on everything that they must agree on."""
-    rows = len(inputs.weight)
-    plain = {name: fact for name, fact in facts.items() if not isinstance(fact, Tensor)}
-    tensors = {name: fact for name, fact in facts.items() if isinstance(fact, Tensor)}
-    vocab.check(rows, {**_facts(inputs, settings, vocab), **plain}, inputs.hidden)
-    if inputs.token_weight is not None:
-        tensors["token_weight"] = inputs.token_weight.unsqueeze(-1)
-    for name, tensor in tensors.items():
-        vocab.check(rows, {}, tensor, name)
-
-
-def _checked_on_this_rank(
-    inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor, any_dtype: bool
-) -> Checked:
-    """Return what follows from the arguments; raise for arguments invalid on this rank."""
+def _check_settings(settings: Settings) -> None:
+    """Raise unless all numbers are in their ranges."""
     check_integer(settings.ignore_index, "ignore_index")
     check_size(settings.chunk_tokens, "chunk_tokens")
     check_smoothing(settings.label_smoothing, settings.smoothing_convention)
@@ -234,8 +223,10 @@ def _checked_on_this_rank(
     if settings.softcap is not None:
         check_number(settings.softcap, "softcap", above=0)
     check_number(settings.temperature, "temperature", above=0)
-    check_loss_scale(loss_scale)
-    check_tensors(inputs, any_dtype=any_dtype)
+
+
+def _found(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> Checked:
+    """Return what follows from the arguments; raise for a class outside the vocabulary."""
     rows = inputs.weight.size(0)
     check_shapes(vocab is not None or rows > 0, "of at least one class", weight=inputs.weight)
     shard = vocab or VocabShard(None, 0, rows)
@@ -255,6 +246,18 @@ def _checked_on_this_rank(
     if excluded is not None and not 0 <= excluded < rows:
         excluded = None
     return Checked(shard, q._replace(excluded=excluded, z_loss=float(settings.z_loss)), weight_V)
+
+
+def _compare_ranks(inputs: Inputs, settings: Settings, vocab: VocabShard, facts: Mapping[str, object]) -> None:
+    """Raise RuntimeError on every rank unless the ranks of the group agree on everything that they must agree on."""
+    rows = len(inputs.weight)
+    tensors = {name: fact for name, fact in facts.items() if isinstance(fact, Tensor)}
+    plain = {name: fact for name, fact in facts.items() if name not in tensors}
+    vocab.check(rows, {**_facts(inputs, settings, vocab), **plain}, inputs.hidden)
+    if inputs.token_weight is not None:
+        tensors["token_weight"] = inputs.token_weight.unsqueeze(-1)
+    for name, tensor in tensors.items():
+        vocab.check(rows, {}, tensor, name)
 
 
 def check_tensors(inputs: Inputs, prefix: str = "", any_dtype: bool = False) -> None:

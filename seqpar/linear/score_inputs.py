@@ -122,9 +122,7 @@ def _check_request(request: ScoreRequest, target: Tensor, ignore_index: int, voc
     if request.product_dtype is not None and not request.product_dtype.is_floating_point:
         raise TypeError(f"product_dtype is {request.product_dtype}; it must be a floating dtype, such as torch.float32")
     if request.top_k is not None:
-        check_integer(request.top_k, "top_k", 1)
-        if request.top_k > vocab_size:
-            raise ValueError(f"top_k is {request.top_k} and there are {vocab_size} classes; it must be at most as many")
+        check_integer(request.top_k, "top_k", 1, vocab_size)
     temperature = request.temperature
     if isinstance(temperature, Tensor):
         check_floating(temperature, "temperature")
