@@ -206,10 +206,10 @@ def check_dtype(value: object, name: str, dtypes: tuple[torch.dtype, ...], must:
 def check_shapes(fits: bool, wanted: str, **tensors: Tensor) -> None:
     """Raise ValueError, with the shapes of the named tensors, unless they fit."""
     if not fits:
-        (name, shape), *others = ((name, tuple(tensor.shape)) for name, tensor in tensors.items())
-        more = "".join(f" and {other} {its}" for other, its in others)
-        they = "they" if others else "it"
-        raise ValueError(f"{name} has shape {shape}{more}; {they} must be {wanted}")
+        (name, first), *others = tensors.items()
+        *shapes, last = [f"{tuple(first.shape)}", *(f"{other} {tuple(tensor.shape)}" for other, tensor in others)]
+        listed = f"{', '.join(shapes)} and {last}; they" if others else f"{last}; it"
+        raise ValueError(f"{name} has shape {listed} must be {wanted}")
 
 
 def check_one_device(**tensors: Tensor | None) -> None:
@@ -220,6 +220,24 @@ def check_one_device(**tensors: Tensor | None) -> None:
         if tensor is not None and tensor.device != reference.device:
             places = f"{first} is on {reference.device} and {name} on {tensor.device}"
             raise ValueError(f"{places}; move them to one device")
+
+
+def check_dim(dim: object, **tensor: Tensor) -> None:
+    """Raise unless `dim` is a dimension of the tensor, the only keyword; it may be counted from the end."""
+    check_integer(dim, "dim")
+    ((name, given),) = tensor.items()
+    if not -given.dim() <= dim < given.dim():  # type: ignore[operator]
+        raise ValueError(f"dim is {dim}, and {name} has shape {tuple(given.shape)}, without such a dimension")
+
+
+def check_joinable(dim: int, **tensors: Tensor) -> None:
+    """Raise ValueError unless the named tensors can be joined along a dimension."""
+    (first, reference), *_ = tensors.items()
+    check_dim(dim, **{first: reference})
+    for name, tensor in tensors.items():
+        # Apart from the sizes that may differ
+        fits = tensor.dim() == reference.dim() and tensor.narrow(dim, 0, 0).shape == reference.narrow(dim, 0, 0).shape
+        check_shapes(fits, f"the same in all dimensions but {dim}", **{name: tensor, first: reference})
 
 
 def check_like(tensor: Tensor, name: str, **other: Tensor) -> None:

@@ -186,13 +186,12 @@ class _StoredGradient(torch.autograd.Function):
             raise RuntimeError(NO_SECOND_DERIVATIVE)
         if ctx.gradients is None:
             raise RuntimeError(
-                "backward went through the chunked loss a second time, and its gradients were handed over the first "
-                "time; call the loss again, or add the losses up and call backward once"
+                "backward went through the chunked loss a second time; call the loss again, or add the losses up before"
             )
         if ctx.is_detached and upstream is not None:
             raise RuntimeError(
-                "the loss does not require grad, though hidden or a parameter does: the criterion returned a detached "
-                "number (.detach(), torch.tensor(...)), or the generator ran under torch.no_grad()"
+                "the loss does not require grad, though hidden or a parameter does: something was detached in the "
+                "criterion (.detach(), torch.tensor(...)) or in the generator (torch.no_grad())"
             )
         gradients: Gradients = ctx.gradients
         # From here on the slots hold the only references, so that each one can free its gradient
@@ -311,8 +310,7 @@ def _refuse_unknown_leaves(total: Tensor, known: set[int]) -> None:
         if id(leaf) not in known:
             raise RuntimeError(
                 f"the generator or criterion used a tensor of shape {tuple(leaf.shape)} that needs a gradient and is "
-                "neither a registered parameter nor a per-token argument; register it, or pass it as a keyword (a "
-                "forward that was set on the instance keeps the original's parameters: change the class instead)"
+                "neither a registered parameter (as in a forward set on the instance) nor a per-token argument"
             )
 
 

@@ -55,10 +55,9 @@ def _refuse_part_of_a_step(total: Any, tokens: Tensor, upstream: Tensor) -> None
     if any(getattr(node, "same_on_ranks", 1) == ranks for node in nodes_of_graph(total)):
         return
     raise RuntimeError(
-        f"backward went through the mean over {int(tokens)} tokens of one of {ranks} ranks, and a mean of the ranks' "
-        "means is not the mean over all tokens: call seqpar.accumulate_gradients, or write (loss.total * ranks / "
-        "seqpar.group_sum(loss.tokens, group)).backward() under DDP or FSDP2; where all ranks have the same tokens, "
-        "(loss.total / loss.tokens).backward()"
+        f"backward went through the mean over {int(tokens)} tokens of one of {ranks} ranks, and a mean of means is not "
+        "the mean: call seqpar.accumulate_gradients, or write (loss.total * ranks / seqpar.group_sum(loss.tokens, "
+        "group)).backward(); where all ranks have the same tokens, (loss.total / loss.tokens).backward()"
     )
 
 

@@ -149,8 +149,8 @@ def accumulate_gradients(
     # The same two numbers on every rank, so that all of them raise or none
     if int(whole.tokens) != step.tokens:
         raise RuntimeError(
-            f"tokens_of counted {step.tokens} tokens in this step and the losses {int(whole.tokens)}, so the gradients "
-            "were divided by a wrong number; count the targets that the criterion does not ignore"
+            f"tokens_of counted {step.tokens} tokens in this step and the losses {int(whole.tokens)}; count the "
+            "targets that the criterion does not ignore"
         )
     return whole
 
@@ -216,45 +216,34 @@ def _checked(loss: TokenLoss) -> TokenLoss:
 
 def _group_of(model: nn.Module | None, group: ProcessGroup | None) -> ProcessGroup | None:
     """Return the group to count tokens over, which is the one that the model reduces gradients over."""
-    # DDP says what its group is, FSDP2 does not
-    own: ProcessGroup | None = getattr(model, "process_group", None)
-    if model is not None and not hasattr(model, "no_sync") and not hasattr(model, "set_requires_gradient_sync"):
+    if model is None:
+        return group
+    if not hasattr(model, "no_sync") and not hasattr(model, "set_requires_gradient_sync"):
         raise TypeError(
             f"model is a {type(model).__name__}; it must be what reduces the gradients, a DistributedDataParallel or a "
             "module that fully_shard was called on; pass None where nothing does"
         )
-    if model is None:
-        return group
     refuse_fsdp1(model)
     refuse_no_sync(model)
     check_reduces_all(model)
+    # DDP says what its group is, FSDP2 does not
+    own: ProcessGroup | None = getattr(model, "process_group", None)
     if own is not None and group is None:
         return own
     if group is None:
         raise ValueError("name the group of ranks that FSDP2 reduces over: group=torch.distributed.group.WORLD for all")
     counted = ranks_of(group)
     # Two handles of the same ranks are different objects, so ranks are compared
-    if own is not None and ranks_of(own) != counted:
-        raise ValueError(_other_ranks("the model reduces gradients", ranks_of(own), counted))
-    for unit, ranks, divisor in gradient_reductions(model):
-        if not ranks <= counted:
-            raise ValueError(_other_ranks(f"FSDP2 reduces the gradients of {unit}", ranks, counted))
-        if divisor != len(counted):
+    reductions = gradient_reductions(model) if own is None else [("the model", ranks_of(own), len(ranks_of(own)))]
+    for unit, ranks, divisor in reductions:
+        # Experts that process other ranks' tokens may lie on fewer ranks, with a divide factor of all
+        if not ranks <= counted or divisor != len(counted):
             raise ValueError(
-                f"FSDP2 sums the gradients of {unit} over {len(ranks)} ranks and divides them by {divisor:g}, but "
-                f"group has {len(counted)} ranks; call fully_shard with the mesh of all of them and leave the divide "
-                "factor unchanged (experts that process other ranks' tokens may lie on fewer ranks, with "
-                f"set_gradient_divide_factor({len(counted)}))"
+                f"the gradients of {unit} are summed over the {len(ranks)} ranks {sorted(ranks)!r:.60} and divided by "
+                f"{divisor:g}, and group has the {len(counted)} ranks {sorted(counted)!r:.60}; pass the group of those "
+                "ranks (torch.distributed.group.WORLD is all), and leave FSDP2's divide factor unchanged"
             )
     return group
-
-
-def _other_ranks(reduces: str, ranks: frozenset[int], counted: frozenset[int]) -> str:
-    """Return the message for a group whose ranks are not those that gradients are reduced over."""
-    return (
-        f"group has the {len(counted)} ranks {sorted(counted)!r:.60} and {reduces} over the {len(ranks)} ranks "
-        f"{sorted(ranks)!r:.60}; pass the group of those ranks (torch.distributed.group.WORLD is all)"
-    )
 
 
 def _facts(model: nn.Module | None, agree: Mapping[str, object] | None) -> dict[str, object]:

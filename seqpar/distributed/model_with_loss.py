@@ -96,8 +96,7 @@ class ModelWithLoss(nn.Module):
             if self.get_submodule(in_loss) is not self.get_submodule(in_model):
                 raise RuntimeError(
                     f"{in_loss} is no longer the module {in_model}: one of them was replaced after this ModelWithLoss "
-                    "was made (adapters such as LoRA do that); change the model first, then make the loss and this "
-                    "module from it"
+                    "was made, as adapters do; change the model first, then make the loss and this module"
                 )
 
     def _shared_modules(self) -> dict[str, str]:

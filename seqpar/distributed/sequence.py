@@ -23,10 +23,11 @@ from seqpar.core.checks import (
     CLASS_INDICES,
     check_choice,
     check_dense,
+    check_dim,
     check_dtype,
     check_integer,
+    check_joinable,
     check_one_device,
-    check_shapes,
     check_type,
 )
 from seqpar.core.chunks import even_sizes
@@ -88,7 +89,7 @@ def split_time(tensor: Tensor, group: ProcessGroup | None, dim: int = 1, order: 
         TypeError, ValueError: not a dense tensor, no such dimension, not a group, or an unknown order.
     """
     check_dense(tensor, "tensor")
-    check_integer(dim, "dim", -tensor.dim(), tensor.dim() - 1)
+    check_dim(dim, tensor=tensor)
     steps = time_steps(tensor.size(dim), rank_in(group), world_size(group), order)
     return tensor.index_select(dim, steps.to(tensor.device))
 
@@ -117,15 +118,13 @@ def _check_parts(parts: Sequence[Tensor], dim: int) -> None:
     check_type(parts, "parts", (list, tuple), "a list of all ranks' tensors, in rank order")
     if not parts:
         raise ValueError("parts is empty; it must have every rank's tensor, in rank order")
-    first = parts[0]
-    check_dense(first, "parts[0]")
-    check_integer(dim, "dim", -first.dim(), first.dim() - 1)
-    for i, part in enumerate(parts):
-        check_dtype(part, f"parts[{i}]", (first.dtype,), f"be that of parts[0], {first.dtype}")
-        both = {f"parts[{i}]": part, "parts[0]": first}
-        fits = part.dim() == first.dim() and part.narrow(dim, 0, 0).shape == first.narrow(dim, 0, 0).shape
-        check_shapes(fits, f"the same in all dimensions but {dim}", **both)
-        check_one_device(**both)
+    check_dense(parts[0], "parts[0]")
+    dtype = parts[0].dtype
+    named = {f"parts[{i}]": part for i, part in enumerate(parts)}
+    for name, part in named.items():
+        check_dtype(part, name, (dtype,), f"be that of parts[0], {dtype}")
+    check_joinable(dim, **named)
+    check_one_device(**named)
 
 
 def _check_sizes(sizes: list[int], expected: list[int], order: Order) -> None:

@@ -90,10 +90,8 @@ def _check_scattered(hidden: Sequence[object]) -> None:
         raise ValueError("hidden is an empty list; it must be a tensor, or one tensor for each device")
     for i, tensor in enumerate(hidden):
         if isinstance(tensor, (list, tuple)):
-            raise TypeError(
-                f"hidden[{i}] is a {type(tensor).__name__}; hidden must be a tensor, or one tensor for each device (an "
-                "LSTM returns a tuple: hidden, _ = lstm(inputs))"
-            )
+            kind = f"hidden[{i}] is a {type(tensor).__name__}; hidden must be a tensor, or one tensor for each device"
+            raise TypeError(f"{kind} (of an LSTM: hidden, _ = lstm(inputs))")
         check_floating(tensor, f"hidden[{i}]")
         assert isinstance(tensor, Tensor)
         check_shapes(tensor.dim() >= 2, "(N, D) or (batch, time, D)", **{f"hidden[{i}]": tensor})

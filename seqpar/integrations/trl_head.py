@@ -17,8 +17,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 
-from seqpar.integrations.made_up import WINDOW, close, made_up_logits, undisturbed
-from seqpar.integrations.transformers_check import RefusedModelError, matching_reading
+from seqpar.integrations.made_up import (
+    WINDOW,
+    RefusedModelError,
+    close,
+    full_name,
+    in_one_line,
+    is_plain_linear,
+    made_up_logits,
+    more_than_linear,
+    undisturbed,
+)
+from seqpar.integrations.transformers_check import matching_reading
 from seqpar.integrations.transformers_model import Reading, readings, special_labels
 
 WITHOUT = "train it without apply_seqpar_scores"
@@ -75,38 +85,33 @@ def adapter_of(model: PreTrainedModel) -> Adapter | None:
 
 def _check_plain(name: str, head: Any) -> None:
     """Raise TypeError unless the module is a plain `nn.Linear`."""
-    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
-        return
-    kind = type(head).__name__
-    if isinstance(head, nn.Module):
-        kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    raise TypeError(
-        f"the output embeddings of {name} are a {kind}; the scores need a torch.nn.Linear, alone or with PEFT's LoRA "
-        f"or modules_to_save; {WITHOUT}"
-    )
+    if not is_plain_linear(head):
+        wanted = "the scores need a torch.nn.Linear, alone or with PEFT's LoRA or modules_to_save"
+        raise TypeError(f"the output embeddings of {name} are a {full_name(head)}; {wanted}; {WITHOUT}")
 
 
 def _active_adapter(name: str, head: Any) -> Adapter | None:
     """Return the active adapter of PEFT's `lora.Linear`; None if its adapters are disabled."""
-    if head.merged:
-        raise TypeError(f"a LoRA adapter is merged into the output embeddings of {name}; call unmerge_adapter() first")
-    if head.disable_adapters:
-        return None
     active = [key for key in head.active_adapters if key in head.lora_A]
-    if not active:
+    if not head.merged and (head.disable_adapters or not active):
         return None
-    if len(active) > 1:
-        raise TypeError(
-            f"{len(active)} LoRA adapters are active on the output embeddings of {name} ({', '.join(active)}); the "
-            "scores need one: set_adapter(...)"
-        )
+    if reason := _unsupported(head, active):
+        raise TypeError(f"on the output embeddings of {name} {reason}")
     (key,) = active
-    if key in head.lora_variant:
-        kind = type(head.lora_variant[key]).__name__
-        raise TypeError(f"the adapter on the output embeddings of {name} is a {kind}; the scores need plain LoRA")
-    if head.lora_B[key].bias is not None:
-        raise TypeError(f"the adapter on the output embeddings of {name} has a bias of its own; set lora_bias=False")
     return Adapter(head.lora_A[key].weight, head.lora_B[key].weight, head.scaling[key], head.lora_dropout[key])
+
+
+def _unsupported(head: Any, active: list[str]) -> str:
+    """Return why the scores cannot take the adapters, and what to do about it; an empty string if they can."""
+    if head.merged:
+        return "a LoRA adapter is merged; call unmerge_adapter() first"
+    if len(active) > 1:
+        return f"{len(active)} LoRA adapters are active ({', '.join(active)}); the scores need one: set_adapter(...)"
+    if active[0] in head.lora_variant:
+        return f"the adapter is a {type(head.lora_variant[active[0]]).__name__}; the scores need plain LoRA"
+    if head.lora_B[active[0]].bias is not None:
+        return "the adapter has a bias of its own; set lora_bias=False"
+    return ""
 
 
 class _Seen:
@@ -139,21 +144,15 @@ def examine(model: PreTrainedModel) -> Reading:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise RefusedModelError(
-                f"{name} fails on a text of a few tokens ({type(error).__name__}: {' '.join(str(error).split())}); "
-                f"{WITHOUT}"
-            ) from error
+            failed = f"{name} fails on a text of a few tokens ({in_one_line(error)})"
+            raise RefusedModelError(f"{failed}; {WITHOUT}") from error
     if len(seen.hidden) != 1:
         raise RefusedModelError(f"{name} calls its output embeddings {len(seen.hidden)} times in a forward; {WITHOUT}")
     if not seen.last_hidden or not _same(seen.last_hidden[0], seen.hidden[0]):
-        raise RefusedModelError(
-            f"{name} changes its hidden states between its backbone and its output embeddings; {WITHOUT}"
-        )
+        between = "changes its hidden states between its backbone and its output embeddings"
+        raise RefusedModelError(f"{name} {between}; {WITHOUT}")
     if not _same(_plain_logits(seen.hidden[0], head, adapter), seen.own_logits[0]):
-        raise RefusedModelError(
-            f"the output embeddings of {name} do more than multiply and add a bias (a hook, a forward of their own); "
-            f"{WITHOUT}"
-        )
+        raise RefusedModelError(f"{more_than_linear(name)}; {WITHOUT}")
     return matching_reading(name, readings(model), seen.made_up[0], theirs, WITHOUT)
 
 

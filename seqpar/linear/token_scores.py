@@ -264,10 +264,8 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "token_scores was asked for a second derivative (create_graph=True), and it stores no graph of its "
-                "chunks; use log_softmax on the plain logits where you need one"
-            )
+            instead = "use log_softmax on the plain logits where you need one"
+            raise RuntimeError(f"token_scores was asked for a second derivative (create_graph=True); {instead}")
         tokens: _ScoredTokens = ctx.tokens
         arriving = TokenScores(*upstream)  # type: ignore[arg-type]
         factors = tokens.upstream(arriving.log_prob, arriving.entropy, arriving.log_probs_at)

@@ -89,10 +89,8 @@ def _check_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> Non
             raise ValueError(f"{name} is in none of the parts {list(devices)}; add one for it, or '' for the rest")
         first, device = homes.setdefault(id(tensor), (name, devices[owner]))
         if device != devices[owner]:
-            raise ValueError(
-                f"{first} and {name} are one tensor and were placed on {device} and {devices[owner]}; "
-                "place tied parts on one device, or untie them"
-            )
+            places = f"{first} and {name} are one tensor and were placed on {device} and {devices[owner]}"
+            raise ValueError(f"{places}; place tied parts on one device, or untie them")
 
 
 CallArguments = tuple[tuple[object, ...], dict[str, object]]

@@ -100,14 +100,11 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
         """Return upstream x the gradient, and 0 in the ignored rows."""
         if ctx.stored is None:
             raise RuntimeError(
-                "backward went through the criterion a second time, and the first one overwrote what it had stored; "
-                "call the criterion again, or add the losses up and call backward once"
+                "backward went through the criterion a second time; call it again, or add the losses up before"
             )
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the criterion was asked for a second derivative (create_graph=True), and it computes only the first; "
-                "use torch.nn.functional.cross_entropy where you need one"
-            )
+            instead = "use torch.nn.functional.cross_entropy where you need one"
+            raise RuntimeError(f"the criterion was asked for a second derivative (create_graph=True); {instead}")
         made, picked_N1, counted_N, sums, factors = ctx.stored
         ctx.stored = None
         # Not 0 x upstream in ignored rows: with no tokens the caller may have divided by 0

@@ -140,10 +140,7 @@ def soft_target(
     # fairseq gives nothing to the target, harvard nothing to the padding class either
     others = {"fairseq": V - 1, "harvard": V - 2}[convention]
     if convention == "harvard" and not 0 <= ignore_index < V:
-        raise ValueError(
-            f"ignore_index is {ignore_index}; the 'harvard' convention excludes the padding class, so it must be one "
-            f"of the {V} classes"
-        )
+        raise ValueError(f"ignore_index is {ignore_index}; the 'harvard' convention takes one of the {V} classes")
     if others < 1 and eps:
         raise ValueError(f"{V} classes are too few for label smoothing in the {convention!r} convention")
     each = eps / max(1, others)

@@ -291,8 +291,8 @@ def group_errors(rank, world):
 def test_the_group_must_be_the_one_that_gradients_are_reduced_over():
     for fsdp, ddp in ranks(2, group_errors):
         assert fsdp.startswith("name the group of ranks that FSDP2 reduces over")
-        reduced = r"the model reduces gradients over the 2 ranks \[0, 1\]"
-        assert re.match(rf"group has the 1 ranks \[[01]\] and {reduced}; pass the group of those ranks", ddp), ddp
+        reduced = r"the gradients of the model are summed over the 2 ranks \[0, 1\] and divided by 2"
+        assert re.match(rf"{reduced}, and group has the 1 ranks \[[01]\]; pass the group of those ranks", ddp), ddp
 
 
 class Parts(torch.nn.Module):
