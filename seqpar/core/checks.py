@@ -237,7 +237,7 @@ def check_joinable(dim: int, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         # Apart from the sizes that may differ
         fits = tensor.dim() == reference.dim() and tensor.narrow(dim, 0, 0).shape == reference.narrow(dim, 0, 0).shape
-        check_shapes(fits, f"the same in all dimensions but {dim}", **{name: tensor, first: reference})
+        check_shapes(fits, f"the same in all dimensions but {dim}", **{first: reference, name: tensor})
 
 
 def check_like(tensor: Tensor, name: str, **other: Tensor) -> None:
