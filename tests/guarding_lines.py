@@ -5,7 +5,7 @@ A line guards if it belongs to
 - a `raise`, with its message;
 - an `if`, a loop, a `with` or a `try` that contains nothing but guards and the making of their messages, with its head;
 - a function or method whose name begins with check or refuse, with or without an underscore;
-- a private function of a file that only guards of the same file call: the text of a message, say.
+- a private function that returns text and that only guards of its file call: a part of their messages.
 
 Blank lines, comments and docstrings are no lines of code. `python -m tests.guarding_lines [ROOT]` prints the table.
 """
@@ -97,7 +97,8 @@ def _lines_of(node: ast.AST) -> set[int]:
 def _guarding_lines(tree: ast.Module) -> set[int]:
     """Return the numbers of the lines that guard."""
     guarding = {line for node in ast.walk(tree) if _guards(node) for line in _guard_lines(node)}
-    private = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("_")]
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    private = [node for node in functions if node.name.startswith("_") and _returns_text(node)]
     # Until nothing is added: a message's helper may have a helper
     while True:
         others = (node for node in private if not _lines_of(node) <= guarding)
@@ -134,6 +135,11 @@ def _guard_lines(node: ast.AST) -> set[int]:
     if isinstance(node, BLOCKS) and _goes_on(node):
         return set(range(node.lineno, (node.body[-1].end_lineno or node.lineno) + 1))
     return _lines_of(node)
+
+
+def _returns_text(function: ast.FunctionDef) -> bool:
+    """Return whether a function is annotated to return a str."""
+    return isinstance(function.returns, ast.Name) and function.returns.id == "str"
 
 
 def _only_guards_call(function: ast.FunctionDef, tree: ast.Module, guarding: set[int]) -> bool:

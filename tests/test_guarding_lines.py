@@ -34,8 +34,9 @@ def test_the_ceiling_is_no_higher_than_it_must_be():
         ("def check_x(x):\n    '''Raise.'''\n    y = x\n    return y\n", 3, 3),
         ("def _refuse(x):\n    y = x\n", 2, 2),
         ("def checksum(x):\n    y = x\n", 2, 0),
-        ("def _words(x):\n    return x\n\nif y:\n    raise ValueError(_words(y))\n", 4, 4),
-        ("def _words(x):\n    return x\n\nz = _words(y)\n", 3, 0),
+        ("def _words(x) -> str:\n    return x\n\nif y:\n    raise ValueError(_words(y))\n", 4, 4),
+        ("def _words(x) -> int:\n    return x\n\nif y:\n    raise ValueError(_words(y))\n", 4, 2),
+        ("def _words(x) -> str:\n    return x\n\nz = _words(y)\n", 3, 0),
         ("try:\n    y = 1\nexcept KeyError:\n    raise ValueError('a')\n", 4, 1),
     ],
 )

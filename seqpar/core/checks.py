@@ -25,6 +25,9 @@ CLASS_INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """The dtypes of torch's own cross-entropy (int64, uint8), and the narrower signed ones. A narrow target must be widened
 to int64 before it is compared with `ignore_index`, because torch would wrap that around: -100 is 156 in uint8."""
 
+LOWEST, HIGHEST = -(2**63), 2**63 - 1
+"""Of int64."""
+
 PROVED: ContextVar[bool] = ContextVar("seqpar_proved", default=False)
 """Whether the loss under test of a proof is being computed: an adapter must not leave the plain one in place."""
 
@@ -74,24 +77,17 @@ def check_choice(value: object, name: str, known: Sequence[str]) -> None:
 
 
 def check_integer(
-    value: object,
-    name: str,
-    at_least: int | None = None,
-    at_most: int | None = None,
-    *,
-    wrong_kind: type[Exception] = TypeError,
+    value: object, name: str, at_least: int = LOWEST, at_most: int = HIGHEST, *, wrong_kind: type[Exception] = TypeError
 ) -> None:
     """Raise `wrong_kind` unless `value` is a whole number (no bool), ValueError unless int64 holds it in the range."""
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-    low = -(2**63) if at_least is None else at_least
-    high = 2**63 - 1 if at_most is None else at_most
-    if is_whole and low <= int(value) <= high:  # type: ignore[call-overload]
+    if is_whole and at_least <= int(value) <= at_most:  # type: ignore[call-overload]
         return
     wanted = "an int64" if is_whole else "an int"
-    if at_least is not None:
+    if at_least > LOWEST:
         wanted = f"a whole number of at least {at_least}"
-    if at_most is not None:
-        wanted = f"a whole number in [{low}, {high}]"
+    if at_most < HIGHEST:
+        wanted = f"a whole number in [{at_least}, {at_most}]"
     shown = repr(value) if is_whole or value is None or isinstance(value, (bool, float, str)) else _kind_of(value)
     raise (ValueError if is_whole else wrong_kind)(f"{name} is {shown:.60}; it must be {wanted}")
 
@@ -267,12 +263,10 @@ def check_groups(group_size: object, at_least: int, **scores: Tensor) -> None:
     """Raise unless the scores, the only keyword, are a vector that `group_size` divides."""
     check_integer(group_size, "group_size", at_least)
     assert isinstance(group_size, int)
-    ((name, vector),) = scores.items()
-    if vector.dim() != 1 or len(vector) % group_size:
-        raise ValueError(
-            f"{name} has shape {tuple(vector.shape)} and group_size is {group_size}; it must be a vector of whole "
-            f"groups, one group after the other: (groups x {group_size},)"
-        )
+    for vector in scores.values():
+        fits = vector.dim() == 1 and len(vector) % group_size == 0
+        wanted = f"a vector of whole groups of group_size {group_size}, one after the other: (groups x {group_size},)"
+        check_shapes(fits, wanted, **scores)
 
 
 def check_target(target: object, **hidden: object) -> None:

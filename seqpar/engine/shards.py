@@ -128,20 +128,14 @@ def _check_batch(
     assert isinstance(hidden, Tensor)
     assert isinstance(target, Tensor)
     check_per_token(per_token, target)
-    if time_steps is not None and hidden.dim() != 3:
-        raise ValueError(
-            f"chunk_size={time_steps} cuts time steps and hidden has shape {tuple(hidden.shape)}; pass "
-            "(batch, time, D), or use chunk_tokens"
-        )
+    wanted = f"(batch, time, D), whose time steps chunk_size={time_steps} cuts; for rows use chunk_tokens"
+    check_shapes(time_steps is None or hidden.dim() == 3, wanted, hidden=hidden)
 
 
 def check_width(shards: Sequence[Shard], width: int) -> None:
     """Raise ValueError unless hidden has the width that the generator takes."""
     for shard in shards:
-        if shard.hidden.size(-1) != width:
-            raise ValueError(
-                f"hidden has shape {tuple(shard.hidden.shape)} and the generator takes a last size of {width}"
-            )
+        check_shapes(shard.hidden.size(-1) == width, f"(..., {width}), which the generator takes", hidden=shard.hidden)
 
 
 def check_targets(shards: Sequence[Shard], vocab_size: int) -> None:

@@ -109,7 +109,7 @@ CASES = {
     "group size": (
         lambda o: o.group_advantages(torch.zeros(5), 2),
         ValueError,
-        r"rewards has shape \(5,\) and group_size is 2; it must be a vector of whole groups",
+        r"rewards has shape \(5,\); it must be a vector of whole groups of group_size 2",
     ),
     "a group of one": (
         lambda o: o.group_advantages(TWO, 1),
@@ -124,13 +124,13 @@ CASES = {
     "rewards in rows": (
         lambda o: o.group_advantages(PAIR, 3),
         ValueError,
-        r"rewards has shape \(2, 3\) and group_size is 3; it must be a vector",
+        r"rewards has shape \(2, 3\); it must be a vector of whole groups of group_size 3",
     ),
     "group eps": (lambda o: o.group_advantages(TWO, 2, eps=0.0), ValueError, "eps is 0.0"),
     "risk groups": (
         lambda o: o.minimum_risk(torch.zeros(5), torch.zeros(5), 3, alpha=1.0),
         ValueError,
-        r"scores has shape \(5,\) and group_size is 3",
+        r"scores has shape \(5,\); it must be a vector of whole groups of group_size 3",
     ),
     "risk alpha": (lambda o: o.minimum_risk(TWO, TWO, 2, alpha=0.0), ValueError, "alpha is 0.0"),
     "risk costs": (lambda o: o.minimum_risk(TWO, ONE, 2, alpha=1.0), ValueError, r"costs has shape \(1,\)"),
