@@ -307,10 +307,11 @@ def check_entries(
     """
     if not recording(good.device) and not good.all():
         # Read only now that the caller is about to see the error
-        row, *rest = (~good).nonzero()[0].tolist()
-        value = values[(row, *rest)].item()
+        where = tuple((~good).nonzero()[0].tolist())
+        value = values[where].item()
         shown = f"{value:.6g}" if isinstance(value, float) else str(value)
-        raise error(f"{what} {shown} at position {(above + row, *rest)}{why}")
+        place = tuple(above + index if dim == 0 else index for dim, index in enumerate(where))
+        raise error(f"{what} {shown} at position {place}{why}")
 
 
 def check_segments(segment_ids: object, sequences: int | None = None, **scores: Tensor) -> None:

@@ -236,12 +236,12 @@ def _group_of(model: nn.Module | None, group: ProcessGroup | None) -> ProcessGro
     # Two handles of the same ranks are different objects, so ranks are compared
     reductions = gradient_reductions(model) if own is None else [("the model", ranks_of(own), len(ranks_of(own)))]
     for unit, ranks, divisor in reductions:
-        # Experts that process other ranks' tokens may lie on fewer ranks, with a divide factor of all
         if not ranks <= counted or divisor != len(counted):
             raise ValueError(
                 f"the gradients of {unit} are summed over the {len(ranks)} ranks {sorted(ranks)!r:.60} and divided by "
                 f"{divisor:g}, and group has the {len(counted)} ranks {sorted(counted)!r:.60}; pass the group of those "
-                "ranks (torch.distributed.group.WORLD is all), and leave FSDP2's divide factor unchanged"
+                "ranks (WORLD is all) and leave the divide factor unchanged, or, for experts that process other ranks' "
+                f"tokens, set_gradient_divide_factor({len(counted)})"
             )
     return group
 

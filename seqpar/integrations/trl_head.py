@@ -96,7 +96,7 @@ def _active_adapter(name: str, head: Any) -> Adapter | None:
     if not head.merged and (head.disable_adapters or not active):
         return None
     if reason := _unsupported(head, active):
-        raise TypeError(f"on the output embeddings of {name} {reason}")
+        raise TypeError(f"the output embeddings of {name} have {reason}")
     (key,) = active
     return Adapter(head.lora_A[key].weight, head.lora_B[key].weight, head.scaling[key], head.lora_dropout[key])
 
@@ -104,13 +104,13 @@ def _active_adapter(name: str, head: Any) -> Adapter | None:
 def _unsupported(head: Any, active: list[str]) -> str:
     """Return why the scores cannot take the adapters, and what to do about it; an empty string if they can."""
     if head.merged:
-        return "a LoRA adapter is merged; call unmerge_adapter() first"
+        return "a LoRA adapter that is merged; call unmerge_adapter() first"
     if len(active) > 1:
-        return f"{len(active)} LoRA adapters are active ({', '.join(active)}); the scores need one: set_adapter(...)"
+        return f"{len(active)} active LoRA adapters ({', '.join(active)}); the scores need one: set_adapter(...)"
     if active[0] in head.lora_variant:
-        return f"the adapter is a {type(head.lora_variant[active[0]]).__name__}; the scores need plain LoRA"
+        return f"an adapter that is a {type(head.lora_variant[active[0]]).__name__}; the scores need plain LoRA"
     if head.lora_B[active[0]].bias is not None:
-        return "the adapter has a bias of its own; set lora_bias=False"
+        return "an adapter that has a bias of its own; set lora_bias=False"
     return ""
 
 

@@ -103,8 +103,11 @@ def _facts(
     """Return what must be the same on all ranks of a split vocabulary's group, by name."""
     counted = target.long() != ignore_index
     facts: dict[str, object] = dict(request._asdict())
-    if isinstance(request.temperature, Tensor):
-        facts["temperature"] = checksum(request.temperature.where(counted, 1.0))
+    # The settings have that of all tokens
+    temperature = facts.pop("temperature")
+    if isinstance(temperature, Tensor):
+        temperature = checksum(temperature.where(counted, 1.0))
+    facts["temperature of each token"] = temperature
     if request.ids is not None:
         facts["ids"] = (*request.ids.shape, checksum(request.ids.long().where(counted.unsqueeze(-1), 0)))
     for name, tensor in per_token.items():

@@ -220,7 +220,7 @@ FAILS = {
     "a function that raises": (broken, ("ArithmeticError", "no teacher")),
     "too many columns": (
         of_other_columns,
-        ("ValueError", "teacher.function returned shape (2, 11) on cpu; it must be (2, 7)"),
+        ("ValueError", "what teacher.function returned has shape (2, 11); it must be (2, 7)"),
     ),
 }
 
