@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.chunked_gradient import check_loss_scale
-from seqpar.core.chunks import check_size
+from seqpar.core.checks import check_loss_scale, check_module, check_size, refuse_transforms
 from seqpar.core.graphs import outside_graphs
 from seqpar.core.token_loss import TokenLoss
-from seqpar.core.transforms import refuse_transforms
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import inside_unit, refuse_data_parallel, refuse_sharded
@@ -281,8 +279,7 @@ class LossCompute(nn.Module):
 def _check_modules(generator: nn.Module, criterion: nn.Module) -> None:
     """Raise unless both are modules in the right order, not wrapped, and the criterion sums."""
     for name, module in (("generator", generator), ("criterion", criterion)):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"{name} is a {type(module).__name__}; it must be a torch.nn.Module")
+        check_module(module, name)
         refuse_data_parallel(module, name)
     check_roles(generator, criterion)
     _check_reduction(criterion)

@@ -8,12 +8,39 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from seqpar.core.token_loss import wide
+
+
+class RefusedModelError(TypeError):
+    """The model does not compute its loss in a way that the chunked loss supports."""
+
+
+def is_plain_linear(module: object) -> TypeGuard[nn.Linear]:
+    """Return whether a module is an `nn.Linear` with its own forward: a subclass with another may compute anything."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def full_name(value: object) -> str:
+    """Return the class of a module with that of its file, and of anything else the class alone, for an error."""
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(value, nn.Module) else kind.__name__
+
+
+def more_than_linear(name: str) -> str:
+    """Return what is wrong with output embeddings that are more than a product and a bias, for an error."""
+    return f"the output embeddings of {name} do more than multiply and add a bias (a hook, a forward of their own)"
+
+
+def in_one_line(error: Exception) -> str:
+    """Return the kind and the text of an error."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
 
 WINDOW = 8
 """The number of tokens in the window besides special labels."""
@@ -48,11 +75,6 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-
-
-def said(error: Exception) -> str:
-    """Return an error's kind and text on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def same_logits(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> bool:

@@ -17,8 +17,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 
-from seqpar.integrations.made_up import WINDOW, made_up_logits, said, same_logits, undisturbed
-from seqpar.integrations.transformers_check import RefusedModelError, matching_reading
+from seqpar.integrations.made_up import (
+    WINDOW,
+    RefusedModelError,
+    in_one_line,
+    made_up_logits,
+    more_than_linear,
+    same_logits,
+    undisturbed,
+)
+from seqpar.integrations.transformers_check import matching_reading
 from seqpar.integrations.transformers_model import Reading, plain_linear, readings, special_labels
 
 WITHOUT = "train it without apply_seqpar_scores"
@@ -76,25 +84,26 @@ def adapter_of(model: PreTrainedModel) -> Adapter | None:
 
 def _active_adapter(name: str, head: Any) -> Adapter | None:
     """Return the active adapter of PEFT's `lora.Linear`; None if its adapters are disabled."""
-    if head.merged:
-        raise TypeError(f"a LoRA adapter is merged into the output embeddings of {name}; call unmerge_adapter() first")
-    if head.disable_adapters:
-        return None
     active = [key for key in head.active_adapters if key in head.lora_A]
-    if not active:
+    if not head.merged and (head.disable_adapters or not active):
         return None
-    if len(active) > 1:
-        raise TypeError(
-            f"{len(active)} LoRA adapters are active on the output embeddings of {name} ({', '.join(active)}); the "
-            "scores need one: set_adapter(...)"
-        )
+    if reason := _unsupported(head, active):
+        raise TypeError(f"the output embeddings of {name} have {reason}")
     (key,) = active
-    if key in head.lora_variant:
-        kind = type(head.lora_variant[key]).__name__
-        raise TypeError(f"the adapter on the output embeddings of {name} is a {kind}; the scores need plain LoRA")
-    if head.lora_B[key].bias is not None:
-        raise TypeError(f"the adapter on the output embeddings of {name} has a bias of its own; set lora_bias=False")
     return Adapter(head.lora_A[key].weight, head.lora_B[key].weight, head.scaling[key], head.lora_dropout[key])
+
+
+def _unsupported(head: Any, active: list[str]) -> str:
+    """Return why the scores cannot take the adapters, and what to do about it; an empty string if they can."""
+    if head.merged:
+        return "a LoRA adapter that is merged; call unmerge_adapter() first"
+    if len(active) > 1:
+        return f"{len(active)} active LoRA adapters ({', '.join(active)}); the scores need one: set_adapter(...)"
+    if active[0] in head.lora_variant:
+        return f"an adapter that is a {type(head.lora_variant[active[0]]).__name__}; the scores need plain LoRA"
+    if head.lora_B[active[0]].bias is not None:
+        return "an adapter that has a bias of its own; set lora_bias=False"
+    return ""
 
 
 class _Seen:
@@ -127,20 +136,17 @@ def examine(model: PreTrainedModel) -> Reading:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise RefusedModelError(f"{name} fails on a text of a few tokens ({said(error)}); {WITHOUT}") from error
+            failed = f"{name} fails on a text of a few tokens ({in_one_line(error)})"
+            raise RefusedModelError(f"{failed}; {WITHOUT}") from error
     if len(seen.hidden) != 1:
         raise RefusedModelError(f"{name} calls its output embeddings {len(seen.hidden)} times in a forward; {WITHOUT}")
     # The model's own numbers, in the precision that it has
     if not seen.last_hidden or not same_logits(seen.last_hidden[0], seen.hidden[0], seen.hidden[0].dtype):
-        raise RefusedModelError(
-            f"{name} changes its hidden states between its backbone and its output embeddings; {WITHOUT}"
-        )
+        between = "changes its hidden states between its backbone and its output embeddings"
+        raise RefusedModelError(f"{name} {between}; {WITHOUT}")
     own = seen.own_logits[0]
     if not same_logits(_plain_logits(seen.hidden[0], head, adapter), own, own.dtype):
-        raise RefusedModelError(
-            f"the output embeddings of {name} do more than multiply and add a bias (a hook, a forward of their own); "
-            f"{WITHOUT}"
-        )
+        raise RefusedModelError(f"{more_than_linear(name)}; {WITHOUT}")
     return matching_reading(name, readings(model), seen.made_up[0], theirs, WITHOUT)
 
 

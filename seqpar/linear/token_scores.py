@@ -17,11 +17,11 @@ from seqpar.core.graphs import outside_graphs
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.inputs import Inputs, Planned, Settings, checked, local_tensors, planned
+from seqpar.linear.inputs import Inputs, Settings
 from seqpar.linear.leaves import LinearGradients, LinearLeaves, LinearSlots, LinearWanted, loss_and_gradients
 from seqpar.linear.projected_rows import ProjectedRows
 from seqpar.linear.recomputed_scores import INVARIANT_ROWS, HiddenSlots, RecomputedScores
-from seqpar.linear.score_inputs import ScoreRequest, checked_request
+from seqpar.linear.score_inputs import ScoreRequest, ScoreRows, score_rows
 from seqpar.rows.scores import RowFunction, RowSums, Upstream, as_column
 
 
@@ -113,54 +113,42 @@ def token_scores(
         IndexError: an id outside [0, vocab_size).
         RuntimeError: in backward with `create_graph=True`.
     """
-    is_number = not isinstance(temperature, Tensor)
-    settings = Settings(
-        ignore_index=ignore_index,
-        softcap=softcap,
-        temperature=temperature if is_number else 1.0,  # type: ignore[arg-type]
-        chunk_tokens=chunk_tokens,
+    settings = Settings(ignore_index=ignore_index, softcap=softcap, chunk_tokens=chunk_tokens)
+    request = ScoreRequest(
+        temperature=temperature,
+        entropy=entropy,
+        top_k=top_k,
+        ids=ids,
+        product_dtype=product_dtype,
+        batch_invariant=batch_invariant,
     )
-    inputs, vocab = local_tensors(Inputs(hidden, weight, target, bias), vocab)
-    request = ScoreRequest(None if is_number else temperature, entropy, top_k, ids, product_dtype, batch_invariant)  # type: ignore[arg-type]
-    shard = checked(
-        inputs,
-        settings,
-        vocab,
-        any_dtype=product_dtype is not None,
-        further=lambda shard: checked_request(request, inputs, ignore_index, shard.vocab_size),
-    ).shard
-    rows = planned(inputs, settings, shard, product_dtype)
-    tokens = _ScoredTokens(rows, request, ignore_index)
-    hidden_ND, projection_weight, projection_bias, *_ = rows.leaves
+    rows = score_rows(Inputs(hidden, weight, target, bias), settings, request, vocab)
+    hidden_ND, projection_weight, projection_bias, *_ = rows.plan.leaves
+    tokens = _ScoredTokens(rows, request)
     found = TokenScores(*_Scores.apply(tokens, torch.is_grad_enabled(), hidden_ND, projection_weight, projection_bias))
-    shape = inputs.target.shape
-    return TokenScores(*(None if t is None else t.reshape(*shape, *t.shape[1:]) for t in found))  # type: ignore[arg-type]
+    return TokenScores(*(None if t is None else t.reshape(*rows.shape, *t.shape[1:]) for t in found))  # type: ignore[arg-type]
 
 
 class _ScoredTokens:
     """The rows of one call, and the function that computes a chunk's scores."""
 
-    def __init__(self, rows: Planned, request: ScoreRequest, ignore_index: int) -> None:
-        self.chunks = rows.chunks
-        self.projection = rows.projection
+    def __init__(self, rows: ScoreRows, request: ScoreRequest) -> None:
+        plan = rows.plan
+        self.chunks = plan.chunks
+        self.projection = plan.projection
         self.request = request
-        self.counted_N = rows.target_N != ignore_index
+        self.counted_N = rows.counted_N
         # Any class will do where the target is ignored: such a row is in no chunk, or its results are set to 0
-        picked_NP = rows.target_N.where(self.counted_N, 0).unsqueeze(1)
-        if request.ids is not None:
-            ids_NJ = request.ids.flatten(0, -2).long()
-            picked_NP = torch.cat([picked_NP, ids_NJ.where(self.counted_N.unsqueeze(1), 0)], 1)
+        picked_NP = plan.target_N.where(self.counted_N, 0).unsqueeze(1)
+        if rows.ids_NJ is not None:
+            picked_NP = torch.cat([picked_NP, rows.ids_NJ.where(self.counted_N.unsqueeze(1), 0)], 1)
         self.picked_NP = picked_NP
-        temperature_N = None
-        if request.temperature is not None:
-            dtype = wide(rows.projection.weight_VD.dtype)
-            temperature_N = request.temperature.flatten().to(dtype).where(self.counted_N, 1.0)
-        self.in_every_row = rows.ignored is not None
-        masked = rows.projection.may_be_masked()
-        function = RowFunction(request.entropy, top_k=request.top_k or 0, masked=masked, split=rows.split)
-        projected = ProjectedRows(rows.projection, function)
+        self.in_every_row = plan.ignored is not None
+        masked = plan.projection.may_be_masked()
+        function = RowFunction(request.entropy, top_k=request.top_k or 0, masked=masked, split=plan.split)
+        projected = ProjectedRows(plan.projection, function)
         counted_N = self.counted_N if self.in_every_row else None
-        self.formula = RecomputedScores(projected, picked_NP, temperature_N, counted_N)
+        self.formula = RecomputedScores(projected, picked_NP, rows.temperature_N, counted_N)
         self.invariant_formula = None
         if request.batch_invariant:
             self.invariant_formula = self.formula.batch_invariant()
@@ -276,10 +264,8 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "token_scores was asked for a second derivative (create_graph=True), and it stores no graph of its "
-                "chunks; use log_softmax on the plain logits where you need one"
-            )
+            instead = "use log_softmax on the plain logits where you need one"
+            raise RuntimeError(f"token_scores was asked for a second derivative (create_graph=True); {instead}")
         tokens: _ScoredTokens = ctx.tokens
         arriving = TokenScores(*upstream)  # type: ignore[arg-type]
         factors = tokens.upstream(arriving.log_prob, arriving.entropy, arriving.log_probs_at)

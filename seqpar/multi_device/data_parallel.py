@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 from torch import nn
 
-from seqpar.core.tensor_checks import check_integer, check_module
+from seqpar.core.checks import check_integer, check_module, check_type
 from seqpar.multi_device.devices import Device, available, check_devices
 from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.replicas import batch_rows, gather, replicate, scatter
@@ -25,8 +26,7 @@ def data_parallel(
 
     As `torch.nn.parallel.data_parallel`, for any device list; see `DataParallel` for the arguments.
     """
-    if module_kwargs is not None and not isinstance(module_kwargs, Mapping):
-        raise TypeError(f"module_kwargs is a {type(module_kwargs).__name__}; it must be a dict of keyword arguments")
+    check_type(module_kwargs, "module_kwargs", (Mapping, NoneType), "a dict of keyword arguments")
     # As in torch, one argument need not be in a tuple; a list is one argument
     if not isinstance(inputs, tuple):
         inputs = (inputs,)

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from seqpar.core.checks import check_module, check_type
 from seqpar.core.structures import map_tensors
-from seqpar.core.tensor_checks import check_module
 from seqpar.multi_device.devices import Device, check_devices, moved
 
 
@@ -37,10 +37,7 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
             device that does not exist.
     """
     check_module(model, "model")
-    if not isinstance(parts, Mapping):
-        raise TypeError(
-            f"parts is a {type(parts).__name__}; it must be a dict, such as {{'': 'cuda:0', 'head': 'cpu'}}"
-        )
+    check_type(parts, "parts", Mapping, "a dict, such as {'': 'cuda:0', 'head': 'cpu'}")
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in parts:
         if name not in modules:
@@ -92,10 +89,8 @@ def _check_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> Non
             raise ValueError(f"{name} is in none of the parts {list(devices)}; add one for it, or '' for the rest")
         first, device = homes.setdefault(id(tensor), (name, devices[owner]))
         if device != devices[owner]:
-            raise ValueError(
-                f"{first} and {name} are one tensor and were placed on {device} and {devices[owner]}; "
-                "place tied parts on one device, or untie them"
-            )
+            places = f"{first} and {name} are one tensor and were placed on {device} and {devices[owner]}"
+            raise ValueError(f"{places}; place tied parts on one device, or untie them")
 
 
 CallArguments = tuple[tuple[object, ...], dict[str, object]]

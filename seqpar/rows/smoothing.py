@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from seqpar.core.tensor_checks import check_number
+from seqpar.core.checks import check_number
 from seqpar.rows.conventions import Convention, shares_of
 from seqpar.rows.scores import ClassWeights, Scores, Upstream, included_weight
 
