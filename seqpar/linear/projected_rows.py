@@ -68,12 +68,26 @@ class ProjectedRows:
             if here_KP is not None:
                 index_KP = index_KP.where(here_KP, -1)
             own = self.kernel.sums(product_KV, index_KP, picked_KP[:, 0], temperature_K)
-            return Read(None, None), self.function.over_parts(own, picked_KP, here_KP)
+            sums = self.function.over_parts(own, picked_KP, here_KP)
+            return Read(None, None), self._ranked(sums, product_KV, picked_KP[:, 0], temperature_K)
         logits_KV, tanh_KV = self._logits(product_KV, temperature_K)
+        # The softmax takes their place, and no class may come before another by its rounding
+        kept_KV = logits_KV.clone() if self.function.rank else logits_KV
         # z - m is needed once more in the gradient, but not by the sums alone
         scratch = self._memory("terms", logits_KV, self.function.entropy) if again else logits_KV
         softmax, sums = self.function.sums_(logits_KV, picked_KP, out=self._out(logits_KV), scratch=scratch)
-        return Read(softmax, tanh_KV), sums
+        return Read(softmax, tanh_KV), self._ranked(sums, kept_KV, picked_KP[:, 0], temperature_K)
+
+    def _ranked(self, sums: RowSums, numbers_KV: Tensor, target_K: Tensor, temperature_K: Tensor | None) -> RowSums:
+        """Return the sums with the target's rank if it is wanted, from the logits, or from the products by a kernel."""
+        if not self.function.rank:
+            return sums
+        gold_K = sums.picked_NP[:, 0]
+        if self.kernel is not None:
+            before_K = self.kernel.before(numbers_KV, target_K, gold_K, temperature_K)
+        else:
+            before_K = self.function.before(numbers_KV, target_K, gold_K)
+        return sums._replace(rank_N=self.function.over_ranks(before_K))
 
     def read(self, product_KV: Tensor, sums: RowSums, temperature_K: Tensor | None, entropy: bool) -> Read:
         """Return what `gradient_` needs of products that have been computed again; `entropy` is whether its arrives."""

@@ -22,12 +22,13 @@ class ScoreRequest(NamedTuple):
     ids: Tensor | None
     product_dtype: torch.dtype | None
     batch_invariant: bool
+    rank: bool = False
 
 
 def checked_request(request: ScoreRequest, inputs: Inputs, ignore_index: int, vocab_size: int) -> dict[str, object]:
     """Return what must be the same on all ranks of a split vocabulary's group; raise for an invalid argument."""
     counted = inputs.target.long() != ignore_index
-    for name in ("entropy", "batch_invariant"):
+    for name in ("entropy", "batch_invariant", "rank"):
         value = getattr(request, name)
         if not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r:.60}; it must be True or False")
@@ -37,8 +38,9 @@ def checked_request(request: ScoreRequest, inputs: Inputs, ignore_index: int, vo
         check_whole(request.top_k, "top_k", 1)
         if request.top_k > vocab_size:
             raise ValueError(f"top_k is {request.top_k} and there are {vocab_size} classes; it must be at most as many")
-    facts: dict[str, object] = {name: getattr(request, name) for name in ("entropy", "top_k", "product_dtype")}
-    facts["batch_invariant"] = request.batch_invariant
+    facts: dict[str, object] = {
+        name: getattr(request, name) for name in ("entropy", "top_k", "product_dtype", "batch_invariant", "rank")
+    }
     facts["temperature of each token"] = _check_temperature(request.temperature, inputs.target, counted)
     facts["ids"] = _check_ids(request.ids, inputs.target, counted, vocab_size)
     return facts

@@ -153,6 +153,8 @@ class RowSums(NamedTuple):
     """The T largest logits, in descending order; None if none are wanted."""
     top_ids_NT: Tensor | None = None
     """The classes that have them; of equal ones the lower class first."""
+    rank_N: Tensor | None = None
+    """How many classes come before the target; None unless asked for."""
 
     def rows(self, which: Chunk) -> RowSums:
         """Return the sums of some rows."""
@@ -197,6 +199,8 @@ class RowFunction(NamedTuple):
     """Whether an id may be -1, which stands for no class."""
     correct: bool = False
     top_k: int = 0
+    rank: bool = False
+    """Whether the target's rank is wanted, which `before` counts once its logit is known."""
     masked: bool = True
     """Whether logits may be -inf."""
     shifted: bool = False
@@ -336,6 +340,23 @@ class RowFunction(NamedTuple):
             top_NT=top_NT,
             top_ids_NT=top_ids_NT,
         )
+
+    def before(self, logits_NV: Tensor, target_N: Tensor, gold_N: Tensor) -> Tensor:
+        """Return how many of this rank's classes come before the target, whose logit is `gold_N`.
+
+        Those are the classes with a larger logit, and the lower ones of those with the same, as in the order of
+        `top_classes`: a target that is correct has none.
+        """
+        classes_V = torch.arange(logits_NV.size(1), device=logits_NV.device)
+        if self.split is not None:
+            classes_V += self.split.start
+        gold_N1 = gold_N.unsqueeze(1)
+        lower_NV = classes_V < target_N.unsqueeze(1)
+        return ((logits_NV > gold_N1) | ((logits_NV == gold_N1) & lower_NV)).sum(-1)
+
+    def over_ranks(self, before_N: Tensor) -> Tensor:
+        """Return how many of all ranks' classes come before the target, given how many of this rank's: an all-gather."""
+        return before_N if self.split is None else self.split.gather(before_N).sum(0)
 
     def scores(self, sums: RowSums) -> Scores:
         """Return the scores that follow from the sums."""

@@ -19,7 +19,7 @@ from seqpar.testing.ranks import ranks
 from seqpar.testing.strategies import vocabulary_splits
 from tests.seqpar.distributed.vocab_cases import LEAVES, PLAIN, answer, assert_close, counted, numbers, own_rows, parts
 from tests.seqpar.linear.linear_loss import linear_cases, plain_logits, plain_loss
-from tests.seqpar.linear.score_cases import score_cases, weighted
+from tests.seqpar.linear.score_cases import assert_ranks, plain_scores, score_cases, weighted
 
 WORLDS = st.sampled_from([1, 2, 2, 3, 4])
 
@@ -296,8 +296,9 @@ def test_token_scores_over_a_split_vocabulary_are_those_of_one_device(data):
     for found, grads in answers:
         for name, got, plain in zip(expected._fields, found, expected, strict=True):
             assert (got is None) == (plain is None), name
-            if name != "top_ids" and got is not None:
+            if name not in ("top_ids", "rank") and got is not None:
                 torch.testing.assert_close(torch.as_tensor(got), plain.detach(), rtol=1e-12, atol=1e-12)
+        assert_ranks(torch.as_tensor(found[-1]), plain_scores(**whole, **case.options).rank)
         if case.top_k and not case.linear.coarse:
             assert torch.as_tensor(found[3]).equal(expected.top_ids)
         if "hidden" in leaves:

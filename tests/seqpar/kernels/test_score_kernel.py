@@ -328,7 +328,7 @@ def assert_at_most_twice_plain_torchs_error(dtype, shape, seed, scale, options, 
         for way, found in errors.items():
             with kernels() as launched:
                 mine = results(way, leaves, given, factors)
-            assert set(launched) == (KERNELS if way is by_kernel else set())
+            assert set(launched) == (KERNELS - {"_row_before"} if way is by_kernel else set())
             for name in mine:
                 found[name].append(float((mine[name] - right[name]).norm() / right[name].norm()))
     for name, of_draws in errors[by_kernel].items():
