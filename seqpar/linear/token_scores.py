@@ -18,9 +18,10 @@ from seqpar.core.stored_gradients import Gradients
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.inputs import Inputs, Planned, Settings, checked, local_tensors, planned
+from seqpar.linear.invariant_scores import INVARIANT_ROWS, InvariantScores
 from seqpar.linear.leaves import LinearGradients, LinearLeaves, LinearSlots, LinearWanted, loss_and_gradients
 from seqpar.linear.projected_rows import ProjectedRows
-from seqpar.linear.recomputed_scores import INVARIANT_ROWS, HiddenSlots, RecomputedScores
+from seqpar.linear.recomputed_scores import HiddenSlots, RecomputedScores
 from seqpar.linear.score_inputs import ScoreRequest, checked_request
 from seqpar.rows.scores import RowFunction, RowSums, Upstream, as_column
 
@@ -174,7 +175,7 @@ class _ScoredTokens:
         self.formula = RecomputedScores(projected, picked_NP, temperature_N, counted_N)
         self.invariant_formula = None
         if request.batch_invariant:
-            self.invariant_formula = self.formula.batch_invariant()
+            self.invariant_formula = InvariantScores(self.formula, rows.split)
 
     def scores(self, hidden_ND: Tensor, kept: HiddenSlots | None) -> tuple[TokenScores, RowSums]:
         """Return the scores of all rows (0, and classes -1, where the target is ignored) and what backward needs."""
@@ -185,7 +186,7 @@ class _ScoredTokens:
             chunks = cut_rows(self.counted_N, INVARIANT_ROWS)
         for chunk in chunks:
             if self.invariant_formula is not None:
-                of_chunk = self.invariant_formula.sums_in_tile(hidden_ND[chunk], chunk)
+                of_chunk = self.invariant_formula.sums(hidden_ND[chunk], chunk)
             else:
                 of_chunk = self.formula.sums(hidden_ND[chunk], chunk, kept)
             _write_rows(scores, chunk, self._of_sums(of_chunk))
@@ -226,12 +227,14 @@ class _ScoredTokens:
     def _sums_of_ignored(self) -> RowSums:
         """Return sums of all rows as if all targets were ignored; nothing is picked."""
         zero_N = self.counted_N.new_zeros(len(self.counted_N), dtype=wide(self.projection.weight_VD.dtype))
+        # Tiles are no rank's part of the vocabulary, whose share is found in backward
+        whole = self.formula.rows.function.split is None or self.request.batch_invariant
         return RowSums(
             zero_N.clone(),
             zero_N.clone(),
             zero_N.new_zeros((len(zero_N), 0)),
             mean_N=zero_N.clone() if self.request.entropy else None,
-            share_N=None if self.formula.rows.function.split is None else zero_N.clone(),
+            share_N=None if whole else zero_N.clone(),
         )
 
     def upstream(self, log_prob: Tensor | None, entropy: Tensor | None, log_probs_at: Tensor | None) -> Upstream:

@@ -261,7 +261,7 @@ def test_batch_invariant_scores_have_the_same_bits_in_any_batch(monkeypatch):
         return torch.stack(scores[:2])
 
     tiles = (
-        patch("seqpar.linear.recomputed_scores.INVARIANT_ROWS", 4),
+        patch("seqpar.linear.invariant_scores.INVARIANT_ROWS", 4),
         patch("seqpar.linear.token_scores.INVARIANT_ROWS", 4),
     )
     with kernels() as launched, tiles[0], tiles[1]:
