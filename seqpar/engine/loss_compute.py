@@ -176,7 +176,8 @@ class LossCompute(nn.Module):
         Args:
             hidden, target: as for the loss; ignored targets are the criterion's.
             temperature, ids: as `seqpar.token_scores`; those of each token are scattered with hidden.
-            options: entropy, top_k, softcap, product_dtype, batch_invariant, chunk_tokens, as `seqpar.token_scores`.
+            options: entropy, top_k, rank, softcap, product_dtype, batch_invariant, chunk_tokens, as
+                `seqpar.token_scores`.
 
         Returns:
             `TokenScores` on the first device, in the order of the batch.

@@ -36,6 +36,7 @@ class ScoreRequest(NamedTuple):
     ids: Tensor | None = None
     product_dtype: torch.dtype | None = None
     batch_invariant: bool = False
+    rank: bool = False
 
 
 class ScoreRows(NamedTuple):
@@ -120,7 +121,7 @@ def _facts(
 def _check_request(request: ScoreRequest, target: Tensor, ignore_index: int, vocab_size: int) -> None:
     """Raise for an invalid argument; only rows that count are looked at."""
     counted = target.long() != ignore_index
-    for name in ("entropy", "batch_invariant"):
+    for name in ("entropy", "batch_invariant", "rank"):
         check_type(getattr(request, name), name, bool, "True or False")
     if request.product_dtype is not None and not request.product_dtype.is_floating_point:
         raise TypeError(f"product_dtype is {request.product_dtype}; it must be a floating dtype, such as torch.float32")

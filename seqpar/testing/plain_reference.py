@@ -90,6 +90,12 @@ def plain_linear_cross_entropy(
     return loss_N.sum()
 
 
+def plain_rank(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the target's place (N,) among all classes (N, V) in descending order; of equal ones the lower first."""
+    in_order_NV = logits.sort(dim=-1, descending=True, stable=True).indices
+    return (in_order_NV == target.unsqueeze(-1)).int().argmax(-1)
+
+
 def plain_value_and_gradients(
     hidden: Tensor,
     weight: Tensor,

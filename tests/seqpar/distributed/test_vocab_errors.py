@@ -243,6 +243,7 @@ def scores_asked_differently(rank, world, options):
         ({"top_k": 2}, "top_k"),
         ({"product_dtype": torch.float64}, "product_dtype"),
         ({"batch_invariant": True}, "batch_invariant"),
+        ({"rank": True}, "rank"),
         ({"temperature": 2.0}, "temperature"),
         ({"temperature": torch.tensor([1.0, 2.0])}, "temperature of each token"),
         ({"ids": torch.tensor([[1], [5]])}, "ids"),
