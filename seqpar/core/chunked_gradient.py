@@ -54,6 +54,33 @@ class ChunkLoss(Protocol):
         """Return the chunk's summed loss."""
 
 
+class Leaves(Protocol):
+    """The tensors that gradients flow into; None stands for one that was not given."""
+
+    @property
+    def of_tokens(self) -> Sequence[Tensor | None]:
+        """Return those with one row for each token, hidden first."""
+
+    @property
+    def params(self) -> Sequence[Tensor | None]:
+        """Return the others."""
+
+    def first(self, chunks: int) -> Sequence[TokenLoss]:
+        """Return what the losses of so many chunks are added to; without chunks the loss of no tokens."""
+
+
+class PlainLeaves(NamedTuple):
+    """Leaves without names, and the loss of no tokens, whose fields say which sums are wanted."""
+
+    of_tokens: Sequence[Tensor]
+    params: Sequence[Tensor]
+    empty: TokenLoss
+
+    def first(self, chunks: int) -> Sequence[TokenLoss]:
+        """Return the loss of no tokens."""
+        return [self.empty]
+
+
 def chunked_gradient(
     per_chunk: PerChunk,
     chunks: Sequence[Chunk],
@@ -96,8 +123,9 @@ def chunked_gradient(
     _check_arguments(per_chunk, per_token, params, empty)
     check_loss_scale(loss_scale)
     check_chunks(chunks, len(per_token[0]), per_token[0].device)
-    chunk_loss = AutogradChunkLoss(per_chunk, params)
-    return differentiable_sum(chunk_loss, chunks, per_token, params, empty, loss_scale)
+    return differentiable_sum(
+        AutogradChunkLoss(per_chunk, params), chunks, PlainLeaves(per_token, params, empty), loss_scale
+    )
 
 
 def _check_arguments(per_chunk: object, per_token: Sequence[Tensor], params: Sequence[Tensor], empty: object) -> None:
@@ -118,44 +146,45 @@ def _check_arguments(per_chunk: object, per_token: Sequence[Tensor], params: Seq
 def differentiable_sum(
     chunk_loss: ChunkLoss,
     chunks: Sequence[Chunk],
-    per_token: Sequence[Tensor | None],
-    params: Sequence[Tensor | None],
-    empty: TokenLoss,
+    leaves: Leaves,
     loss_scale: float | Tensor = 1.0,
 ) -> TokenLoss:
     """Return the sum of `chunk_loss` over the chunks as one node of autograd's graph.
 
     Arguments and errors are those of `chunked_gradient`, but nothing is checked: the chunks must not overlap, as those
-    of `cut_rows` and `cut_time` never do. A None among `per_token` or `params` stands for a tensor that was not given.
+    of `cut_rows` and `cut_time` never do.
     """
-    leaves = (*per_token, *params)
-    refuse_transforms(leaves)
-    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in leaves]
+    per_token = leaves.of_tokens
+    params = leaves.params
+    tensors = (*per_token, *params)
+    refuse_transforms(tensors)
+    grad_enabled = torch.is_grad_enabled()
+    wanted = [grad_enabled and t is not None and t.requires_grad for t in tensors]
     gradients = None
     # The chunks leave no graph behind. The node below, which has the sum as its output, stands in for all of theirs
     with torch.no_grad():
         if any(wanted):
             gradients = Gradients(per_token, params, wanted, len(chunks), loss_scale)
-        loss = sum_over_chunks(chunk_loss, chunks, per_token, empty, gradients)
+        loss = sum_over_chunks(chunk_loss, chunks, leaves, gradients)
     if gradients is None:
         return loss
-    return TokenLoss(*_StoredGradient.apply(gradients, loss, len(chunks), *leaves))
+    return TokenLoss(*_StoredGradient.apply(gradients, loss, len(chunks), *tensors))
 
 
 def sum_over_chunks(
     chunk_loss: ChunkLoss,
     chunks: Sequence[Chunk],
-    per_token: Sequence[Tensor | None],
-    empty: TokenLoss,
+    leaves: Leaves,
     gradients: Gradients | None,
 ) -> TokenLoss:
     """Return the loss of all chunks, and store its gradients in `gradients` unless that is None; under `no_grad`."""
-    losses = []
+    losses = list(leaves.first(len(chunks)))
+    per_token = leaves.of_tokens
     for chunk in chunks:
         # (K, ...) of each (N, ...): a view if the chunk is a slice, else a copy
-        rows = tuple(t if t is None else t.detach()[chunk] for t in per_token)
-        losses.append(_checked(chunk_loss(rows, chunk, gradients)))
-    return _sum(empty, losses)
+        rows = tuple([t if t is None else t.detach()[chunk] for t in per_token])
+        losses.append(chunk_loss(rows, chunk, gradients))
+    return TokenLoss.of_parts(losses)
 
 
 class _StoredGradient(torch.autograd.Function):
@@ -235,7 +264,7 @@ class AutogradChunkLoss:
         """Return the chunk's summed loss; store its gradient in `gradients` unless that is None."""
         given = tuple(t for t in rows if t is not None)
         if gradients is None:
-            return self.function(self.params, given, chunk)
+            return _checked(self.function(self.params, given, chunk))
         # The rows are detached, so they are leaves of this chunk's graph, and so are the parameters
         for t, slot in zip(given, gradients.per_token, strict=True):
             t.requires_grad_(slot is not None)
@@ -271,21 +300,6 @@ def _checked(loss: TokenLoss) -> TokenLoss:
     if total.numel() != 1:
         raise ValueError(f"the criterion returned shape {tuple(total.shape)}; it must return one number, the sum")
     return loss._replace(total=total.reshape(()).to(wide(total.dtype)))
-
-
-def _sum(empty: TokenLoss, losses: Sequence[TokenLoss]) -> TokenLoss:
-    """Return the sum of the losses, field by field; a field that is None in any of them is None.
-
-    All chunks are added in one reduction: a running float32 sum would lose a digit over a thousand chunks.
-    """
-    sums: list[Tensor | None] = []
-    for field in zip(empty, *losses, strict=True):
-        numbers = [t for t in field if t is not None]
-        if len(numbers) == len(field):
-            sums.append(torch.stack(numbers).sum())
-        else:
-            sums.append(None)
-    return TokenLoss(*sums)  # type: ignore[arg-type]
 
 
 def _gradients(total: Tensor, leaves: tuple[Tensor, ...], scale: float | Tensor) -> list[Tensor | None]:

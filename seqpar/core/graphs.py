@@ -55,6 +55,13 @@ def graph_of_its_own() -> Iterator[None]:
         yield
 
 
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Return a context without autocast: nothing where it is off, because entering its own takes as long as a sum."""
+    if not torch.is_autocast_enabled(device_type):
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
 def _with_version(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor, tensor._version
 
@@ -73,10 +80,9 @@ def _unless_changed(saved: tuple[Tensor, int]) -> Tensor:
 def leaves_of_graph(result: Tensor) -> Iterator[Tensor]:
     """Yield each leaf that needs a gradient and that the result depends on."""
     for node in nodes_of_graph(result.grad_fn):
-        # Only AccumulateGrad, the node of a leaf, has this attribute
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
+        # Only AccumulateGrad, the node of a leaf, has nothing before it and this attribute
+        if not node.next_functions and hasattr(node, "variable"):
+            yield node.variable
 
 
 def nodes_of_graph(first: Any) -> Iterator[Any]:
@@ -89,5 +95,5 @@ def nodes_of_graph(first: Any) -> Iterator[Any]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        todo.extend(parent for parent, _ in node.next_functions)
+        todo.extend([parent for parent, _ in node.next_functions])
         yield node

@@ -142,6 +142,8 @@ def narrowed(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
     It is converted from front to back, so that a float32 sum and its bfloat16 gradient never exist at the same time.
     """
+    if grad.dtype == dtype:
+        return grad
     if grad.dim() < 2 or not grad.is_contiguous() or grad.dtype.itemsize != 2 * dtype.itemsize:
         return grad.to(dtype)
     wide_N = grad.flatten()

@@ -73,18 +73,23 @@ def structural_copy(module: nn.Module) -> Any:
     `inside_unit` has already run a unit's hooks. The copy has the class that the module had before `fully_shard`,
     because torch forbids creating an instance of the unit's class.
     """
-    if not is_fsdp_unit(module):
+    is_unit = is_fsdp_unit(module)
+    # A class that replicates in its own way, as RNNs do
+    if not is_unit and type(module)._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
         return module._replicate_for_data_parallel()
-    original_class: Any = class_before_fully_shard(module)
-    copy: Any = original_class.__new__(original_class)
-    # `forward` is the whole loop over chunks while `inside_unit` runs, and the copy must not call that
-    attributes = {name: value for name, value in module.__dict__.items() if name != "forward"}
-    copy.__dict__ = attributes | {
+    kind: Any = class_before_fully_shard(module) if is_unit else type(module)
+    copy: Any = kind.__new__(kind)
+    # As torch does it, but without `setattr`, which asks of each value whether it is a parameter, a module or a buffer
+    own = vars(copy)
+    own.update(vars(module))
+    own |= {
         "_parameters": {},
         "_buffers": module._buffers.copy(),
         "_modules": module._modules.copy(),
-        "_forward_pre_hooks": OrderedDict(),
-        "_forward_hooks": OrderedDict(),
         "_is_replica": True,
     }
+    if is_unit:
+        own |= {"_forward_pre_hooks": OrderedDict(), "_forward_hooks": OrderedDict()}
+        # It is the whole loop over chunks while `inside_unit` runs, and the copy must not call that
+        own.pop("forward", None)
     return copy

@@ -1,30 +1,30 @@
 """Compute the engine's loss over its devices: scatter the batch, cut each shard into chunks, add the devices' losses.
 
     loss_over_devices   check the batch, scatter it over the devices, cut each shard into chunks
-    _linear_loss        one device's loss, its gradient in closed form
-    _autograd_loss      one device's loss, its gradient by autograd, chunk by chunk
+    _linear_job         what one device adds up, with gradients in closed form
+    _autograd_job       what one device adds up, with gradients by autograd, chunk by chunk
 
 Shape suffixes: B batch, T time, N rows (B*T, or the rows of a 2-D hidden), K rows of one chunk, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.chunked_gradient import AutogradChunkLoss, differentiable_sum
+from seqpar.core.chunked_gradient import AutogradChunkLoss, ChunkLoss, Leaves, PlainLeaves, differentiable_sum
 from seqpar.core.chunks import Chunk, cut_rows, cut_time, rows_per_chunk
 from seqpar.core.structures import map_tensors
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import refuse_sharded
-from seqpar.engine.contract import counts_itself, criterion_loss, project
-from seqpar.engine.first_call import LogitFacts, Situation, logit_facts
 from seqpar.engine.formula_match import FormulaMatch, check_class_weight, match_inputs
+from seqpar.engine.module_calls import parts_of
+from seqpar.engine.pair import counts_itself, criterion_loss, project
+from seqpar.engine.probe import LogitFacts, Situation, logit_facts, situation_of
 from seqpar.engine.shards import (
     OneOrScattered,
     Shard,
@@ -35,11 +35,11 @@ from seqpar.engine.shards import (
     rows_of,
     scattered,
 )
-from seqpar.linear.cross_entropy import linear_cross_entropy, sum_of_chunks
-from seqpar.linear.inputs import Checked, Inputs, Settings
+from seqpar.linear.cross_entropy import linear_cross_entropy
+from seqpar.linear.inputs import Checked, Inputs, Settings, plan
 from seqpar.linear.leaves import product_dtype
 from seqpar.multi_device.parallel_apply import parallel_apply
-from seqpar.multi_device.replicas import bind, check_replicable
+from seqpar.multi_device.replicas import bind, check_parts_replicable
 from seqpar.rows.criteria import ignored_target
 
 
@@ -66,35 +66,43 @@ def loss_over_devices(
         known: what earlier calls have found out about the logits; this call adds to it.
         hidden, target, loss_scale, per_token: as `LossCompute`.
     """
-    refuse_sharded(head)
-    check_replicable(head)
     criterion = head["criterion"]
     given = {name: value for name, value in per_token.items() if value is not None}
     shards = scattered(hidden, target, given, cut.devices, cut.chunk_size, ignored_target(criterion))
+    parts = parts_of(head)
     match = match_inputs(head, shards[0])
     if isinstance(match, FormulaMatch):
+        check_parts_replicable(parts.modules)
         # Before shards are joined, because the errors name shapes and positions of the caller's batch
         check_width(shards, match.projection.weight.size(1))
         check_targets(shards, match.vocab_size)
         check_class_weight(criterion, match.vocab_size)
         # Time steps are cut from (B, T), which joining shards would flatten
-        if cut.chunk_size is None:
+        if cut.chunk_size is None and len(shards) > 1:
             shards = one_for_each_device(shards)
-    devices = [shard.hidden.device for shard in shards]
-    heads = heads_on(head, devices)
-    shard_loss: Callable[..., TokenLoss] = _autograd_loss
-    if isinstance(match, FormulaMatch):
-        shard_loss = partial(_linear_loss, match)
+        heads = heads_on(head, parts.parameters, shards)
         facts = LogitFacts(match.vocab_size, product_dtype(shards[0].hidden), True)
     else:
+        situation = situation_of(parts, shards[0])
+        if situation not in known:
+            refuse_sharded(head)
+            check_parts_replicable(parts.modules)
+        heads = heads_on(head, parts.parameters, shards)
         # The probe checks the targets as soon as it knows the number of classes
-        facts = logit_facts(known, head, heads, shards)
-    chunks = [_chunks(shard.counted, facts, cut.chunk_tokens, cut.chunk_size) for shard in shards]
+        facts = logit_facts(known, situation, heads, shards)
+    jobs = []
+    for replica, shard in zip(heads, shards, strict=True):
+        chunks = _chunks(shard.counted, facts, cut.chunk_tokens, cut.chunk_size)
+        if isinstance(match, FormulaMatch):
+            jobs.append((*_linear_job(match.of_replica(replica), shard, chunks), loss_scale))
+        else:
+            params = parts.parameters if replica is head else list(replica.parameters())
+            jobs.append((*_autograd_job(replica, params, shard, chunks), loss_scale))
     if cut.devices is None and heads[0] is head:
-        return shard_loss(head, shards[0], chunks[0], loss_scale)
-    arguments = [(h, s, c, loss_scale) for h, s, c in zip(heads, shards, chunks, strict=True)]
+        return differentiable_sum(*jobs[0])
     # One thread per device; the losses are added on the first one, and autograd sends the gradients back
-    losses = parallel_apply([shard_loss] * len(shards), arguments, devices=devices)
+    devices = [shard.hidden.device for shard in shards]
+    losses = parallel_apply([differentiable_sum] * len(shards), jobs, devices=devices)
     return sum_on_first(losses)
 
 
@@ -130,23 +138,25 @@ def linear_loss(
     )
 
 
-def _linear_loss(
-    match: FormulaMatch, head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor
-) -> TokenLoss:
-    """Return one device's loss, its gradient in closed form, given the original pair's match and a replica of it."""
-    here = match.of_replica(head)
-    (hidden_ND,) = rows_of(shard)
+Job = tuple[ChunkLoss, Sequence[Chunk], Leaves]
+"""What `differentiable_sum` adds up on a device."""
+
+
+def _linear_job(here: FormulaMatch, shard: Shard, chunks: list[Chunk]) -> Job:
+    """Return what a device adds up in closed form, given the match of its replica."""
     # The caller's whole batch has been checked before it was scattered
-    inputs = Inputs(hidden_ND, here.projection.weight, shard.target.flatten(), here.projection.bias)
+    inputs = Inputs(shard.hidden, here.projection.weight, shard.target, here.projection.bias)
     settings = Settings(here.ignore_index, here.label_smoothing, here.smoothing_convention)
     given = Checked(VocabShard(None, 0, here.vocab_size), here.soft_target, here.class_weight)
-    return sum_of_chunks(inputs, settings, given, loss_scale, chunks)
+    return plan(inputs, settings, given, chunks)
 
 
-def _autograd_loss(head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_scale: float | Tensor) -> TokenLoss:
-    """Return one device's loss, its gradient by autograd, chunk by chunk."""
-    # A tied parameter is listed once, and its gradient is the sum over all of its uses
-    params = tuple(head.parameters())
+def _autograd_job(head: nn.ModuleDict, params: Sequence[Tensor], shard: Shard, chunks: list[Chunk]) -> Job:
+    """Return what a device adds up with autograd's gradients.
+
+    Args:
+        params: the head's parameters. A tied one is listed once, and its gradient is the sum over all of its uses.
+    """
     names = tuple(shard.per_token)
     target_N = shard.target.flatten()
 
@@ -159,8 +169,7 @@ def _autograd_loss(head: nn.ModuleDict, shard: Shard, chunks: list[Chunk], loss_
         return criterion_loss(bound["criterion"], logits_KV, target_N[chunk])
 
     empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, counts_itself(head["criterion"]))
-    chunk_loss = AutogradChunkLoss(per_chunk, params)
-    return differentiable_sum(chunk_loss, chunks, rows_of(shard), params, empty, loss_scale)
+    return AutogradChunkLoss(per_chunk, params), chunks, PlainLeaves(rows_of(shard), params, empty)
 
 
 def sum_on_first(losses: Sequence[TokenLoss]) -> TokenLoss:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 
 from seqpar.core.checks import check_loss_scale, check_module, check_size, refuse_transforms
 from seqpar.core.graphs import outside_graphs
@@ -19,11 +20,10 @@ from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import inside_unit, refuse_data_parallel, refuse_sharded
-from seqpar.engine.contract import check_roles
 from seqpar.engine.device_losses import Cut, linear_loss, loss_over_devices, sum_on_first
 from seqpar.engine.explanation import LatestCall, explanation
-from seqpar.engine.first_call import LogitFacts, Situation
 from seqpar.engine.formula_match import FormulaMatch, match_formula, match_split
+from seqpar.engine.probe import LogitFacts, Situation
 from seqpar.engine.scores import over_devices
 from seqpar.engine.shards import OneOrScattered
 from seqpar.linear.leaves import product_dtype
@@ -31,6 +31,7 @@ from seqpar.linear.scored_loss import scored_loss
 from seqpar.linear.token_scores import TokenScores, token_scores
 from seqpar.multi_device.devices import Device, check_devices
 from seqpar.multi_device.replicas import gather
+from seqpar.rows.criteria import LabelSmoothing
 
 
 class LossCompute(nn.Module):
@@ -111,7 +112,7 @@ class LossCompute(nn.Module):
             TypeError, ValueError: an argument that is no dense tensor, or has a wrong dtype or shape; class weights of
                 another number of classes; a `loss_scale` of 0, nan or inf.
             ValueError: on the first call, a generator that mixes rows, or a criterion that is no sum over rows
-                (`seqpar.engine.contract` explains what the call detects).
+                (`seqpar.engine.probe` explains what the call detects).
             IndexError: a target outside [0, V) that is not ignored (with value and position).
             RuntimeError: the generator's parameters are sharded and FSDP2 has not unsharded them; in `backward`, a
                 criterion that returned a detached number or a generator that ran under `torch.no_grad`.
@@ -128,23 +129,8 @@ class LossCompute(nn.Module):
             compiled_match = match_formula(self.head["generator"], self.head["criterion"])
             if isinstance(compiled_match, FormulaMatch):
                 return linear_loss(compiled_match, hidden, target, loss_scale, self.chunk_tokens, None)
-        return self._chunked(hidden, target, loss_scale, per_token)
-
-    def _on_one_device(self, hidden: Tensor | Sequence[Tensor]) -> bool:
-        """Return whether hidden stays where it is, and is cut by tokens."""
-        if self.chunk_size is not None or not isinstance(hidden, Tensor):
-            return False
-        return self.devices is None or self.devices == (hidden.device,)
-
-    @outside_graphs
-    def _chunked(
-        self,
-        hidden: Tensor | Sequence[Tensor],
-        target: Tensor | Sequence[Tensor],
-        loss_scale: float | Tensor,
-        per_token: dict[str, OneOrScattered | None],
-    ) -> TokenLoss:
-        """Return the loss, chunk by chunk, over the devices."""
+        if torch.compiler.is_compiling():
+            return _between_graphs(self, hidden, target, loss_scale=loss_scale, **per_token)
         # FSDP2 gathers a unit's weights only around the unit's own forward
         cut = Cut(self.devices, self.chunk_tokens, self.chunk_size)
         arguments = (self.head, cut, self._facts, hidden, target, loss_scale, per_token)
@@ -153,6 +139,12 @@ class LossCompute(nn.Module):
         else:
             loss = loss_over_devices(*arguments)
         return self._noted(loss, hidden)
+
+    def _on_one_device(self, hidden: Tensor | Sequence[Tensor]) -> bool:
+        """Return whether hidden stays where it is, and is cut by tokens."""
+        if self.chunk_size is not None or not isinstance(hidden, Tensor):
+            return False
+        return self.devices is None or self.devices == (hidden.device,)
 
     def _noted(self, loss: TokenLoss, hidden: Tensor | Sequence[Tensor]) -> TokenLoss:
         """Remember a call for `explain`; return its loss."""
@@ -277,13 +269,24 @@ class LossCompute(nn.Module):
         return f"devices={devices}, chunk_tokens={self.chunk_tokens}, chunk_size={self.chunk_size}"
 
 
+_between_graphs = outside_graphs(LossCompute.forward)
+
+
 def _check_modules(generator: nn.Module, criterion: nn.Module) -> None:
     """Raise unless both are modules in the right order, not wrapped, and the criterion sums."""
     for name, module in (("generator", generator), ("criterion", criterion)):
         check_module(module, name)
         refuse_data_parallel(module, name)
-    check_roles(generator, criterion)
+    _check_roles(generator, criterion)
     _check_reduction(criterion)
+
+
+def _check_roles(generator: nn.Module, criterion: nn.Module) -> None:
+    """Raise TypeError if the types show that the two were passed in the wrong order."""
+    if isinstance(generator, (LabelSmoothing, _Loss)):
+        raise TypeError(f"generator is a {type(generator).__name__}, a criterion; the order is (generator, criterion)")
+    if isinstance(criterion, (nn.Linear, nn.Sequential, nn.Embedding)):
+        raise TypeError(f"criterion is a {type(criterion).__name__}, a generator; the order is (generator, criterion)")
 
 
 def _check_reduction(criterion: nn.Module) -> None:

@@ -61,7 +61,7 @@ def over_devices(
     check_width(shards, match.projection.weight.size(1))
     check_targets(shards, match.vocab_size)
     on = [shard.hidden.device for shard in shards]
-    heads = heads_on(head, on)
+    heads = heads_on(head, list(head.parameters()), shards)
     arguments = [(function, match, replica, shard, options) for replica, shard in zip(heads, shards, strict=True)]
     found: list[Found] = parallel_apply([_of_shard] * len(shards), arguments, devices=on)
     return found

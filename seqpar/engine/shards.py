@@ -6,7 +6,7 @@ Shape suffixes: N rows (batch x time), D hidden.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,8 @@ def scattered(
     if not isinstance(hidden, (list, tuple)):
         _check_batch(hidden, target, per_token, time_steps)
         assert isinstance(hidden, Tensor)
-        pieces = scatter((hidden, target, per_token), devices or [hidden.device])
+        whole: Any = (hidden, target, per_token)
+        pieces = [whole] if devices is None else scatter(whole, devices)
         return [_shard(h, t, extra, ignored) for h, t, extra in pieces]
     _check_scattered(hidden)
     hidden_devices = [h.device for h in hidden]
@@ -78,9 +79,7 @@ def _shard(hidden: Tensor, target: Tensor, per_token: dict[str, Tensor], ignored
     """Return the shard of one device, with the mask of the targets that count."""
     # Widened first: in uint8 an ignored -100 would be compared as 156
     target = target.long()
-    counted = torch.ones_like(target, dtype=torch.bool)
-    if ignored is not None:
-        counted = target != ignored
+    counted = torch.ones_like(target, dtype=torch.bool) if ignored is None else target != ignored
     return Shard(hidden, target, counted, per_token)
 
 
@@ -176,8 +175,9 @@ def one_for_each_device(shards: list[Shard]) -> list[Shard]:
     return joined
 
 
-def heads_on(head: nn.ModuleDict, devices: list[torch.device]) -> list[nn.ModuleDict]:
-    """Return generator and criterion on each device: replicas, or the originals where they are already there."""
-    if len(devices) == 1 and all(p.device == devices[0] for p in head.parameters()):
+def heads_on(head: nn.ModuleDict, parameters: Sequence[nn.Parameter], shards: Sequence[Shard]) -> list[nn.ModuleDict]:
+    """Return generator and criterion on each shard's device: replicas, or the originals if they are already there."""
+    devices = [shard.hidden.device for shard in shards]
+    if len(devices) == 1 and all(p.device == devices[0] for p in parameters):
         return [head]
     return replicate(head, devices)

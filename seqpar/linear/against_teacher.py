@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from seqpar.core.checks import check_floating, check_one_device, check_shapes
+from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.chunks import Chunk, recording
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.collectives import group_max, group_sum, world_size
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.chunk_loss import BlockLoss, Factor, StoredLoss
 from seqpar.linear.inputs import Inputs, Settings, planned
-from seqpar.linear.leaves import differentiable_loss
 from seqpar.linear.projection import Projection
 from seqpar.linear.teachers import slack
 from seqpar.rows.divergences import RowTerms, logits_gradient_
@@ -43,7 +43,7 @@ def loss_against_teacher(
     leaves, chunks, student, target_N, split, ignored = planned(inputs, settings, shard)
     function = RowFunction(shifted=True, correct=True, split=split)
     rows_loss = AgainstRows(student, function, terms, teacher, shard)
-    return differentiable_loss(StoredLoss(student, rows_loss, target_N, ignored), chunks, leaves, loss_scale)
+    return differentiable_sum(StoredLoss(student, rows_loss, target_N, ignored), chunks, leaves, loss_scale)
 
 
 class AgainstRows:
@@ -70,7 +70,7 @@ class AgainstRows:
         self.terms = terms
         self.teacher = teacher
         self.group = shard.group
-        self.product = student.product
+        self.biased = True
 
     def rows_at_once(self, rows: int) -> int:
         """Return how many of a chunk's rows are compared at once."""

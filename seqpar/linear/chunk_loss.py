@@ -13,7 +13,6 @@ picked classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from seqpar.core.chunked_gradient import Rows
 from seqpar.core.chunks import Chunk
+from seqpar.core.graphs import without_autocast
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.linear.leaves import LinearSlots
@@ -48,8 +48,8 @@ class BlockLoss(NamedTuple):
 class RowsLoss(Protocol):
     """The loss of rows of products, and its gradient."""
 
-    def product(self, hidden_KD: Tensor) -> Tensor:
-        """Return the products of a chunk's rows."""
+    biased: bool
+    """Whether the products must have the bias; a kernel adds it itself, in float32."""
 
     def rows_at_once(self, rows: int) -> int:
         """Return how many of a chunk's rows go through the softmax at once."""
@@ -82,6 +82,23 @@ class _Block(NamedTuple):
     counted_K: Tensor | None
     weight_K: Tensor | None
 
+    def cut(self, size: int) -> list[_Block]:
+        """Return blocks of at most so many rows, which go through the softmax one after the other."""
+        rows = len(self.target_K)
+        if rows <= size:
+            return [self]
+        return [self._rows(slice(start, start + size)) for start in range(0, rows, size)]
+
+    def _rows(self, some: slice) -> _Block:
+        """Return some of the rows."""
+        return _Block(
+            self.product_KV[some],
+            self.target_K[some],
+            tuple(t[some] for t in self.given),
+            None if self.counted_K is None else self.counted_K[some],
+            None if self.weight_K is None else self.weight_K[some],
+        )
+
 
 class StoredLoss:
     """The summed loss of one chunk, whose gradients are stored.
@@ -103,6 +120,8 @@ class StoredLoss:
         """Return the chunk's summed loss; `rows` are those of hidden, token_weight and the per-token tensors."""
         hidden_KD, weight_K, *per_token = rows
         assert hidden_KD is not None
+        if weight_K is not None:
+            weight_K = weight_K.to(wide(self.projection.weight_VD.dtype))
         target_K = self.target_N[chunk]
         counted_K = None
         if self.ignored is not None:
@@ -113,11 +132,11 @@ class StoredLoss:
         slots = None if gradients is None else LinearSlots.of(gradients)
         given = (*(t for t in per_token if t is not None), *self.rows_loss.of_chunk(chunk, counted_K))
         # `product_dtype` has applied autocast; here it would cast sums that must stay in float32
-        with torch.autocast(target_K.device.type, enabled=False):
+        with without_autocast(target_K.device.type):
             hidden_KD = hidden_KD.to(self.projection.weight_VD.dtype)
-            product_KV = self.rows_loss.product(hidden_KD)
-            cut = self._blocks(product_KV, target_K, given, counted_K, weight_K)
-            blocks = [self._block(block, slots) for block in cut]
+            product_KV = self.projection.product(hidden_KD, self.rows_loss.biased)
+            whole = _Block(product_KV, target_K, given, counted_K, weight_K)
+            blocks = [self._block(block, slots) for block in whole.cut(self.rows_loss.rows_at_once(len(target_K)))]
             if slots is not None:
                 self.projection.back(product_KV, hidden_KD, chunk, [found.bias_V for found in blocks], slots)
                 if slots.token_weight is not None:
@@ -126,29 +145,7 @@ class StoredLoss:
                 for i, slot in enumerate(slots.per_token):
                     if slot is not None:
                         slot.write(chunk, torch.cat([found.per_token[i] for found in blocks]))
-        return TokenLoss(*(torch.stack(column).sum() for column in zip(*(f.sums for f in blocks), strict=True)))
-
-    def _blocks(
-        self,
-        product_KV: Tensor,
-        target_K: Tensor,
-        given: tuple[Tensor, ...],
-        counted_K: Tensor | None,
-        weight_K: Tensor | None,
-    ) -> Iterator[_Block]:
-        """Yield the blocks of a chunk that go through the softmax one after the other."""
-        size = self.rows_loss.rows_at_once(len(target_K))
-        if weight_K is not None:
-            weight_K = weight_K.to(wide(product_KV.dtype))
-        for start in range(0, len(target_K), size):
-            some = slice(start, start + size)
-            yield _Block(
-                product_KV[some],
-                target_K[some],
-                tuple(t[some] for t in given),
-                None if counted_K is None else counted_K[some],
-                None if weight_K is None else weight_K[some],
-            )
+        return TokenLoss.of_parts([found.sums for found in blocks])
 
     def _block(self, block: _Block, slots: LinearSlots | None) -> _Found:
         """Return the sums and gradients of some rows; overwrite their products if any gradient is wanted."""
@@ -156,14 +153,16 @@ class StoredLoss:
         if slots is not None:
             factor = slots.scale if block.weight_K is None else block.weight_K * slots.scale
         found = self.rows_loss.block_(block.product_KV, block.target_K, block.given, block.counted_K, factor)
-        results = (found.loss_K, found.nll_K, found.correct_K)
-        count = torch.full((), len(found.loss_K), device=found.loss_K.device)
-        if block.counted_K is not None:
-            results = tuple(t.where(block.counted_K, torch.zeros_like(t)) for t in results)  # type: ignore[assignment]
+        loss_K, nll_K, correct_K = found.loss_K, found.nll_K, found.correct_K
+        if block.counted_K is None:
+            count = torch.full((), len(loss_K), device=loss_K.device)
+        else:
             count = block.counted_K.sum()
-        loss_K, nll_K, correct_K = results
+            loss_K, nll_K, correct_K = (
+                t.where(block.counted_K, torch.zeros_like(t)) for t in (loss_K, nll_K, correct_K)
+            )
         weighted_K = loss_K if block.weight_K is None else loss_K * block.weight_K
-        sums = TokenLoss(weighted_K.sum(), count, nll_K.sum(), correct_K.sum().to(torch.int64))
+        sums = TokenLoss(weighted_K.sum(), count, nll_K.sum(), correct_K.sum())
         bias_V = None
         if found.grad_KV is not None and slots is not None:
             bias_V = self.projection.bias_gradient(found.grad_KV, slots)
@@ -200,7 +199,7 @@ class ScoredRows:
         self.loss = loss
         self.ids_NJ = ids_NJ
         self.temperature_N = temperature_N
-        self.product = rows.product
+        self.biased = rows.biased
         self.rows_at_once = rows.rows_at_once
 
     def of_chunk(self, chunk: Chunk, counted_K: Tensor | None) -> tuple[Tensor, ...]:

@@ -5,19 +5,16 @@ Shape suffixes: N rows (batch x time), D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from seqpar.core.chunks import Chunk
+from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.graphs import outside_graphs
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.compiled_op import compiled_cross_entropy
 from seqpar.linear.few_classes import soft_cross_entropy
-from seqpar.linear.inputs import Checked, Inputs, Settings, checked, local_tensors, plan
-from seqpar.linear.leaves import differentiable_loss
+from seqpar.linear.inputs import Inputs, Settings, checked, local_tensors, plan
 from seqpar.linear.teachers import SparseTarget
 from seqpar.rows.conventions import Convention
 
@@ -110,10 +107,11 @@ def linear_cross_entropy(
     inputs = Inputs(hidden, weight, target, bias, class_weight, token_weight)
     if torch.compiler.is_compiling() and vocab is None and soft_target is None:
         return compiled_cross_entropy(inputs, settings, loss_scale)
+    if torch.compiler.is_compiling():
+        return _between_graphs(inputs, settings, soft_target, loss_scale, vocab)
     return _chunked(inputs, settings, soft_target, loss_scale, vocab)
 
 
-@outside_graphs
 def _chunked(
     inputs: Inputs,
     settings: Settings,
@@ -125,16 +123,8 @@ def _chunked(
     inputs, vocab = local_tensors(inputs, vocab)
     if soft_target is not None:
         return soft_cross_entropy(inputs, settings, soft_target, loss_scale, vocab)
-    return sum_of_chunks(inputs, settings, checked(inputs, settings, vocab, loss_scale), loss_scale)
+    chunk_loss, chunks, leaves = plan(inputs, settings, checked(inputs, settings, vocab, loss_scale))
+    return differentiable_sum(chunk_loss, chunks, leaves, loss_scale)
 
 
-def sum_of_chunks(
-    inputs: Inputs,
-    settings: Settings,
-    given: Checked,
-    loss_scale: float | Tensor,
-    chunks: Sequence[Chunk] | None = None,
-) -> TokenLoss:
-    """Return the loss of arguments that have been checked; `chunks` of None cuts those rows that are not ignored."""
-    leaves, chunks, chunk_loss = plan(inputs, settings, given, chunks)
-    return differentiable_loss(chunk_loss, chunks, leaves, loss_scale)
+_between_graphs = outside_graphs(_chunked)

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from seqpar.core.checks import check_type
+from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.chunk_loss import scored_chunks
 from seqpar.linear.inputs import Inputs, Settings, checked, checksum, planned
-from seqpar.linear.leaves import differentiable_loss, product_dtype
+from seqpar.linear.leaves import product_dtype
 from seqpar.linear.teachers import SparseTarget, check_sparse_target, sparse_probs
 from seqpar.rows.divergences import RowTerms, logits_gradient_
 from seqpar.rows.scores import RowFunction, Scores, Upstream
@@ -91,7 +92,7 @@ def loss_on_few_classes(
     leaves = leaves._replace(per_token=(values_NC,))
     function = RowFunction(rest=values_NC.size(1) > ids_NC.size(1), gaps=True, split=split)
     chunk_loss = scored_chunks(projection, function, loss, target_N, ignored, ids_NC)
-    return differentiable_loss(chunk_loss, chunks, leaves, loss_scale)
+    return differentiable_sum(chunk_loss, chunks, leaves, loss_scale)
 
 
 def soft_cross_entropy(

@@ -135,8 +135,8 @@ def planned(
 
 def plan(
     inputs: Inputs, settings: Settings, given: Checked, chunks: Sequence[Chunk] | None = None
-) -> tuple[LinearLeaves, Sequence[Chunk], StoredLoss]:
-    """Return the tensors with one row per token, the chunks of rows, and the function that computes a chunk's loss.
+) -> tuple[StoredLoss, Sequence[Chunk], LinearLeaves]:
+    """Return the function that computes a chunk's loss, the chunks of rows, and the tensors with one row per token.
 
     Args:
         chunks: None cuts those rows that are not ignored.
@@ -147,7 +147,7 @@ def plan(
         leaves = leaves._replace(per_token=(gold_weight_N,))
     function = RowFunction(weights=weights, split=split)
     loss = CrossEntropyOfScores(given.q, weights)
-    return leaves, chunks, scored_chunks(projection, function, loss, target_N, ignored)
+    return scored_chunks(projection, function, loss, target_N, ignored), chunks, leaves
 
 
 def _weights_of_classes(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.core.chunked_gradient import ChunkLoss, differentiable_sum, sum_over_chunks
+from seqpar.core.chunked_gradient import ChunkLoss, sum_over_chunks
 from seqpar.core.chunks import Chunk
 from seqpar.core.stored_gradients import Gradients, RowGradient, SummedGradient
 from seqpar.core.token_loss import TokenLoss
@@ -41,6 +41,10 @@ class LinearLeaves(NamedTuple):
     def params(self) -> tuple[Tensor | None, ...]:
         """Return the others, in that order."""
         return (self.weight, self.bias)
+
+    def first(self, chunks: int) -> Sequence[TokenLoss]:
+        """Return the loss of no tokens if there are no chunks; a chunk of a projection has every field."""
+        return [] if chunks else [TokenLoss.zero(product_dtype(self.hidden), self.hidden.device, tells=True)]
 
 
 class LinearSlots(NamedTuple):
@@ -79,13 +83,6 @@ class LinearGradients(NamedTuple):
     token_weight: Tensor | None
 
 
-def differentiable_loss(
-    chunk_loss: ChunkLoss, chunks: Sequence[Chunk], leaves: LinearLeaves, loss_scale: float | Tensor = 1.0
-) -> TokenLoss:
-    """Return the summed loss of all chunks as one node of autograd's graph."""
-    return differentiable_sum(chunk_loss, chunks, leaves.of_tokens, leaves.params, _empty(leaves), loss_scale)
-
-
 def loss_and_gradients(
     chunk_loss: ChunkLoss,
     chunks: Sequence[Chunk],
@@ -98,7 +95,7 @@ def loss_and_gradients(
     wanted_in_order = (wanted.hidden, wanted.token_weight, *constants, wanted.weight, wanted.bias)
     gradients = Gradients(leaves.of_tokens, leaves.params, wanted_in_order, len(chunks), scale)
     stored = gradients if any(wanted) else None
-    loss = sum_over_chunks(chunk_loss, chunks, leaves.of_tokens, _empty(leaves), stored)
+    loss = sum_over_chunks(chunk_loss, chunks, leaves, stored)
     slots = LinearSlots.of(gradients)
     return loss, LinearGradients(
         hidden=_released(slots.hidden, leaves.hidden),
@@ -116,8 +113,3 @@ def _released(slot: RowGradient | SummedGradient | None, leaf: Tensor | None) ->
     if grad is None:
         return torch.zeros_like(leaf)
     return grad
-
-
-def _empty(leaves: LinearLeaves) -> TokenLoss:
-    """Return the loss of no tokens."""
-    return TokenLoss.zero(product_dtype(leaves.hidden), leaves.hidden.device, tells=True)

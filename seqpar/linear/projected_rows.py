@@ -57,10 +57,12 @@ class ProjectedRows:
         weight_VD = projection.weight_VD
         if len(weight_VD) and RowKernel.knows(function) and not why_no_kernel(weight_VD.device.type):
             self.kernel = RowKernel(function, projection.bias_V, projection.softcap, projection.temperature)
+        self.biased = self.kernel is None
+        """Whether the products that it reads have the bias; a kernel adds it itself, in float32."""
 
     def product(self, hidden_KD: Tensor) -> Tensor:
-        """Return the products of a chunk's rows. A kernel adds the bias itself, in float32."""
-        return self.projection.product(hidden_KD, biased=self.kernel is None)
+        """Return the products of a chunk's rows."""
+        return self.projection.product(hidden_KD, self.biased)
 
     def rows_at_once(self, rows: int) -> int:
         """Return how many of a chunk's rows are read at once."""

@@ -138,7 +138,7 @@ class Projection:
             gradients.weight.add_product(product_KV.t(), hidden_KD)
         block_grads = [grad for grad in bias_grads if grad is not None]
         if gradients.bias is not None and block_grads:
-            gradients.bias.add(torch.stack(block_grads).sum(0))
+            gradients.bias.add(block_grads[0] if len(block_grads) == 1 else torch.stack(block_grads).sum(0))
 
     def bias_gradient(self, grad_KV: Tensor, gradients: LinearSlots) -> Tensor | None:
         """Return the bias's gradient from some rows; None if it is not wanted."""
@@ -154,9 +154,11 @@ class Projection:
             width = classes if why_no_kernel(self.weight_VD.device.type) else aligned(classes)
             # The sizes of chunks differ by at most one row, so this buffer is large enough for all of them
             padded = self.weight_VD.new_empty((rows + 1, width), dtype=dtype)
-            # The CPU's products may read whole tiles, beyond the end of a row, and 0 x nan would be nan
-            padded[:, classes:] = 0
-            buffer = padded[:, :classes]
+            buffer = padded
+            if width != classes:
+                # The CPU's products may read whole tiles, beyond the end of a row, and 0 x nan would be nan
+                padded[:, classes:] = 0
+                buffer = padded[:, :classes]
             self.buffers[name] = buffer
         return buffer[:rows]
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from seqpar.core.checks import check_floating, check_function, check_shapes
+from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.chunks import recording
 from seqpar.core.graphs import graph_of_its_own, leaves_of_graph, outside_graphs
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.chunk_loss import scored_chunks
 from seqpar.linear.inputs import Inputs, Settings
-from seqpar.linear.leaves import differentiable_loss
 from seqpar.linear.score_inputs import ScoreRequest, score_rows
 from seqpar.rows.scores import RowFunction, Scores, Upstream
 from seqpar.rows.smoothing import RowLosses
@@ -112,7 +112,7 @@ def scored_loss(
     function = RowFunction(entropy, masked=projection.may_be_masked(), split=split)
     own_loss = _LossByAutograd(loss, list(per_token), wanted)
     chunk_loss = scored_chunks(projection, function, own_loss, target_N, ignored, rows.ids_NJ, rows.temperature_N)
-    return differentiable_loss(chunk_loss, chunks, leaves._replace(per_token=tensors), loss_scale)
+    return differentiable_sum(chunk_loss, chunks, leaves._replace(per_token=tensors), loss_scale)
 
 
 class _LossByAutograd:

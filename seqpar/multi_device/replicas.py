@@ -7,7 +7,7 @@ accelerator. Several distinct CUDA devices use torch's own NCCL-backed broadcast
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -46,34 +46,46 @@ def bind(module: Module, tensors: Mapping[int, Tensor]) -> Module:
     Tensors that are not in `tensors` are shared. Ties, parametrizations, hooks and the flat weights of RNNs keep
     working; only the containers are copied, so binding costs microseconds per submodule.
 
+    Args:
+        module: one that `check_replicable` has passed.
+
     Raises:
-        TypeError: a submodule is compiled, scripted, lazy, on the meta device or sharded; the message has the remedy.
+        TypeError: a parameter of a class that computes in its own way, which its replacement does not have.
     """
-    copies: dict[int, nn.Module | None] = {id(None): None}
+    return cast(Module, _copied(module, tensors, {}))
 
-    def bound(tensor: Tensor | None) -> Tensor | None:
+
+def _copied(original: nn.Module, tensors: Mapping[int, Tensor], copies: dict[int, nn.Module]) -> nn.Module:
+    """Return the copy of a module and of all that it contains; `copies` has those made so far."""
+    # Not a function inside `bind`: one that calls itself keeps all copies until the garbage collector comes
+    replica: nn.Module = structural_copy(original)
+    # By identity, so that a submodule that occurs twice is one submodule in the copy as well
+    copies[id(original)] = replica
+    own = vars(replica)
+    own["_parameters"] = _bound(original._parameters, tensors)
+    own["_buffers"] = _bound(original._buffers, tensors)
+    modules: dict[str, nn.Module | None] = {}
+    for name, child in original._modules.items():
+        if child is None:
+            modules[name] = None
+        else:
+            made = copies.get(id(child))
+            modules[name] = _copied(child, tensors, copies) if made is None else made
+    own["_modules"] = modules
+    if isinstance(replica, nn.RNNBase):
+        _rebuild_flat_weights(replica)
+    return replica
+
+
+def _bound(own: Mapping[str, Tensor | None], tensors: Mapping[int, Tensor]) -> dict[str, Tensor | None]:
+    """Return a module's own tensors with their replacements."""
+    found: dict[str, Tensor | None] = {}
+    for name, tensor in own.items():
         replacement = tensors.get(id(tensor), tensor)
-        if type(replacement) is not type(tensor):
+        if type(tensor) is not nn.Parameter and type(replacement) is not type(tensor):
             _refuse_lost_class(tensor, replacement)
-        return replacement
-
-    def copy(original: nn.Module | None) -> nn.Module | None:
-        # By identity, so that a submodule that occurs twice is one submodule in the copy as well
-        if original is not None and id(original) not in copies:
-            _refuse(original)
-            replica = structural_copy(original)
-            copies[id(original)] = replica
-            for name, parameter in original._parameters.items():
-                replica._parameters[name] = bound(parameter)
-            for name, buffer in original._buffers.items():
-                replica._buffers[name] = bound(buffer)
-            for name, child in original._modules.items():
-                replica._modules[name] = copy(child)
-            if isinstance(replica, nn.RNNBase):
-                _rebuild_flat_weights(replica)
-        return copies[id(original)]
-
-    return cast(Module, copy(module))
+        found[name] = replacement
+    return found
 
 
 def _refuse_lost_class(tensor: Tensor | None, replacement: Tensor | None) -> None:
@@ -145,8 +157,13 @@ def replicate(module: Module, device_ids: Sequence[Device]) -> list[Module]:
 
 def check_replicable(module: nn.Module) -> None:
     """Raise TypeError, with the remedy, if a submodule is compiled, scripted, lazy, on the meta device or sharded."""
-    for submodule in module.modules():
-        _refuse(submodule)
+    check_parts_replicable(module.modules())
+
+
+def check_parts_replicable(modules: Iterable[nn.Module]) -> None:
+    """Raise TypeError, with the remedy, if one of these modules cannot be replicated, whatever it contains."""
+    for module in modules:
+        _refuse(module)
 
 
 def _linked_parameters(parameters: list[nn.Parameter], devices: Sequence[torch.device]) -> list[list[Tensor]]:

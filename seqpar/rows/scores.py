@@ -44,6 +44,9 @@ from seqpar.core.chunks import Chunk, recording
 NEVER = -1e4
 """exp(NEVER) is 0 in every dtype. In place of -inf it makes the product with a probability of 0 equal 0, not nan."""
 
+FEW = 2**13
+"""So many logits are multiplied on the CPU in the time of one call of torch's."""
+
 
 class Scores(NamedTuple):
     """The scores of some rows, in nats, float32 or wider."""
@@ -520,9 +523,10 @@ def _times(factor_N: Tensor, share_N: Tensor | None) -> Tensor:
 def _scaled_(p_NV: Tensor, factor_N: Tensor) -> Tensor:
     """Return p times the factor of its row, in place; on the CPU a pass is saved if all factors are 1, up to rounding.
 
-    Those of every cross-entropy without class weights are: its q sums to 1. On other devices reading them would wait.
+    Those of every cross-entropy without class weights are: its q sums to 1. On other devices reading them would wait,
+    and a pass over few numbers takes less time than to look.
     """
-    if p_NV.device.type == "cpu" and not torch.compiler.is_compiling():
+    if p_NV.device.type == "cpu" and p_NV.numel() > FEW and not torch.compiler.is_compiling():
         rounding = torch.finfo(factor_N.dtype).eps
         if bool((factor_N.sub(1).abs_() <= rounding).all()):
             return p_NV

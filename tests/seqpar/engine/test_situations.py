@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import seqpar
-from seqpar.engine.first_call import Situation
+from seqpar.engine.probe import Situation
 
 V, D = 7, 4
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import seqpar
 from seqpar.core.chunks import cut_rows
-from seqpar.engine import first_call
+from seqpar.engine import probe
 from seqpar.rows.scores import RowFunction
 from seqpar.rows.smoothing import CrossEntropyOfScores, class_weights, soft_target
 
@@ -380,7 +380,7 @@ def test_a_source_as_long_as_the_target_is_named_where_its_shape_is_the_targets_
 
 
 def test_the_situations_used_last_are_remembered_however_many_there_are(monkeypatch):
-    monkeypatch.setattr(first_call, "MOST_SITUATIONS", 6)
+    monkeypatch.setattr(probe, "MOST_SITUATIONS", 6)
     generator = Switched()
     engine = seqpar.LossCompute(generator, seqpar.CrossEntropy())
     hidden, target = torch.randn(12, 4), torch.randint(V, (12,))

@@ -1,0 +1,420 @@
+"""Probe the generator and the criterion on a few rows: whole, in halves, and beside themselves in another order.
+
+Chunking is exact only if a token's scores depend on that token alone, and if the criterion is a sum over tokens. The
+probe finds this out, and the size of the vocabulary, on rows that are not ignored. The caller's modules do not change:
+it works on structural copies with detached parameters and copied buffers, and with a forked random state.
+
+- Scores, by value: the rows must have the same scores as a whole, in halves, and beside themselves in the opposite
+  order. This finds mixing that has no gradient (a detached mean, an added position), if it is large: a generator may
+  compute in bfloat16 internally, whatever the dtype of its scores, so only half of bfloat16's digits must agree. A
+  generator whose scores are random is asked again in evaluation mode.
+- Scores, by gradient, if gradients are wanted: d scores_i / d hidden_j must be 0 for i != j. This is exact in every
+  dtype, in every mode and with dropout, because a term that does not depend on hidden_j contributes exactly 0.
+- The loss: that of the rows must be the sum over their halves, and half of that of the rows beside themselves.
+- Buffers: what calls change in place must add up over the halves, without effect on the scores, as the number of rows
+  or a histogram of predictions does. Anything else would differ from the plain loss: a buffer that is replaced is lost
+  with the copy that computed the chunk, and a moving average or the power iteration of spectral normalisation would run
+  once for each chunk.
+
+Nothing here finds mixing whose weight is 0 now and is learnt later, nor mixing of distant rows only. The probe is made
+again when another code may run (`Situation`): in another mode or dtype, as batch normalisation mixes rows in training
+only, and after hooks, submodules, buffers, flags or the number of hidden's dimensions have changed; other numbers are
+not noticed.
+
+Shape suffixes: K probed rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from seqpar.core.chunks import recording
+from seqpar.core.graphs import graph_of_its_own
+from seqpar.engine.at_fault import first_scores
+from seqpar.engine.formula_match import check_class_weight
+from seqpar.engine.module_calls import Parts, calls_of
+from seqpar.engine.pair import Project, criterion_loss, project
+from seqpar.engine.shards import Shard, check_targets, rows_of
+from seqpar.linear.leaves import product_dtype
+from seqpar.multi_device.replicas import bind
+
+PROBE_ROWS = 4
+"""Two sequences of two time steps."""
+
+ROUNDING = torch.finfo(torch.bfloat16).eps ** 0.5
+"""Half of bfloat16's digits: a larger relative difference between scores of the same rows is not rounding."""
+
+REPEATS = 16
+"""How often the same rows must give the same result before a module counts as deterministic."""
+
+NOT_ADDITIVE = 0.02
+"""The relative difference allowed between a criterion's sum over some rows and the sum over their halves. In low
+precision eight roundings are allowed if that is more."""
+
+CLOSE = 1e-3
+"""The relative difference of a buffer's sum that rounding may make, in any dtype."""
+
+MOST_SITUATIONS = 256
+"""How many situations are remembered: more than there are lengths of sources, over which a copy generator attends; but
+one with a hook that is made anew for each step never comes back."""
+
+
+class LogitFacts(NamedTuple):
+    """What a probe has found about the logits."""
+
+    vocab_size: int
+    dtype: torch.dtype
+    criterion_is_checked: bool
+    """False if the probed rows cannot show it, for example because their loss is 0; the next call probes again."""
+
+
+class Situation(NamedTuple):
+    """Everything that the facts depend on, as far as it can be compared."""
+
+    shapes: tuple[object, ...]
+    """The class, shape and device of each parameter and buffer."""
+    calls: tuple[object, ...]
+    """What a call of each module runs, from hooks of all modules to the mode."""
+    dtypes: tuple[torch.dtype, ...]
+    """Those of the products and of the parameters."""
+    wants_gradients: bool
+    leading: int
+    """The number of leading dimensions: a softmax over dimension 1 is over the classes of (N, V), or over time."""
+    per_token: tuple[tuple[str, torch.Size], ...]
+    """The shape of one token's share of hidden and of each per-token tensor, which may have a column for a class."""
+
+
+def situation_of(parts: Parts, shard: Shard) -> Situation:
+    """Return the situation of a call; it is looked up in every one."""
+    leading = shard.target.dim()
+    columns = {"hidden": shard.hidden, **shard.per_token}
+    tensors = [*parts.parameters, *parts.buffers]
+    leaves = (*columns.values(), *parts.parameters)
+    return Situation(
+        tuple([(type(t), t.shape, t.device) for t in tensors]),
+        calls_of(parts.modules),
+        (product_dtype(shard.hidden), *[p.dtype for p in parts.parameters]),
+        torch.is_grad_enabled() and any(t.requires_grad for t in leaves),
+        leading,
+        tuple([(name, t.shape[leading:]) for name, t in columns.items()]),
+    )
+
+
+def logit_facts(
+    known: dict[Situation, LogitFacts], situation: Situation, heads: Sequence[nn.ModuleDict], shards: Sequence[Shard]
+) -> LogitFacts:
+    """Return the facts about these inputs, from `known` or from a probe, after checking every target.
+
+    Args:
+        known: the facts found so far; new ones are added.
+        heads: the replicas of generator and criterion, one per shard.
+
+    Raises:
+        IndexError: a target outside the vocabulary.
+        TypeError, ValueError: a generator or criterion that violates a requirement.
+        RuntimeError: the facts are not known and a CUDA graph is being recorded.
+    """
+    found = known.get(situation)
+    hidden = shards[0].hidden
+    if recording(hidden.device):
+        found = _facts_while_recording(known, situation)
+    if found is not None and found.criterion_is_checked:
+        if situation in known:
+            known[situation] = known.pop(situation, found)  # those of the latest call come last
+        check_targets(shards, found.vocab_size)
+        return found
+    # One shard is enough, because all replicas run the same code; the first may have nothing but padding
+    for head, shard in zip(heads, shards, strict=True):
+        index_K = _spread(shard.counted.flatten())
+        if len(index_K):
+            probe = _Probe(head, shard, index_K, situation.wants_gradients)
+            facts = probe.facts(lambda size: check_targets(shards, size))
+            known[situation] = facts
+            for earliest in list(known)[:-MOST_SITUATIONS]:
+                known.pop(earliest, None)
+            return facts
+    # Every target is ignored, so there is nothing to project and the size of the vocabulary does not matter
+    return LogitFacts(vocab_size=1, dtype=hidden.dtype, criterion_is_checked=False)
+
+
+def _facts_while_recording(known: Mapping[Situation, LogitFacts], situation: Situation) -> LogitFacts:
+    """Return the facts found in any mode or dtype: no number can be read while a CUDA graph is recorded."""
+    for earlier, facts in known.items():
+        if earlier.shapes == situation.shapes and facts.criterion_is_checked:
+            return facts
+    raise RuntimeError(
+        "the first call of the engine is being recorded in a CUDA graph, but it has to read some logits; call the "
+        "engine once before recording (torch.cuda.graph needs a warm-up in any case)"
+    )
+
+
+def _spread(counted_N: Tensor) -> Tensor:
+    """Return `PROBE_ROWS` rows that are not ignored, spread over the batch.
+
+    Some are repeated if there are fewer; if every row is ignored, the result is empty.
+    """
+    indices_K = counted_N.nonzero().squeeze(1)
+    if not len(indices_K):
+        return indices_K
+    return indices_K[torch.arange(PROBE_ROWS, device=indices_K.device) * len(indices_K) // PROBE_ROWS]
+
+
+class _Probe:
+    """Some rows of a shard, on which generator and criterion are called.
+
+    Args:
+        head: generator and criterion.
+        index_K: which rows.
+        wanted: whether gradients are wanted.
+    """
+
+    def __init__(self, head: nn.ModuleDict, shard: Shard, index_K: Tensor, wanted: bool) -> None:
+        self.head = head
+        self.names = tuple(shard.per_token)
+        self.rows = [t.detach()[index_K] for t in rows_of(shard)]
+        self.target_K = shard.target.flatten()[index_K]
+        self.target_shape = shard.target.shape
+        # The generator expects as many leading dimensions
+        self.lead = shard.target.dim()
+        self.wanted = wanted
+
+    def facts(self, check_classes: Callable[[int], None]) -> LogitFacts:
+        """Return the facts about the logits; the head's buffers and the random state do not change.
+
+        Args:
+            check_classes: raises if a target is outside a vocabulary of that size. It is called before the criterion
+                is, which on an accelerator would fail with a device-side assertion.
+        """
+        copy = self._copy()
+        before = _buffers_of(copy)
+        # Dropout in the probe must not advance the random state: the loss would depend on whether a call was the first
+        with self._random_numbers():
+            with torch.no_grad():
+                shape = self._shape(PROBE_ROWS)
+                scores = self._scores(copy)
+                logits_KV = first_scores(copy["generator"], scores, shape, self.rows, self.names, self.target_shape)
+                check_classes(logits_KV.size(-1))
+                check_class_weight(self.head["criterion"], logits_KV.size(-1))
+                is_checked = self._criterion_adds_up(copy["criterion"], logits_KV)
+                self._buffers_add_up(before, copy)
+            mixed = self._mixed_by_gradient(scores) or self._mixed_by_value(copy["generator"], scores)
+        if mixed:
+            raise ValueError(
+                f"the generator mixes rows: {mixed}{_usual_culprit(copy['generator'])}. It is called on a few tokens "
+                "at a time, so a token's scores must depend on that token alone; compute anything that mixes tokens "
+                "before the engine, and pass the result as hidden or as a per-token keyword"
+            )
+        return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked)
+
+    def _copy(self) -> nn.ModuleDict:
+        """Return a structural copy with buffers of its own, as they were before any call."""
+        copies = {id(p): p.detach() for p in self.head.parameters()} | {id(b): b.clone() for b in self.head.buffers()}
+        return bind(self.head, copies)
+
+    def _scores(self, copy: nn.ModuleDict) -> Project:
+        def scores(shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:
+            return project(copy["generator"], self.names, shape, rows)
+
+        return scores
+
+    def _shape(self, rows: int) -> tuple[int, ...]:
+        """Return the leading shape of so many time steps of one sequence."""
+        return (*(1,) * (self.lead - 1), rows)
+
+    def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context after which the random state is the one before it."""
+        device = self.target_K.device
+        return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+
+    def _criterion_adds_up(self, criterion: nn.Module, logits_KV: Tensor) -> bool:
+        """Raise ValueError unless the loss is a sum over rows; return False if these rows cannot show it.
+
+        That is so if the loss is 0 or not finite. A criterion with random losses cannot be asked, and passes.
+        """
+
+        def total(rows: Sequence[Tensor]) -> Tensor:
+            logits_KV, target_K = rows
+            return criterion_loss(criterion, logits_KV, target_K).total.sum()
+
+        rows = (logits_KV, self.target_K)
+        whole = total(rows)
+        halves = torch.stack([total(half) for half in _halves(rows)]).sum()
+        twice = total(_beside_themselves(rows))
+        # 0 = 0 + 0 holds for a mean as well
+        if whole == 0 or not whole.isfinite():
+            return False
+        allowed = max(
+            NOT_ADDITIVE, *(8 * torch.finfo(t.dtype).eps for t in (logits_KV, whole) if t.is_floating_point())
+        )
+        if max(_difference(halves, whole), _difference(twice, 2 * whole)) <= allowed:
+            return True
+        # Random, for example by sampled classes: no two sums of it can be compared
+        if not _repeats(lambda: total(rows), whole, 0):
+            return True
+        # The most likely mistake has a message of its own
+        wrong = "it does not add up; it must return a sum of one term per row"
+        if _difference(twice, whole) <= allowed:
+            wrong = "it takes a mean; the criterion must sum (reduction='sum'): divide once, by the tokens of the step"
+        raise ValueError(
+            f"the criterion gives {float(whole):.6g} for {PROBE_ROWS} rows and {float(halves):.6g} as the sum over "
+            f"their two halves, and {float(twice):.6g} for the same rows twice, so {wrong}"
+        )
+
+    def _buffers_add_up(self, before: dict[str, Buffer], called: nn.ModuleDict) -> None:
+        """Raise ValueError unless all that calls have changed are sums over rows, on which the scores do not depend."""
+        after = _buffers_of(called)
+        changed = [name for name, old in before.items() if not old.is_same(after.get(name))]
+        if not changed:
+            return
+        whole, in_halves = self._copy(), self._copy()
+        tensors = _buffers_of(whole)
+        rows = slice(0, PROBE_ROWS)
+        scores = self._call(whole, rows)
+        at_once = _buffers_of(whole)
+        again = self._call(whole, rows)
+        for some in (slice(0, PROBE_ROWS // 2), slice(PROBE_ROWS // 2, PROBE_ROWS)):
+            self._call(in_halves, some)
+        added = _buffers_of(in_halves)
+        for name in changed:
+            kept = name in at_once and at_once[name].tensor is tensors[name].tensor
+            if kept and _close(at_once[name].numbers, added[name].numbers) and _close(scores, again):
+                continue
+            raise ValueError(
+                f"the buffer {name} changes when the {name.split('.')[0]} is called, which happens once for each chunk "
+                "and on copies, so that it would depend on the chunks: set the module to evaluation mode (.eval()), or "
+                "compute what changes before the engine"
+            )
+
+    def _call(self, copy: nn.ModuleDict, some: slice) -> Tensor:
+        """Call both modules with some rows, always with the same random numbers; return the scores."""
+        rows = [t[some] for t in self.rows]
+        with self._random_numbers():
+            logits_KV = self._scores(copy)(self._shape(len(rows[0])), rows)
+            criterion_loss(copy["criterion"], logits_KV, self.target_K[some])
+        return logits_KV
+
+    def _mixed_by_value(self, generator: nn.Module, scores: Project) -> str:
+        """Return how much the scores of the same rows change with other rows and their order, in words; "" if not."""
+        shape = self._shape(PROBE_ROWS)
+        # As so many sequences of one time step
+        others = (2 * PROBE_ROWS,) if self.lead == 1 else (*(1,) * (self.lead - 2), 2 * PROBE_ROWS, 1)
+        with torch.no_grad():
+            for _ in range(2):
+                whole_KV = scores(shape, self.rows)
+                halves_KV = torch.cat([scores(self._shape(len(half[0])), half) for half in _halves(self.rows)])
+                twice_KV, turned_KV = scores(others, _beside_themselves(self.rows)).chunk(2)
+                same = (halves_KV, twice_KV, turned_KV.flip(0))
+                different = max(_difference(logits_KV, whole_KV) for logits_KV in same)
+                if different <= ROUNDING:
+                    return ""
+                if _repeats(lambda: scores(shape, self.rows), whole_KV, ROUNDING):
+                    return (
+                        "a token's scores change with the other tokens and their order, by "
+                        f"{different:.2g} of the largest"
+                    )
+                # The scores are random, for example by dropout: ask the generator without that
+                generator.eval()
+        return ""
+
+    def _mixed_by_gradient(self, scores: Project) -> str:
+        """Return which other rows the scores of the first and the last row have a gradient in, in words; "" for none.
+
+        With two or more leading dimensions the four rows are two sequences of two time steps: row k is sequence k // 2
+        at time k % 2. So seen from either corner, a row at distance 1 is another time step, at distance 2 another
+        sequence.
+        """
+        if not self.wanted:
+            return ""
+        shape = (PROBE_ROWS,) if self.lead == 1 else (*(1,) * (self.lead - 2), 2, PROBE_ROWS // 2)
+        distances: set[int] = set()
+        for own in (0, PROBE_ROWS - 1):
+            with torch.enable_grad(), graph_of_its_own():
+                hidden = self.rows[0].detach().requires_grad_()
+                # A copy, because a generator may change its input in place, and autograd forbids that for a leaf
+                logits_KV = scores(shape, (hidden.clone(), *self.rows[1:]))
+                if not logits_KV.requires_grad:
+                    return ""
+                # A random weighting of the row's scores: with equal weights a softmax would have the gradient 0
+                upstream = torch.zeros_like(logits_KV)
+                upstream[own] = torch.rand_like(logits_KV[own]) + 1
+                (grad,) = torch.autograd.grad(logits_KV, hidden, upstream)
+            # For each row k, the largest entry of d (weighted scores of row `own`) / d hidden_k
+            size_K = grad.flatten(1).abs().amax(1)
+            # Anything above the rounding of the row's own gradient comes from mixing; a nan is no evidence of it
+            least = torch.finfo(grad.dtype).eps * size_K[own]
+            has_gradient_K = (size_K > least) & size_K.isfinite()
+            distances |= {abs(own - k) for k in has_gradient_K.nonzero().flatten().tolist()}
+        distances.discard(0)
+        if not distances:
+            return ""
+        if self.lead == 1:
+            return "a row's scores have a gradient in other rows"
+        names = {1: "other time steps", 2: "other sequences", 3: "other time steps of other sequences"}
+        return f"a token's scores have a gradient in {' and in '.join(names[d] for d in sorted(distances))}"
+
+
+def _usual_culprit(generator: nn.Module) -> str:
+    """Return which batch normalisation takes statistics over the batch, in words; "" if none does."""
+    norms = [module for module in generator.modules() if isinstance(module, _BatchNorm)]
+    names = sorted({type(norm).__name__ for norm in norms if norm.training or norm.running_mean is None})
+    return f" ({', '.join(names)} takes statistics over the batch)" if names else ""
+
+
+def _halves(rows: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Return the first and the second half of the rows."""
+    return list(zip(*(t.chunk(2) for t in rows), strict=True))
+
+
+def _beside_themselves(rows: Sequence[Tensor]) -> list[Tensor]:
+    """Return the rows, and behind them the same rows in the opposite order."""
+    return [torch.cat([t, t.flip(0)]) for t in rows]
+
+
+def _repeats(function: Callable[[], Tensor], first: Tensor, noise: float) -> bool:
+    """Return whether the function gives the same again and again, up to a relative difference of `noise`.
+
+    In bfloat16 two random numbers may be equal by chance.
+    """
+    return all(_difference(function(), first) <= noise for _ in range(REPEATS))
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference relative to the largest number, over numbers that are finite in both."""
+    a = a.float()
+    b = b.float()
+    # A masked class has -inf in every row, and -inf - -inf is nan
+    finite = a.isfinite() & b.isfinite()
+    largest = max(float(t.where(finite, 0).abs().max()) for t in (a, b))
+    return float((a - b).where(finite, 0).abs().max()) / largest if largest else 0.0
+
+
+class Buffer(NamedTuple):
+    """A buffer of a module, and a copy of its numbers."""
+
+    tensor: Tensor
+    numbers: Tensor
+
+    def is_same(self, other: Buffer | None) -> bool:
+        """Return whether it is the same tensor, with the same numbers; nan is the same as nan."""
+        if other is None or other.tensor is not self.tensor or other.numbers.shape != self.numbers.shape:
+            return False
+        a, b = self.numbers, other.numbers
+        return a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _buffers_of(head: nn.Module) -> dict[str, Buffer]:
+    """Return all buffers but those of batch normalisation, whose fault in training mode is that it mixes rows."""
+    owners = ((name, module) for name, module in head.named_modules() if not isinstance(module, _BatchNorm))
+    named = ((f"{owner}.{name}", b) for owner, module in owners for name, b in module.named_buffers(recurse=False))
+    return {name: Buffer(b, b.clone()) for name, b in named}
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same shape and, up to rounding, the same numbers."""
+    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=CLOSE, atol=0, equal_nan=True)
