@@ -9,7 +9,7 @@ SWITCHED := tests/seqpar/core tests/seqpar/engine tests/seqpar/linear tests/seqp
   tests/seqpar/testing tests/seqpar/test_every_option.py tests/recipes/training/test_accelerators.py \
   --ignore tests/seqpar/linear/test_compile.py
 
-.PHONY: help demo test test-launched test-accelerator test-formats test-tutorial test-hf test-browser test-comet test-newest check bench bench-gpu clean
+.PHONY: help demo test test-launched test-accelerator test-faults test-formats test-tutorial test-hf test-browser test-comet test-newest check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -42,9 +42,13 @@ test-launched: .venv/dev  ## check the recipe over several processes: layouts, l
 	@echo "[test-launched] pytest, the recipe over several processes"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m launched -q --durations=5 tests/recipes
 
-test-tutorial: .venv/dev  ## run the tutorials of docs/ as printed, and the trainings of docs/results/ made short (about 5 minutes on 2 cores)
-	@echo "[test-tutorial] pytest, every block of the tutorials, every training of the results"
-	@$(BIN)/python -m pytest -m tutorial -q --durations=5 tests/tutorials tests/test_documents.py
+test-faults: .venv/dev  ## check the recipe under kills, interrupts, hostile files and links in a run's folder (about 2 minutes on 2 cores)
+	@echo "[test-faults] pytest, the recipe killed, interrupted and given hostile files"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'faults and not formats' -q --durations=5 tests/recipes
+
+test-tutorial: .venv/dev  ## run the tutorials of docs/ as printed, the examples, and the trainings of docs/results/ made short (about 4 minutes on 2 cores)
+	@echo "[test-tutorial] pytest, every block of the tutorials, every example, every training of the results"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m tutorial -q --durations=5 tests/tutorials tests/examples tests/test_documents.py
 
 test-formats: .venv/dev  ## check imports from and exports to other programs' formats against these programs (under a minute)
 	@echo "[test-formats] pytest, models of Hugging Face transformers, CTranslate2 and ONNX"

@@ -20,7 +20,7 @@ import seqpar
 from benchmarks.loss.results import hardware
 from benchmarks.loss.timing import wall_seconds
 from seqpar.core.chunks import rows_per_chunk
-from seqpar.markdown_table import markdown_row, markdown_table
+from seqpar.testing.markdown_table import markdown_row, markdown_table
 
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096)
 SHAPES = {

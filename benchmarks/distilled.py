@@ -33,7 +33,7 @@ from recipes.translation.scores.bootstrap import Interval, interval, resampled_s
 from recipes.translation.scores.scores import measure
 from recipes.translation.scores.statistics import Measured
 from recipes.translation.translate import translate
-from seqpar.markdown_table import markdown_table
+from seqpar.testing.markdown_table import markdown_table
 
 TEACHER = "teacher, torch"
 HEADER = ("", "beam", "BLEU", "of the teacher's", "sentences/s", "x the teacher's", "MB", "of the teacher's")

@@ -37,7 +37,7 @@ from recipes.translation.export import ctranslate2_engine, ctranslate2_model, on
 from recipes.translation.run_folder.checkpoint import Translator, load_translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.translate import source_ids, translate
-from seqpar.markdown_table import markdown_table
+from seqpar.testing.markdown_table import markdown_table
 
 TORCH = "torch"
 ONNX = "ONNX Runtime, float32"

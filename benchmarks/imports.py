@@ -35,7 +35,7 @@ from recipes.translation.importing.folder import Folder
 from recipes.translation.importing.published_model import import_model
 from recipes.translation.importing.tokenizer import M2M100, SPM, read_tokenizer
 from recipes.translation.run_folder.checkpoint import load_translator
-from seqpar.markdown_table import markdown_table
+from seqpar.testing.markdown_table import markdown_table
 
 SENTENCES, TOKENS = 3, 12
 LARGE: dict[str, Any] = {

@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from benchmarks.loss.results import hardware
-from seqpar.markdown_table import markdown_table
+from seqpar.testing.markdown_table import markdown_table
 from seqpar.testing.peak_memory import process_peak_bytes
 
 WARM_UP = 4

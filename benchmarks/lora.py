@@ -31,7 +31,7 @@ from benchmarks.loss.results import hardware
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.settings.config import load_config
 from recipes.translation.train import train
-from seqpar.markdown_table import markdown_table
+from seqpar.testing.markdown_table import markdown_table
 
 VALID = 8
 """Validation pairs: few, since it is training that is measured."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import seqpar
 from benchmarks.loss.results import hardware
-from seqpar.markdown_table import markdown_table
+from seqpar.testing.markdown_table import markdown_table
 
 ROWS, WIDTH, CLASSES = 8, 16, 32
 BLOCKS = 22

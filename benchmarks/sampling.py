@@ -26,7 +26,7 @@ from recipes.translation.data.batches import padded
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.data.subwords import BOS, EOS, PAD
 from recipes.translation.run_folder.checkpoint import Translator, load_translator
-from seqpar.markdown_table import markdown_table
+from seqpar.testing.markdown_table import markdown_table
 
 BATCH = 64
 SAMPLING: dict[str, dict[str, float]] = {

@@ -23,7 +23,7 @@ from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.data.subwords import PAD
 from recipes.translation.run_folder.checkpoint import Translator, load_facts, load_translator
-from seqpar.markdown_table import markdown_table
+from seqpar.testing.markdown_table import markdown_table
 
 EXPONENTS = (-16, -12)
 BLOCK_ROWS = 512

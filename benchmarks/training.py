@@ -62,7 +62,7 @@ from recipes.translation.data.prepare import prepare
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.data.subwords import BOS, EOS, PAD
 from recipes.translation.settings.config import RunConfig, load_config
-from seqpar.markdown_table import markdown_table
+from seqpar.testing.markdown_table import markdown_table
 
 TOKENS = 4_000
 """Target tokens of a step, about."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.loss.results import hardware
-from seqpar.markdown_table import markdown_row, markdown_table
+from seqpar.testing.markdown_table import markdown_row, markdown_table
 from seqpar.testing.peak_memory import peak_bytes, run_in_fresh_process
 
 WIDTH = 512

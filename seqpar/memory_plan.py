@@ -21,10 +21,11 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from seqpar.core.chunks import check_size, rows_per_chunk
+from seqpar.core.checks import FLOATING, check_choice, check_integer, check_size
+from seqpar.core.chunks import rows_per_chunk
 from seqpar.core.stored_gradients import PRODUCT_ROWS
 from seqpar.core.token_loss import wide
-from seqpar.markdown_table import markdown_table
+from seqpar.testing.markdown_table import markdown_table
 
 Layout = Literal["ddp", "fsdp", "vocab"]
 Loss = Literal["plain", "LossCompute", "linear_cross_entropy"]
@@ -140,12 +141,10 @@ def memory_plan(
         ValueError: a count below 1; an unknown layout, dtype or device.
     """
     for name, count in (("tokens", tokens), ("d", d), ("vocab", vocab), ("devices", devices)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} is {count!r}; it must be a whole number of at least 1")
+        check_integer(count, name, 1, wrong_kind=ValueError)
     check_size(chunk_tokens, "chunk_tokens")
-    for name, value, known in (("layout", layout, get_args(Layout)), ("device", device, get_args(DeviceKind))):
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+    check_choice(layout, "layout", get_args(Layout))
+    check_choice(device, "device", get_args(DeviceKind))
     dtype = _dtype(dtype)
     tokens_here = tokens
     vocab_here = vocab
@@ -192,7 +191,7 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     found: object = dtype
     if isinstance(dtype, str):
         found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype) or found not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    if not isinstance(found, torch.dtype) or found not in FLOATING:
         raise ValueError(f"dtype is {dtype!r}; it must be float64, float32, bfloat16 or float16")
     return found
 

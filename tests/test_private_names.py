@@ -31,9 +31,8 @@ LIBRARIES = {
         "_extract_corpus_statistics",
     },
     ("torch", "models/packed.py"): {"_linear_pointwise", "_reorder_linear_weight"},
-    ("torch", "seqpar/core/chunks.py"): {"_assert_async"},
     ("torch", "seqpar/core/graphs.py"): {"_dynamo"},
-    ("torch", "seqpar/core/transforms.py"): {"_C", "_current_level", "_functorch"},
+    ("torch", "seqpar/core/checks.py"): {"_C", "_assert_async", "_current_level", "_functorch"},
     ("torch", "seqpar/linear/against_teacher.py"): {"_assert_async"},
     ("torch", "seqpar/distributed/torch_private.py"): {
         "_delay_all_reduce_all_params",

@@ -30,7 +30,7 @@ from benchmarks.loss.results import hardware
 from recipes.translation.data.prepare import prepare
 from recipes.translation.settings.config import load_config
 from recipes.translation.train import train
-from seqpar.markdown_table import markdown_table
+from seqpar.testing.markdown_table import markdown_table
 
 CONFIG = "recipes/translation/configs/multi30k_en_de.yaml"
 PUBLISHED = {

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from benchmarks.loss.implementations import Implementation
 from benchmarks.loss.problems import CHECK, TIME, Inputs, Problem
 from seqpar.testing import conformance
-from seqpar.testing.conformance import inputs as kit
+from seqpar.testing.conformance import problem as kit
 from seqpar.testing.conformance.adapter import Feature
 from seqpar.testing.conformance.checks import factor_errors
+from seqpar.testing.conformance.inputs import Inputs as KitInputs
 
 
-def kit_inputs(implementation: Implementation, problem: Problem, device: str) -> kit.Inputs:
+def kit_inputs(implementation: Implementation, problem: Problem, device: str) -> KitInputs:
     """Return the kit's inputs for an implementation at the sizes, dtype and smoothing of a problem.
 
     The kit draws the tensors. With padding, sentences are of many lengths: from all TIME steps down to as few as make
@@ -34,7 +35,7 @@ def kit_inputs(implementation: Implementation, problem: Problem, device: str) ->
 
     adapter = conformance.Adapter("the implementation", loss, offers=_offers(implementation))
     options = conformance.Options(dtype=problem.dtype, label_smoothing=problem.smoothing, reduction=adapter.reduction)
-    return kit.Inputs(
+    return KitInputs(
         adapter,
         problem.rows,
         problem.width,
@@ -82,9 +83,9 @@ def what_is_wrong(implementation: Implementation, problem: Problem, device: str)
     return {d.name: d.error for d in deviations}, words
 
 
-def _ignores_factor(x: kit.Inputs) -> bool:
+def _ignores_factor(x: KitInputs) -> bool:
     """Return whether an eighth of the loss fails to give an eighth of the gradients."""
-    if not x.loss(x.made()).requires_grad:
+    if not x.run(x.made()).requires_grad:
         return False  # the loss is a plain number, which promises no gradients
     rounding = torch.finfo(x.options.dtype).eps / 2
     return any(error > rounding for error in factor_errors(x).values())

@@ -28,9 +28,9 @@ from benchmarks.loss.targets import shape_title
 from benchmarks.loss.timing import Progress, floors, forward_and_backward, interleaved, seconds
 from seqpar.core.chunks import rows_per_chunk
 from seqpar.core.token_loss import wide
-from seqpar.markdown_table import markdown_table
 from seqpar.testing import peak_memory
 from seqpar.testing.conformance.adapter import why_missing
+from seqpar.testing.markdown_table import markdown_table
 
 SHAPES = [
     (8192, 512, 32_768),

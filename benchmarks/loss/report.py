@@ -12,7 +12,7 @@ from benchmarks.loss.implementations import ENGINE, PLAIN, known
 from benchmarks.loss.results import MIB, Entry, Results, fastest_to_floor, floor_seconds, median, stem
 from benchmarks.loss.targets import shape_title, title
 from benchmarks.loss.timing import CHUNKED
-from seqpar.markdown_table import markdown_table
+from seqpar.testing.markdown_table import markdown_table
 
 GLOSSARY = """\
 `LossCompute` and `linear_cross_entropy` are seqpar's, with gradients in closed form; "own generator" is the engine

@@ -22,8 +22,8 @@ from benchmarks.loss.results import MIB, Entry
 from benchmarks.loss.timing import Progress, Runs, interleaved, seconds
 from benchmarks.scores.measure import floor_runs, gradient_bytes, products_seconds, step_of, what_is_wrong
 from benchmarks.scores.ways import CASES, OURS, WAYS, Case
-from seqpar.markdown_table import markdown_table
 from seqpar.testing import peak_memory
+from seqpar.testing.markdown_table import markdown_table
 
 PROBLEM = Problem(8192, 4096, 151_936, dtype=torch.bfloat16, bias=False)
 ROUNDS = 7

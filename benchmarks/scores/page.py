@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.loss.results import MIB, Entry, Results, stem
 from benchmarks.scores.measure import fastest_products, products_seconds
 from benchmarks.scores.ways import BY_HAND, CASES, FLOAT32, INVARIANT, OURS, TRL_TILES, WAYS, Case
-from seqpar.markdown_table import markdown_table
+from seqpar.testing.markdown_table import markdown_table
 
 QUIET = 1.0
 """Load average above which something else ran when a measurement began."""

@@ -17,12 +17,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from seqpar.core.chunks import Chunk, check_chunks
+from seqpar.core.checks import (
+    check_chunks,
+    check_dense,
+    check_function,
+    check_loss_scale,
+    check_shapes,
+    check_type,
+    refuse_transforms,
+)
+from seqpar.core.chunks import Chunk
 from seqpar.core.graphs import graph_of_its_own, leaves_of_graph
 from seqpar.core.stored_gradients import Gradients
-from seqpar.core.tensor_checks import check_dense, check_number
 from seqpar.core.token_loss import TokenLoss, wide
-from seqpar.core.transforms import refuse_transforms
 
 Rows = tuple[Tensor | None, ...]
 """One chunk's rows of each per-token tensor; None for a tensor that was not given."""
@@ -121,45 +128,19 @@ def chunked_gradient(
     )
 
 
-def check_loss_scale(loss_scale: object) -> None:
-    """Raise unless `loss_scale` is a finite number other than 0, or a tensor of one such number.
-
-    A tensor on an accelerator is not read, because reading it would wait for the device.
-    """
-    value: object = loss_scale
-    if isinstance(loss_scale, Tensor):
-        check_dense(loss_scale, "loss_scale")
-        if loss_scale.numel() != 1 or loss_scale.is_complex() or loss_scale.dtype == torch.bool:
-            description = f"shape {tuple(loss_scale.shape)} and dtype {loss_scale.dtype}"
-            raise TypeError(f"loss_scale has {description}; it must be a number, or a tensor of one")
-        # A traced tensor has no number to read, either
-        if loss_scale.device.type != "cpu" or torch.compiler.is_compiling():
-            return
-        value = loss_scale.item()
-    check_number(value, "loss_scale")
-    if value == 0:
-        raise ValueError("loss_scale is 0; gradients are multiplied and later divided by it: pass 1 for no scaling")
-
-
 def _check_arguments(per_chunk: object, per_token: Sequence[Tensor], params: Sequence[Tensor], empty: object) -> None:
     """Raise TypeError or ValueError, as `chunked_gradient` says."""
-    if not callable(per_chunk):
-        raise TypeError(f"per_chunk is a {type(per_chunk).__name__}; it must be a function that returns a TokenLoss")
-    if not isinstance(empty, TokenLoss):
-        raise TypeError(f"empty is a {type(empty).__name__}; it must be a TokenLoss, such as TokenLoss.zero(...)")
+    check_function(per_chunk, "per_chunk", "a function that returns a TokenLoss")
+    check_type(empty, "empty", TokenLoss, "a TokenLoss, such as TokenLoss.zero(...)")
     for name, tensors in (("per_token", per_token), ("params", params)):
-        if not isinstance(tensors, (list, tuple)):
-            raise TypeError(f"{name} is a {type(tensors).__name__}; it must be a list or tuple of tensors")
+        check_type(tensors, name, (list, tuple), "a list or tuple of tensors")
         for i, tensor in enumerate(tensors):
             check_dense(tensor, f"{name}[{i}]")
     if not per_token:
         raise ValueError("per_token is empty; its first tensor is hidden, one row per token")
     for i, tensor in enumerate(per_token):
-        if not tensor.dim() or len(tensor) != len(per_token[0]):
-            raise ValueError(
-                f"per_token[{i}] has shape {tuple(tensor.shape)} and per_token[0] {tuple(per_token[0].shape)}; "
-                "each needs one row per token"
-            )
+        fits = tensor.dim() > 0 and len(tensor) == len(per_token[0])
+        check_shapes(fits, "of one row for each token", **{f"per_token[{i}]": tensor, "per_token[0]": per_token[0]})
 
 
 def differentiable_sum(
@@ -234,13 +215,12 @@ class _StoredGradient(torch.autograd.Function):
             raise RuntimeError(NO_SECOND_DERIVATIVE)
         if ctx.gradients is None:
             raise RuntimeError(
-                "backward went through the chunked loss a second time, and its gradients were handed over the first "
-                "time; call the loss again, or add the losses up and call backward once"
+                "backward went through the chunked loss a second time; call the loss again, or add the losses up before"
             )
         if ctx.is_detached and upstream is not None:
             raise RuntimeError(
-                "the loss does not require grad, though hidden or a parameter does: the criterion returned a detached "
-                "number (.detach(), torch.tensor(...)), or the generator ran under torch.no_grad()"
+                "the loss does not require grad, though hidden or a parameter does: something was detached in the "
+                "criterion (.detach(), torch.tensor(...)) or in the generator (torch.no_grad())"
             )
         gradients: Gradients = ctx.gradients
         # From here on the slots hold the only references, so that each one can free its gradient
@@ -315,8 +295,7 @@ class AutogradChunkLoss:
 
 def _checked(loss: TokenLoss) -> TokenLoss:
     """Return the loss with a total of no dimensions in float32 or wider; raise unless it is a TokenLoss of a sum."""
-    if not isinstance(loss, TokenLoss):
-        raise TypeError(f"per_chunk returned a {type(loss).__name__}; it must return a TokenLoss of sums")
+    check_type(loss, "per_chunk", TokenLoss, "a TokenLoss of sums", verb="returned")
     total = loss.total
     if total.numel() != 1:
         raise ValueError(f"the criterion returned shape {tuple(total.shape)}; it must return one number, the sum")
@@ -345,8 +324,7 @@ def _refuse_unknown_leaves(total: Tensor, known: set[int]) -> None:
         if id(leaf) not in known:
             raise RuntimeError(
                 f"the generator or criterion used a tensor of shape {tuple(leaf.shape)} that needs a gradient and is "
-                "neither a registered parameter nor a per-token argument; register it, or pass it as a keyword (a "
-                "forward that was set on the instance keeps the original's parameters: change the class instead)"
+                "neither a registered parameter (as in a forward set on the instance) nor a per-token argument"
             )
 
 

@@ -5,7 +5,6 @@ Shape suffixes: B batch, T time, N = B*T rows, K counted rows (their target is n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -31,63 +30,12 @@ Chunk = slice | Tensor
 """The rows of a chunk: a slice where they are adjacent (a view, no copy), else their int64 indices."""
 
 
-def check_chunks(chunks: Sequence[Chunk], rows: int, device: torch.device) -> None:
-    """Raise ValueError if a row is in two chunks, or twice in one: its gradients would overwrite each other.
-
-    On an accelerator a device-side assertion checks this, so that the host does not wait for the device. Nothing is
-    checked while a CUDA graph is recorded.
-    """
-    if not isinstance(chunks, (list, tuple)):
-        raise TypeError(f"chunks is a {type(chunks).__name__}; it must be a list of slices or of index tensors")
-    for i, chunk in enumerate(chunks):
-        _check_chunk(chunk, f"chunks[{i}]", rows)
-    if recording(device):
-        return
-    # (N,): how many times each row occurs
-    uses_N = torch.zeros(rows, dtype=torch.int32, device=device)
-    for chunk in chunks:
-        if isinstance(chunk, slice):
-            uses_N[chunk] += 1
-        else:
-            # Unlike `uses_N[chunk] += 1`, this counts an index twice that is twice in the chunk
-            uses_N.index_put_((chunk,), torch.ones_like(chunk, dtype=torch.int32), accumulate=True)
-    if device.type != "cpu":
-        torch._assert_async((uses_N <= 1).all(), "chunks overlap: each row may occur once")
-    elif (uses_N > 1).any():
-        row = int(uses_N.argmax())
-        raise ValueError(f"chunks overlap: row {row} occurs {int(uses_N[row])} times; each row may occur once")
-
-
-def _check_chunk(chunk: object, name: str, rows: int) -> None:
-    """Raise unless a chunk is a slice with a positive step, or a vector of int64 indices below `rows`."""
-    if isinstance(chunk, slice):
-        if chunk.step is not None and chunk.step < 1:
-            raise ValueError(f"{name} is {chunk}; a slice of rows must have a positive step")
-        return
-    if not isinstance(chunk, Tensor):
-        raise TypeError(f"{name} is a {type(chunk).__name__}; it must be a slice or a vector of int64 indices")
-    if chunk.dtype != torch.int64 or chunk.dim() != 1:
-        raise TypeError(
-            f"{name} is a {type(chunk).__name__} of shape {tuple(chunk.shape)} and {chunk.dtype}; it must be a slice "
-            "or a vector of int64 indices"
-        )
-    # On an accelerator the indexing itself asserts this; reading the smallest index would wait for the device
-    if chunk.device.type == "cpu" and len(chunk) and not -rows <= int(chunk.min()) <= int(chunk.max()) < rows:
-        raise IndexError(f"{name} has rows from {int(chunk.min())} to {int(chunk.max())}, and there are {rows} rows")
-
-
 def recording(device: torch.device) -> bool:
     """Return whether a CUDA graph is being recorded on the device.
 
     No number can be read then, and the shapes must be the same in every replay, so every row is computed.
     """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def check_size(size: int | None, name: str) -> None:
-    """Raise ValueError unless `size` is None or an int of at least 1."""
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ValueError(f"{name} is {size!r}; it must be a whole number of at least 1, or None to choose it")
 
 
 def rows_per_chunk(vocab_size: int, dtype: torch.dtype, device_type: str) -> int:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Real
+from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from seqpar.core.checks import check_function, check_number, check_shapes, check_type
 from seqpar.core.structures import leaves, map_tensors
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.collectives import (
@@ -31,12 +32,11 @@ from seqpar.distributed.reducers import (
     called,
     check_has_all,
     check_reduces_all,
-    gradient_reductions,
     refuse_fsdp1,
     refuse_no_sync,
     without_remains,
 )
-from seqpar.distributed.torch_private import records_static_graph
+from seqpar.distributed.torch_private import parameter_groups, records_static_graph
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -109,7 +109,10 @@ def accumulate_gradients(
         TypeError: a model that does not reduce gradients, or FSDP1; a total in float16 or bfloat16; an argument or a
             returned value of a wrong type.
     """
-    _check_arguments(micro_batches, loss_of, tokens_of, backward, agree)
+    check_type(micro_batches, "micro_batches", Iterable, "an iterable of this rank's micro-batches")
+    for name, function in (("loss_of", loss_of), ("tokens_of", tokens_of), ("backward", backward)):
+        check_function(function, name)
+    check_type(agree, "agree", (Mapping, NoneType), "a dict of names and what is to be the same")
     check_group(group)
     # Iterated over twice, for the counts and for the losses; an iterator could give its items only once
     mine = list(micro_batches)
@@ -145,8 +148,8 @@ def accumulate_gradients(
     # The same two numbers on every rank, so that all of them raise or none
     if int(whole.tokens) != step.tokens:
         raise RuntimeError(
-            f"tokens_of counted {step.tokens} tokens in this step and the losses {int(whole.tokens)}, so the gradients "
-            "were divided by a wrong number; count the targets that the criterion does not ignore"
+            f"tokens_of counted {step.tokens} tokens in this step and the losses {int(whole.tokens)}; count the "
+            "targets that the criterion does not ignore"
         )
     return whole
 
@@ -168,8 +171,7 @@ def _zeros_like(loss: TokenLoss) -> TokenLoss:
 
 def sum_over_ranks(loss: TokenLoss, group: ProcessGroup | None) -> TokenLoss:
     """Return the loss of all ranks' tokens, detached: each field summed over the group, in one collective."""
-    if not isinstance(loss, TokenLoss):
-        raise TypeError(f"loss is {_kind(loss)}; it must be a seqpar.TokenLoss")
+    check_type(loss, "loss", TokenLoss, "a seqpar.TokenLoss")
     if world_size(group) == 1:
         return loss.detach()
     fields = {name: t for name, t in loss._asdict().items() if t is not None}
@@ -178,59 +180,29 @@ def sum_over_ranks(loss: TokenLoss, group: ProcessGroup | None) -> TokenLoss:
     return TokenLoss(**{name: s.to(t.dtype) for (name, t), s in zip(fields.items(), sums, strict=True)})
 
 
-def _kind(value: object) -> str:
-    """Return what a value is, for an error message."""
-    if value is None:
-        return "None"
-    return f"a {type(value).__name__}"
-
-
-def _check_arguments(
-    micro_batches: object, loss_of: object, tokens_of: object, backward: object, agree: object
-) -> None:
-    """Raise TypeError for an argument of a wrong type."""
-    if not isinstance(micro_batches, Iterable):
-        raise TypeError(f"micro_batches is {_kind(micro_batches)}; it must be an iterable of this rank's micro-batches")
-    for name, function in (("loss_of", loss_of), ("tokens_of", tokens_of), ("backward", backward)):
-        if not callable(function):
-            raise TypeError(f"{name} is {_kind(function)}; it must be a function")
-    if agree is not None and not isinstance(agree, Mapping):
-        raise TypeError(f"agree is {_kind(agree)}; it must be a dict of names and what is to be the same")
-
-
 def _counted(counts: Sequence[int | Tensor]) -> int:
     """Return the sum of the counts; tensors are summed where they are, so that a device is waited for only once."""
-    for count in counts:
-        _check_count(count)
-    tensors = [count.reshape(()) for count in counts if isinstance(count, Tensor)]
+    tensors = [count for count in counts if isinstance(count, Tensor)]
+    numbers = [count for count in counts if not isinstance(count, Tensor)]
+    for tensor in tensors:
+        check_shapes(tensor.numel() == 1, "one number, how many tokens count", **{"what tokens_of returned": tensor})
+    for number in numbers:
+        check_number(number, "what tokens_of returned")
     # In its own dtype a sum would wrap around: three times 200 is 88 in uint8
-    total = float(sum(count if count.is_floating_point() else count.long() for count in tensors))
+    wide = [tensor if tensor.is_floating_point() else tensor.long() for tensor in tensors]
+    total = float(sum(tensor.reshape(()) for tensor in wide))
     # Sums of float64 are exact up to 2^53 tokens
-    total += float(sum(count for count in counts if not isinstance(count, Tensor)))
-    if not total >= 0 or total % 1:
-        raise ValueError(f"tokens_of counted {total:g} tokens; it must return whole numbers, at least 0")
-    return int(total)
-
-
-def _check_count(count: object) -> None:
-    """Raise unless it is a whole number of at least 0; a tensor's number is not read here."""
-    if isinstance(count, Tensor):
-        if count.numel() != 1:
-            raise ValueError(f"tokens_of returned a tensor of shape {tuple(count.shape)}; it must return one number")
-    elif isinstance(count, bool) or not isinstance(count, Real):
-        raise TypeError(f"tokens_of returned {_kind(count)}; it must return a whole number, how many tokens count")
+    total += float(sum(numbers))
     # Not `< 0`, which is False for nan
-    elif not float(count) >= 0 or float(count) % 1:
-        raise ValueError(f"tokens_of returned {count}; it must return a whole number, at least 0")
+    wrong = [number for number in (*numbers, total) if number % 1 or not number >= 0]
+    if wrong:
+        raise ValueError(f"tokens_of counted {wrong[0]:g} tokens; it must return whole numbers, at least 0")
+    return int(total)
 
 
 def _checked(loss: TokenLoss) -> TokenLoss:
     """Return the loss; raise unless it is a TokenLoss that a backward can start from."""
-    if not isinstance(loss, TokenLoss):
-        raise TypeError(
-            f"loss_of returned {_kind(loss)}; it must return a seqpar.TokenLoss, the summed loss and its tokens: "
-            "TokenLoss(total, tokens)"
-        )
+    check_type(loss, "loss_of", TokenLoss, "a seqpar.TokenLoss(total, tokens), of sums", verb="returned")
     if loss.total.dtype in (torch.float16, torch.bfloat16):
         raise TypeError(
             f"loss_of returned a total in {loss.total.dtype}, which rounds a sum and with it the gradient; return it "
@@ -243,45 +215,38 @@ def _checked(loss: TokenLoss) -> TokenLoss:
 
 def _group_of(model: nn.Module | None, group: ProcessGroup | None) -> ProcessGroup | None:
     """Return the group to count tokens over, which is the one that the model reduces gradients over."""
-    # DDP says what its group is, FSDP2 does not
-    own: ProcessGroup | None = getattr(model, "process_group", None)
-    if model is not None and not hasattr(model, "no_sync") and not hasattr(model, "set_requires_gradient_sync"):
+    if model is None:
+        return group
+    if not hasattr(model, "no_sync") and not hasattr(model, "set_requires_gradient_sync"):
         raise TypeError(
             f"model is a {type(model).__name__}; it must be what reduces the gradients, a DistributedDataParallel or a "
             "module that fully_shard was called on; pass None where nothing does"
         )
-    if model is None:
-        return group
     refuse_fsdp1(model)
     refuse_no_sync(model)
     check_reduces_all(model)
+    # DDP says what its group is, FSDP2 does not
+    own: ProcessGroup | None = getattr(model, "process_group", None)
     if own is not None and group is None:
         return own
     if group is None:
         raise ValueError("name the group of ranks that FSDP2 reduces over: group=torch.distributed.group.WORLD for all")
     counted = ranks_of(group)
     # Two handles of the same ranks are different objects, so ranks are compared
-    if own is not None and ranks_of(own) != counted:
-        raise ValueError(_other_ranks("the model reduces gradients", ranks_of(own), counted))
-    for unit, ranks, divisor in gradient_reductions(model):
-        if not ranks <= counted:
-            raise ValueError(_other_ranks(f"FSDP2 reduces the gradients of {unit}", ranks, counted))
-        if divisor != len(counted):
+    reductions = (
+        [(name or "the model", *parameters.reduction()) for name, parameters in parameter_groups(model)]
+        if own is None
+        else [("the model", ranks_of(own), len(ranks_of(own)))]
+    )
+    for unit, ranks, divisor in reductions:
+        if not ranks <= counted or divisor != len(counted):
             raise ValueError(
-                f"FSDP2 sums the gradients of {unit} over {len(ranks)} ranks and divides them by {divisor:g}, but "
-                f"group has {len(counted)} ranks; call fully_shard with the mesh of all of them and leave the divide "
-                "factor unchanged (experts that process other ranks' tokens may lie on fewer ranks, with "
-                f"set_gradient_divide_factor({len(counted)}))"
+                f"the gradients of {unit} are summed over the {len(ranks)} ranks {sorted(ranks)!r:.60} and divided by "
+                f"{divisor:g}, and group has the {len(counted)} ranks {sorted(counted)!r:.60}; pass the group of those "
+                "ranks (WORLD is all) and leave the divide factor unchanged, or, for experts that process other ranks' "
+                f"tokens, set_gradient_divide_factor({len(counted)})"
             )
     return group
-
-
-def _other_ranks(reduces: str, ranks: frozenset[int], counted: frozenset[int]) -> str:
-    """Return the message for a group whose ranks are not those that gradients are reduced over."""
-    return (
-        f"group has the {len(counted)} ranks {sorted(counted)!r:.60} and {reduces} over the {len(ranks)} ranks "
-        f"{sorted(ranks)!r:.60}; pass the group of those ranks (torch.distributed.group.WORLD is all)"
-    )
 
 
 def _facts(model: nn.Module | None, agree: Mapping[str, object] | None) -> dict[str, object]:

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Number
+from numbers import Number
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -30,19 +31,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from seqpar.core.checks import check_dense, check_integer, check_type
 from seqpar.core.structures import leaves
-from seqpar.core.tensor_checks import check_dense
 
 Value = TypeVar("Value")
 
 
 def check_group(group: object) -> None:
     """Raise TypeError unless it is a group of ranks, or None."""
-    if group is not None and not isinstance(group, ProcessGroup):
-        raise TypeError(
-            f"group is {group!r:.60}; it must be a torch.distributed ProcessGroup (of a mesh: mesh.get_group()), or "
-            "None for this process alone"
-        )
+    wanted = "a torch.distributed ProcessGroup (of a mesh: mesh.get_group()), or None for this process alone"
+    check_type(group, "group", (ProcessGroup, NoneType), wanted)
 
 
 def world_size(group: ProcessGroup | None) -> int:
@@ -219,7 +217,13 @@ def check_agreement(
         TypeError, ValueError: `facts` is not a dict with text keys, or contains a tensor or an array, or `numbers` are
             not int64.
     """
-    _check_facts(facts, numbers)
+    check_type(facts, "facts", Mapping, "a dict of names and the values that must be the same")
+    check_type(numbers, "numbers", (list, tuple), "a list of whole numbers")
+    for name, value in facts.items():
+        check_type(name, "a key of facts", str, "a name, as text")
+        _check_fact(name, value)
+    for i, number in enumerate(numbers):
+        check_integer(number, f"numbers[{i}]")
     if world_size(group) == 1:
         return [list(numbers)]
     # 7 bytes, so that the digest fits into a signed int64
@@ -240,25 +244,8 @@ def check_agreement(
     raise AssertionError("equal facts have one digest")
 
 
-def _check_facts(facts: object, numbers: object) -> None:
-    """Raise TypeError or ValueError, as `check_agreement` says."""
-    if not isinstance(facts, Mapping):
-        raise TypeError(
-            f"facts is a {type(facts).__name__}; it must be a dict of names and the values that must be the same"
-        )
-    for name in facts:
-        if not isinstance(name, str):
-            raise TypeError(f"facts has the key {name!r}; its keys must be names, as text")
-        # Facts are compared as text, and that of a tensor or an array leaves out digits and entries
-        for value in leaves(facts[name]):
-            if hasattr(value, "__array__") and not isinstance(value, Number):
-                raise TypeError(
-                    f"{name} is or contains a {type(value).__name__}; compare its numbers: .tolist(), or a hash of them"
-                )
-    if not isinstance(numbers, Sequence) or isinstance(numbers, str):
-        raise TypeError(f"numbers is {numbers!r:.60}; it must be a list of whole numbers")
-    for i, number in enumerate(numbers):
-        if isinstance(number, bool) or not isinstance(number, Integral):
-            raise TypeError(f"numbers[{i}] is {number!r:.60}; it must be a whole number")
-        if not -(2**63) <= int(number) < 2**63:
-            raise ValueError(f"numbers[{i}] is {number}; it must be an int64")
+def _check_fact(name: str, fact: object) -> None:
+    """Raise TypeError for a tensor or an array: facts are compared as text, which leaves out its digits and entries."""
+    for value in leaves(fact):
+        if hasattr(value, "__array__") and not isinstance(value, Number):
+            raise TypeError(f"{name} has a {type(value).__name__}; compare its numbers: .tolist(), or a hash of them")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
 
-from seqpar.core.tensor_checks import check_module
+from seqpar.core.checks import check_module, check_type
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.wrappers import refuse_data_parallel
 
@@ -80,8 +81,7 @@ class ModelWithLoss(nn.Module):
                 Parameters are sharded here, because a submodule was called that `fully_shard` does not wrap.
             All errors of `LossCompute`.
         """
-        if per_token is not None and not isinstance(per_token, Mapping):
-            raise TypeError(f"per_token is a {type(per_token).__name__}; it must be a dict of per-token tensors")
+        check_type(per_token, "per_token", (Mapping, NoneType), "a dict of per-token tensors")
         self._refuse_replaced()
         hidden = self.model(*inputs, **keywords)
         extra = dict(per_token or {})
@@ -96,8 +96,7 @@ class ModelWithLoss(nn.Module):
             if self.get_submodule(in_loss) is not self.get_submodule(in_model):
                 raise RuntimeError(
                     f"{in_loss} is no longer the module {in_model}: one of them was replaced after this ModelWithLoss "
-                    "was made (adapters such as LoRA do that); change the model first, then make the loss and this "
-                    "module from it"
+                    "was made, as adapters do; change the model first, then make the loss and this module"
                 )
 
     def _shared_modules(self) -> dict[str, str]:

@@ -33,16 +33,8 @@ def refuse_fsdp1(model: nn.Module) -> None:
     # Where FSDP was never imported nothing is wrapped; importing it here would slow down every start
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if kind is not None and isinstance(model, kind):
-        raise TypeError(
-            "model is a FullyShardedDataParallel (FSDP1), which is not supported; call fully_shard (FSDP2) on the "
-            "module inside, or wrap it in DistributedDataParallel"
-        )
-
-
-def gradient_reductions(model: nn.Module) -> Iterator[tuple[str, frozenset[int], float]]:
-    """Yield each FSDP2 unit's name, the ranks that its gradients are summed over, and what that sum is divided by."""
-    for name, group in parameter_groups(model):
-        yield name or "the model", *group.reduction()
+        instead = "call fully_shard (FSDP2) on the module inside, or wrap it in DistributedDataParallel"
+        raise TypeError(f"model is a FullyShardedDataParallel (FSDP1), which is not supported; {instead}")
 
 
 def gathers_for_any(model: nn.Module, wanted: bool) -> bool:
@@ -130,8 +122,7 @@ def called(model: nn.Module | None) -> Iterator[None]:
     yield
     if not has_run_forward(model):
         raise RuntimeError(
-            "loss_of did not call model, the DistributedDataParallel, but perhaps the module inside it, so gradients "
-            "would not be reduced over the ranks; call model in loss_of"
+            "loss_of did not call model, the DistributedDataParallel, but perhaps the module inside it: call model"
         )
 
 
@@ -139,6 +130,5 @@ def refuse_no_sync(model: nn.Module) -> None:
     """Raise RuntimeError inside `model.no_sync()`, where no gradient would be reduced."""
     if isinstance(model, DistributedDataParallel) and is_inside_no_sync(model):
         raise RuntimeError(
-            "accumulate_gradients was called inside model.no_sync(), so gradients would not be reduced over the ranks; "
-            "call it outside: it enters no_sync itself for all micro-batches but the last"
+            "accumulate_gradients was called inside model.no_sync(); call it outside: it enters no_sync itself"
         )

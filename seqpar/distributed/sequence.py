@@ -13,17 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from seqpar.core.checks import (
+    CLASS_INDICES,
+    check_choice,
+    check_dense,
+    check_dim,
+    check_dtype,
+    check_integer,
+    check_joinable,
+    check_one_device,
+    check_type,
+)
 from seqpar.core.chunks import even_sizes
-from seqpar.core.tensor_checks import CLASS_INDICES, check_dense
 from seqpar.distributed.collectives import gather_numbers, group_gather, rank_in, world_size
-from seqpar.distributed.vocab_parallel import check_whole
-from seqpar.rows.target_checks import check_ignore_index
 
 Order = Literal["contiguous", "zigzag"]
 """The time steps that each rank has.
@@ -46,29 +54,14 @@ def time_steps(time: int, rank: int, world: int, order: Order = "contiguous") ->
         ValueError: an unknown order, a rank outside [0, world), or a negative time.
         TypeError: an argument that is not a whole number.
     """
-    _check_order(order)
-    for name, value, least in (("time", time, 0), ("world", world, 1), ("rank", rank, 0)):
-        check_whole(value, name, least)
-    if rank >= world:
-        raise ValueError(f"rank is {rank}; it must be in [0, {world})")
+    check_choice(order, "order", get_args(Order))
+    for name, value, least in (("time", time, 0), ("world", world, 1)):
+        check_integer(value, name, least)
+    check_integer(rank, "rank", 0, world - 1)
     # Piece p is [ends[p] - sizes[p], ends[p])
     sizes = part_sizes(time, world * len(_pieces_of(rank, world, order)))
     ends = list(accumulate(sizes))
     return torch.cat([torch.arange(ends[p] - sizes[p], ends[p]) for p in _pieces_of(rank, world, order)])
-
-
-def _check_order(order: object) -> None:
-    """Raise ValueError unless it is one of the two orders."""
-    if order not in ("contiguous", "zigzag"):
-        raise ValueError(f"order is {order!r}; it must be 'contiguous' or 'zigzag'")
-
-
-def _check_dim(dim: object, tensor: Tensor) -> None:
-    """Raise unless it is one of the tensor's dimensions, which may be counted from the end."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim is {dim!r}; it must be an int, the dimension of time")
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"dim is {dim!r}; the tensor has shape {tuple(tensor.shape)}")
 
 
 def part_sizes(length: int, parts: int) -> list[int]:
@@ -96,7 +89,7 @@ def split_time(tensor: Tensor, group: ProcessGroup | None, dim: int = 1, order: 
         TypeError, ValueError: not a dense tensor, no such dimension, not a group, or an unknown order.
     """
     check_dense(tensor, "tensor")
-    _check_dim(dim, tensor)
+    check_dim(dim, tensor=tensor)
     steps = time_steps(tensor.size(dim), rank_in(group), world_size(group), order)
     return tensor.index_select(dim, steps.to(tensor.device))
 
@@ -110,7 +103,7 @@ def join_time(parts: Sequence[Tensor], dim: int = 1, order: Order = "contiguous"
         ValueError: sizes other than those of `split_time`, no tensors, or an unknown order or dimension.
         TypeError: not dense tensors, or not all of the same dtype.
     """
-    _check_order(order)
+    check_choice(order, "order", get_args(Order))
     _check_parts(parts, dim)
     sizes = [part.size(dim) for part in parts]
     steps = [time_steps(sum(sizes), rank, len(parts), order) for rank in range(len(parts))]
@@ -122,26 +115,16 @@ def join_time(parts: Sequence[Tensor], dim: int = 1, order: Order = "contiguous"
 
 def _check_parts(parts: Sequence[Tensor], dim: int) -> None:
     """Raise unless they are dense tensors that may differ in their size along `dim` alone."""
-    if not isinstance(parts, (list, tuple)):
-        raise TypeError(f"parts is a {type(parts).__name__}; it must be a list of all ranks' tensors, in rank order")
+    check_type(parts, "parts", (list, tuple), "a list of all ranks' tensors, in rank order")
     if not parts:
         raise ValueError("parts is empty; it must have every rank's tensor, in rank order")
-    for i, part in enumerate(parts):
-        check_dense(part, f"parts[{i}]")
-    first = parts[0]
-    _check_dim(dim, first)
-    for i, part in enumerate(parts):
-        # The first one's shape, except for the time steps
-        shape = list(part.shape)
-        if len(shape) == first.dim():
-            shape[dim] = first.size(dim)
-        if shape != list(first.shape) or part.device != first.device:
-            raise ValueError(
-                f"parts[{i}] has shape {tuple(part.shape)} on {part.device} and parts[0] {tuple(first.shape)} on "
-                f"{first.device}; they may differ only in dimension {dim}"
-            )
-        if part.dtype != first.dtype:
-            raise TypeError(f"parts[{i}] has dtype {part.dtype} and parts[0] {first.dtype}; they must be the same")
+    check_dense(parts[0], "parts[0]")
+    dtype = parts[0].dtype
+    named = {f"parts[{i}]": part for i, part in enumerate(parts)}
+    for name, part in named.items():
+        check_dtype(part, name, (dtype,), f"be that of parts[0], {dtype}")
+    check_joinable(dim, **named)
+    check_one_device(**named)
 
 
 def _check_sizes(sizes: list[int], expected: list[int], order: Order) -> None:
@@ -173,8 +156,8 @@ def next_token_targets(
             an unknown order, or an ignore_index that is not an int64.
         RuntimeError: the ranks disagree on the batch size.
     """
-    _check_order(order)
-    check_ignore_index(ignore_index)
+    check_choice(order, "order", get_args(Order))
+    check_integer(ignore_index, "ignore_index")
     check_dense(tokens, "tokens")
     if tokens.dtype not in CLASS_INDICES or tokens.dim() != 2:
         raise TypeError(f"tokens have shape {tuple(tokens.shape)}, {tokens.dtype}; they must be (batch, time) indices")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from seqpar.core.tensor_checks import is_dtensor
+from seqpar.core.checks import check_integer, is_dtensor
 from seqpar.distributed.collectives import (
     check_agreement,
     check_group,
@@ -31,14 +31,6 @@ from seqpar.distributed.collectives import (
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
-
-
-def check_whole(value: object, name: str, least: int | None = None) -> None:
-    """Raise TypeError unless it is an int, ValueError if it is below `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r:.60}; it must be a whole number")
-    if least is not None and value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
 @dataclass(frozen=True)
@@ -63,12 +55,8 @@ class VocabShard:
 
     def __post_init__(self) -> None:
         check_group(self.group)
-        check_whole(self.vocab_size, "vocab_size")
-        check_whole(self.start, "start")
-        if self.vocab_size < 1:
-            raise ValueError(f"vocab_size is {self.vocab_size}; the ranks together must have at least one class")
-        if not 0 <= self.start <= self.vocab_size:
-            raise ValueError(f"start is {self.start}; it must be in [0, {self.vocab_size}]")
+        check_integer(self.vocab_size, "vocab_size", 1)
+        check_integer(self.start, "start", 0, self.vocab_size)
 
     @classmethod
     def of(cls, weight_rows: int, group: ProcessGroup | None) -> VocabShard:
@@ -76,7 +64,7 @@ class VocabShard:
 
         Every rank of the group must call it, once, when the weight is created: it is one small collective.
         """
-        check_whole(weight_rows, "weight_rows", 0)
+        check_integer(weight_rows, "weight_rows", 0)
         # This rank's classes begin after those of all lower ranks
         rows = [count for (count,) in gather_numbers([weight_rows], group)]
         return cls(group, sum(rows[: rank_in(group)]), sum(rows))
@@ -111,15 +99,10 @@ class VocabShard:
         """
         everyone = self.meet(facts, rows, hidden)
         spans = [divmod(number, SPAN) for number, _ in everyone]
-        reached = 0
         # In the order of the classes, whatever the order of the ranks; a rank without classes has an empty span
-        for start, end in sorted((start, end) for start, end in spans if start < end):
-            if start != reached:
-                # A gap or an overlap, which no later span can close
-                reached = -1
-                break
-            reached = end
-        if reached != self.vocab_size:
+        ordered = sorted((start, end) for start, end in spans if start < end)
+        # Each begins where the one before it ends
+        if [*(start for start, _ in ordered), self.vocab_size] != [0, *(end for _, end in ordered)]:
             said = "; ".join(f"[{start}, {end}) on rank {rank}" for rank, (start, end) in enumerate(spans))
             raise RuntimeError(
                 f"the weight's rows are the classes {said}; together they must be [0, {self.vocab_size}), each class "
@@ -226,7 +209,7 @@ def local_rows(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | No
     return _local(weight, Shard(0)), bias, shard
 
 
-def local_copy(tensor: Tensor, name: str) -> Tensor:
+def local_copy(tensor: Tensor | None, name: str) -> Tensor | None:
     """Return a plain tensor that every rank has whole; raise TypeError for a DTensor that is sharded."""
     if not is_dtensor(tensor):
         return tensor

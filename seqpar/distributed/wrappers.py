@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.core.tensor_checks import is_dtensor
+from seqpar.core.checks import is_dtensor
 from seqpar.distributed.torch_private import class_before_fully_shard, is_fsdp_unit
 
 WRAP_BOTH = (
@@ -55,9 +55,9 @@ def inside_unit(generator: nn.Module, compute: Callable[..., Any], *inputs: Any)
         return compute(*inputs)
     unit: Any = generator
     if "forward" in vars(unit):
+        kind = type(unit).__name__
         raise TypeError(
-            f"{type(unit).__name__} is a fully_shard unit with a forward of its own, set on the instance, which the "
-            "loss would not call; change the class instead"
+            f"{kind} is a fully_shard unit with a forward of its own, set on the instance; change the class"
         )
     # An attribute of the instance takes precedence over the class's forward; the hooks run around it
     unit.forward = compute

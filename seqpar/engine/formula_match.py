@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from seqpar.core.checks import check_shapes
 from seqpar.engine.module_calls import extra_in_call
 from seqpar.engine.shards import Shard
+from seqpar.rows.conventions import Convention
 from seqpar.rows.criteria import CrossEntropy, LabelSmoothing
-from seqpar.rows.smoothing import Convention, SoftTarget, soft_target
+from seqpar.rows.smoothing import SoftTarget, soft_target
 
 
 class FormulaMatch(NamedTuple):
@@ -105,15 +107,12 @@ def match_split(head: nn.ModuleDict, per_token: Iterable[str] = ()) -> FormulaMa
 
 def check_class_weight(criterion: nn.Module, vocab_size: int) -> None:
     """Raise ValueError unless an `nn.CrossEntropyLoss` has that many class weights, all constant, or none."""
-    if type(criterion) is not nn.CrossEntropyLoss:
+    weight = criterion.weight if type(criterion) is nn.CrossEntropyLoss else None
+    if weight is None:
         return
-    weight = criterion.weight
-    if weight is not None and weight.shape != (vocab_size,):
-        raise ValueError(
-            f"the criterion's weight has shape {tuple(weight.shape)} and the generator makes {vocab_size} scores; it "
-            f"must be ({vocab_size},), one for each class"
-        )
-    if weight is not None and weight.requires_grad:
+    wanted = f"({vocab_size},), one for each score that the generator makes"
+    check_shapes(weight.shape == (vocab_size,), wanted, **{"the criterion's weight": weight})
+    if weight.requires_grad:
         raise ValueError("the criterion's weight requires a gradient, which no cross-entropy gives it; detach it")
 
 

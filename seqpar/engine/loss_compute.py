@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
-from seqpar.core.chunked_gradient import check_loss_scale
-from seqpar.core.chunks import check_size
+from seqpar.core.checks import check_loss_scale, check_module, check_size, refuse_transforms
 from seqpar.core.graphs import outside_graphs
 from seqpar.core.token_loss import TokenLoss
-from seqpar.core.transforms import refuse_transforms
 from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import inside_unit, refuse_data_parallel, refuse_sharded
@@ -170,7 +168,8 @@ class LossCompute(nn.Module):
         Args:
             hidden, target: as for the loss; ignored targets are the criterion's.
             temperature, ids: as `seqpar.token_scores`; those of each token are scattered with hidden.
-            options: entropy, top_k, softcap, product_dtype, batch_invariant, chunk_tokens, as `seqpar.token_scores`.
+            options: entropy, top_k, rank, softcap, product_dtype, batch_invariant, chunk_tokens, as
+                `seqpar.token_scores`.
 
         Returns:
             `TokenScores` on the first device, in the order of the batch.
@@ -276,8 +275,7 @@ _between_graphs = outside_graphs(LossCompute.forward)
 def _check_modules(generator: nn.Module, criterion: nn.Module) -> None:
     """Raise unless both are modules in the right order, not wrapped, and the criterion sums."""
     for name, module in (("generator", generator), ("criterion", criterion)):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"{name} is a {type(module).__name__}; it must be a torch.nn.Module")
+        check_module(module, name)
         refuse_data_parallel(module, name)
     _check_roles(generator, criterion)
     _check_reduction(criterion)

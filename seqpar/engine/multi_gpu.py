@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.tensor_checks import check_dense, check_number
+from seqpar.core.checks import check_number, check_scalar
 from seqpar.core.token_loss import TokenLoss
 from seqpar.engine.loss_compute import LossCompute
 from seqpar.multi_device.devices import Device
@@ -82,12 +83,5 @@ def _check_normalize(normalize: object, loss: TokenLoss) -> None:
 
     Without tokens 0 is accepted: all gradients are then 0, whatever the factor.
     """
-    if isinstance(normalize, Tensor):
-        check_dense(normalize, "normalize")
-        if normalize.numel() != 1 or normalize.is_complex():
-            raise TypeError(f"normalize has shape {tuple(normalize.shape)}; it must be a number, or a tensor of one")
-        normalize = normalize.item()
-    check_number(normalize, "normalize")
-    number = float(normalize)  # type: ignore[arg-type]
-    if number <= 0 and int(loss.tokens):
-        raise ValueError(f"normalize is {number} for {int(loss.tokens)} tokens; it must be above 0")
+    check_scalar(normalize, "normalize")
+    check_number(float(normalize), "normalize", above=0 if int(loss.tokens) else -math.inf)  # type: ignore[arg-type]

@@ -11,9 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.tensor_checks import check_dense, check_floating
+from seqpar.core.checks import (
+    check_dense,
+    check_floating,
+    check_per_token,
+    check_range,
+    check_shapes,
+    check_target,
+    check_type,
+)
 from seqpar.multi_device.replicas import replicate, scatter
-from seqpar.rows.target_checks import check_range, check_target
 
 OneOrScattered = Tensor | Sequence[Tensor]
 """One tensor of all rows, or one tensor for each device."""
@@ -82,14 +89,11 @@ def _check_scattered(hidden: Sequence[object]) -> None:
         raise ValueError("hidden is an empty list; it must be a tensor, or one tensor for each device")
     for i, tensor in enumerate(hidden):
         if isinstance(tensor, (list, tuple)):
-            raise TypeError(
-                f"hidden[{i}] is a {type(tensor).__name__}; hidden must be a tensor, or one tensor for each device (an "
-                "LSTM returns a tuple: hidden, _ = lstm(inputs))"
-            )
+            kind = f"hidden[{i}] is a {type(tensor).__name__}; hidden must be a tensor, or one tensor for each device"
+            raise TypeError(f"{kind} (of an LSTM: hidden, _ = lstm(inputs))")
         check_floating(tensor, f"hidden[{i}]")
         assert isinstance(tensor, Tensor)
-        if tensor.dim() < 2:
-            raise ValueError(f"hidden[{i}] has shape {tuple(tensor.shape)}; it must be (N, D) or (batch, time, D)")
+        check_shapes(tensor.dim() >= 2, "(N, D) or (batch, time, D)", **{f"hidden[{i}]": tensor})
 
 
 def _scattered_like_hidden(
@@ -118,34 +122,19 @@ def _check_batch(
 ) -> None:
     """Raise TypeError or ValueError unless all are dense tensors whose dtypes and shapes fit each other and the cut."""
     check_floating(hidden, "hidden")
+    check_type(target, "target", Tensor, "a tensor, as hidden is: scatter both or neither")
+    check_target(target, hidden=hidden)
     assert isinstance(hidden, Tensor)
-    if isinstance(target, (list, tuple)):
-        raise TypeError(f"hidden is one tensor and target a {type(target).__name__}; scatter both or neither")
-    check_dense(target, "target")
     assert isinstance(target, Tensor)
-    check_target(hidden, target)
-    for name, value in per_token.items():
-        check_dense(value, name)
-        assert isinstance(value, Tensor)
-        if value.shape[: target.dim()] != target.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)}; the first dimensions of a per-token tensor must be target's "
-                f"shape {tuple(target.shape)}"
-            )
-    if time_steps is not None and hidden.dim() != 3:
-        raise ValueError(
-            f"chunk_size={time_steps} cuts time steps and hidden has shape {tuple(hidden.shape)}; pass "
-            "(batch, time, D), or use chunk_tokens"
-        )
+    check_per_token(per_token, target)
+    wanted = f"(batch, time, D), whose time steps chunk_size={time_steps} cuts; for rows use chunk_tokens"
+    check_shapes(time_steps is None or hidden.dim() == 3, wanted, hidden=hidden)
 
 
 def check_width(shards: Sequence[Shard], width: int) -> None:
     """Raise ValueError unless hidden has the width that the generator takes."""
     for shard in shards:
-        if shard.hidden.size(-1) != width:
-            raise ValueError(
-                f"hidden has shape {tuple(shard.hidden.shape)} and the generator takes a last size of {width}"
-            )
+        check_shapes(shard.hidden.size(-1) == width, f"(..., {width}), which the generator takes", hidden=shard.hidden)
 
 
 def check_targets(shards: Sequence[Shard], vocab_size: int) -> None:

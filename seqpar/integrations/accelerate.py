@@ -61,10 +61,8 @@ def accumulated_step(
     # `accelerator.backward` divides the loss by this number, which is already divided by the tokens of the step
     steps = accelerator.gradient_accumulation_steps
     if steps != 1:
-        raise ValueError(
-            f"the accelerator has gradient_accumulation_steps={steps} and would divide every loss by it; leave it at "
-            "1: the micro-batches passed here are the accumulation"
-        )
+        divides = f"the accelerator has gradient_accumulation_steps={steps} and would divide every loss by it"
+        raise ValueError(f"{divides}; leave it at 1: the micro-batches passed here are the accumulation")
     return accumulate_gradients(
         micro_batches, loss_of, tokens_of, model=_reducer(accelerator, model), backward=accelerator.backward
     )

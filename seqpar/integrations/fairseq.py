@@ -38,10 +38,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar.core.checks import check_integer
 from seqpar.core.token_loss import TokenLoss
-from seqpar.distributed.vocab_parallel import check_whole
 from seqpar.engine.module_calls import what_calls_run
-from seqpar.integrations.made_up import WINDOW, made_up_logits, same_logits, undisturbed
+from seqpar.integrations.made_up import (
+    WINDOW,
+    in_one_line,
+    is_plain_linear,
+    made_up_logits,
+    same_logits,
+    undisturbed,
+)
 from seqpar.linear.cross_entropy import linear_cross_entropy
 
 PROJECTIONS = ("output_projection", "fc_out", "fc3")
@@ -78,7 +85,7 @@ class ChunkedCrossEntropy(nn.Module):
         super().__init__()
         self.padding_idx = padding_idx
         self.label_smoothing = label_smoothing
-        check_whole(ignore_prefix_size, "ignore_prefix_size", 0)
+        check_integer(ignore_prefix_size, "ignore_prefix_size", 0)
         self.sentence_avg = sentence_avg
         self.ignore_prefix_size = ignore_prefix_size
         self.chunk_tokens = chunk_tokens
@@ -175,12 +182,10 @@ def _projection(model: nn.Module) -> nn.Linear:
     name, projection = next((item for item in named.items() if item[1] is not None), (PROJECTIONS[0], None))
     where = f"{_name(model)}'s {type(decoder).__name__}"
     if projection is None:
-        raise TypeError(
-            f"{where} has no {', '.join(PROJECTIONS[:-1])} or {PROJECTIONS[-1]}: with an adaptive softmax, or by a "
-            f"weight alone, it projects to the vocabulary in a way that the chunked loss does not know; {INSTEAD}"
-        )
-    # A subclass with a forward of its own may compute anything
-    if not isinstance(projection, nn.Linear) or type(projection).forward is not nn.Linear.forward:
+        # With an adaptive softmax, or by a weight alone
+        known = f"{', '.join(PROJECTIONS[:-1])} or {PROJECTIONS[-1]}"
+        raise TypeError(f"{where} has no {known}: it projects to the vocabulary in a way of its own; {INSTEAD}")
+    if not is_plain_linear(projection):
         raise TypeError(f"{where}.{name} is a {type(projection).__name__}, and must be an nn.Linear; {INSTEAD}")
     if "forward" in vars(projection) or projection._backward_hooks or projection._backward_pre_hooks:
         raise TypeError(f"{where}.{name} has backward hooks or a forward set on the instance; {INSTEAD}")
@@ -220,15 +225,15 @@ def _refuse_more_than_projecting(model: nn.Module, projection: nn.Linear, sample
             if not made_up:
                 raise
             raise TypeError(
-                f"{name} fails with the scores of a few tokens ({type(error).__name__}: "
-                f"{' '.join(str(error).split())}): it does more with them than normalise; {INSTEAD}"
+                f"{name} fails with the scores of a few tokens ({in_one_line(error)}): it does more with them than "
+                f"normalise; {INSTEAD}"
             ) from error
     if len(made_up) != 1:
         raise TypeError(f"{name} called its projection {len(made_up)} times in one forward; {INSTEAD}")
     if not same_logits(F.log_softmax(made_up[0], -1), theirs_1WV):
         raise TypeError(
             f"{name}'s log-probabilities are not log_softmax of what its projection returns: its forward or its "
-            f"get_normalized_probs scales, masks or mixes the scores, which the chunked loss would not; {INSTEAD}"
+            f"get_normalized_probs scales, masks or mixes the scores; {INSTEAD}"
         )
     if not (isinstance(target_BT, Tensor) and torch.equal(target_BT, sample["target"])):
         raise TypeError(f"{name}.get_targets returns others than sample['target']; {INSTEAD}")

@@ -8,12 +8,39 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from seqpar.core.token_loss import wide
+
+
+class RefusedModelError(TypeError):
+    """The model does not compute its loss in a way that the chunked loss supports."""
+
+
+def is_plain_linear(module: object) -> TypeGuard[nn.Linear]:
+    """Return whether a module is an `nn.Linear` with its own forward: a subclass with another may compute anything."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def full_name(value: object) -> str:
+    """Return the class of a module with that of its file, and of anything else the class alone, for an error."""
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(value, nn.Module) else kind.__name__
+
+
+def more_than_linear(name: str) -> str:
+    """Return what is wrong with output embeddings that are more than a product and a bias, for an error."""
+    return f"the output embeddings of {name} do more than multiply and add a bias (a hook, a forward of their own)"
+
+
+def in_one_line(error: Exception) -> str:
+    """Return the kind and the text of an error."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
 
 WINDOW = 8
 """The number of tokens in the window besides special labels."""
@@ -50,19 +77,19 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def same_logits(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether logits are the same, in shape and up to rounding."""
-    return ours.shape == theirs.shape and close(ours, theirs)
+def same_logits(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether logits are the same, in shape and up to rounding, as `close` says."""
+    return ours.shape == theirs.shape and close(ours, theirs, dtype)
 
 
-def close(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether numbers are the same up to a few roundings of float32.
+def close(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether numbers are the same up to a few roundings of float32, or of a narrower `dtype`.
 
-    That holds whatever the model's precision, because the logits that it was given have at least that precision.
+    Those of float32 will do whatever the model's precision where the logits that it was given have at least that one.
     """
     finite = ours[ours.isfinite()]
     scale = 1.0
     if len(finite):
         scale = max(scale, float(finite.abs().max()))
-    tolerance = 8 * torch.finfo(torch.float32).eps * scale
+    tolerance = 8 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) * scale
     return torch.allclose(ours.double(), theirs.double(), rtol=0, atol=tolerance)

@@ -92,10 +92,8 @@ class ChunkedCriterion(nn.Module):
             if getattr(loss, name, None) is not None:
                 raise TypeError(f"the loss has a language model as a prior ({name}), which needs all scores; {INSTEAD}")
         if getattr(loss, "copy_attn", False) or type(own) is not nn.CrossEntropyLoss or loss.generator is None:
-            raise TypeError(
-                f"the loss computes {type(own).__name__} of {type(loss.generator).__name__} (copy attention, sparsemax "
-                f"or no generator), and the chunked loss is torch's CrossEntropyLoss of scores; {INSTEAD}"
-            )
+            computed = f"{type(own).__name__} of {type(loss.generator).__name__}"
+            raise TypeError(f"the loss computes {computed} (copy attention, sparsemax or no generator); {INSTEAD}")
         if own.reduction != "sum" or own.weight is not None:
             raise TypeError(f"the loss's CrossEntropyLoss has class weights or reduction={own.reduction!r}; {INSTEAD}")
         # The trainers normalise by it
@@ -125,9 +123,8 @@ def _verify(trainer: Any, criterion: ChunkedCriterion) -> None:
         elif model.training and torch.is_grad_enabled():
             forwards += 1
         if forwards > 1:
-            raise RuntimeError(
-                f"{type(trainer).__name__} has run its model twice without calling its train_loss, a "
-                f"{type(trainer.train_loss).__name__}: it trains with another loss, which is not chunked; {INSTEAD}"
-            )
+            kind = type(trainer.train_loss).__name__
+            twice = f"{type(trainer).__name__} has run its model twice without calling its train_loss, a {kind}"
+            raise RuntimeError(f"{twice}: it trains with another loss, which is not chunked; {INSTEAD}")
 
     hook = trainer.model.register_forward_hook(after_forward)

@@ -24,17 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from seqpar.core.chunks import check_size
+from seqpar.core.checks import PROVED, check_size
 from seqpar.core.graphs import graph_of_its_own
-from seqpar.core.tensor_checks import PROVED
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.reducers import gathers_for_any
 from seqpar.distributed.wrappers import refuse_sharded
-from seqpar.integrations.made_up import made_up_logits, undisturbed
+from seqpar.integrations.made_up import RefusedModelError, made_up_logits, more_than_linear, undisturbed
 from seqpar.integrations.transformers_call import Call, UsingParameters, divided
 from seqpar.integrations.transformers_check import (
     WITHOUT,
-    RefusedModelError,
     check_shapes,
     examine,
     made_up_labels,
@@ -122,10 +120,8 @@ def apply_seqpar_loss(
         refuse_adapter(model, WITHOUT)
         model = model.get_base_model()
     if hasattr(model, "_orig_mod"):
-        raise TypeError(
-            f"this {type(model._orig_mod).__name__} is compiled; apply the loss to the model from before torch.compile "
-            "(model._orig_mod), which the compiled one then has too"
-        )
+        before = "apply the loss to the model from before torch.compile (model._orig_mod), which the compiled one has"
+        raise TypeError(f"this {type(model._orig_mod).__name__} is compiled; {before}")
     plain_head(model)
     if any(isinstance(getattr(hook, "__self__", None), AppliedLoss) for hook in model._forward_hooks.values()):
         raise ValueError(f"this {type(model).__name__} has the loss already; remove() the first before another")
@@ -219,10 +215,8 @@ class AppliedLoss:
         if kwargs.get("labels") is None and not self.withholds:
             return None
         if PROVED.get() and not model.training:
-            raise RefusedModelError(
-                f"{type(model).__name__} is in evaluation mode, where its own loss stays, which would be compared with "
-                "itself: call train() before, on a model whose dropout is 0"
-            )
+            evaluating = f"{type(model).__name__} is in evaluation mode, where its own loss stays"
+            raise RefusedModelError(f"{evaluating}: call train() before, on a model whose dropout is 0")
         if not (model.training and torch.is_grad_enabled()):
             self.unlabelled = None
             if kwargs.get("labels") is None and not self.checked:
@@ -230,9 +224,8 @@ class AppliedLoss:
             return None
         if kwargs.get("fused_lm_head"):
             raise TypeError(
-                f"TRL's trainer computes the loss of {type(model).__name__} in its own chunks and would ignore this "
-                "one; pass it compute_loss_func=compute_loss_func(applied), or use "
-                "seqpar.integrations.trl.apply_seqpar_scores instead"
+                f"TRL's trainer computes the loss of {type(model).__name__} itself; pass it "
+                "compute_loss_func=compute_loss_func(applied), or use seqpar.integrations.trl.apply_seqpar_scores"
             )
         self._check_head(head)
         call, kwargs = self._with_window(model, kwargs)
@@ -334,10 +327,8 @@ class AppliedLoss:
             raise RefusedModelError(f"{name} called its output embeddings twice in one forward; {WITHOUT}")
         (hidden_BTD,) = args
         if hidden_BTD.dim() != 3:
-            raise RefusedModelError(
-                f"{name} calls its output embeddings with hidden states of shape {tuple(hidden_BTD.shape)}; they must "
-                f"be (batch, time, hidden); {WITHOUT}"
-            )
+            shape = f"{tuple(hidden_BTD.shape)}, and not (batch, time, hidden)"
+            raise RefusedModelError(f"{name}'s output embeddings get hidden states of shape {shape}; {WITHOUT}")
         call.hidden_BTD = hidden_BTD
         call.computed_weight = vars(head).get("weight")
         if call.target_BT is not None:
@@ -359,17 +350,13 @@ class AppliedLoss:
         if vars(head).get("weight") is not call.computed_weight:
             raise RefusedModelError(
                 f"the weight of {type(call.model).__name__}'s output embeddings is computed in each forward by a hook "
-                "(pruning, torch.nn.utils.spectral_norm) that was added after apply_seqpar_loss, and the loss would "
-                "have that of the forward before; call remove() and apply it again"
+                "(pruning, spectral_norm) that was added after apply_seqpar_loss; call remove() and apply it again"
             )
         if call.made_up is None:
             return output.detach()
         assert call.window_1WD is not None
         if not torch.equal(output, F.linear(call.window_1WD, head.weight, head.bias)):
-            raise RefusedModelError(
-                f"the output embeddings of {type(call.model).__name__} do more than multiply and add a bias (a hook, a "
-                f"forward of their own); {WITHOUT}"
-            )
+            raise RefusedModelError(f"{more_than_linear(type(call.model).__name__)}; {WITHOUT}")
         # A copy, because a model may change its logits in place
         return call.made_up.clone()
 

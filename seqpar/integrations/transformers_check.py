@@ -20,14 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from seqpar.integrations.made_up import WINDOW, close, same_logits
+from seqpar.integrations.made_up import WINDOW, RefusedModelError, close, in_one_line, same_logits
 from seqpar.integrations.transformers_model import IGNORED, Reading
 
 WITHOUT = "use the model without apply_seqpar_loss"
-
-
-class RefusedModelError(TypeError):
-    """The model does not compute its loss in a way that the chunked loss supports."""
 
 
 def made_up_labels(special: set[int], vocab_size: int) -> Tensor:
@@ -55,9 +51,8 @@ def own_outputs(model: nn.Module, kwargs: dict[str, Any], forget: Callable[[], N
         without_labels = {k: v for k, v in kwargs.items() if k not in ("labels", "shift_labels")}
         model.forward(**with_own_caches(without_labels))
         raise RefusedModelError(
-            f"{type(model).__name__} fails with the labels of a few tokens instead of all "
-            f"({type(error).__name__}: {' '.join(str(error).split())}): it does more with labels than compute the loss "
-            f"of its logits; {WITHOUT}"
+            f"{type(model).__name__} fails with the labels of a few tokens instead of all ({in_one_line(error)}): it "
+            f"does more with labels than compute the loss of its logits; {WITHOUT}"
         ) from error
 
 
@@ -86,18 +81,15 @@ def _copy_of_cache(cache: Cache) -> Cache:
 def check_shapes(name: str, scores: Tensor, target_BT: Tensor) -> None:
     """Raise ValueError unless there is a label for each prediction."""
     if scores.shape[:-1] != target_BT.shape:
-        raise ValueError(
-            f"{name} makes {tuple(scores.shape[:-1])} predictions for labels of shape {tuple(target_BT.shape)}; give "
-            "each a label, -100 where none is wanted (images, soft prompts)"
-        )
+        made = f"{name} makes {tuple(scores.shape[:-1])} predictions for labels of shape {tuple(target_BT.shape)}"
+        raise ValueError(f"{made}; give each a label, -100 where none is wanted (images, soft prompts)")
 
 
 def examine(name: str, ways: list[Reading], logits_1WV: Tensor, target_1W: Tensor, outputs: object) -> Reading:
     """Return what the model does to its logits; raise an error unless its logits and loss of the window are ours."""
-    if not isinstance(outputs, Mapping):
-        raise RefusedModelError(f"{name} returns no field logits but {type(outputs).__name__}; {WITHOUT}")
-    if outputs.get("logits") is None:
-        raise RefusedModelError(f"{name} returns no field logits but {list(outputs)}; {WITHOUT}")
+    if not isinstance(outputs, Mapping) or outputs.get("logits") is None:
+        fields = list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
+        raise RefusedModelError(f"{name} returns no field logits but {fields}; {WITHOUT}")
     refuse_added(name, outputs)
     theirs = outputs["logits"].detach()
     # The configuration names the numbers but not what is done with them; the model's own logits decide
@@ -108,8 +100,9 @@ def examine(name: str, ways: list[Reading], logits_1WV: Tensor, target_1W: Tenso
         raise RefusedModelError(f"{name} returns no loss for labels; {WITHOUT}")
     ours = mean_loss(theirs, target_1W)
     if loss.dim() != 0 or not close(ours, loss.detach()):
+        theirs_shown = f"{loss.item():.6g}" if loss.dim() == 0 else f"of shape {tuple(loss.shape)}"
         raise RuntimeError(
-            f"{name}'s own loss of a few tokens is {_shown(loss)}, that of apply_seqpar_loss {_shown(ours)}; "
+            f"{name}'s own loss of a few tokens is {theirs_shown}, that of apply_seqpar_loss {ours.item():.6g}; "
             f"it shifts its labels in another way, or adds to the cross-entropy; {WITHOUT}"
         )
     return reading
@@ -132,13 +125,11 @@ def matching_reading(name: str, ways: list[Reading], logits_1WV: Tensor, theirs:
 
 def refuse_added(name: str, outputs: object) -> None:
     """Raise RuntimeError if the model adds something to the cross-entropy, which the chunked loss would lose."""
-    named = False
-    loss = None
+    fields = outputs if isinstance(outputs, Mapping) else {}
     # Either sign is enough: a router's loss under a name of its own, or a loss that needs a gradient although its
     # logits need none
-    if isinstance(outputs, Mapping):
-        named = any(key.endswith(("aux_loss", "z_loss")) for key in outputs)
-        loss = outputs.get("loss")
+    named = any(key.endswith(("aux_loss", "z_loss")) for key in fields)
+    loss = fields.get("loss")
     if named or (isinstance(loss, Tensor) and loss.requires_grad):
         raise RuntimeError(
             f"{name} adds an auxiliary loss to its own (output_router_logits), or parameters behind its output "
@@ -149,10 +140,3 @@ def refuse_added(name: str, outputs: object) -> None:
 def mean_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Return the plain mean loss; nan if every target is ignored."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten().to(logits.device), ignore_index=IGNORED)
-
-
-def _shown(loss: Tensor) -> str:
-    """Return a loss as text; of one that is not a single number, the shape."""
-    if loss.dim() == 0:
-        return f"{loss.item():.6g}"
-    return f"of shape {tuple(loss.shape)}"

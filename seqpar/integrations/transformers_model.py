@@ -18,6 +18,8 @@ from torch.nn.modules import module as torch_modules
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from seqpar.integrations.made_up import full_name, is_plain_linear
+
 IGNORED = -100
 """The label that Hugging Face models ignore."""
 
@@ -158,10 +160,7 @@ def decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
         config = config.get_text_config(decoder=True)
     pad, start = (getattr(config, name, None) for name in ("pad_token_id", "decoder_start_token_id"))
     if shift is None or pad is None or start is None:
-        raise TypeError(
-            f"{type(model).__name__} does not say how it shifts labels to the right; with apply_seqpar_loss the batch "
-            "needs decoder_input_ids"
-        )
+        raise TypeError(f"{type(model).__name__} shifts labels in a way of its own; give it decoder_input_ids")
     return shift(labels_BT, pad, start)  # type: ignore[no-any-return]
 
 
@@ -190,17 +189,18 @@ def plain_head(model: PreTrainedModel) -> nn.Linear:
     """Return the output embeddings; raise TypeError unless they are a plain `nn.Linear`."""
     if not hasattr(model, "get_output_embeddings"):
         raise TypeError(
-            f"model is a {type(model).__name__}; it must be a Hugging Face model with a head (a PreTrainedModel or a "
-            "PeftModel). Inside a wrapper or a Trainer apply the loss to that model: wrapper.module, trainer.model"
+            f"model is a {type(model).__name__}; it must be a Hugging Face model with a head, that inside a wrapper or "
+            "a Trainer: wrapper.module, trainer.model"
         )
-    head = model.get_output_embeddings()
-    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
-        return head
-    kind = type(head).__name__
-    if isinstance(head, nn.Module):
-        kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    raise TypeError(
-        f"the output embeddings of {type(model).__name__} are a {kind}; the chunked loss needs a torch.nn.Linear "
-        "(without an adapter: leave them out of PEFT's target_modules and modules_to_save); otherwise use the model "
-        "without apply_seqpar_loss"
+    return plain_linear(
+        model.get_output_embeddings(),
+        type(model).__name__,
+        "the chunked loss needs a torch.nn.Linear, left out of PEFT's target_modules and modules_to_save",
     )
+
+
+def plain_linear(head: object, name: str, needed: str) -> nn.Linear:
+    """Return the output embeddings of a model of that name; raise TypeError unless they are a plain `nn.Linear`."""
+    if is_plain_linear(head):
+        return head
+    raise TypeError(f"the output embeddings of {name} are a {full_name(head)}; {needed}")

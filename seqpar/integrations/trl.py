@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer import utils as trl_utils
 
-from seqpar.core.chunks import check_size
+from seqpar.core.checks import check_size
 from seqpar.integrations.transformers_model import Reading, Settings, refuse_adapter, settings_of
 from seqpar.integrations.trl_head import WITHOUT, Adapter, adapted_head, adapter_of, base_of, examine, is_peft_model
 from seqpar.integrations.trl_options import COMPACT, NODE, check_version, refuse_options
@@ -74,10 +74,8 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
         if has_scores(model):
             raise ValueError(f"this {type(trainer).__name__} has the scores already; remove() the first before another")
         if hasattr(model, "_orig_mod"):
-            raise TypeError(
-                f"the {type(model._orig_mod).__name__} of this trainer is compiled; make the trainer with the model "
-                "from before torch.compile, or call model.compile(), which compiles it in place"
-            )
+            before = "make the trainer with the model from before torch.compile, or call model.compile()"
+            raise TypeError(f"the {type(model._orig_mod).__name__} of this trainer is compiled; {before}")
         if getattr(trainer, "precompute_ref_logps", False):
             _refuse_other_references(model, examine(model))
     return AppliedScores(models, chunk_tokens)
@@ -120,10 +118,7 @@ def allow_head_adapter(model: Any) -> Iterator[None]:
     base = base_of(model)
     head = adapted_head(base)
     if head is None:
-        raise TypeError(
-            f"the output embeddings of this {type(base).__name__} have no adapter; TRL accepts it as it is: leave out "
-            "allow_head_adapter"
-        )
+        raise TypeError(f"the output embeddings of this {type(base).__name__} have no adapter: leave this out")
     adapter_of(base)
     base.register_forward_pre_hook(_refuse_without_scores, with_kwargs=True)
     # An attribute of the instance goes before the method, and only the constructor asks the PEFT model itself
@@ -139,8 +134,8 @@ def _refuse_without_scores(model: Any, args: tuple[Any, ...], kwargs: dict[str, 
     # A reference is the model with its adapter switched off
     if kwargs.get("fused_lm_head") and not has_scores(model) and adapter_of(model) is not None:
         raise RuntimeError(
-            f"TRL ignores the adapter on the output embeddings of {type(model).__name__}; train inside "
-            "`with apply_seqpar_scores(trainer):` (and without precompute_ref_log_probs, which runs the model earlier)"
+            f"TRL ignores the adapter on the output embeddings of {type(model).__name__}; train it inside "
+            "`with apply_seqpar_scores(trainer):`, without precompute_ref_log_probs, which runs it earlier"
         )
 
 
@@ -194,10 +189,8 @@ class AppliedScores:
         self._restore()
         if not kwargs.get("fused_lm_head"):
             if not self.asked and model.training and torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"the trainer asks {type(model).__name__} for its logits in training and not for its scores, so "
-                    f"apply_seqpar_scores would change nothing; {WITHOUT}"
-                )
+                asked = f"the trainer asks {type(model).__name__} for its logits in training and not for its scores"
+                raise RuntimeError(f"{asked}; {WITHOUT}")
             return
         self.asked = True
         head = model.get_output_embeddings()
@@ -211,10 +204,8 @@ class AppliedScores:
         node = self.running
         self._restore()
         if node is not None and outputs is not None and node.calls != 1:
-            raise RuntimeError(
-                f"{type(model).__name__} asked for its log-probabilities {node.calls} times in a forward of TRL's, "
-                "which must be once; train it without apply_seqpar_scores"
-            )
+            asked = f"{type(model).__name__} asked for its log-probabilities {node.calls} times in a forward"
+            raise RuntimeError(f"{asked} of TRL's, which must be once; {WITHOUT}")
 
     def _restore(self) -> None:
         """Put TRL's functions back in their place, if ours are there."""
@@ -257,10 +248,8 @@ class _Node:
         """
         # In the place of TRL's function for the whole process, and Ctrl-C may have left it there
         if weight_VD.data_ptr() != self.weight.data_ptr():
-            raise RuntimeError(
-                "a forward with apply_seqpar_scores was interrupted before it ended; call its remove() before another "
-                "model is trained"
-            )
+            remains = "a forward with apply_seqpar_scores was interrupted before it ended"
+            raise RuntimeError(f"{remains}; call its remove() before another model is trained")
         self.calls += 1
         dropped_ND = hidden_ND
         if self.adapter is not None:

@@ -17,11 +17,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 
-from seqpar.integrations.made_up import WINDOW, close, made_up_logits, undisturbed
-from seqpar.integrations.transformers_check import RefusedModelError, matching_reading
-from seqpar.integrations.transformers_model import Reading, readings, special_labels
+from seqpar.integrations.made_up import (
+    WINDOW,
+    RefusedModelError,
+    in_one_line,
+    made_up_logits,
+    more_than_linear,
+    same_logits,
+    undisturbed,
+)
+from seqpar.integrations.transformers_check import matching_reading
+from seqpar.integrations.transformers_model import Reading, plain_linear, readings, special_labels
 
 WITHOUT = "train it without apply_seqpar_scores"
+NEEDED = f"the scores need a torch.nn.Linear, alone or with PEFT's LoRA or modules_to_save; {WITHOUT}"
 
 
 class Adapter(NamedTuple):
@@ -65,48 +74,36 @@ def adapter_of(model: PreTrainedModel) -> Adapter | None:
         from peft.utils.other import ModulesToSaveWrapper
 
         if isinstance(head, LoraLinear):
-            _check_plain(name, head.get_base_layer())
+            plain_linear(head.get_base_layer(), name, NEEDED)
             return _active_adapter(name, head)
         if isinstance(head, ModulesToSaveWrapper):
             head = head.original_module
-    _check_plain(name, head)
+    plain_linear(head, name, NEEDED)
     return None
-
-
-def _check_plain(name: str, head: Any) -> None:
-    """Raise TypeError unless the module is a plain `nn.Linear`."""
-    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
-        return
-    kind = type(head).__name__
-    if isinstance(head, nn.Module):
-        kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    raise TypeError(
-        f"the output embeddings of {name} are a {kind}; the scores need a torch.nn.Linear, alone or with PEFT's LoRA "
-        f"or modules_to_save; {WITHOUT}"
-    )
 
 
 def _active_adapter(name: str, head: Any) -> Adapter | None:
     """Return the active adapter of PEFT's `lora.Linear`; None if its adapters are disabled."""
-    if head.merged:
-        raise TypeError(f"a LoRA adapter is merged into the output embeddings of {name}; call unmerge_adapter() first")
-    if head.disable_adapters:
-        return None
     active = [key for key in head.active_adapters if key in head.lora_A]
-    if not active:
+    if not head.merged and (head.disable_adapters or not active):
         return None
-    if len(active) > 1:
-        raise TypeError(
-            f"{len(active)} LoRA adapters are active on the output embeddings of {name} ({', '.join(active)}); the "
-            "scores need one: set_adapter(...)"
-        )
+    if reason := _unsupported(head, active):
+        raise TypeError(f"the output embeddings of {name} have {reason}")
     (key,) = active
-    if key in head.lora_variant:
-        kind = type(head.lora_variant[key]).__name__
-        raise TypeError(f"the adapter on the output embeddings of {name} is a {kind}; the scores need plain LoRA")
-    if head.lora_B[key].bias is not None:
-        raise TypeError(f"the adapter on the output embeddings of {name} has a bias of its own; set lora_bias=False")
     return Adapter(head.lora_A[key].weight, head.lora_B[key].weight, head.scaling[key], head.lora_dropout[key])
+
+
+def _unsupported(head: Any, active: list[str]) -> str:
+    """Return why the scores cannot take the adapters, and what to do about it; an empty string if they can."""
+    if head.merged:
+        return "a LoRA adapter that is merged; call unmerge_adapter() first"
+    if len(active) > 1:
+        return f"{len(active)} active LoRA adapters ({', '.join(active)}); the scores need one: set_adapter(...)"
+    if active[0] in head.lora_variant:
+        return f"an adapter that is a {type(head.lora_variant[active[0]]).__name__}; the scores need plain LoRA"
+    if head.lora_B[active[0]].bias is not None:
+        return "an adapter that has a bias of its own; set lora_bias=False"
+    return ""
 
 
 class _Seen:
@@ -139,21 +136,17 @@ def examine(model: PreTrainedModel) -> Reading:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise RefusedModelError(
-                f"{name} fails on a text of a few tokens ({type(error).__name__}: {' '.join(str(error).split())}); "
-                f"{WITHOUT}"
-            ) from error
+            failed = f"{name} fails on a text of a few tokens ({in_one_line(error)})"
+            raise RefusedModelError(f"{failed}; {WITHOUT}") from error
     if len(seen.hidden) != 1:
         raise RefusedModelError(f"{name} calls its output embeddings {len(seen.hidden)} times in a forward; {WITHOUT}")
-    if not seen.last_hidden or not _same(seen.last_hidden[0], seen.hidden[0]):
-        raise RefusedModelError(
-            f"{name} changes its hidden states between its backbone and its output embeddings; {WITHOUT}"
-        )
-    if not _same(_plain_logits(seen.hidden[0], head, adapter), seen.own_logits[0]):
-        raise RefusedModelError(
-            f"the output embeddings of {name} do more than multiply and add a bias (a hook, a forward of their own); "
-            f"{WITHOUT}"
-        )
+    # The model's own numbers, in the precision that it has
+    if not seen.last_hidden or not same_logits(seen.last_hidden[0], seen.hidden[0], seen.hidden[0].dtype):
+        between = "changes its hidden states between its backbone and its output embeddings"
+        raise RefusedModelError(f"{name} {between}; {WITHOUT}")
+    own = seen.own_logits[0]
+    if not same_logits(_plain_logits(seen.hidden[0], head, adapter), own, own.dtype):
+        raise RefusedModelError(f"{more_than_linear(name)}; {WITHOUT}")
     return matching_reading(name, readings(model), seen.made_up[0], theirs, WITHOUT)
 
 
@@ -217,14 +210,3 @@ def _plain_logits(hidden: Tensor, head: Any, adapter: Adapter | None) -> Tensor:
         return logits
     low_rank = F.linear(hidden, adapter.a_RD.to(wide)) * adapter.scaling
     return logits + F.linear(low_rank, adapter.b_VR.to(wide))
-
-
-def _same(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether tensors are the same up to roundings of the precision that `theirs` has."""
-    if theirs.shape != ours.shape:
-        return False
-    if theirs.dtype in (torch.float32, torch.float64):
-        return close(ours, theirs)
-    scale = max(1.0, float(ours.abs().max()))
-    tolerance = 8 * torch.finfo(theirs.dtype).eps * scale
-    return torch.allclose(ours.double(), theirs.double(), rtol=0, atol=tolerance)

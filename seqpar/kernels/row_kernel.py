@@ -110,6 +110,16 @@ class RowKernel:
             top_ids_NT=argbest_K.long().unsqueeze(1) if top else None,
         )
 
+    def before(self, product_KV: Tensor, target_K: Tensor, gold_K: Tensor, temperature_K: Tensor | None) -> Tensor:
+        """Return how many of this rank's classes come before the target, as `RowFunction.before` does."""
+        split = self.function.split
+        index_K = target_K if split is None else target_K - split.start
+        before_K = torch.empty_like(index_K)
+        rows = (index_K.contiguous(), self.bias_V, _adjacent(temperature_K), gold_K.contiguous(), before_K)
+        settings = {name: self.settings[name] for name in ("softcap", "temperature")}
+        launch(self.kernels._row_before, product_KV, *rows, **settings)
+        return before_K
+
     def gradient_(
         self,
         product_KV: Tensor,

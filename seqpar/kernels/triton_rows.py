@@ -1,6 +1,7 @@
 """Compute the scores of a chunk's rows from their products, and the products' gradient, in two Triton kernels.
 
-Each row of the products has a program of its own; a row is read twice and written once.
+Each row of the products has a program of its own; a row is read twice and written once. A third kernel reads it once
+more where the target's rank is wanted.
 
 The first kernel reads a row once. For each lane it keeps a running maximum m, and two sums relative to it: s of
 exponentials, as in Milakov and Gimelshein 2018 ("Online normalizer calculation for softmax"), and t for the entropy.
@@ -95,7 +96,7 @@ def _finite(d):
 # Numbers of a chunk's rows begin anywhere in those of all rows; their alignment shall make no kernel of its own
 _ROWS = [
     "index_ptr", "factor_ptr", "temperature_ptr", "best_ptr", "log_sum_ptr", "all_ptr", "mean_ptr", "entropy_ptr",
-    "weighted_ptr",
+    "weighted_ptr", "gold_ptr", "before_ptr",
 ]  # fmt: skip
 
 
@@ -178,6 +179,39 @@ def _row_sums(
         )
         # While a CUDA graph is recorded no class can be checked; nan shows one outside the vocabulary
         tl.store(picked_ptr + row * PICKS + j, tl.where(inside, z, float("nan")))
+
+
+@triton.jit(do_not_specialize_on_alignment=_ROWS)
+def _row_before(
+    x_ptr,
+    x_stride,
+    V: constexpr,
+    WIDTH: constexpr,
+    index_ptr,
+    bias_ptr,
+    temperature_ptr,
+    gold_ptr,
+    before_ptr,
+    softcap: constexpr,
+    temperature: constexpr,
+    BLOCK: constexpr,
+):
+    """Store how many classes have a larger logit than the target's, or the same and are lower."""
+    dtype: constexpr = gold_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    if temperature_ptr is not None:
+        temperature_ptr += row
+    gold = tl.load(gold_ptr + row)
+    # Counted from this rank's first class: below 0 or beyond the last where another rank has it
+    index = tl.load(index_ptr + row)
+    before = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, V, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        here = k < V
+        z, _ = _divided_logits(x_ptr, bias_ptr, temperature_ptr, k, k < WIDTH, here, softcap, temperature, dtype)
+        before += (here & ((z > gold) | ((z == gold) & (k < index)))).to(tl.int32)
+    tl.store(before_ptr + row, tl.sum(before, 0).to(tl.int64))
 
 
 @triton.jit(do_not_specialize_on_alignment=_ROWS)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from seqpar.core.checks import check_floating, check_one_device, check_shapes
 from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.chunks import Chunk, recording
 from seqpar.core.token_loss import TokenLoss, wide
@@ -189,15 +190,12 @@ class AgainstLogProbs:
     def _called(self, chunk: Chunk, row_K: Tensor) -> Tensor:
         """Return what the function returns, after checking it."""
         log_q_KV = self.function(chunk)
-        if not isinstance(log_q_KV, Tensor) or not log_q_KV.is_floating_point():
-            kind = f"{log_q_KV.dtype} numbers" if isinstance(log_q_KV, Tensor) else f"a {type(log_q_KV).__name__}"
-            raise TypeError(f"teacher.function returned {kind}; it must return a tensor of log-probabilities")
-        wanted = (len(row_K), self.classes)
-        if log_q_KV.shape != wanted or log_q_KV.device != row_K.device:
-            raise ValueError(
-                f"teacher.function returned shape {tuple(log_q_KV.shape)} on {log_q_KV.device}; it must be {wanted} on "
-                f"{row_K.device}, one row for each of the chunk's and one column for each row of weight"
-            )
+        named = {"what teacher.function returned": log_q_KV}
+        check_floating(log_q_KV, *named)
+        shape = (len(row_K), self.classes)
+        wanted = f"{shape}: one row for each of the chunk's and one column for each row of weight"
+        check_shapes(log_q_KV.shape == shape, wanted, **named)
+        check_one_device(weight=row_K, **named)
         return log_q_KV.detach()
 
     def _failed_anywhere(self, here: bool, group: ProcessGroup | None) -> bool:

@@ -22,7 +22,7 @@ from seqpar.core.chunked_gradient import NO_SECOND_DERIVATIVE
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.linear.inputs import Inputs, Settings, checked, plan
 from seqpar.linear.leaves import LinearWanted, loss_and_gradients, product_dtype
-from seqpar.rows.smoothing import Convention
+from seqpar.rows.conventions import Convention
 
 
 class _Arguments(NamedTuple):

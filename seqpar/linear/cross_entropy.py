@@ -16,7 +16,7 @@ from seqpar.linear.compiled_op import compiled_cross_entropy
 from seqpar.linear.few_classes import soft_cross_entropy
 from seqpar.linear.inputs import Inputs, Settings, checked, local_tensors, plan
 from seqpar.linear.teachers import SparseTarget
-from seqpar.rows.smoothing import Convention
+from seqpar.rows.conventions import Convention
 
 
 def linear_cross_entropy(

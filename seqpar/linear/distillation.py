@@ -13,13 +13,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from seqpar.core.checks import check_floating, check_function, check_one_device, check_shapes, check_type
 from seqpar.core.graphs import outside_graphs
-from seqpar.core.tensor_checks import check_floating
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.against_teacher import AgainstHead, AgainstLogProbs, loss_against_teacher
 from seqpar.linear.few_classes import DivergenceOfScores, loss_on_few_classes
-from seqpar.linear.inputs import Inputs, Settings, check_tensors, checked
+from seqpar.linear.inputs import Inputs, Settings, check_tensors, checked, checksum
 from seqpar.linear.leaves import product_dtype
 from seqpar.linear.projection import Projection
 from seqpar.linear.teachers import (
@@ -28,7 +28,6 @@ from seqpar.linear.teachers import (
     TeacherLogProbs,
     TeacherTopK,
     check_top_k,
-    ids_fact,
     probabilities,
 )
 from seqpar.rows.divergences import Divergence, check_divergence, row_terms
@@ -100,16 +99,14 @@ def linear_distillation(
     inputs = Inputs(hidden, weight, target, bias, token_weight=token_weight)
     settings = Settings(ignore_index=ignore_index, temperature=temperature, chunk_tokens=chunk_tokens)
 
-    def further(shard: VocabShard) -> Mapping[str, object]:
+    def further(shard: VocabShard) -> None:
         check_divergence(divergence, beta)
         _check_teacher(teacher, inputs, settings, shard)
-        if vocab is None:
-            return {}
+
+    def facts() -> Mapping[str, object]:
         return {"divergence": divergence, "beta": beta, **_teacher_facts(teacher)}
 
-    shard = checked(inputs, settings, vocab, loss_scale, further=further).shard
-    if vocab is not None:
-        _check_same_teacher(teacher, len(weight), shard)
+    shard = checked(inputs, settings, vocab, loss_scale, further=further, facts=facts).shard
     terms = row_terms(divergence, beta)
     if isinstance(teacher, TeacherTopK):
         ids_NC = teacher.ids.detach().flatten(0, -2).long()
@@ -120,49 +117,31 @@ def linear_distillation(
 
 def _check_teacher(teacher: object, inputs: Inputs, settings: Settings, shard: VocabShard) -> None:
     """Raise unless it is a teacher whose tensors fit the student's."""
-    if isinstance(teacher, TeacherHidden):
-        _check_head(teacher, inputs)
-    elif isinstance(teacher, TeacherTopK):
+    kinds = (TeacherHidden, TeacherLogProbs, TeacherTopK)
+    check_type(teacher, "teacher", kinds, "a seqpar.TeacherHidden, TeacherLogProbs or TeacherTopK")
+    if isinstance(teacher, TeacherTopK):
         check_top_k(teacher, inputs.target, settings.ignore_index, shard.vocab_size)
-    elif not isinstance(teacher, TeacherLogProbs):
-        raise TypeError(
-            f"teacher is a {type(teacher).__name__}; it must be a seqpar.TeacherHidden, TeacherLogProbs or TeacherTopK"
-        )
-    elif not callable(teacher.function):
-        raise TypeError(
-            f"teacher.function is a {type(teacher.function).__name__}; it must be a function of a chunk's rows that "
-            "returns their log-probabilities"
-        )
+    if isinstance(teacher, TeacherLogProbs):
+        check_function(teacher.function, "teacher.function", "a function from rows to their log-probabilities")
+    if isinstance(teacher, TeacherHidden):
+        both = {"weight": inputs.weight, "teacher.weight": teacher.weight}
+        check_floating(teacher.weight, "teacher.weight")
+        check_shapes(inputs.weight.shape[:1] == teacher.weight.shape[:1], "of the same classes", **both)
+        check_one_device(**both)
+        check_tensors(Inputs(teacher.hidden, teacher.weight, inputs.target, teacher.bias), "teacher.")
 
 
 def _teacher_facts(teacher: Teacher) -> Mapping[str, object]:
     """Return what must be the same on all ranks, by name."""
     facts: dict[str, object] = {"teacher": type(teacher).__name__}
     if isinstance(teacher, TeacherHidden):
-        return {**facts, "the width and dtype of teacher.hidden": (teacher.hidden.size(-1), teacher.hidden.dtype)}
+        facts["the width and dtype of teacher.hidden"] = (teacher.hidden.size(-1), teacher.hidden.dtype)
+        facts["teacher.hidden"] = teacher.hidden
     if isinstance(teacher, TeacherTopK):
-        return {**facts, "teacher.rest": teacher.rest, "teacher.ids": ids_fact(teacher.ids)}
+        facts["teacher.rest"] = teacher.rest
+        facts["teacher.ids"] = (*teacher.ids.shape, checksum(teacher.ids))
+        facts["teacher.log_probs"] = probabilities(teacher.ids, teacher.log_probs)
     return facts
-
-
-def _check_head(teacher: TeacherHidden, inputs: Inputs) -> None:
-    """Raise unless the teacher's head fits itself, the target and the student's vocabulary."""
-    weight = inputs.weight
-    check_floating(teacher.weight, "teacher.weight")
-    if weight.shape[:1] != teacher.weight.shape[:1] or weight.device != teacher.weight.device:
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)} on {weight.device} and teacher.weight "
-            f"{tuple(teacher.weight.shape)} on {teacher.weight.device}; both must have the same classes on one device"
-        )
-    check_tensors(Inputs(teacher.hidden, teacher.weight, inputs.target, teacher.bias), "teacher.")
-
-
-def _check_same_teacher(teacher: Teacher, classes: int, shard: VocabShard) -> None:
-    """Raise RuntimeError on every rank unless the ranks have the same teacher, up to rounding."""
-    if isinstance(teacher, TeacherHidden):
-        shard.check(classes, {}, teacher.hidden, "teacher.hidden")
-    if isinstance(teacher, TeacherTopK):
-        shard.check(classes, {}, probabilities(teacher.ids, teacher.log_probs), "teacher.log_probs")
 
 
 def _dense(

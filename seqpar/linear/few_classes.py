@@ -19,13 +19,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from seqpar.core.checks import check_type
 from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.chunk_loss import scored_chunks
-from seqpar.linear.inputs import Inputs, Settings, checked, planned
+from seqpar.linear.inputs import Inputs, Settings, checked, checksum, planned
 from seqpar.linear.leaves import product_dtype
-from seqpar.linear.teachers import SparseTarget, check_sparse_target, ids_fact
+from seqpar.linear.teachers import SparseTarget, check_sparse_target, sparse_probs
 from seqpar.rows.divergences import RowTerms, logits_gradient_
 from seqpar.rows.scores import RowFunction, Scores, Upstream
 from seqpar.rows.smoothing import LossOfScores, RowLosses
@@ -103,29 +104,24 @@ def soft_cross_entropy(
 ) -> TokenLoss:
     """Return the loss of `linear_cross_entropy` with a soft target, after checking all arguments."""
 
-    def further(shard: VocabShard) -> Mapping[str, object]:
-        _check_alone(soft_target, inputs, settings)
+    def further(shard: VocabShard) -> None:
+        check_type(soft_target, "soft_target", SparseTarget, "a seqpar.SparseTarget, or None")
+        others = {"class_weight": inputs.class_weight is not None, "label_smoothing": settings.label_smoothing != 0}
+        for name, given in others.items():
+            if given:
+                raise ValueError(f"{name} is given with soft_target; put it into the probabilities of soft_target")
         check_sparse_target(soft_target, inputs.target, settings.ignore_index, shard.vocab_size)
-        if vocab is None:
-            return {}
-        return {"soft_target.ids": ids_fact(soft_target.ids)}
 
-    shard = checked(inputs, settings, vocab, loss_scale, further=further).shard
+    def facts() -> Mapping[str, object]:
+        return {
+            "soft_target.ids": (*soft_target.ids.shape, checksum(soft_target.ids)),
+            "soft_target.probs": sparse_probs(soft_target),
+        }
+
+    shard = checked(inputs, settings, vocab, loss_scale, further=further, facts=facts).shard
     ids_NC = soft_target.ids.detach().flatten(0, -2).long()
-    probs_NC = soft_target.probs.detach().flatten(0, -2).masked_fill(ids_NC < 0, 0)
-    if vocab is not None:
-        shard.check(len(inputs.weight), {}, probs_NC, "soft_target.probs")
+    probs_NC = sparse_probs(soft_target).flatten(0, -2)
     q_NC = probs_NC.to(wide(product_dtype(inputs.hidden)))
     return loss_on_few_classes(
         inputs, settings, shard, SoftTargetOfScores(float(settings.z_loss)), ids_NC, q_NC, loss_scale
     )
-
-
-def _check_alone(soft_target: object, inputs: Inputs, settings: Settings) -> None:
-    """Raise unless it is a soft target, and no other argument changes the target distribution."""
-    if not isinstance(soft_target, SparseTarget):
-        raise TypeError(f"soft_target is a {type(soft_target).__name__}; it must be a seqpar.SparseTarget, or None")
-    others = {"class_weight": inputs.class_weight is not None, "label_smoothing": settings.label_smoothing != 0}
-    for name, given in others.items():
-        if given:
-            raise ValueError(f"{name} is given with soft_target; put it into the probabilities of soft_target")

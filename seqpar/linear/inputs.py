@@ -7,31 +7,36 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from seqpar.core.chunked_gradient import check_loss_scale
-from seqpar.core.chunks import Chunk, check_size, cut_rows, recording, rows_per_chunk
-from seqpar.core.tensor_checks import check_floating, check_integer_target, check_number, is_dtensor
+from seqpar.core.checks import (
+    check_floating,
+    check_integer,
+    check_loss_scale,
+    check_number,
+    check_one_device,
+    check_range,
+    check_shapes,
+    check_size,
+    check_target,
+    check_type,
+    is_dtensor,
+    refuse_transforms,
+)
+from seqpar.core.chunks import Chunk, cut_rows, recording, rows_per_chunk
 from seqpar.core.token_loss import mark_same_on, wide
-from seqpar.core.transforms import refuse_transforms
 from seqpar.distributed.collectives import copy_to_group, group_sum, world_size
 from seqpar.distributed.vocab_parallel import VocabShard, local_copy, local_rows
 from seqpar.linear.chunk_loss import StoredLoss, scored_chunks
 from seqpar.linear.leaves import LinearLeaves, product_dtype
 from seqpar.linear.projection import Projection
+from seqpar.rows.conventions import Convention
 from seqpar.rows.scores import ClassWeights, RowFunction
-from seqpar.rows.smoothing import (
-    Convention,
-    CrossEntropyOfScores,
-    SoftTarget,
-    check_smoothing,
-    class_weights,
-    soft_target,
-)
-from seqpar.rows.target_checks import check_ignore_index, check_range
+from seqpar.rows.smoothing import CrossEntropyOfScores, SoftTarget, check_smoothing, class_weights, soft_target
 
 
 class Inputs(NamedTuple):
@@ -64,15 +69,9 @@ def local_tensors(inputs: Inputs, vocab: VocabShard | None) -> tuple[Inputs, Voc
     if vocab is not None:
         raise TypeError("weight is a DTensor and vocab is given; omit vocab: the weight already defines the split")
     weight, bias, vocab = local_rows(inputs.weight, inputs.bias)
-    class_weight = inputs.class_weight
-    if class_weight is not None:
-        class_weight = local_copy(class_weight, "class_weight")
-    token_weight = inputs.token_weight
-    if token_weight is not None:
-        token_weight = local_copy(token_weight, "token_weight")
-    hidden = local_copy(inputs.hidden, "hidden")
-    target = local_copy(inputs.target, "target")
-    return Inputs(hidden, weight, target, bias, class_weight, token_weight), vocab
+    whole = ("hidden", "target", "class_weight", "token_weight")
+    copies = {name: local_copy(getattr(inputs, name), name) for name in whole}
+    return inputs._replace(weight=weight, bias=bias, **copies), vocab  # type: ignore[arg-type]
 
 
 class Planned(NamedTuple):
@@ -179,7 +178,8 @@ def checked(
     loss_scale: float | Tensor = 1.0,
     *,
     any_dtype: bool = False,
-    further: Callable[[VocabShard], Mapping[str, object]] = lambda shard: {},
+    further: Callable[[VocabShard], object] = lambda shard: None,
+    facts: Callable[[], Mapping[str, object]] = dict,
 ) -> Checked:
     """Return the shard, the soft target and the weights of this rank's classes, after checking all arguments.
 
@@ -187,37 +187,42 @@ def checked(
 
     Args:
         any_dtype: whether weight and bias may have another dtype than hidden without autocast.
-        further: checks the caller's further arguments, given the shard, and returns those that must be the same on all
-            ranks, by name.
+        further: checks the caller's further arguments, given the shard.
+        facts: returns what else must be the same on all ranks of a split vocabulary, by name; floating tensors with one
+            row for each token must be the same up to rounding.
     """
     refuse_transforms(inputs)
-    if vocab is not None and not isinstance(vocab, VocabShard):
-        raise TypeError(f"vocab is a {type(vocab).__name__}; it must be a seqpar.VocabShard, or None")
+    check_type(vocab, "vocab", (VocabShard, NoneType), "a seqpar.VocabShard, or None")
     try:
-        found = _checked_on_this_rank(inputs, settings, vocab, loss_scale, any_dtype)
-        facts = further(found.shard)
+        _check_settings(settings)
+        check_loss_scale(loss_scale)
+        check_tensors(inputs, any_dtype=any_dtype)
+        found = _found(inputs, settings, vocab)
+        further(found.shard)
     except (TypeError, ValueError, IndexError) as wrong:
         if vocab is not None:
             _send_error_to_group(wrong, vocab)
         raise
     if vocab is not None:
-        rows = len(inputs.weight)
-        vocab.check(rows, {**_facts(inputs, settings, vocab), **facts}, inputs.hidden)
-        if inputs.token_weight is not None:
-            vocab.check(rows, {}, inputs.token_weight.unsqueeze(-1), "token_weight")
+        _compare_ranks(inputs, settings, vocab, facts())
     return found
 
 
-def _checked_on_this_rank(
-    inputs: Inputs, settings: Settings, vocab: VocabShard | None, loss_scale: float | Tensor, any_dtype: bool
-) -> Checked:
-    """Return what follows from the arguments; raise for arguments invalid on this rank."""
-    _check_settings(settings)
-    check_loss_scale(loss_scale)
-    check_tensors(inputs, any_dtype=any_dtype)
+def _check_settings(settings: Settings) -> None:
+    """Raise unless all numbers are in their ranges."""
+    check_integer(settings.ignore_index, "ignore_index")
+    check_size(settings.chunk_tokens, "chunk_tokens")
+    check_smoothing(settings.label_smoothing, settings.smoothing_convention)
+    check_number(settings.z_loss, "z_loss", at_least=0)
+    if settings.softcap is not None:
+        check_number(settings.softcap, "softcap", above=0)
+    check_number(settings.temperature, "temperature", above=0)
+
+
+def _found(inputs: Inputs, settings: Settings, vocab: VocabShard | None) -> Checked:
+    """Return what follows from the arguments; raise for a class outside the vocabulary."""
     rows = inputs.weight.size(0)
-    if vocab is None and not rows:
-        raise ValueError(f"weight has shape {tuple(inputs.weight.shape)}; it must have at least one class")
+    check_shapes(vocab is not None or rows > 0, "of at least one class", weight=inputs.weight)
     shard = vocab or VocabShard(None, 0, rows)
     if shard.start + rows > shard.vocab_size:
         raise ValueError(
@@ -237,6 +242,18 @@ def _checked_on_this_rank(
     return Checked(shard, q._replace(excluded=excluded, z_loss=float(settings.z_loss)), weight_V)
 
 
+def _compare_ranks(inputs: Inputs, settings: Settings, vocab: VocabShard, facts: Mapping[str, object]) -> None:
+    """Raise RuntimeError on every rank unless the ranks of the group agree on everything that they must agree on."""
+    rows = len(inputs.weight)
+    tensors = {name: fact for name, fact in facts.items() if isinstance(fact, Tensor)}
+    plain = {name: fact for name, fact in facts.items() if name not in tensors}
+    vocab.check(rows, {**_facts(inputs, settings, vocab), **plain}, inputs.hidden)
+    if inputs.token_weight is not None:
+        tensors["token_weight"] = inputs.token_weight.unsqueeze(-1)
+    for name, tensor in tensors.items():
+        vocab.check(rows, {}, tensor, name)
+
+
 def check_tensors(inputs: Inputs, prefix: str = "", any_dtype: bool = False) -> None:
     """Raise unless the tensors' kinds, shapes, devices and dtypes fit each other.
 
@@ -244,9 +261,28 @@ def check_tensors(inputs: Inputs, prefix: str = "", any_dtype: bool = False) -> 
         prefix: the beginning of the names of hidden, weight and bias among the caller's arguments.
         any_dtype: as in `checked`.
     """
-    _check_kinds(inputs, prefix)
-    _check_shapes(inputs, prefix)
-    _check_devices_and_dtypes(inputs, prefix, any_dtype)
+    hidden, weight, target, bias, class_weight, token_weight = inputs
+    projection = {f"{prefix}weight": weight, f"{prefix}bias": bias}
+    named = {**projection, "class_weight": class_weight, "token_weight": token_weight}
+    check_target(target, **{f"{prefix}hidden": hidden})
+    check_floating(weight, f"{prefix}weight")
+    for name, tensor in named.items():
+        if tensor is not None:
+            check_floating(tensor, name)
+    wanted = "(..., D) and (V, D), the layout of nn.Linear.weight"
+    fits = weight.dim() == 2 and weight.size(1) == hidden.size(-1)
+    check_shapes(fits, wanted, **{f"{prefix}hidden": hidden, f"{prefix}weight": weight})
+    if bias is not None:
+        both = {f"{prefix}bias": bias, f"{prefix}weight": weight}
+        check_shapes(bias.shape == weight.shape[:1], "(V,) and (V, D)", **both)
+    if token_weight is not None:
+        check_shapes(token_weight.shape == target.shape, "the same", token_weight=token_weight, target=target)
+    check_one_device(**{f"{prefix}hidden": hidden}, target=target, **named)
+    is_cast = any_dtype or torch.is_autocast_enabled(hidden.device.type)
+    for name, tensor in projection.items():
+        if tensor is not None and tensor.dtype != hidden.dtype and not is_cast:
+            dtypes = f"{prefix}hidden has dtype {hidden.dtype} and {name} {tensor.dtype}"
+            raise TypeError(f"{dtypes}; cast one, or use autocast")
 
 
 NOTHING_WRONG = {"what is wrong": "nothing"}
@@ -267,7 +303,6 @@ def _facts(inputs: Inputs, settings: Settings, vocab: VocabShard) -> dict[str, o
     """
     hidden = inputs.hidden
     weight = inputs.weight
-    target_N = inputs.target.flatten().long()
     return {
         **NOTHING_WRONG,
         "the vocabulary's size": vocab.vocab_size,
@@ -280,8 +315,15 @@ def _facts(inputs: Inputs, settings: Settings, vocab: VocabShard) -> dict[str, o
         "whether hidden needs a gradient": hidden.requires_grad and torch.is_grad_enabled(),
         **settings._asdict(),
         # Different targets would give different chunks; a checksum of them costs one number
-        "the targets": int((target_N * torch.arange(1, len(target_N) + 1, device=target_N.device)).sum()),
+        "the targets": checksum(inputs.target),
     }
+
+
+def checksum(tensor: Tensor) -> int | float:
+    """Return a weighted sum of all numbers: swapped ones change it, as they would not a plain sum."""
+    numbers_N = tensor.detach().flatten()
+    numbers_N = numbers_N.double() if numbers_N.is_floating_point() else numbers_N.long()
+    return (numbers_N * torch.arange(1, len(numbers_N) + 1, device=tensor.device)).sum().item()
 
 
 def _presence(tensor: Tensor | None) -> str:
@@ -289,79 +331,11 @@ def _presence(tensor: Tensor | None) -> str:
     return "none" if tensor is None else "given"
 
 
-def _check_settings(settings: Settings) -> None:
-    """Raise unless all numbers are in their ranges."""
-    check_ignore_index(settings.ignore_index)
-    check_size(settings.chunk_tokens, "chunk_tokens")
-    check_number(settings.label_smoothing, "label_smoothing", at_least=0, below=1)
-    check_smoothing(settings.label_smoothing, settings.smoothing_convention)
-    check_number(settings.z_loss, "z_loss", at_least=0)
-    if settings.softcap is not None:
-        check_number(settings.softcap, "softcap", above=0)
-    check_number(settings.temperature, "temperature", above=0)
-
-
-def _check_kinds(inputs: Inputs, prefix: str) -> None:
-    """Raise TypeError unless the target has class indices and all other tensors have a floating dtype."""
-    check_floating(inputs.hidden, f"{prefix}hidden")
-    check_floating(inputs.weight, f"{prefix}weight")
-    check_integer_target(inputs.target)
-    optional = {f"{prefix}bias": inputs.bias, "class_weight": inputs.class_weight, "token_weight": inputs.token_weight}
-    for name, tensor in optional.items():
-        if tensor is not None:
-            check_floating(tensor, name)
-
-
-def _check_shapes(inputs: Inputs, prefix: str) -> None:
-    """Raise ValueError unless the shapes fit each other."""
-    hidden, weight, target, bias, _, token_weight = inputs
-    if hidden.dim() < 2 or hidden.shape[:-1] != target.shape:
-        raise ValueError(
-            f"{prefix}hidden has shape {tuple(hidden.shape)} and target {tuple(target.shape)}; target must have "
-            "hidden's leading shape: (N, D) with (N,), or (batch, time, D) with (batch, time)"
-        )
-    if weight.dim() != 2 or weight.size(1) != hidden.size(-1):
-        raise ValueError(
-            f"{prefix}hidden has shape {tuple(hidden.shape)} and {prefix}weight {tuple(weight.shape)}; "
-            f"{prefix}weight must be (V, D) with {prefix}hidden's last size D, the layout of nn.Linear.weight"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{prefix}bias has shape {tuple(bias.shape)} and {prefix}weight {tuple(weight.shape)}; "
-            f"{prefix}bias must be (V,)"
-        )
-    if token_weight is not None and token_weight.shape != target.shape:
-        raise ValueError(
-            f"token_weight has shape {tuple(token_weight.shape)} and target {tuple(target.shape)}; it must have "
-            "one number for each token"
-        )
-
-
-def _check_devices_and_dtypes(inputs: Inputs, prefix: str, any_dtype: bool) -> None:
-    """Raise ValueError for a device other than hidden's, TypeError for another dtype unless something casts it."""
-    hidden = inputs.hidden
-    is_cast = any_dtype or torch.is_autocast_enabled(hidden.device.type)
-    for name, tensor in inputs._asdict().items():
-        if tensor is None:
-            continue
-        shown = f"{prefix}{name}" if name in ("weight", "bias") else name
-        if tensor.device != hidden.device:
-            raise ValueError(
-                f"{prefix}hidden is on {hidden.device} and {shown} on {tensor.device}; move them to one device"
-            )
-        if name in ("weight", "bias") and tensor.dtype != hidden.dtype and not is_cast:
-            raise TypeError(
-                f"{prefix}hidden has dtype {hidden.dtype} and {shown} {tensor.dtype}; cast one, or use autocast"
-            )
-
-
 def _local_class_weight(class_weight: Tensor | None, rows: int, shard: VocabShard) -> Tensor | None:
     """Return the weights of this rank's classes, given those or the weights of the whole vocabulary."""
     if class_weight is None or class_weight.shape == (rows,):
         return class_weight
     if class_weight.shape != (shard.vocab_size,):
-        allowed = f"({rows},)"
-        if rows != shard.vocab_size:
-            allowed += f" for this rank's classes, or ({shard.vocab_size},) for all"
-        raise ValueError(f"class_weight has shape {tuple(class_weight.shape)}; it must be {allowed}")
+        of_all = "" if rows == shard.vocab_size else f" for this rank's classes, or ({shard.vocab_size},) for all"
+        check_shapes(False, f"({rows},){of_all}", class_weight=class_weight)
     return class_weight[shard.start : shard.start + rows]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.core.tensor_checks import check_floating, check_number
+from seqpar.core.checks import check_floating, check_like, check_number, check_shapes
 from seqpar.linear.token_scores import TokenScores, token_scores
 
 
@@ -59,7 +59,14 @@ def lora_scores(
     """
     if adapter_hidden is None:
         adapter_hidden = hidden
-    _check_adapter(hidden, base_weight, lora_A, lora_B, scaling, adapter_hidden)
+    adapter = {"lora_A": lora_A, "lora_B": lora_B, "base_weight": base_weight}
+    for name, tensor in {"hidden": hidden, "adapter_hidden": adapter_hidden, **adapter}.items():
+        check_floating(tensor, name)
+    check_number(scaling, "scaling")
+    fits = lora_A.dim() == lora_B.dim() == base_weight.dim() == 2
+    fits = fits and (*lora_B.shape, lora_A.size(1)) == (len(base_weight), len(lora_A), base_weight.size(1))
+    check_shapes(fits, "(R, D), (V, R) and (V, D), the layouts of PEFT's lora_A.weight and lora_B.weight", **adapter)
+    check_like(adapter_hidden, "adapter_hidden", hidden=hidden)
     low_rank = adapter_rows(adapter_hidden, lora_A, scaling).to(hidden.dtype)
     return token_scores(
         torch.cat([hidden, low_rank], -1),
@@ -79,31 +86,3 @@ def lora_scores(
 def adapter_rows(adapter_hidden: Tensor, lora_A: Tensor, scaling: float) -> Tensor:
     """Return s hidden A.T (..., R), which times B.T is the adapter's share of the logits."""
     return F.linear(adapter_hidden.to(lora_A.dtype), lora_A) * scaling
-
-
-def _check_adapter(
-    hidden: Tensor, base_weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, adapter_hidden: Tensor
-) -> None:
-    """Raise TypeError or ValueError unless the adapter fits the projection."""
-    named = {
-        "hidden": hidden,
-        "base_weight": base_weight,
-        "lora_A": lora_A,
-        "lora_B": lora_B,
-        "adapter_hidden": adapter_hidden,
-    }
-    for name, tensor in named.items():
-        check_floating(tensor, name)
-    check_number(scaling, "scaling")
-    fits = lora_A.dim() == 2 and lora_B.dim() == 2 and lora_A.size(0) == lora_B.size(1)
-    if not fits or lora_A.size(1) != base_weight.size(-1) or lora_B.size(0) != base_weight.size(0):
-        raise ValueError(
-            f"lora_A has shape {tuple(lora_A.shape)}, lora_B {tuple(lora_B.shape)} and base_weight "
-            f"{tuple(base_weight.shape)}; they must be (R, D), (V, R) and (V, D), the layouts of PEFT's lora_A.weight "
-            "and lora_B.weight"
-        )
-    if adapter_hidden.shape != hidden.shape:
-        raise ValueError(
-            f"adapter_hidden has shape {tuple(adapter_hidden.shape)} and hidden {tuple(hidden.shape)}; it is hidden "
-            "after the adapter's dropout and must have the same shape"
-        )

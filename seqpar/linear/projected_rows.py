@@ -26,6 +26,20 @@ class Read(NamedTuple):
     softmax: Softmax | None
     tanh_KV: Tensor | None
     """tanh(product / softcap) with a softcap."""
+    share_N: Tensor | None = None
+    """This rank's share of the probability, where the sums do not have it."""
+
+
+class OwnSums(NamedTuple):
+    """The sums of some rows over this rank's classes alone."""
+
+    read: Read
+    sums: RowSums
+    """As `RowFunction.over_parts` takes them."""
+    here_KP: Tensor | None
+    """Which picked classes are here; None if all are."""
+    numbers_KV: Tensor
+    """What `before` counts: the logits, or for a kernel the products."""
 
 
 class ProjectedRows:
@@ -65,17 +79,36 @@ class ProjectedRows:
         Args:
             temperature_K: a temperature for each row, by which the projection's logits are divided further.
         """
+        own = self.own_sums(product_KV, picked_KP, temperature_K, again)
+        sums = self.function.over_parts(own.sums, picked_KP, own.here_KP)
+        if self.function.rank:
+            before_K = self.before(own, picked_KP[:, 0], sums.picked_NP[:, 0], temperature_K)
+            sums = sums._replace(rank_N=self.function.over_ranks(before_K))
+        return own.read, sums
+
+    def own_sums(
+        self, product_KV: Tensor, picked_KP: Tensor, temperature_K: Tensor | None = None, again: bool = True
+    ) -> OwnSums:
+        """Return the sums over this rank's classes; the arguments are those of `sums`."""
         if self.kernel is not None:
             index_KP, here_KP = self.function.locate(picked_KP, product_KV.size(1))
             if here_KP is not None:
                 index_KP = index_KP.where(here_KP, -1)
             own = self.kernel.sums(product_KV, index_KP, picked_KP[:, 0], temperature_K)
-            return Read(None, None), self.function.over_parts(own, picked_KP, here_KP)
+            return OwnSums(Read(None, None), own, here_KP, product_KV)
         logits_KV, tanh_KV = self._logits(product_KV, temperature_K)
+        # The softmax takes their place, and no class may come before another by its rounding
+        kept_KV = logits_KV.clone() if self.function.rank else logits_KV
         # z - m is needed once more in the gradient, but not by the sums alone
         scratch = self._memory("terms", logits_KV, self.function.entropy) if again else logits_KV
-        softmax, sums = self.function.sums_(logits_KV, picked_KP, out=self._out(logits_KV), scratch=scratch)
-        return Read(softmax, tanh_KV), sums
+        softmax, own, here_KP = self.function.own_sums_(logits_KV, picked_KP, out=self._out(logits_KV), scratch=scratch)
+        return OwnSums(Read(softmax, tanh_KV), own, here_KP, kept_KV)
+
+    def before(self, own: OwnSums, target_K: Tensor, gold_K: Tensor, temperature_K: Tensor | None) -> Tensor:
+        """Return how many of this rank's classes come before the target, whose logit is `gold_K`."""
+        if self.kernel is not None:
+            return self.kernel.before(own.numbers_KV, target_K, gold_K, temperature_K)
+        return self.function.before(own.numbers_KV, target_K, gold_K)
 
     def read(self, product_KV: Tensor, sums: RowSums, temperature_K: Tensor | None, entropy: bool) -> Read:
         """Return what `gradient_` needs of products that have been computed again; `entropy` is whether its arrives."""
@@ -84,7 +117,11 @@ class ProjectedRows:
         logits_KV, tanh_KV = self._logits(product_KV, temperature_K)
         function = self.function._replace(entropy=entropy)
         out = self._memory("softmax", logits_KV, True) if entropy else self._in_place(logits_KV)
-        return Read(function.softmax_(logits_KV, sums.best_N, out), tanh_KV)
+        if self.function.split is None or sums.share_N is not None:
+            return Read(function.softmax_(logits_KV, sums.best_N, out), tanh_KV)
+        own_lse_N = logits_KV.logsumexp(-1)
+        share_N = ((own_lse_N - sums.best_N) - sums.log_sum_N).exp()
+        return Read(function.softmax_(logits_KV, sums.best_N, out), tanh_KV, share_N)
 
     def gradient_(
         self,
@@ -106,6 +143,8 @@ class ProjectedRows:
                 index_KP = index_KP.where(here_KP, -1)
             self.kernel.gradient_(product_KV, index_KP, temperature_K, sums, upstream, into_KV)
             return into_KV
+        if read.share_N is not None:
+            sums = sums._replace(share_N=read.share_N)
         grad_KV = self.function.gradient_(read.softmax, picked_KP, sums, upstream)
         # The derivative of the logits by the capped product
         slope = 1.0 if temperature_K is None else temperature_K.reciprocal()

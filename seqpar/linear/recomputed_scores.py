@@ -26,22 +26,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from seqpar.core.chunks import Chunk
 from seqpar.core.stored_gradients import RowGradient
 from seqpar.core.token_loss import wide
 from seqpar.linear.leaves import LinearSlots
 from seqpar.linear.projected_rows import ProjectedRows
-from seqpar.linear.projection import Projection, zero_rows
+from seqpar.linear.projection import zero_rows
 from seqpar.rows.scores import RowSums, Upstream
-
-INVARIANT_ROWS = 64
-"""Rows of every product in batch-invariant mode: a matrix product of one shape rounds each row in one way."""
-
-INVARIANT_WIDTH = 16
-"""What the width of a product is a multiple of in that mode, filled up with zeros. With other widths (5, 7, 33) MKL's
-rounding of a row was measured to depend on the row's place; with multiples of 4 it never did."""
 
 
 class HiddenSlots(NamedTuple):
@@ -81,20 +73,20 @@ class RecomputedScores:
 
     def sums(self, hidden_KD: Tensor, chunk: Chunk, kept: HiddenSlots | None = None) -> RowSums:
         """Return the sums of a chunk's rows; store the gradients that a frozen projection allows in `kept`."""
-        hidden_KD = self._prepared(hidden_KD, chunk)
+        hidden_KD = self.prepared(hidden_KD, chunk)
         with torch.autocast(hidden_KD.device.type, enabled=False):
             product_KV = self.rows.product(hidden_KD)
             entropy_KV = None
             if kept is not None and kept.entropy is not None:
                 entropy_KV = self.projection.buffer("entropy", len(hidden_KD), product_KV.dtype)
             blocks = self._blocks(product_KV, chunk, entropy_KV)
-            joined = _joined([self._block_sums(block, kept is not None) for block in blocks])
+            together = joined([self._block_sums(block, kept is not None) for block in blocks])
             if kept is not None:
-                kept.slope_NP[chunk] = self._slope(chunk, joined.picked_NP)
+                kept.slope_NP[chunk] = self._slope(chunk, together.picked_NP)
                 kept.log_prob.write_product(chunk, product_KV, self.projection.weight_VD)
             if kept is not None and kept.entropy is not None and entropy_KV is not None:
                 kept.entropy.write_product(chunk, entropy_KV, self.projection.weight_VD)
-        return joined
+        return together
 
     def _block_sums(self, block: _Block, own_gradients: bool) -> RowSums:
         """Return the sums of some rows.
@@ -113,35 +105,6 @@ class RecomputedScores:
             self.rows.gradient_(read, *rows, sums, Upstream(log_prob=one_N))
         return sums
 
-    def batch_invariant(self) -> RecomputedScores:
-        """Return the same scores with a width of hidden that `sums_in_tile` takes."""
-        weight_VD = self.projection.weight_VD
-        missing = -weight_VD.size(1) % INVARIANT_WIDTH
-        projection = Projection(
-            pad(weight_VD, (0, missing)),
-            self.projection.bias_V,
-            weight_VD.dtype,
-            self.projection.softcap,
-            self.projection.temperature,
-        )
-        rows = ProjectedRows(projection, self.rows.function)
-        return RecomputedScores(rows, self.picked_NP, self.temperature_N, self.counted_N)
-
-    def sums_in_tile(self, hidden_KD: Tensor, chunk: Chunk) -> RowSums:
-        """Do as `sums` for at most INVARIANT_ROWS rows, in tensors of exactly so many."""
-        rows, width = hidden_KD.shape
-        missing = INVARIANT_ROWS - rows
-        picked_KP = pad(self.picked_NP[chunk], (0, 0, 0, missing))
-        temperature_K = None
-        if self.temperature_N is not None:
-            temperature_K = pad(self.temperature_N[chunk], (0, missing), value=1.0)
-        counted_K = None
-        if self.counted_N is not None:
-            counted_K = pad(self.counted_N[chunk], (0, missing), value=True)
-        tile = RecomputedScores(self.rows, picked_KP, temperature_K, counted_K)
-        hidden_KD = pad(hidden_KD, (0, self.projection.weight_VD.size(1) - width, 0, missing))
-        return tile.sums(hidden_KD, slice(0, INVARIANT_ROWS)).rows(slice(0, rows))
-
     def store_gradients(
         self, hidden_KD: Tensor, chunk: Chunk, sums: RowSums, upstream: Upstream, slots: LinearSlots
     ) -> None:
@@ -150,7 +113,7 @@ class RecomputedScores:
         Args:
             sums, upstream: of all rows.
         """
-        hidden_KD = self._prepared(hidden_KD, chunk)
+        hidden_KD = self.prepared(hidden_KD, chunk)
         sums = sums.rows(chunk)
         upstream = upstream.rows(chunk)
         bias_grads = []
@@ -213,7 +176,7 @@ class RecomputedScores:
         tanh_KP = picked_logits_KP / (slope_KP * self.projection.softcap)
         return slope_KP * (1 - tanh_KP.square())
 
-    def _prepared(self, hidden_KD: Tensor, chunk: Chunk) -> Tensor:
+    def prepared(self, hidden_KD: Tensor, chunk: Chunk) -> Tensor:
         """Return the chunk's hidden states in the products' dtype, with 0 in rows that do not count."""
         hidden_KD = hidden_KD.to(self.projection.weight_VD.dtype)
         if self.counted_N is None:
@@ -250,7 +213,7 @@ class _Block(NamedTuple):
     entropy_product: Tensor | None
 
 
-def _joined(blocks: list[RowSums]) -> RowSums:
+def joined(blocks: list[RowSums]) -> RowSums:
     """Return the sums of all blocks."""
     if len(blocks) == 1:
         return blocks[0]

@@ -1,96 +1,148 @@
-"""Check what the caller of `token_scores` asks for beside the log-probability of the target."""
+"""Prepare the rows of a call that asks for scores of tokens, after checking what it asks for.
+
+Shape suffixes: N rows (batch x time), J given classes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from seqpar.core.chunks import recording
-from seqpar.core.tensor_checks import check_floating, check_integer_target
-from seqpar.distributed.vocab_parallel import check_whole
-from seqpar.linear.inputs import Inputs
+from seqpar.core.checks import (
+    check_entries,
+    check_floating,
+    check_integer,
+    check_integer_target,
+    check_one_device,
+    check_per_token,
+    check_shapes,
+    check_type,
+)
+from seqpar.core.token_loss import wide
+from seqpar.distributed.vocab_parallel import VocabShard
+from seqpar.linear.inputs import Inputs, Planned, Settings, checked, checksum, local_tensors, planned
 
 
 class ScoreRequest(NamedTuple):
     """What the caller asked for, beside the log-probability of the target."""
 
-    temperature: Tensor | None
-    entropy: bool
-    top_k: int | None
-    ids: Tensor | None
-    product_dtype: torch.dtype | None
-    batch_invariant: bool
+    temperature: float | Tensor = 1.0
+    """One for all tokens, or one for each."""
+    entropy: bool = False
+    top_k: int | None = None
+    ids: Tensor | None = None
+    product_dtype: torch.dtype | None = None
+    batch_invariant: bool = False
+    rank: bool = False
 
 
-def checked_request(request: ScoreRequest, inputs: Inputs, ignore_index: int, vocab_size: int) -> dict[str, object]:
-    """Return what must be the same on all ranks of a split vocabulary's group; raise for an invalid argument."""
-    counted = inputs.target.long() != ignore_index
-    for name in ("entropy", "batch_invariant"):
-        value = getattr(request, name)
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r:.60}; it must be True or False")
-    if request.product_dtype is not None and not request.product_dtype.is_floating_point:
-        raise TypeError(f"product_dtype is {request.product_dtype}; it must be a floating dtype, such as torch.float32")
-    if request.top_k is not None:
-        check_whole(request.top_k, "top_k", 1)
-        if request.top_k > vocab_size:
-            raise ValueError(f"top_k is {request.top_k} and there are {vocab_size} classes; it must be at most as many")
-    facts: dict[str, object] = {name: getattr(request, name) for name in ("entropy", "top_k", "product_dtype")}
-    facts["batch_invariant"] = request.batch_invariant
-    facts["temperature of each token"] = _check_temperature(request.temperature, inputs.target, counted)
-    facts["ids"] = _check_ids(request.ids, inputs.target, counted, vocab_size)
+class ScoreRows(NamedTuple):
+    """The rows of a call, and what was asked for, with one row for each token."""
+
+    plan: Planned
+    shape: torch.Size
+    """Target's."""
+    counted_N: Tensor
+    """Whether the target is not the ignored one."""
+    temperature_N: Tensor | None
+    ids_NJ: Tensor | None
+    per_token: dict[str, Tensor]
+
+
+def score_rows(
+    inputs: Inputs,
+    settings: Settings,
+    request: ScoreRequest,
+    vocab: VocabShard | None,
+    loss_scale: float | Tensor = 1.0,
+    *,
+    per_token: Mapping[str, Tensor] | None = None,
+    further: Callable[[], object] = lambda: None,
+) -> ScoreRows:
+    """Return the rows, after checking all arguments on every rank of a split vocabulary.
+
+    Args:
+        settings: without the temperature, which is the request's.
+        per_token: further tensors with one row for each token.
+        further: checks the caller's further arguments.
+    """
+    per_token = per_token or {}
+    temperature = request.temperature
+    if not isinstance(temperature, Tensor):
+        settings = settings._replace(temperature=temperature)
+    inputs, vocab = local_tensors(inputs, vocab)
+
+    def check(shard: VocabShard) -> None:
+        further()
+        _check_request(request, inputs.target, settings.ignore_index, shard.vocab_size)
+        check_per_token(per_token, inputs.target)
+        check_one_device(target=inputs.target, **per_token)
+
+    def facts() -> Mapping[str, object]:
+        return _facts(request, per_token, inputs.target, settings.ignore_index)
+
+    any_dtype = request.product_dtype is not None
+    given = checked(inputs, settings, vocab, loss_scale, any_dtype=any_dtype, further=check, facts=facts)
+    plan = planned(inputs, settings, given.shard, request.product_dtype)
+    counted_N = plan.target_N != settings.ignore_index
+    temperature_N = None
+    if isinstance(temperature, Tensor):
+        dtype = wide(plan.projection.weight_VD.dtype)
+        temperature_N = temperature.flatten().to(dtype).where(counted_N, 1.0)
+    ids_NJ = None if request.ids is None else request.ids.flatten(0, -2).long()
+    lead = inputs.target.dim()
+    rows = {name: tensor.flatten(0, lead - 1) for name, tensor in per_token.items()}
+    return ScoreRows(plan, inputs.target.shape, counted_N, temperature_N, ids_NJ, rows)
+
+
+def _facts(
+    request: ScoreRequest, per_token: Mapping[str, Tensor], target: Tensor, ignore_index: int
+) -> dict[str, object]:
+    """Return what must be the same on all ranks of a split vocabulary's group, by name."""
+    counted = target.long() != ignore_index
+    facts: dict[str, object] = dict(request._asdict())
+    # The settings have that of all tokens
+    temperature = facts.pop("temperature")
+    if isinstance(temperature, Tensor):
+        temperature = checksum(temperature.where(counted, 1.0))
+    facts["temperature of each token"] = temperature
+    if request.ids is not None:
+        facts["ids"] = (*request.ids.shape, checksum(request.ids.long().where(counted.unsqueeze(-1), 0)))
+    for name, tensor in per_token.items():
+        facts[f"the shape and dtype of {name}"] = (tuple(tensor.shape), tensor.dtype)
+        rows_NC = tensor.detach().reshape(target.numel(), -1)
+        facts[name] = rows_NC if rows_NC.is_floating_point() else rows_NC.double()
     return facts
 
 
-def _check_temperature(temperature: Tensor | None, target: Tensor, counted: Tensor) -> object:
-    """Raise unless it is None or one number above 0 for each token; return what must be the same on all ranks."""
-    if temperature is None:
-        return "none"
-    check_floating(temperature, "temperature")
-    if temperature.requires_grad:
-        raise TypeError("temperature requires a gradient, and gets none here: pass temperature.detach()")
-    if temperature.shape != target.shape:
-        raise ValueError(
-            f"temperature has shape {tuple(temperature.shape)} and target {tuple(target.shape)}; it must be a number, "
-            "or one for each token"
-        )
-    _check_device(temperature, "temperature", target)
-    if recording(target.device):
-        return "given"
-    bad = counted & ~((temperature > 0) & temperature.isfinite())
-    if bad.any():
-        place = tuple(bad.nonzero()[0].tolist())
-        raise ValueError(f"temperature {temperature[place].item()} at position {place} is not a finite number above 0")
-    numbers = torch.arange(1, temperature.numel() + 1, device=temperature.device)
-    return float((temperature.double().where(counted, 1.0).flatten() * numbers).sum())
-
-
-def _check_ids(ids: Tensor | None, target: Tensor, counted: Tensor, vocab_size: int) -> object:
-    """Raise unless ids is None or has classes for each token; return what must be the same on all ranks."""
-    if ids is None:
-        return "none"
-    check_integer_target(ids, "ids")
-    if ids.dim() != target.dim() + 1 or ids.shape[:-1] != target.shape:
-        raise ValueError(
-            f"ids has shape {tuple(ids.shape)} and target {tuple(target.shape)}; it must be (target's shape, J)"
-        )
-    _check_device(ids, "ids", target)
-    if recording(target.device):
-        return tuple(ids.shape)
-    bad = counted.unsqueeze(-1) & ((ids < 0) | (ids >= vocab_size))
-    if bad.any():
-        place = tuple(bad.nonzero()[0].tolist())
-        raise IndexError(
-            f"ids has {ids[place].item()} at position {place}, outside the vocabulary [0, {vocab_size}); only tokens "
-            "whose target is ignore_index may have any number"
-        )
-    numbers = torch.arange(1, ids.numel() + 1, device=ids.device)
-    return (*ids.shape, int((ids.long().where(counted.unsqueeze(-1), 0).flatten() * numbers).sum()))
-
-
-def _check_device(tensor: Tensor, name: str, target: Tensor) -> None:
-    """Raise ValueError unless the tensor is on target's device."""
-    if tensor.device != target.device:
-        raise ValueError(f"target is on {target.device} and {name} on {tensor.device}; move them to one device")
+def _check_request(request: ScoreRequest, target: Tensor, ignore_index: int, vocab_size: int) -> None:
+    """Raise for an invalid argument; only rows that count are looked at."""
+    counted = target.long() != ignore_index
+    for name in ("entropy", "batch_invariant", "rank"):
+        check_type(getattr(request, name), name, bool, "True or False")
+    if request.product_dtype is not None and not request.product_dtype.is_floating_point:
+        raise TypeError(f"product_dtype is {request.product_dtype}; it must be a floating dtype, such as torch.float32")
+    if request.top_k is not None:
+        check_integer(request.top_k, "top_k", 1, vocab_size)
+    temperature = request.temperature
+    if isinstance(temperature, Tensor):
+        check_floating(temperature, "temperature")
+        if temperature.requires_grad:
+            raise TypeError("temperature requires a gradient, and gets none here: pass temperature.detach()")
+        wanted = "a number, or of target's shape"
+        check_shapes(temperature.shape == target.shape, wanted, temperature=temperature, target=target)
+        check_one_device(target=target, temperature=temperature)
+        good = ~counted | ((temperature > 0) & temperature.isfinite())
+        check_entries(good, temperature, "temperature", " is not a finite number above 0")
+    ids = request.ids
+    if ids is not None:
+        check_integer_target(ids, "ids")
+        fits = ids.dim() == target.dim() + 1 and ids.shape[:-1] == target.shape
+        check_shapes(fits, "(target's shape, J) and target's shape", ids=ids, target=target)
+        check_one_device(target=target, ids=ids)
+        good = ~counted.unsqueeze(-1) | ((ids >= 0) & (ids < vocab_size))
+        why = f", outside the vocabulary [0, {vocab_size}); only rows whose target is ignored may have any number"
+        check_entries(good, ids, "ids has", why, IndexError)

@@ -6,21 +6,21 @@ J given classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from seqpar.core.checks import check_floating, check_function, check_shapes
 from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.chunks import recording
 from seqpar.core.graphs import graph_of_its_own, leaves_of_graph, outside_graphs
-from seqpar.core.tensor_checks import check_dense
-from seqpar.core.token_loss import TokenLoss, wide
+from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.chunk_loss import scored_chunks
-from seqpar.linear.inputs import Inputs, Settings, checked, local_tensors, planned
-from seqpar.linear.score_inputs import ScoreRequest, checked_request
+from seqpar.linear.inputs import Inputs, Settings
+from seqpar.linear.score_inputs import ScoreRequest, score_rows
 from seqpar.rows.scores import RowFunction, Scores, Upstream
 from seqpar.rows.smoothing import RowLosses
 
@@ -97,63 +97,22 @@ def scored_loss(
         RuntimeError: a loss that uses a tensor that needs a gradient and is no per-token argument, or one whose result
             has no gradient at all.
     """
-    is_number = not isinstance(temperature, Tensor)
-    settings = Settings(
-        ignore_index=ignore_index,
-        softcap=softcap,
-        temperature=temperature if is_number else 1.0,  # type: ignore[arg-type]
-        chunk_tokens=chunk_tokens,
+    rows = score_rows(
+        Inputs(hidden, weight, target, bias),
+        Settings(ignore_index=ignore_index, softcap=softcap, chunk_tokens=chunk_tokens),
+        ScoreRequest(temperature=temperature, entropy=entropy, ids=ids),
+        vocab,
+        loss_scale,
+        per_token=per_token,
+        further=lambda: check_function(loss, "loss", "a function of scores that returns (rows,)"),
     )
-    inputs, vocab = local_tensors(Inputs(hidden, weight, target, bias), vocab)
-    request = ScoreRequest(None if is_number else temperature, entropy, None, ids, None, False)  # type: ignore[arg-type]
-
-    def further(shard: VocabShard) -> Mapping[str, object]:
-        if not callable(loss):
-            raise TypeError(f"loss is a {type(loss).__name__}; it must be a function of scores that returns (rows,)")
-        facts = checked_request(request, inputs, ignore_index, shard.vocab_size)
-        return facts | _checked_per_token(per_token, inputs.target)
-
-    shard = checked(inputs, settings, vocab, loss_scale, further=further).shard
-    leaves, chunks, projection, target_N, split, ignored = planned(inputs, settings, shard)
-    if vocab is not None:
-        for name, tensor in per_token.items():
-            rows_NC = tensor.detach().reshape(len(target_N), -1)
-            shard.check(len(inputs.weight), {}, rows_NC if rows_NC.is_floating_point() else rows_NC.double(), name)
-    lead = inputs.target.dim()
-    tensors = tuple(t.flatten(0, lead - 1) for t in per_token.values())
+    leaves, chunks, projection, target_N, split, ignored = rows.plan
+    tensors = tuple(rows.per_token.values())
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
-    counted_N = target_N != ignore_index
-    temperature_N = None
-    if request.temperature is not None:
-        temperature_N = request.temperature.flatten().to(wide(projection.weight_VD.dtype)).where(counted_N, 1.0)
-    ids_NJ = None if ids is None else ids.flatten(0, -2).long()
-    chunk_loss = scored_chunks(
-        projection,
-        RowFunction(entropy, masked=projection.may_be_masked(), split=split),
-        _LossByAutograd(loss, list(per_token), wanted),
-        target_N,
-        ignored,
-        ids_NJ,
-        temperature_N,
-    )
+    function = RowFunction(entropy, masked=projection.may_be_masked(), split=split)
+    own_loss = _LossByAutograd(loss, list(per_token), wanted)
+    chunk_loss = scored_chunks(projection, function, own_loss, target_N, ignored, rows.ids_NJ, rows.temperature_N)
     return differentiable_sum(chunk_loss, chunks, leaves._replace(per_token=tensors), loss_scale)
-
-
-def _checked_per_token(per_token: Mapping[str, object], target: Tensor) -> dict[str, object]:
-    """Return what must be the same on all ranks; raise unless every tensor has its first dimensions and device."""
-    facts: dict[str, object] = {}
-    for name, tensor in per_token.items():
-        check_dense(tensor, name)
-        assert isinstance(tensor, Tensor)
-        if tensor.shape[: target.dim()] != target.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; the first dimensions of a per-token tensor must be target's "
-                f"shape {tuple(target.shape)}"
-            )
-        if tensor.device != target.device:
-            raise ValueError(f"target is on {target.device} and {name} on {tensor.device}; move them to one device")
-        facts[name] = (tuple(tensor.shape), tensor.dtype)
-    return facts
 
 
 class _LossByAutograd:
@@ -197,36 +156,26 @@ class _LossByAutograd:
     def _called(self, scores: Scores, rows: Sequence[Tensor]) -> Tensor:
         """Return the function's result in the dtype of the scores, after checking it."""
         loss_K = self.function(scores, **dict(zip(self.names, rows, strict=True)))
-        if not isinstance(loss_K, Tensor) or not loss_K.is_floating_point():
-            kind = f"{loss_K.dtype} numbers" if isinstance(loss_K, Tensor) else f"a {type(loss_K).__name__}"
-            raise TypeError(f"loss returned {kind}; it must return a floating tensor, one number for each row")
-        if loss_K.shape != scores.log_prob.shape:
-            raise ValueError(
-                f"loss returned shape {tuple(loss_K.shape)} for {len(scores.log_prob)} rows; it must return one number "
-                "for each row, without a sum or a mean"
-            )
+        check_floating(loss_K, "what loss returned")
+        wanted = f"({len(scores.log_prob)},): one number for each row, without a sum or a mean"
+        check_shapes(loss_K.shape == scores.log_prob.shape, wanted, **{"what loss returned": loss_K})
         return loss_K.to(scores.log_prob.dtype)
 
     def _check(self, loss_K: Tensor, scores: Scores, rows: list[Tensor], leaves: list[Tensor]) -> None:
         """Raise for a loss that loses a gradient or mixes rows, as far as these rows show it."""
         if leaves and not loss_K.requires_grad and bool((loss_K != 0).any()):
-            raise RuntimeError(
-                "the result of loss does not require grad, though hidden or a parameter does: it returned a detached "
-                "tensor (.detach(), torch.no_grad())"
-            )
+            detached = "it returned a detached tensor (.detach(), torch.no_grad())"
+            raise RuntimeError(f"the result of loss does not require grad, though something before it does: {detached}")
         known = {id(t) for t in leaves}
         for leaf in leaves_of_graph(loss_K):
             if id(leaf) not in known:
-                raise RuntimeError(
-                    f"loss used a tensor of shape {tuple(leaf.shape)} that needs a gradient and is no per-token "
-                    "argument; pass it as a keyword with target's shape, or detach it"
-                )
+                used = f"loss used a tensor of shape {tuple(leaf.shape)} that needs a gradient"
+                raise RuntimeError(f"{used}; pass it as a per-token keyword of target's shape, or detach it")
         mixed = self._mixed_by_gradient(loss_K, leaves) or self._mixed_by_value(loss_K.detach(), scores, rows)
         if mixed:
             raise ValueError(
-                f"loss mixes rows: {mixed}. It is called on some rows at a time, so a row's loss must depend on that "
-                "row alone; compute anything that joins tokens before, and pass it as a per-token keyword, or use "
-                "token_scores"
+                f"loss mixes rows: {mixed}. It is called on some rows at a time; compute anything that joins tokens "
+                "before, and pass it as a per-token keyword, or use token_scores"
             )
 
     def _mixed_by_gradient(self, loss_K: Tensor, leaves: list[Tensor]) -> str:

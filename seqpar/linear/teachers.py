@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from seqpar.core.checks import (
+    check_choice,
+    check_entries,
+    check_floating,
+    check_integer_target,
+    check_like,
+    check_one_device,
+    check_shapes,
+)
 from seqpar.core.chunks import Chunk, recording
-from seqpar.core.tensor_checks import check_floating, check_integer_target
 from seqpar.core.token_loss import wide
 
 Rest = Literal["renormalize", "one_class"]
@@ -108,43 +116,32 @@ def slack(dtype: torch.dtype) -> float:
 
 def check_top_k(teacher: TeacherTopK, target: Tensor, ignore_index: int, vocab_size: int) -> None:
     """Raise unless ids and log-probabilities can be those of a teacher; only rows that count are looked at."""
-    if teacher.rest not in ("renormalize", "one_class"):
-        raise ValueError(f"teacher.rest is {teacher.rest!r}; it must be 'renormalize' or 'one_class'")
-    _check_tensors(teacher.ids, teacher.log_probs, "teacher.ids", "teacher.log_probs", target)
+    check_choice(teacher.rest, "teacher.rest", get_args(Rest))
+    kept = target.long() != ignore_index
+    _check_classes(teacher.ids, "teacher.ids", target, kept, vocab_size)
+    _check_values(teacher.log_probs, "teacher.log_probs", teacher.ids, "teacher.ids")
     if recording(target.device):
         return
-    kept = target.long() != ignore_index
-    _check_ids(teacher.ids, kept, vocab_size, "teacher.ids")
     sums = probabilities(teacher.ids, teacher.log_probs).sum(-1)
-    wrong = kept & ~((sums > 0) & (sums <= 1 + slack(teacher.log_probs.dtype)))
-    if wrong.any():
-        where, value = _first(wrong, sums)
-        raise ValueError(
-            f"teacher.log_probs sum to {value:.6g} as probabilities at position {where}; the sum must be above 0 and "
-            "at most 1: take them from log_softmax(-1) over the whole vocabulary"
-        )
+    good = ~kept | ((sums > 0) & (sums <= 1 + slack(teacher.log_probs.dtype)))
+    why = "; the sum must be above 0 and at most 1: take them from log_softmax(-1) over the whole vocabulary"
+    check_entries(good, sums, "teacher.log_probs as probabilities sum to", why)
 
 
 def check_sparse_target(soft_target: SparseTarget, target: Tensor, ignore_index: int, vocab_size: int) -> None:
     """Raise unless ids and probabilities are distributions; only rows that count are looked at."""
-    _check_tensors(soft_target.ids, soft_target.probs, "soft_target.ids", "soft_target.probs", target)
+    kept = target.long() != ignore_index
+    _check_classes(soft_target.ids, "soft_target.ids", target, kept, vocab_size)
+    _check_values(soft_target.probs, "soft_target.probs", soft_target.ids, "soft_target.ids")
     if recording(target.device):
         return
-    kept = target.long() != ignore_index
-    _check_ids(soft_target.ids, kept, vocab_size, "soft_target.ids")
-    probs = soft_target.probs.detach().masked_fill(soft_target.ids < 0, 0)
+    probs = sparse_probs(soft_target)
     negative = kept.unsqueeze(-1) & ~(probs >= 0)
-    if negative.any():
-        where, value = _first(negative, probs)
-        raise ValueError(f"soft_target.probs is {value:.6g} at position {where}; a probability is at least 0")
+    check_entries(~negative, probs, "soft_target.probs is", "; a probability is at least 0")
     sums = probs.to(wide(probs.dtype)).sum(-1)
-    wrong = kept & ~((sums - 1).abs() <= slack(probs.dtype))
-    if wrong.any():
-        where, value = _first(wrong, sums)
-        raise ValueError(
-            f"soft_target.probs sum to {value:.6g} at position {where}; each row must sum to 1: divide it by its sum, "
-            "which token_weight can hold"
-        )
+    good = ~kept | ((sums - 1).abs() <= slack(probs.dtype))
+    why = "; each row must sum to 1: divide it by its sum, which token_weight can hold"
+    check_entries(good, sums, "soft_target.probs sum to", why)
 
 
 def probabilities(ids: Tensor, log_probs: Tensor) -> Tensor:
@@ -152,52 +149,32 @@ def probabilities(ids: Tensor, log_probs: Tensor) -> Tensor:
     return log_probs.detach().to(wide(log_probs.dtype)).exp().masked_fill(ids < 0, 0)
 
 
-def ids_fact(ids: Tensor) -> tuple[tuple[int, ...], int]:
-    """Return the shape of the ids and a checksum of them, which must be the same on all ranks."""
-    ids_N = ids.detach().flatten().long()
-    return tuple(ids.shape), int((ids_N * torch.arange(1, len(ids_N) + 1, device=ids_N.device)).sum())
+def sparse_probs(soft_target: SparseTarget) -> Tensor:
+    """Return q of the given classes, and 0 where a row is filled up."""
+    return soft_target.probs.detach().masked_fill(soft_target.ids < 0, 0)
 
 
-def _check_tensors(ids: Tensor, values: Tensor, ids_name: str, values_name: str, target: Tensor) -> None:
-    """Raise unless dtypes, shapes and devices fit the target."""
-    check_integer_target(ids, ids_name)
-    check_floating(values, values_name)
-    if ids.dim() != target.dim() + 1 or ids.shape[:-1] != target.shape or not ids.size(-1):
-        raise ValueError(
-            f"{ids_name} has shape {tuple(ids.shape)} and target {tuple(target.shape)}; it must have target's shape "
-            "and one dimension more, of at least one class"
-        )
-    if values.shape != ids.shape:
-        raise ValueError(
-            f"{values_name} has shape {tuple(values.shape)} and {ids_name} {tuple(ids.shape)}; give one number for "
-            "each id"
-        )
-    for name, tensor in ((ids_name, ids), (values_name, values)):
-        if tensor.device != target.device:
-            raise ValueError(f"target is on {target.device} and {name} on {tensor.device}; move them to one device")
+def _check_values(values: Tensor, name: str, ids: Tensor, ids_name: str) -> None:
+    """Raise unless there is one floating number for each id."""
+    check_floating(values, name)
+    check_like(values, name, **{ids_name: ids})
 
 
-def _check_ids(ids: Tensor, kept: Tensor, vocab_size: int, name: str) -> None:
-    """Raise IndexError for an id outside [-1, vocab_size), ValueError for a class that a row has twice."""
+def _check_classes(ids: Tensor, name: str, target: Tensor, kept: Tensor, vocab_size: int) -> None:
+    """Raise unless ids are classes for each target, or -1, and no row that counts has a class twice."""
+    check_integer_target(ids, name)
+    fits = ids.dim() == target.dim() + 1 and ids.shape[:-1] == target.shape and ids.size(-1) > 0
+    check_shapes(fits, "(target's shape, k) with k of at least 1, and target's shape", **{name: ids}, target=target)
+    check_one_device(target=target, **{name: ids})
+    if recording(target.device):
+        return
     ids = ids.detach().long()
-    outside = kept.unsqueeze(-1) & ((ids < -1) | (ids >= vocab_size))
-    if outside.any():
-        where, value = _first(outside, ids)
-        raise IndexError(
-            f"{name} is {value} at position {where}, outside the vocabulary [0, {vocab_size}); -1 fills up a row with "
-            "fewer classes"
-        )
+    good = ~kept.unsqueeze(-1) | ((ids >= -1) & (ids < vocab_size))
+    why = f", outside the vocabulary [0, {vocab_size}); -1 fills up a row with fewer classes"
+    check_entries(good, ids, f"{name} is", why, IndexError)
     ordered = ids.sort(-1).values
-    twice = kept.unsqueeze(-1) & (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-    if twice.any():
-        where, value = _first(twice, ordered[..., 1:])
-        raise ValueError(
-            f"{name} has class {value} twice in row {where[:-1]}; give each class once, with the sum of its "
-            "probabilities"
-        )
-
-
-def _first(mask: Tensor, values: Tensor) -> tuple[tuple[int, ...], float]:
-    """Return the first position where the mask is true, and the value there."""
-    where = tuple(mask.nonzero()[0].tolist())
-    return where, values[where].item()
+    twice = kept.unsqueeze(-1) & (ordered == ordered.roll(1, -1)) & (ordered >= 0)
+    # The first one has no neighbour before it
+    twice[..., 0] = False
+    why = "; give each class once, with the sum of its probabilities"
+    check_entries(~twice.any(-1), ordered.where(twice, -1).amax(-1), f"{name} has twice the class", why)

@@ -17,22 +17,24 @@ from seqpar.core.graphs import outside_graphs
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.inputs import Inputs, Planned, Settings, checked, local_tensors, planned
+from seqpar.linear.inputs import Inputs, Settings
+from seqpar.linear.invariant_scores import INVARIANT_ROWS, InvariantScores
 from seqpar.linear.leaves import LinearGradients, LinearLeaves, LinearSlots, LinearWanted, loss_and_gradients
 from seqpar.linear.projected_rows import ProjectedRows
-from seqpar.linear.recomputed_scores import INVARIANT_ROWS, HiddenSlots, RecomputedScores
-from seqpar.linear.score_inputs import ScoreRequest, checked_request
+from seqpar.linear.recomputed_scores import HiddenSlots, RecomputedScores
+from seqpar.linear.score_inputs import ScoreRequest, ScoreRows, score_rows
 from seqpar.rows.scores import RowFunction, RowSums, Upstream, as_column
 
 
 class TokenScores(NamedTuple):
-    """The scores of tokens, in nats, float32 or wider; all are 0, and classes -1, where the target is ignored.
+    """The scores of tokens, in nats, float32 or wider; all are 0, classes and ranks -1, where the target is ignored.
 
     Fields, of which all but the first are None unless asked for:
         log_prob: (target's shape) log p of the target.
         entropy: (target's shape).
         top_log_probs, top_ids: (target's shape, top_k) the most likely classes, descending, without a gradient.
         log_probs_at: (ids' shape) the log-probabilities of the classes `ids`.
+        rank: (target's shape) the target's place among all classes, int64 without a gradient.
     """
 
     log_prob: Tensor
@@ -45,6 +47,8 @@ class TokenScores(NamedTuple):
     """(target's shape, top_k) their classes; of equally likely ones the lower first."""
     log_probs_at: Tensor | None = None
     """(ids' shape) the log-probabilities of the classes `ids`; None likewise."""
+    rank: Tensor | None = None
+    """(target's shape) how many classes are likelier than the target, or as likely and lower; None likewise."""
 
 
 @outside_graphs
@@ -60,6 +64,7 @@ def token_scores(
     entropy: bool = False,
     top_k: int | None = None,
     ids: Tensor | None = None,
+    rank: bool = False,
     product_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     vocab: VocabShard | None = None,
@@ -74,6 +79,7 @@ def token_scores(
         entropy = -(log_p.exp() * log_p).sum(-1)
         top_log_probs, top_ids = log_p.topk(top_k)
         log_probs_at = log_p.gather(-1, ids)
+        rank = (log_p > log_prob.unsqueeze(-1)).sum(-1)  # where no two classes are equally likely
 
     For losses that are no sum of cross-entropies: ratios of policies (PPO, GRPO), preferences (DPO), scores of
     sequences; `seqpar.objectives` has them. If each token's factor is known before backward,
@@ -90,11 +96,13 @@ def token_scores(
     Args:
         hidden, weight, target, bias, ignore_index, softcap, chunk_tokens, vocab: as `linear_cross_entropy`. A class
             whose bias is -inf has probability 0 and no part in the entropy. A split vocabulary costs one all-gather per
-            chunk, and two more with `top_k`; top classes are those of the whole vocabulary.
+            chunk, two more with `top_k` and one with `rank`; both are those of the whole vocabulary.
         temperature: divides the logits, after softcap; a number above 0, or one for each token, without a gradient.
         entropy: also return the entropy of each token's distribution.
         top_k: also return so many of the largest log-probabilities, and their classes.
         ids: int64 classes (target's shape, J), whose log-probabilities to return also.
+        rank: also return the target's place in the order of `top_ids`: 0 if it is the prediction, and of equally likely
+            classes the lower first, so that `top_ids[..., rank]` is the target.
         product_dtype: the dtype of the matrix products, such as torch.float32 for a float32 head over bfloat16 hidden
             states; hidden, weight and bias may then have any floating dtype. Plain equivalent: both cast to it. None is
             autocast's dtype if it is on, else that of hidden.
@@ -113,57 +121,48 @@ def token_scores(
         IndexError: an id outside [0, vocab_size).
         RuntimeError: in backward with `create_graph=True`.
     """
-    is_number = not isinstance(temperature, Tensor)
-    settings = Settings(
-        ignore_index=ignore_index,
-        softcap=softcap,
-        temperature=temperature if is_number else 1.0,  # type: ignore[arg-type]
-        chunk_tokens=chunk_tokens,
+    settings = Settings(ignore_index=ignore_index, softcap=softcap, chunk_tokens=chunk_tokens)
+    request = ScoreRequest(
+        temperature=temperature,
+        entropy=entropy,
+        top_k=top_k,
+        ids=ids,
+        product_dtype=product_dtype,
+        batch_invariant=batch_invariant,
+        rank=rank,
     )
-    inputs, vocab = local_tensors(Inputs(hidden, weight, target, bias), vocab)
-    request = ScoreRequest(None if is_number else temperature, entropy, top_k, ids, product_dtype, batch_invariant)  # type: ignore[arg-type]
-    shard = checked(
-        inputs,
-        settings,
-        vocab,
-        any_dtype=product_dtype is not None,
-        further=lambda shard: checked_request(request, inputs, ignore_index, shard.vocab_size),
-    ).shard
-    rows = planned(inputs, settings, shard, product_dtype)
-    tokens = _ScoredTokens(rows, request, ignore_index)
-    hidden_ND, projection_weight, projection_bias, *_ = rows.leaves
+    rows = score_rows(Inputs(hidden, weight, target, bias), settings, request, vocab)
+    hidden_ND, projection_weight, projection_bias, *_ = rows.plan.leaves
+    tokens = _ScoredTokens(rows, request)
     found = TokenScores(*_Scores.apply(tokens, torch.is_grad_enabled(), hidden_ND, projection_weight, projection_bias))
-    shape = inputs.target.shape
-    return TokenScores(*(None if t is None else t.reshape(*shape, *t.shape[1:]) for t in found))  # type: ignore[arg-type]
+    return TokenScores(*(None if t is None else t.reshape(*rows.shape, *t.shape[1:]) for t in found))  # type: ignore[arg-type]
 
 
 class _ScoredTokens:
     """The rows of one call, and the function that computes a chunk's scores."""
 
-    def __init__(self, rows: Planned, request: ScoreRequest, ignore_index: int) -> None:
-        self.chunks = rows.chunks
-        self.projection = rows.projection
+    def __init__(self, rows: ScoreRows, request: ScoreRequest) -> None:
+        plan = rows.plan
+        self.chunks = plan.chunks
+        self.projection = plan.projection
         self.request = request
-        self.counted_N = rows.target_N != ignore_index
+        self.counted_N = rows.counted_N
         # Any class will do where the target is ignored: such a row is in no chunk, or its results are set to 0
-        picked_NP = rows.target_N.where(self.counted_N, 0).unsqueeze(1)
-        if request.ids is not None:
-            ids_NJ = request.ids.flatten(0, -2).long()
-            picked_NP = torch.cat([picked_NP, ids_NJ.where(self.counted_N.unsqueeze(1), 0)], 1)
+        picked_NP = plan.target_N.where(self.counted_N, 0).unsqueeze(1)
+        if rows.ids_NJ is not None:
+            picked_NP = torch.cat([picked_NP, rows.ids_NJ.where(self.counted_N.unsqueeze(1), 0)], 1)
         self.picked_NP = picked_NP
-        temperature_N = None
-        if request.temperature is not None:
-            dtype = wide(rows.projection.weight_VD.dtype)
-            temperature_N = request.temperature.flatten().to(dtype).where(self.counted_N, 1.0)
-        self.in_every_row = rows.ignored is not None
-        masked = rows.projection.may_be_masked()
-        function = RowFunction(request.entropy, top_k=request.top_k or 0, masked=masked, split=rows.split)
-        projected = ProjectedRows(rows.projection, function)
+        self.in_every_row = plan.ignored is not None
+        masked = plan.projection.may_be_masked()
+        function = RowFunction(
+            request.entropy, top_k=request.top_k or 0, rank=request.rank, masked=masked, split=plan.split
+        )
+        projected = ProjectedRows(plan.projection, function)
         counted_N = self.counted_N if self.in_every_row else None
-        self.formula = RecomputedScores(projected, picked_NP, temperature_N, counted_N)
+        self.formula = RecomputedScores(projected, picked_NP, rows.temperature_N, counted_N)
         self.invariant_formula = None
         if request.batch_invariant:
-            self.invariant_formula = self.formula.batch_invariant()
+            self.invariant_formula = InvariantScores(self.formula, plan.split)
 
     def scores(self, hidden_ND: Tensor, kept: HiddenSlots | None) -> tuple[TokenScores, RowSums]:
         """Return the scores of all rows (0, and classes -1, where the target is ignored) and what backward needs."""
@@ -174,11 +173,11 @@ class _ScoredTokens:
             chunks = cut_rows(self.counted_N, INVARIANT_ROWS)
         for chunk in chunks:
             if self.invariant_formula is not None:
-                of_chunk = self.invariant_formula.sums_in_tile(hidden_ND[chunk], chunk)
+                of_chunk = self.invariant_formula.sums(hidden_ND[chunk], chunk)
             else:
                 of_chunk = self.formula.sums(hidden_ND[chunk], chunk, kept)
             _write_rows(scores, chunk, self._of_sums(of_chunk))
-            # The picked and the top logits are not needed again
+            # What is picked, the top logits and ranks are not needed again
             _write_rows(sums, chunk, of_chunk._replace(picked_NP=of_chunk.picked_NP[:, :0], top_NT=None))
         # The formula is needed until backward, its buffers and the padded weight are not
         self.projection.buffers.clear()
@@ -194,7 +193,9 @@ class _ScoredTokens:
         function = self.formula.rows.function
         found = function.scores(sums)
         top_log_probs = None if sums.top_NT is None else function.log_probs(sums, sums.top_NT)
-        return TokenScores(found.log_prob, found.entropy, top_log_probs, sums.top_ids_NT, found.log_probs_at)
+        return TokenScores(
+            found.log_prob, found.entropy, top_log_probs, sums.top_ids_NT, found.log_probs_at, sums.rank_N
+        )
 
     def _scores_of_ignored(self) -> TokenScores:
         """Return scores of all rows as if all targets were ignored."""
@@ -207,17 +208,20 @@ class _ScoredTokens:
             top_log_probs=None if top_k is None else zero_N.new_zeros((rows, top_k)),
             top_ids=None if top_k is None else torch.full((rows, top_k), -1, device=zero_N.device),
             log_probs_at=None if self.request.ids is None else zero_N.new_zeros((rows, self.picked_NP.size(1) - 1)),
+            rank=torch.full((rows,), -1, device=zero_N.device) if self.request.rank else None,
         )
 
     def _sums_of_ignored(self) -> RowSums:
         """Return sums of all rows as if all targets were ignored; nothing is picked."""
         zero_N = self.counted_N.new_zeros(len(self.counted_N), dtype=wide(self.projection.weight_VD.dtype))
+        # Tiles are no rank's part of the vocabulary, whose share is found in backward
+        whole = self.formula.rows.function.split is None or self.request.batch_invariant
         return RowSums(
             zero_N.clone(),
             zero_N.clone(),
             zero_N.new_zeros((len(zero_N), 0)),
             mean_N=zero_N.clone() if self.request.entropy else None,
-            share_N=None if self.formula.rows.function.split is None else zero_N.clone(),
+            share_N=None if whole else zero_N.clone(),
         )
 
     def upstream(self, log_prob: Tensor | None, entropy: Tensor | None, log_probs_at: Tensor | None) -> Upstream:
@@ -267,8 +271,8 @@ class _Scores(torch.autograd.Function):
             ctx.save_for_backward(hidden_ND, weight, bias)
         else:
             ctx.save_for_backward(weight, *kept.tensors())
-        if found.top_log_probs is not None and found.top_ids is not None:
-            ctx.mark_non_differentiable(found.top_log_probs, found.top_ids)
+        constants = (found.top_log_probs, found.top_ids, found.rank)
+        ctx.mark_non_differentiable(*(t for t in constants if t is not None))
         # An unused score's gradient arrives as None, not as zeros that would cost time
         ctx.set_materialize_grads(False)
         return tuple(found)
@@ -276,10 +280,8 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "token_scores was asked for a second derivative (create_graph=True), and it stores no graph of its "
-                "chunks; use log_softmax on the plain logits where you need one"
-            )
+            instead = "use log_softmax on the plain logits where you need one"
+            raise RuntimeError(f"token_scores was asked for a second derivative (create_graph=True); {instead}")
         tokens: _ScoredTokens = ctx.tokens
         arriving = TokenScores(*upstream)  # type: ignore[arg-type]
         factors = tokens.upstream(arriving.log_prob, arriving.entropy, arriving.log_probs_at)

@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
-import torch
 from torch import nn
 
-from seqpar.core.tensor_checks import check_integer, check_module
+from seqpar.core.checks import check_integer, check_module, check_type
 from seqpar.multi_device.devices import Device, available, check_devices
 from seqpar.multi_device.parallel_apply import parallel_apply
 from seqpar.multi_device.replicas import batch_rows, gather, replicate, scatter
-
-
-def _apply(
-    module: nn.Module,
-    inputs: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    devices: Sequence[Device],
-    dim: int,
-) -> list[Any]:
-    """Return the outputs of the replicas, each on its device; a single one where there are no rows to divide."""
-    # Without rows, each replica would compute the whole output once more
-    if batch_rows((inputs, kwargs), dim) is None:
-        devices = devices[:1]
-    shards = scatter((inputs, dict(kwargs)), devices, dim)
-    # Fewer rows than devices leave the last devices idle
-    used = devices[: len(shards)]
-    return parallel_apply(replicate(module, used), [s[0] for s in shards], [s[1] for s in shards], used)
-
-
-def _checked_ids(device_ids: Sequence[Device] | None) -> tuple[torch.device, ...]:
-    """Return the devices; every accelerator, or the CPU, for None."""
-    if device_ids is None:
-        return tuple(available())
-    return check_devices(device_ids, "device_ids")
 
 
 def data_parallel(
@@ -50,18 +26,11 @@ def data_parallel(
 
     As `torch.nn.parallel.data_parallel`, for any device list; see `DataParallel` for the arguments.
     """
-    check_module(module, "module")
-    check_integer(dim, "dim")
-    if module_kwargs is not None and not isinstance(module_kwargs, Mapping):
-        raise TypeError(f"module_kwargs is a {type(module_kwargs).__name__}; it must be a dict of keyword arguments")
-    devices = _checked_ids(device_ids)
-    if output_device is None:
-        output_device = devices[0]
+    check_type(module_kwargs, "module_kwargs", (Mapping, NoneType), "a dict of keyword arguments")
     # As in torch, one argument need not be in a tuple; a list is one argument
     if not isinstance(inputs, tuple):
         inputs = (inputs,)
-    outputs = _apply(module, inputs, module_kwargs or {}, devices, dim)
-    return gather(outputs, output_device, dim)
+    return DataParallel(module, device_ids, output_device, dim).forward(*inputs, **(module_kwargs or {}))
 
 
 class DataParallel(nn.Module):
@@ -93,7 +62,9 @@ class DataParallel(nn.Module):
         check_module(module, "module")
         check_integer(dim, "dim")
         self.module = module
-        self.device_ids = _checked_ids(device_ids)
+        self.device_ids = tuple(available())
+        if device_ids is not None:
+            self.device_ids = check_devices(device_ids, "device_ids")
         if output_device is None:
             output_device = self.device_ids[0]
         (self.output_device,) = check_devices([output_device], "output_device")
@@ -102,7 +73,14 @@ class DataParallel(nn.Module):
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Return the module's output for all rows; with `gather_outputs=False`, the list of the devices' outputs."""
-        outputs = _apply(self.module, inputs, kwargs, self.device_ids, self.dim)
+        devices = self.device_ids
+        # Without rows, each replica would compute the whole output once more
+        if batch_rows((inputs, kwargs), self.dim) is None:
+            devices = devices[:1]
+        shards = scatter((inputs, kwargs), devices, self.dim)
+        # Fewer rows than devices leave the last devices idle
+        used = devices[: len(shards)]
+        outputs = parallel_apply(replicate(self.module, used), [s[0] for s in shards], [s[1] for s in shards], used)
         if not self.gather_outputs:
             return outputs
         return gather(outputs, self.output_device, self.dim)

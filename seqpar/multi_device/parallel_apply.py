@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from seqpar.core.checks import check_function, check_type
 from seqpar.core.structures import leaves
 from seqpar.multi_device.devices import Device, accelerator, check_devices
 
@@ -33,7 +34,12 @@ def parallel_apply(
         ValueError: lists of different lengths.
         Any error of a module, with a note that names the replica and its device.
     """
-    _check_jobs(modules, inputs, kwargs_tup)
+    for name, values in (("modules", modules), ("inputs", inputs), ("kwargs_tup", kwargs_tup or ())):
+        check_type(values, name, (list, tuple, nn.ModuleList), "a list with one for each replica")
+    for i, module in enumerate(modules):
+        check_function(module, f"modules[{i}]", "a module or a function")
+    for i, keywords in enumerate(kwargs_tup or ()):
+        check_type(keywords, f"kwargs_tup[{i}]", Mapping, "a dict of keyword arguments")
     if kwargs_tup is None:
         kwargs_tup = [{}] * len(modules)
     where = _devices_of(inputs) if devices is None else list(check_devices(devices))
@@ -55,19 +61,6 @@ def parallel_apply(
             raise
 
     return side_by_side(job, where)
-
-
-def _check_jobs(modules: object, inputs: object, kwargs_tup: object) -> None:
-    """Raise TypeError unless all three are lists of the right things; None for `kwargs_tup` is no keywords."""
-    for name, values in (("modules", modules), ("inputs", inputs), ("kwargs_tup", kwargs_tup)):
-        if not isinstance(values, (list, tuple, nn.ModuleList)) and (values is not None or name != "kwargs_tup"):
-            raise TypeError(f"{name} is a {type(values).__name__}; it must be a list with one for each replica")
-    for i, module in enumerate(cast(Sequence[object], modules)):
-        if not callable(module):
-            raise TypeError(f"modules[{i}] is a {type(module).__name__}; it must be a module or a function")
-    for i, keywords in enumerate(cast(Sequence[object], kwargs_tup or ())):
-        if not isinstance(keywords, Mapping):
-            raise TypeError(f"kwargs_tup[{i}] is a {type(keywords).__name__}; it must be a dict of keyword arguments")
 
 
 def side_by_side(job: Callable[[int], Result], where: Sequence[object]) -> list[Result]:

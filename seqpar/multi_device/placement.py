@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from seqpar.core.checks import check_module, check_type
 from seqpar.core.structures import map_tensors
-from seqpar.core.tensor_checks import check_module
-from seqpar.multi_device.devices import Device, check_devices
+from seqpar.multi_device.devices import Device, check_devices, moved
 
 
 def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
@@ -37,10 +37,7 @@ def place(model: nn.Module, parts: Mapping[str, Device]) -> nn.Module:
             device that does not exist.
     """
     check_module(model, "model")
-    if not isinstance(parts, Mapping):
-        raise TypeError(
-            f"parts is a {type(parts).__name__}; it must be a dict, such as {{'': 'cuda:0', 'head': 'cpu'}}"
-        )
+    check_type(parts, "parts", Mapping, "a dict, such as {'': 'cuda:0', 'head': 'cpu'}")
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in parts:
         if name not in modules:
@@ -92,10 +89,8 @@ def _check_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> Non
             raise ValueError(f"{name} is in none of the parts {list(devices)}; add one for it, or '' for the rest")
         first, device = homes.setdefault(id(tensor), (name, devices[owner]))
         if device != devices[owner]:
-            raise ValueError(
-                f"{first} and {name} are one tensor and were placed on {device} and {devices[owner]}; "
-                "place tied parts on one device, or untie them"
-            )
+            places = f"{first} and {name} are one tensor and were placed on {device} and {devices[owner]}"
+            raise ValueError(f"{places}; place tied parts on one device, or untie them")
 
 
 CallArguments = tuple[tuple[object, ...], dict[str, object]]
@@ -106,13 +101,13 @@ def _bring_inputs(
     device: torch.device, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> CallArguments:
     """Move the arguments to the device: a forward pre-hook."""
-    moved: CallArguments = map_tensors(lambda t: _to(t, device), (args, kwargs))
+    moved: CallArguments = map_tensors(lambda t: moved(t, device), (args, kwargs))
     return moved
 
 
 def _send_output(device: torch.device, _: nn.Module, __: object, output: object) -> object:
     """Move the output to the device: a forward hook."""
-    return map_tensors(lambda t: _to(t, device), output)
+    return map_tensors(lambda t: moved(t, device), output)
 
 
 def _remove_earlier_hooks(model: nn.Module) -> None:
@@ -124,8 +119,3 @@ def _remove_earlier_hooks(model: nn.Module) -> None:
                 # Where the model's own output goes is decided by a model around it
                 if kind is _bring_inputs or (kind is _send_output and module is not model):
                     del hooks[number]
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    # A copy to the CPU must be synchronous: the next operation there does not wait for the accelerator's stream
-    return tensor.to(device, non_blocking=device.type != "cpu")

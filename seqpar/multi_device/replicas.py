@@ -15,11 +15,19 @@ from torch import Tensor, nn
 from torch.nn.parallel._functions import Broadcast, Gather, Scatter
 from torch.nn.parameter import is_lazy
 
+from seqpar.core.checks import (
+    check_dense,
+    check_dim,
+    check_integer,
+    check_joinable,
+    check_module,
+    check_type,
+    is_dtensor,
+)
 from seqpar.core.chunks import even_sizes
 from seqpar.core.structures import describe, leaves, rebuild
-from seqpar.core.tensor_checks import check_dense, check_integer, check_module, is_dtensor
 from seqpar.distributed.wrappers import structural_copy
-from seqpar.multi_device.devices import Device, check_devices
+from seqpar.multi_device.devices import Device, check_devices, moved
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -103,10 +111,8 @@ def _refuse(module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"{kind} is scripted and cannot be replicated; pass the module from before torch.jit.script")
     if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-        raise TypeError(
-            f"{kind} is compiled and cannot be replicated: the compiled code keeps the original's parameters; "
-            "pass the module from before torch.compile (module._orig_mod)"
-        )
+        instead = "pass the module from before torch.compile (module._orig_mod)"
+        raise TypeError(f"{kind} is compiled, and the compiled code keeps the original's parameters; {instead}")
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         # Such as the bias of nn.Linear(..., bias=False)
         if tensor is None:
@@ -116,10 +122,7 @@ def _refuse(module: nn.Module) -> None:
         if tensor.is_meta:
             raise TypeError(f"{kind}.{name} is on the meta device and has no data; use module.to_empty(device=...)")
         if is_dtensor(tensor):
-            raise TypeError(
-                f"{kind}.{name} is sharded (a DTensor) and cannot be replicated; use it on one device per rank, "
-                "without a device list"
-            )
+            raise TypeError(f"{kind}.{name} is sharded (a DTensor); use it on one device per rank, without a list")
 
 
 def replicate(module: Module, device_ids: Sequence[Device]) -> list[Module]:
@@ -189,14 +192,13 @@ def batch_rows(inputs: Any, dim: int = 0) -> int | None:
     """
     tensors = [t for t in leaves(inputs) if isinstance(t, Tensor) and t.dim()]
     for t in tensors:
-        check_dense(t, "a tensor of the inputs")
-        if not -t.dim() <= dim < t.dim():
-            raise ValueError(f"cannot scatter along dim {dim}: a tensor of shape {tuple(t.shape)} has no such dim")
+        named = {"a tensor of the inputs": t}
+        check_dense(t, *named)
+        check_dim(dim, **named)
         if t.size(dim) != tensors[0].size(dim):
             raise ValueError(
                 f"cannot scatter along dim {dim}: shapes {tuple(tensors[0].shape)} and {tuple(t.shape)} have "
-                f"{tensors[0].size(dim)} and {t.size(dim)} rows; give every tensor the batch's rows (expand it), or "
-                "pass what is not per row as a non-tensor or a tensor without dimensions"
+                f"{tensors[0].size(dim)} and {t.size(dim)} rows; expand what has no rows, or pass it as a non-tensor"
             )
     if not tensors:
         return None
@@ -223,7 +225,10 @@ def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequ
     elif sizes is None:
         shard_rows = even_sizes(rows, len(devices))
     else:
-        shard_rows = _checked_sizes(sizes)
+        check_type(sizes, "sizes", (list, tuple), "a list of one number of rows for each device")
+        for i, size in enumerate(sizes):
+            check_integer(size, f"sizes[{i}]")
+        shard_rows = list(sizes)
     fits = sum(shard_rows) == (rows or 0) and len(shard_rows) <= len(devices) and min(shard_rows, default=0) >= 0
     if not fits:
         raise ValueError(f"sizes {shard_rows} do not cut {rows} rows for {len(devices)} devices")
@@ -231,15 +236,6 @@ def scatter(inputs: Any, device_ids: Sequence[Device], dim: int = 0, sizes: Sequ
     # From one list per leaf to one structure per device; inputs without any leaf, such as (), are their own shards
     scattered = [_scatter_leaf(leaf, used, dim, shard_rows) for leaf in leaves(inputs)]
     return [rebuild(inputs, iter(shard)) for shard in zip(*scattered, strict=True)] or [inputs for _ in used]
-
-
-def _checked_sizes(sizes: Sequence[int]) -> list[int]:
-    """Return the sizes; raise TypeError unless they are a list of ints."""
-    if not isinstance(sizes, (list, tuple)):
-        raise TypeError(f"sizes is a {type(sizes).__name__}; it must be a list of one number of rows for each device")
-    for i, size in enumerate(sizes):
-        check_integer(size, f"sizes[{i}]")
-    return list(sizes)
 
 
 def _scatter_leaf(leaf: object, devices: Sequence[torch.device], dim: int, sizes: list[int]) -> Sequence[object]:
@@ -252,9 +248,9 @@ def _scatter_leaf(leaf: object, devices: Sequence[torch.device], dim: int, sizes
         pieces: Sequence[Tensor] = Scatter.apply([d.index for d in devices], sizes, dim, leaf)
         return pieces
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    # Not `split`, whose pieces may not be changed in place
     pieces = [leaf.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
-    # A copy to the CPU must be synchronous: the next operation there does not wait for the accelerator's stream
-    return [piece.to(d, non_blocking=d.type != "cpu") for piece, d in zip(pieces, devices, strict=True)]
+    return [moved(piece, d) for piece, d in zip(pieces, devices, strict=True)]
 
 
 def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
@@ -268,8 +264,7 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
     """
     (device,) = check_devices([output_device], "output_device")
     check_integer(dim, "dim")
-    if not isinstance(outputs, (list, tuple)):
-        raise TypeError(f"outputs is a {type(outputs).__name__}; it must be a list with the output of each replica")
+    check_type(outputs, "outputs", (list, tuple), "a list with the output of each replica")
     if not outputs:
         raise ValueError("gather got no outputs")
     first = outputs[0]
@@ -291,19 +286,12 @@ def _gather_leaf(column: Sequence[object], device: torch.device, dim: int) -> ob
                     f"replica 0 returned {column[0]!r} and replica {i} {other!r}; return tensors to have them joined"
                 )
         return column[0]
-    for i, output in enumerate(column):
-        check_dense(output, f"the output of replica {i}")
+    named = {f"the output of replica {i}": output for i, output in enumerate(column)}
+    for name, output in named.items():
+        check_dense(output, name)
     # A loss without dimensions becomes one entry of a vector
     outputs = [torch.atleast_1d(t) for t in column]
-    if any(not -t.dim() <= dim < t.dim() for t in outputs):
-        raise ValueError(f"cannot gather along dim {dim}: replica 0 returned shape {tuple(outputs[0].shape)}")
-    shapes = [[size for axis, size in enumerate(t.shape) if axis != dim % t.dim()] for t in outputs]
-    for i, shape in enumerate(shapes):
-        if shape != shapes[0]:
-            raise ValueError(
-                f"cannot gather along dim {dim}: replica 0 returned shape {tuple(outputs[0].shape)} and "
-                f"replica {i} {tuple(outputs[i].shape)}"
-            )
+    check_joinable(dim, **dict(zip(named, outputs, strict=True)))
     if device.type == "cuda" and _distinct_cuda([t.device for t in outputs]):
         return Gather.apply(device.index, dim, *outputs)
     return torch.cat([t.to(device) for t in outputs], dim)

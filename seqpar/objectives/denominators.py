@@ -18,8 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqpar.core.checks import check_integer, check_mask, check_shapes, checked_scores
 from seqpar.core.token_loss import TokenLoss
-from seqpar.objectives.score_checks import check_count, check_mask, checked_scores
 from seqpar.objectives.sequences import sequence_means
 
 
@@ -38,7 +38,7 @@ def per_token(losses: Tensor, mask: Tensor) -> TokenLoss:
         ValueError: different shapes or devices.
     """
     (losses,) = checked_scores(losses=losses)
-    check_mask(mask, losses, "losses")
+    check_mask(mask, "mask", losses=losses)
     return TokenLoss(torch.where(mask, losses, 0).sum(), mask.sum())
 
 
@@ -74,8 +74,7 @@ def per_item(losses: Tensor, mask: Tensor | None = None) -> TokenLoss:
         TypeError, ValueError: as `per_token`; losses that are not a vector.
     """
     (losses,) = checked_scores(losses=losses)
-    if losses.dim() != 1:
-        raise ValueError(f"losses has shape {tuple(losses.shape)}; it must be a vector, one loss per item")
+    check_shapes(losses.dim() == 1, "a vector, one loss per item", losses=losses)
     if mask is None:
         mask = torch.ones_like(losses, dtype=torch.bool)
     return per_token(losses, mask)
@@ -95,6 +94,6 @@ def per_constant(losses: Tensor, mask: Tensor, constant: int) -> TokenLoss:
         TypeError: as `per_token`; a constant that is not an int.
         ValueError: as `per_token`; a negative constant.
     """
-    check_count(constant, "constant")
+    check_integer(constant, "constant", 0)
     total = per_token(losses, mask).total
     return TokenLoss(total, torch.tensor(constant, device=total.device))

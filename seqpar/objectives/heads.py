@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.core.tensor_checks import check_integer, check_integer_target
-from seqpar.objectives.score_checks import check_count, check_segment_shape
+from seqpar.core.checks import check_integer, check_integer_target, check_segments
 
 
 def head_targets(target: Tensor, heads: int, *, ignore_index: int = -100, segment_ids: Tensor | None = None) -> Tensor:
@@ -40,13 +39,13 @@ def head_targets(target: Tensor, heads: int, *, ignore_index: int = -100, segmen
         ValueError: a target without dimensions, fewer than one head, segment ids of another shape or device.
     """
     check_integer_target(target)
-    check_count(heads, "heads", at_least=1)
+    check_integer(heads, "heads", 1)
     check_integer(ignore_index, "ignore_index")
     if not target.dim():
         raise ValueError("target has no dimensions; it must be (batch, time), or (tokens,) for a packed batch")
     if segment_ids is None:
         segment_ids = torch.zeros_like(target)
-    check_segment_shape(segment_ids, target, "target")
+    check_segments(segment_ids, target=target)
     time = target.size(-1)
     targets = target.new_full((heads, *target.shape), ignore_index, dtype=torch.int64)
     for k in range(min(heads, time)):

@@ -20,8 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from seqpar.core.tensor_checks import check_number
-from seqpar.objectives.score_checks import check_groups, checked_scores
+from seqpar.core.checks import check_groups, check_number, checked_scores
 
 
 def clipped_surrogate(
@@ -84,7 +83,7 @@ def group_advantages(rewards: Tensor, group_size: int, *, divide_by_std: bool = 
         ValueError: rewards that are not a vector of whole groups; eps or group_size out of range.
     """
     (rewards,) = checked_scores(rewards=rewards)
-    check_groups(rewards, "rewards", group_size, at_least=2)
+    check_groups(group_size, 2, rewards=rewards)
     check_number(eps, "eps", above=0)
     grouped = rewards.detach().view(-1, group_size)
     # From the first one on, which is exact where all are equal: a mean is rounded, and the standard deviation with it

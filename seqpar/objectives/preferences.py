@@ -9,17 +9,15 @@ Shape suffixes: none; every tensor is (pairs,).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.core.tensor_checks import check_dense, check_number
-from seqpar.objectives.score_checks import check_mask, checked_scores
+from seqpar.core.checks import check_choice, check_mask, check_number, check_scalar, checked_scores
 
 Variant = Literal["sigmoid", "hinge", "ipo", "robust"]
-VARIANTS = ("sigmoid", "hinge", "ipo", "robust")
 
 
 def dpo(
@@ -69,8 +67,7 @@ def dpo(
 
 
 def _check_variant(variant: object, label_smoothing: float) -> None:
-    if variant not in VARIANTS:
-        raise ValueError(f"variant is {variant!r}; it must be one of {', '.join(map(repr, VARIANTS))}")
+    check_choice(variant, "variant", get_args(Variant))
     check_number(label_smoothing, "label_smoothing", at_least=0, below=0.5)
     if label_smoothing and variant in ("hinge", "ipo"):
         raise ValueError(
@@ -111,7 +108,7 @@ def kto(
         ValueError: different shapes or devices, numbers out of range.
     """
     (log_ratio,) = checked_scores(log_ratio=log_ratio)
-    check_mask(desirable, log_ratio, "log_ratio", name="desirable")
+    check_mask(desirable, "desirable", log_ratio=log_ratio)
     check_number(beta, "beta", above=0)
     check_number(desirable_weight, "desirable_weight", at_least=0)
     check_number(undesirable_weight, "undesirable_weight", at_least=0)
@@ -122,15 +119,9 @@ def kto(
 
 def _reference_point(value: Tensor | float) -> Tensor:
     """Return z0: one number, detached, at least 0."""
+    check_scalar(value, "reference_point")
     if not isinstance(value, Tensor):
-        check_number(value, "reference_point")
         value = torch.tensor(float(value), dtype=torch.float64)
-    check_dense(value, "reference_point")
-    if value.numel() != 1:
-        raise ValueError(f"reference_point has shape {tuple(value.shape)}; it must be one number for the whole step")
-    # A tensor on an accelerator is not read, because reading it would wait for the device; a traced one has no number
-    if value.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_number(value.item(), "reference_point")
     return value.detach().reshape(()).clamp(min=0)
 
 

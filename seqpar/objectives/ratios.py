@@ -8,13 +8,12 @@ Shape suffixes: S sequences.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from seqpar.core.tensor_checks import check_number
-from seqpar.objectives.score_checks import check_mask, check_segments, checked_scores
+from seqpar.core.checks import check_choice, check_mask, check_number, check_segments, checked_scores
 from seqpar.objectives.sequences import sequence_means
 
 Estimator = Literal["k1", "k3"]
@@ -39,7 +38,7 @@ def token_log_ratio(log_prob: Tensor, other_log_prob: Tensor, mask: Tensor) -> T
         ValueError: different shapes or devices.
     """
     log_prob, other_log_prob = checked_scores(log_prob=log_prob, other_log_prob=other_log_prob)
-    check_mask(mask, log_prob, "log_prob")
+    check_mask(mask, "mask", log_prob=log_prob)
     # Masked here, before any exponential: 0 times the gradient of an infinite or undefined ratio is nan in backward
     return torch.where(mask, log_prob - other_log_prob.detach(), 0)
 
@@ -60,7 +59,7 @@ def sequence_log_ratio(log_prob: Tensor, other_log_prob: Tensor, segment_ids: Te
         TypeError, ValueError, IndexError: as `token_log_ratio` and `sequence_sums`.
     """
     (log_prob,) = checked_scores(log_prob=log_prob)
-    check_segments(segment_ids, sequences, log_prob, "log_prob")
+    check_segments(segment_ids, sequences, log_prob=log_prob)
     log_ratio = token_log_ratio(log_prob, other_log_prob, segment_ids >= 0)
     return sequence_means(log_ratio, segment_ids, sequences)
 
@@ -105,8 +104,7 @@ def kl_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
         TypeError: a log-ratio that is not floating. ValueError: another estimator.
     """
     (log_ratio,) = checked_scores(log_ratio=log_ratio)
+    check_choice(estimator, "estimator", get_args(Estimator))
     if estimator == "k1":
         return log_ratio
-    if estimator == "k3":
-        return torch.expm1(-log_ratio) + log_ratio
-    raise ValueError(f"estimator is {estimator!r}; it must be 'k1' or 'k3'")
+    return torch.expm1(-log_ratio) + log_ratio

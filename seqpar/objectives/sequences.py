@@ -14,8 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.core.tensor_checks import check_dense
-from seqpar.objectives.score_checks import check_mask, check_segments, checked_scores
+from seqpar.core.checks import check_mask, check_one_device, check_segments, check_shapes, checked_scores
 
 
 def padded_segments(mask: Tensor) -> Tensor:
@@ -25,10 +24,8 @@ def padded_segments(mask: Tensor) -> Tensor:
         TypeError: a mask that is not bool.
         ValueError: a mask that is not (B, T).
     """
-    check_dense(mask, "mask")
-    if mask.dim() != 2:
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; it must be (batch, time)")
-    check_mask(mask, mask, "mask")
+    check_mask(mask, "mask", mask=mask)
+    check_shapes(mask.dim() == 2, "(batch, time)", mask=mask)
     rows_B1 = torch.arange(len(mask), device=mask.device).unsqueeze(1)
     return torch.where(mask, rows_B1, -1)
 
@@ -51,7 +48,7 @@ def sequence_sums(values: Tensor, segment_ids: Tensor, sequences: int) -> Tensor
         IndexError: an id that is `sequences` or larger.
     """
     (values,) = checked_scores(values=values)
-    check_segments(segment_ids, sequences, values, "values")
+    check_segments(segment_ids, sequences, values=values)
     return _sums(values, segment_ids, sequences)
 
 
@@ -72,7 +69,7 @@ def sequence_lengths(segment_ids: Tensor, sequences: int) -> Tensor:
     Raises:
         TypeError, ValueError, IndexError: as `sequence_sums`.
     """
-    check_segments(segment_ids, sequences, segment_ids, "segment_ids")
+    check_segments(segment_ids, sequences)
     return _sums(torch.ones_like(segment_ids, dtype=torch.int64), segment_ids, sequences)
 
 
@@ -108,10 +105,8 @@ def spread_to_tokens(values: Tensor, segment_ids: Tensor) -> Tensor:
         TypeError, ValueError, IndexError: as `sequence_sums`; values that are not a vector.
     """
     (values,) = checked_scores(values=values)
-    if values.dim() != 1:
-        raise ValueError(f"values has shape {tuple(values.shape)}; it must be (sequences,), one number per sequence")
-    check_segments(segment_ids, len(values), segment_ids, "segment_ids")
-    if values.device != segment_ids.device:
-        raise ValueError(f"values is on {values.device} and segment_ids on {segment_ids.device}; move them together")
+    check_shapes(values.dim() == 1, "(sequences,), one number per sequence", values=values)
+    check_segments(segment_ids, len(values))
+    check_one_device(values=values, segment_ids=segment_ids)
     with_zero = torch.cat([values.new_zeros(1), values])
     return with_zero[_slots(segment_ids)]

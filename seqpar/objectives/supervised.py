@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.core.tensor_checks import check_number
-from seqpar.objectives.score_checks import check_groups, check_mask, checked_scores
+from seqpar.core.checks import check_groups, check_mask, check_number, checked_scores
 
 
 def dft(log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -26,7 +25,7 @@ def dft(log_prob: Tensor, mask: Tensor) -> Tensor:
         ValueError: different shapes or devices.
     """
     (log_prob,) = checked_scores(log_prob=log_prob)
-    check_mask(mask, log_prob, "log_prob")
+    check_mask(mask, "mask", log_prob=log_prob)
     log_prob = torch.where(mask, log_prob, 0)
     finite = log_prob.clamp(min=torch.finfo(log_prob.dtype).min)
     return -log_prob.detach().exp() * finite
@@ -53,11 +52,11 @@ def minimum_risk(
         ValueError: shapes or devices that differ, scores that are not a vector of whole groups, numbers out of range.
     """
     scores, costs = checked_scores(scores=scores, costs=costs)
-    check_groups(scores, "scores", group_size, at_least=1)
+    check_groups(group_size, 1, scores=scores)
     check_number(alpha, "alpha", above=0)
     if candidates is None:
         candidates = torch.ones_like(scores, dtype=torch.bool)
-    check_mask(candidates, scores, "scores", name="candidates")
+    check_mask(candidates, "candidates", scores=scores)
     # The lowest finite number instead of -inf: the softmax of a group without candidates is not nan. A candidate has
     # more, even if its log P is -inf, so that it is likelier than what is none
     lowest = torch.finfo(scores.dtype).min

@@ -17,24 +17,23 @@ Shape suffixes: N rows, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.token_loss import TokenLoss, wide
-from seqpar.rows.scores import RowFunction
-from seqpar.rows.smoothing import (
-    Convention,
-    CrossEntropyOfScores,
-    SoftTarget,
-    check_smoothing,
-    class_weights,
-    soft_target,
+from seqpar.core.checks import (
+    check_floating,
+    check_integer,
+    check_integer_target,
+    check_one_device,
+    check_range,
+    check_shapes,
 )
-from seqpar.rows.target_checks import checked_target
+from seqpar.core.token_loss import TokenLoss, wide
+from seqpar.rows.conventions import Convention
+from seqpar.rows.scores import RowFunction
+from seqpar.rows.smoothing import CrossEntropyOfScores, SoftTarget, check_smoothing, class_weights, soft_target
 
 
 def ignored_target(criterion: nn.Module) -> int | None:
@@ -52,11 +51,10 @@ def ignored_target(criterion: nn.Module) -> int | None:
 
 def _whole(value: object, name: str) -> int:
     """Return `value` as an int; numpy's integers and tensors of one integer are accepted, too."""
-    # operator.index(True) is 1
-    if not isinstance(value, bool):
-        with contextlib.suppress(TypeError):
-            return operator.index(value)  # type: ignore[arg-type]
-    raise TypeError(f"{name} is {value!r}; it must be an int, such as the padding class or -100")
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    check_integer(value, name)
+    return int(value)  # type: ignore[call-overload, no-any-return]
 
 
 class _SmoothedCrossEntropy(torch.autograd.Function):
@@ -96,14 +94,11 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
         """Return upstream x the gradient, and 0 in the ignored rows."""
         if ctx.stored is None:
             raise RuntimeError(
-                "backward went through the criterion a second time, and the first one overwrote what it had stored; "
-                "call the criterion again, or add the losses up and call backward once"
+                "backward went through the criterion a second time; call it again, or add the losses up before"
             )
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the criterion was asked for a second derivative (create_graph=True), and it computes only the first; "
-                "use torch.nn.functional.cross_entropy where you need one"
-            )
+            instead = "use torch.nn.functional.cross_entropy where you need one"
+            raise RuntimeError(f"the criterion was asked for a second derivative (create_graph=True); {instead}")
         made, picked_N1, counted_N, sums, factors = ctx.stored
         ctx.stored = None
         # Not 0 x upstream in ignored rows: with no tokens the caller may have divided by 0
@@ -152,9 +147,19 @@ class LabelSmoothing(nn.Module):
 
     def token_loss(self, logits: Tensor, target: Tensor) -> TokenLoss:
         """Return the summed loss with its counts, from one pass over the logits."""
-        target = checked_target(logits, target, self.ignore_index)
-        q = soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, logits.size(-1))
+        check_floating(logits, "logits")
+        check_integer_target(target)
+        fits = logits.dim() == 2 and target.shape == logits.shape[:1]
+        wanted = "(rows, V) with (rows,), as logits.flatten(0, -2) and target.flatten()"
+        check_shapes(fits, wanted, logits=logits, target=target)
+        check_one_device(logits=logits, target=target)
+        # Before the comparison with ignore_index, which a narrow dtype would wrap around
+        target = target.long()
         counted = target != self.ignore_index
+        # Elsewhere this would wait for the device in every chunk, and the engine has checked the whole batch
+        if target.device.type == "cpu" and not torch.compiler.is_compiling():
+            check_range(target, counted, logits.size(1))
+        q = soft_target(self.label_smoothing, self.smoothing_convention, self.ignore_index, logits.size(-1))
         # An ignored target need not be a class; class 0 stands in for it
         return TokenLoss(*_SmoothedCrossEntropy.apply(logits, target.where(counted, 0), counted, q))
 

@@ -35,7 +35,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from seqpar.core.tensor_checks import check_number
+from seqpar.core.checks import check_choice, check_number
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "total_variation"]
 
@@ -56,9 +56,7 @@ RowTerms = Callable[[Tensor, Tensor, Tensor, Tensor], Terms]
 
 def check_divergence(divergence: object, beta: object) -> None:
     """Raise ValueError for an unknown divergence; raise unless beta is in (0, 1) for "jsd" and None for the others."""
-    if divergence not in get_args(Divergence):
-        known = ", ".join(repr(name) for name in get_args(Divergence))
-        raise ValueError(f"divergence is {divergence!r}; it must be one of {known}")
+    check_choice(divergence, "divergence", get_args(Divergence))
     if divergence == "jsd":
         check_number(beta, "beta", above=0, below=1)
     elif beta is not None:

@@ -156,6 +156,8 @@ class RowSums(NamedTuple):
     """The T largest logits, in descending order; None if none are wanted."""
     top_ids_NT: Tensor | None = None
     """The classes that have them; of equal ones the lower class first."""
+    rank_N: Tensor | None = None
+    """How many classes come before the target; None unless asked for."""
 
     def rows(self, which: Chunk) -> RowSums:
         """Return the sums of some rows."""
@@ -173,7 +175,7 @@ class SplitVocabulary(Protocol):
         """Return each target's index among this rank's `size` classes, and whether it is one of them."""
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return every rank's tensor, in rank order, stacked."""
+        """Return every part's tensor (..., N), in their order, stacked; a rank may be several parts."""
 
     def rank(self) -> int:
         """Return this rank's place among them."""
@@ -200,6 +202,8 @@ class RowFunction(NamedTuple):
     """Whether an id may be -1, which stands for no class."""
     correct: bool = False
     top_k: int = 0
+    rank: bool = False
+    """Whether the target's rank is wanted, which `before` counts once its logit is known."""
     masked: bool = True
     """Whether logits may be -inf."""
     shifted: bool = False
@@ -229,7 +233,19 @@ class RowFunction(NamedTuple):
         out: Tensor | None = None,
         scratch: Tensor | None = None,
     ) -> tuple[Softmax, RowSums]:
-        """Return the softmax over this rank's part, and the sums over all classes.
+        """Return the softmax over this rank's part, and the sums over all classes; the arguments are `own_sums_`'s."""
+        made, own, here_NP = self.own_sums_(logits_NV, picked_NP, out=out, scratch=scratch)
+        return made, self.over_parts(own, picked_NP, here_NP)
+
+    def own_sums_(
+        self,
+        logits_NV: Tensor,
+        picked_NP: Tensor,
+        *,
+        out: Tensor | None = None,
+        scratch: Tensor | None = None,
+    ) -> tuple[Softmax, RowSums, Tensor | None]:
+        """Return the softmax over this rank's part, its sums as `over_parts` takes them, and which classes are here.
 
         Args:
             picked_NP: the target and the given classes, of the whole vocabulary.
@@ -240,7 +256,7 @@ class RowFunction(NamedTuple):
         index_NP, here_NP = self.locate(picked_NP, logits_NV.size(1))
         if not logits_NV.size(1):
             made = Softmax(logits_NV, logits_NV, logits_NV.new_full((len(logits_NV),), -math.inf))
-            return made, self.over_parts(self._no_classes(made.best_N, picked_NP), picked_NP, here_NP)
+            return made, self._no_classes(made.best_N, picked_NP), here_NP
         picked_logits_NP = logits_NV.gather(1, index_NP)
         overwritten = out is not None and out.data_ptr() == logits_NV.data_ptr()
         best_N, correct_N = self._best(logits_NV, picked_NP, index_NP, picked_logits_NP[:, 0], overwritten)
@@ -266,7 +282,7 @@ class RowFunction(NamedTuple):
             own_best_N, log_sum_N, picked_logits_NP, mean_N, sum_N,
             rest_N=best_N if self.rest else None, correct_N=correct_N, top_NT=top_NT, top_ids_NT=top_ids_NT,
         )  # fmt: skip
-        return made, self.over_parts(own, picked_NP, here_NP)
+        return made, own, here_NP
 
     def locate(self, picked_NP: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
         """Return each picked class's index among this rank's `size` classes, and whether it is one of them.
@@ -339,6 +355,23 @@ class RowFunction(NamedTuple):
             top_NT=top_NT,
             top_ids_NT=top_ids_NT,
         )
+
+    def before(self, logits_NV: Tensor, target_N: Tensor, gold_N: Tensor) -> Tensor:
+        """Return how many of this rank's classes come before the target, whose logit is `gold_N`.
+
+        Those are the classes with a larger logit, and the lower ones of those with the same, as in the order of
+        `top_classes`: a target that is correct has none.
+        """
+        classes_V = torch.arange(logits_NV.size(1), device=logits_NV.device)
+        if self.split is not None:
+            classes_V += self.split.start
+        gold_N1 = gold_N.unsqueeze(1)
+        lower_NV = classes_V < target_N.unsqueeze(1)
+        return ((logits_NV > gold_N1) | ((logits_NV == gold_N1) & lower_NV)).sum(-1)
+
+    def over_ranks(self, before_N: Tensor) -> Tensor:
+        """Return how many of all ranks' classes come before the target, given how many of this rank's."""
+        return before_N if self.split is None else self.split.gather(before_N).sum(0)
 
     def scores(self, sums: RowSums) -> Scores:
         """Return the scores that follow from the sums."""
@@ -449,16 +482,19 @@ class RowFunction(NamedTuple):
         """Return the `top_k` largest of all ranks' top logits, and their classes."""
         if own.top_NT is None or own.top_ids_NT is None or self.split is None:
             return own.top_NT, own.top_ids_NT
-        # A rank with fewer classes fills its columns with a class above all others, at -inf
-        missing = self.top_k - own.top_NT.size(1)
-        top_NT = torch.nn.functional.pad(own.top_NT, (0, missing), value=-math.inf)
-        # Above all classes, and a number that `pad`, which goes through a float, keeps
-        last = 2**62
-        top_ids_NT = torch.nn.functional.pad(own.top_ids_NT + self.split.start, (0, missing), value=last)
-        values_NC = self.split.gather(top_NT).movedim(0, 1).flatten(1)
-        ids_NC = self.split.gather(top_ids_NT).movedim(0, 1).flatten(1)
+        top_NT, top_ids_NT = self.filled_top(own.top_NT, own.top_ids_NT + self.split.start)
+        values_NC = self.split.gather(top_NT.t()).movedim(2, 0).flatten(1)
+        ids_NC = self.split.gather(top_ids_NT.t()).movedim(2, 0).flatten(1)
         values_NC, ids_NC = in_descending_order(values_NC, ids_NC)
         return values_NC[:, : self.top_k], ids_NC[:, : self.top_k]
+
+    def filled_top(self, top_NT: Tensor, top_ids_NT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return top classes with `top_k` columns: a part with fewer has a class above all others, at -inf."""
+        missing = self.top_k - top_NT.size(1)
+        # Above all classes, and a number that `pad`, which goes through a float, keeps
+        last = 2**62
+        filled_NT = torch.nn.functional.pad(top_NT, (0, missing), value=-math.inf)
+        return filled_NT, torch.nn.functional.pad(top_ids_NT, (0, missing), value=last)
 
 
 def _stacked(own: RowSums, split: SplitVocabulary | None) -> RowSums:
@@ -469,7 +505,7 @@ def _stacked(own: RowSums, split: SplitVocabulary | None) -> RowSums:
     given = {name: t for name, t in own._asdict().items() if t is not None}
     dtype = own.best_N.dtype
     # One collective of all columns costs a fraction of one for each
-    columns_CN = [t.to(dtype).reshape(len(t), -1).t() for t in given.values()]
+    columns_CN = [(t.unsqueeze(1) if t.dim() == 1 else t).to(dtype).t() for t in given.values()]
     sizes = [len(columns) for columns in columns_CN]
     everyone = split.gather(torch.cat(columns_CN)).split(sizes, 1)
     every = {

@@ -6,8 +6,9 @@ For a row with log p_k = z_k - lse, target y and class weights w_k (1 where ther
     loss = - sum_k w_k q_k log p_k + z_loss lse^2
          = - gold w_y log_prob - each weighted + z_loss lse^2
 
-where `weighted` = sum_k w_k log p_k leaves out the excluded class. The KL form (the "harvard" convention) adds the
-constant sum_k w_k q_k log q_k, so that a perfect prediction costs 0. The derivatives are
+where `weighted` = sum_k w_k log p_k leaves out the excluded class. A convention (`rows/conventions.py`) says what they
+are, and whether the loss is the KL divergence: that adds the constant sum_k w_k q_k log q_k, so that a perfect
+prediction costs 0. The derivatives are
 
     d loss / d log_prob = - gold w_y,   d loss / d weighted = - each,   d loss / d lse = 2 z_loss lse
 
@@ -18,15 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from seqpar.core.tensor_checks import check_number
+from seqpar.core.checks import check_number
+from seqpar.rows.conventions import Convention, shares_of
 from seqpar.rows.scores import ClassWeights, Scores, Upstream, included_weight
-
-Convention = Literal["torch", "fairseq", "harvard"]
 
 
 class RowLosses(NamedTuple):
@@ -125,37 +125,40 @@ def class_weights(q: SoftTarget, weight_V: Tensor | None) -> ClassWeights | None
 def check_smoothing(label_smoothing: float, smoothing_convention: str) -> None:
     """Raise ValueError for a number outside [0, 1) or an unknown convention."""
     check_number(label_smoothing, "label_smoothing", at_least=0, below=1)
-    if smoothing_convention not in ("torch", "fairseq", "harvard"):
-        raise ValueError(
-            f"smoothing_convention is {smoothing_convention!r}; it must be 'torch', 'fairseq' or 'harvard'"
-        )
+    shares_of(smoothing_convention)
 
 
 def soft_target(
     label_smoothing: float, smoothing_convention: Convention, ignore_index: int, vocab_size: int
 ) -> SoftTarget:
-    """Return the smoothed target over the whole vocabulary; `LabelSmoothing` defines the conventions."""
+    """Return the smoothed target over the whole vocabulary.
+
+    Raises:
+        ValueError: an unknown convention; a convention that excludes a padding which is not a class; too few classes.
+    """
     eps = label_smoothing
     convention = smoothing_convention
     V = vocab_size
-    if convention == "torch":
-        return SoftTarget(gold=1 - eps, each=eps / V, excluded=None, classes=V)
-    # fairseq gives nothing to the target, harvard nothing to the padding class either
-    others = {"fairseq": V - 1, "harvard": V - 2}[convention]
-    if convention == "harvard" and not 0 <= ignore_index < V:
+    shares = shares_of(convention)
+    if not shares.padding and not 0 <= ignore_index < V:
         raise ValueError(
-            f"ignore_index is {ignore_index}; the 'harvard' convention excludes the padding class, so it must be one "
-            f"of the {V} classes"
+            f"ignore_index is {ignore_index}; the {convention!r} convention excludes the padding class, so it must be "
+            f"one of the {V} classes"
         )
+    others = shares.classes(V)
     if others < 1 and eps:
         raise ValueError(f"{V} classes are too few for label smoothing in the {convention!r} convention")
     each = eps / max(1, others)
-    gold = 1 - eps - each
-    if convention == "fairseq":
-        return SoftTarget(gold, each, excluded=None, classes=V)
-    return SoftTarget(
-        gold, each, excluded=ignore_index, classes=V - 1, kl_gold=_x_log_x(1 - eps), kl_each=_x_log_x(each)
-    )
+    # q of the target is 1 - eps, and its own share where it gets one
+    of_target = 1 - eps
+    gold = of_target - each
+    if shares.target:
+        of_target, gold = of_target + each, of_target
+    excluded = shares.excluded(ignore_index)
+    q = SoftTarget(gold, each, excluded, classes=V - (excluded is not None))
+    if shares.kl:
+        return q._replace(kl_gold=_x_log_x(of_target), kl_each=_x_log_x(each))
+    return q
 
 
 def _x_log_x(x: float) -> float:

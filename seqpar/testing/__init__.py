@@ -3,7 +3,7 @@
 - `assert_same_loss`, `assert_same_gradients`: compare your generator, criterion, devices and loss with the plain
   single-device computation; a failure names the likely cause.
 - `plain_linear_cross_entropy`, `plain_value_and_gradients`: the plain reference of `linear_cross_entropy` with every
-  option, in a few lines of torch without chunks.
+  option, in a few lines of torch without chunks; `plain_rank`: that of `token_scores(..., rank=True)`.
 - `seqpar.testing.strategies` (needs hypothesis) draws the cases.
 - `rank_pool`, a pytest fixture (`seqpar.testing.plugin`), and `seqpar.testing.ranks`: live ranks over gloo.
 - `python -m seqpar.testing.conformance`: the same checks for any linear cross-entropy.
@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from seqpar.testing.gradients import assert_same_gradients, assert_same_results, plain_loss
-    from seqpar.testing.plain_reference import plain_linear_cross_entropy, plain_value_and_gradients
+    from seqpar.testing.plain_reference import (
+        plain_linear_cross_entropy,
+        plain_rank,
+        plain_value_and_gradients,
+    )
     from seqpar.testing.same_loss import assert_same_loss
 
 _FILES = {
@@ -23,6 +27,7 @@ _FILES = {
     "assert_same_results": "gradients",
     "plain_linear_cross_entropy": "plain_reference",
     "plain_loss": "gradients",
+    "plain_rank": "plain_reference",
     "plain_value_and_gradients": "plain_reference",
 }
 """The file of each public name."""
@@ -33,6 +38,7 @@ __all__ = [
     "assert_same_results",
     "plain_linear_cross_entropy",
     "plain_loss",
+    "plain_rank",
     "plain_value_and_gradients",
 ]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.tensor_checks import PROVED, check_number
+from seqpar.core.checks import PROVED, check_number
 from seqpar.testing.causes import likely_cause
 from seqpar.testing.evidence import FACTOR, Evidence, Result, StraightTanh, dense, gradients_by_use, repeated
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor, nn
 
+from seqpar.rows.conventions import CONVENTIONS
 from seqpar.rows.criteria import LabelSmoothing, ignored_target
-from seqpar.rows.smoothing import Convention
 from seqpar.testing.gradients import plain_loss
 
 Mistake = Callable[..., Tensor]
@@ -32,8 +32,8 @@ def mistakes(criterion: nn.Module) -> Iterator[tuple[str, Mistake]]:
         ignored = -100
     plainly = nn.CrossEntropyLoss(ignore_index=ignored, reduction="sum")
     yield f"no label smoothing, where the criterion has {eps:g}", partial(_with_criterion, other=plainly)
-    for convention in get_args(Convention):
-        if convention != own and (convention != "harvard" or ignored >= 0):
+    for convention, shares in CONVENTIONS.items():
+        if convention != own and (shares.padding or ignored >= 0):
             other = LabelSmoothing(eps, convention, ignore_index=ignored)
             sentence = f"the smoothing convention {convention!r}, where the criterion has {own!r}"
             yield sentence, partial(_with_criterion, other=other)

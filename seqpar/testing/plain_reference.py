@@ -1,6 +1,7 @@
 """The linear cross-entropy in plain PyTorch, with all logits at once: the reference for every other implementation.
 
-It imports nothing but torch, has no chunks and no closed form of a gradient, and computes in the dtype it is given.
+It imports nothing but torch and the table of smoothing conventions, has no chunks and no closed form of a gradient, and
+computes in the dtype it is given.
 
 Shape suffixes: N rows, V vocabulary.
 """
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from seqpar.rows.conventions import shares_of
 
 
 def plain_logits(
@@ -27,27 +30,26 @@ def plain_logits(
 def plain_smoothed_target(
     target_N: Tensor, vocab_size: int, label_smoothing: float, smoothing_convention: str, ignore_index: int
 ) -> Tensor:
-    """Return the target distribution q (N, V) in float64.
+    """Return the target distribution q (N, V) in float64, for targets that are not ignored.
 
-    - "torch" (`torch.nn.CrossEntropyLoss`): (1 - eps) on the target, and eps / V on every class.
-    - "fairseq" (`label_smoothed_cross_entropy`): 1 - eps on the target, eps / (V - 1) on every other class.
-    - "harvard" (The Annotated Transformer, 2018): 1 - eps on the target, 0 on padding, eps / (V - 2) on the others.
+    q has 1 - eps on the target, and eps in equal parts on the classes that get a share in this convention:
 
-    Raises ValueError for any other convention.
+    - "torch" (`torch.nn.CrossEntropyLoss`): all V classes, the target included.
+    - "fairseq" (`label_smoothed_cross_entropy`): the V - 1 classes other than the target.
+    - "harvard" (The Annotated Transformer, 2018): the V - 2 classes other than the target and the padding.
+
+    Raises ValueError for a convention that is not in `seqpar/rows/conventions.py`.
     """
-    if smoothing_convention not in ("torch", "fairseq", "harvard"):
-        raise ValueError(
-            f"smoothing_convention is {smoothing_convention!r}; it must be 'torch', 'fairseq' or 'harvard'"
-        )
+    shares = shares_of(smoothing_convention)
     gold_NV = F.one_hot(target_N, vocab_size).double()
-    if smoothing_convention == "torch":
-        return (1 - label_smoothing) * gold_NV + label_smoothing / vocab_size
-    smoothed_NV = 1 - gold_NV
-    smoothed_classes = vocab_size - 1
-    if smoothing_convention == "harvard":
+    smoothed_NV = torch.ones_like(gold_NV)
+    if not shares.target:
+        smoothed_NV = 1 - gold_NV
+    if not shares.padding:
         smoothed_NV[:, ignore_index] = 0
-        smoothed_classes = vocab_size - 2
-    return (1 - label_smoothing) * gold_NV + label_smoothing / max(1, smoothed_classes) * smoothed_NV
+    # Where no class gets a share eps is 0, and 0 / 1 is the share
+    classes_N1 = smoothed_NV.sum(-1, keepdim=True).clamp(min=1)
+    return (1 - label_smoothing) * gold_NV + label_smoothing / classes_N1 * smoothed_NV
 
 
 def plain_linear_cross_entropy(
@@ -67,7 +69,7 @@ def plain_linear_cross_entropy(
 ) -> Tensor:
     """Return the loss of `seqpar.linear_cross_entropy`, summed over the rows whose target is not `ignore_index`.
 
-    sum_n token_weight_n (sum_k w_k q_nk (-log p_nk [+ log q_nk with "harvard"]) + z_loss logsumexp(z_n)^2)
+    sum_n token_weight_n (sum_k w_k q_nk (-log p_nk [+ log q_nk in the KL form]) + z_loss logsumexp(z_n)^2)
     """
     # (N,): ignored rows are left out before anything is computed, so that a nan in them does not matter
     counted_N = target.flatten() != ignore_index
@@ -76,7 +78,7 @@ def plain_linear_cross_entropy(
         target.flatten()[counted_N], len(weight), label_smoothing, smoothing_convention, ignore_index
     ).to(logits_NV.dtype)
     terms_NV = -q_NV * torch.log_softmax(logits_NV, -1)
-    if smoothing_convention == "harvard":
+    if shares_of(smoothing_convention).kl:
         # KL(q || p) = sum q log q - sum q log p, where 0 log 0 = 0
         terms_NV = terms_NV + torch.special.xlogy(q_NV, q_NV)
     if class_weight is not None:
@@ -86,6 +88,12 @@ def plain_linear_cross_entropy(
     if token_weight is not None:
         loss_N = loss_N * token_weight.flatten()[counted_N]
     return loss_N.sum()
+
+
+def plain_rank(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the target's place (N,) among all classes (N, V) in descending order; of equal ones the lower first."""
+    in_order_NV = logits.sort(dim=-1, descending=True, stable=True).indices
+    return (in_order_NV == target.unsqueeze(-1)).int().argmax(-1)
 
 
 def plain_value_and_gradients(

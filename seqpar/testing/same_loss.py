@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from seqpar.core.tensor_checks import check_dense, check_floating, check_integer_target, check_number
+from seqpar.core.checks import check_dense, check_floating, check_integer_target, check_number
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.collectives import gather_objects, group_sum, rank_in, world_size
 from seqpar.engine.loss_compute import LossCompute

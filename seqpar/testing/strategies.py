@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import seqpar
+from seqpar.rows.conventions import CONVENTIONS
 
 MOST_BATCH = 7
 MOST_TIME = 9
@@ -93,13 +94,9 @@ def vocabulary_splits(draw: st.DrawFn, vocab_size: int, world: int, least: Liter
 def criteria(draw: st.DrawFn, vocab_size: int, padding: int = -100) -> nn.Module:
     """Draw a summing criterion that ignores `padding`: cross-entropy, a smoothing convention, or torch's.
 
-    "fairseq" needs a class besides the target, and "harvard" one besides the target and the padding.
+    A convention is drawn where these classes are enough for it and it may exclude the padding.
     """
-    conventions: list[Literal["torch", "fairseq", "harvard"]] = ["torch"]
-    if vocab_size > 1:
-        conventions.append("fairseq")
-    if vocab_size > 2 and 0 <= padding < vocab_size:
-        conventions.append("harvard")
+    conventions = [name for name, shares in CONVENTIONS.items() if shares.is_defined(vocab_size, padding)]
     eps = draw(st.sampled_from([0.0, 0.1, 0.9]))
     kind = draw(st.sampled_from(["cross-entropy", "torch's", "torch's, weighted", *conventions]))
     if kind == "cross-entropy":

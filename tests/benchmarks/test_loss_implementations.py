@@ -15,7 +15,7 @@ from benchmarks.loss.implementations import ENGINE, LINEAR, PLAIN, Implementatio
 from benchmarks.loss.problems import IGNORED, Inputs, Problem
 from benchmarks.loss.timing import Progress, floors
 from seqpar.core.chunks import rows_per_chunk
-from seqpar.testing.conformance.inputs import deviations
+from seqpar.testing.conformance.problem import deviations
 
 TINY = Problem(128, 6, 11, dtype=torch.float64, padding=0.3)
 WAYS = {

@@ -35,12 +35,14 @@ def printed(example: Path, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("example", [path for path in EXAMPLES if path.stem not in RISING], ids=lambda path: path.stem)
+@pytest.mark.tutorial
 def test_an_example_runs_as_it_says_and_its_loss_falls(example: Path) -> None:
     losses = printed(example, "loss")
     assert losses[-1] < 0.8 * losses[0], losses
 
 
 @pytest.mark.parametrize("name", RISING)
+@pytest.mark.tutorial
 def test_an_example_runs_as_it_says_and_its_reward_or_quality_rises(name: str) -> None:
     figures = printed(ROOT / "examples" / f"{name}.py", RISING[name])
     assert figures[-1] > figures[0] + 1 or figures[-1] > 2 * figures[0], figures

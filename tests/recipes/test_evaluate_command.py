@@ -110,6 +110,7 @@ def test_results_are_written_whoever_has_locked_the_folder(tmp_path: Path) -> No
     assert (tmp_path / "news.translations.txt").read_text() == "a\n"
 
 
+@pytest.mark.faults
 def test_the_next_evaluation_leaves_nothing_of_one_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
     killed = (
         "import os; from pathlib import Path; from tests.recipes.test_evaluate_command import evaluation; "

@@ -285,6 +285,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "top_k": to(2),
         "ids": to(torch.tensor([[1], [4], [4], [3], [0], [5]])),
         "product_dtype": to(torch.float32),
+        "rank": to(True),
         "batch_invariant": to(True, see=at_once),
         "vocab": to(seqpar.VocabShard(None, 1, 8), refused="[1, 8)"),
     },

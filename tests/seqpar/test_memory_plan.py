@@ -21,24 +21,23 @@ from seqpar.core.chunks import cut_rows
 from seqpar.memory_plan import Layout, LossBytes, MemoryPlan, advice, main, memory_plan, table
 from seqpar.testing.peak_memory import can_measure_cpu, peak_bytes, run_in_fresh_process
 
-# The bfloat16 ones are small: a CPU without bfloat16 products takes a hundred times as long as for float32
 CASES = [
     ("ddp", 1, "plain", "float32", 2048, 256, 16_000, 0),
-    ("ddp", 1, "plain", "bfloat16", 1024, 64, 48_000, 0),
+    ("ddp", 1, "plain", "bfloat16", 2048, 256, 24_000, 0),
     ("ddp", 1, "LossCompute", "float32", 1024, 1024, 32_000, 0),
-    ("ddp", 1, "LossCompute", "bfloat16", 512, 128, 64_000, 0),
+    ("ddp", 1, "LossCompute", "bfloat16", 1024, 1024, 32_000, 0),
     ("ddp", 1, "LossCompute", "float32", 1024, 256, 32_000, 1024),
     ("ddp", 1, "LossCompute", "float32", 4096, 512, 48_000, 512),
     ("ddp", 1, "linear_cross_entropy", "float32", 1024, 1024, 40_000, 0),
-    ("ddp", 1, "linear_cross_entropy", "bfloat16", 512, 128, 64_000, 0),
+    ("ddp", 1, "linear_cross_entropy", "bfloat16", 1024, 1024, 32_000, 0),
     ("ddp", 1, "linear_cross_entropy", "float32", 2048, 256, 40_000, 1024),
     ("ddp", 8, "LossCompute", "float32", 8192, 1024, 24_000, 0),
     ("fsdp", 8, "LossCompute", "float32", 8192, 1024, 24_000, 0),
-    ("fsdp", 8, "linear_cross_entropy", "bfloat16", 4096, 128, 64_000, 0),
+    ("fsdp", 8, "linear_cross_entropy", "bfloat16", 8192, 1024, 32_000, 0),
     ("fsdp", 8, "plain", "float32", 4096, 1024, 24_000, 0),
     ("vocab", 4, "plain", "float32", 2048, 256, 64_000, 0),
     ("vocab", 4, "linear_cross_entropy", "float32", 4096, 512, 160_000, 0),
-    ("vocab", 4, "linear_cross_entropy", "bfloat16", 512, 128, 320_000, 0),
+    ("vocab", 4, "linear_cross_entropy", "bfloat16", 4096, 512, 160_000, 0),
 ]
 
 
@@ -120,6 +119,10 @@ def planned(case: tuple[Any, ...]) -> LossBytes:
 @pytest.mark.skipif(not can_measure_cpu(), reason="peaks are measured as Linux has them")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_the_plan_agrees_with_measured_peaks_within_a_tenth(case: tuple[Any, ...]) -> None:
+    if "bfloat16" in case and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip(
+            "needs a CPU with bfloat16 products: elsewhere oneDNN multiplies float32 copies, a hundred times slower"
+        )
     expected, measured = planned(case).peak, peak(case)
     assert abs(measured - expected) <= 0.1 * expected, f"planned {expected / 2**20:.1f} MiB, {measured / 2**20:.1f} MiB"
 

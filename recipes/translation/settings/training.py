@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from recipes.translation.settings.schema import Help, Range
+from seqpar.rows.conventions import CONVENTIONS, Convention
 
 PARTS = {
     "encoder": "encoder",
@@ -69,8 +70,8 @@ class TrainingConfig:
         Range(at_least=0, below=1),
     ] = 0.1
     smoothing_convention: Annotated[
-        Literal["torch", "fairseq", "harvard"],
-        Help("torch (eps/V) | fairseq (eps/(V-1)) | harvard (eps/(V-2), the entropy constant subtracted)."),
+        Convention,
+        Help(" | ".join(f"{name} ({shares.text})" for name, shares in CONVENTIONS.items()) + "."),
     ] = "torch"
     r_drop: Annotated[
         float,

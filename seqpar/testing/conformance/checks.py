@@ -18,19 +18,16 @@ from torch.profiler import ProfilerActivity, profile
 from seqpar.testing.conformance.adapter import DEVICE, Adapter, Options
 from seqpar.testing.conformance.adapters import capped
 from seqpar.testing.conformance.finding import Check, Finding
-from seqpar.testing.conformance.inputs import (
-    Answer,
-    Deviation,
-    Inputs,
-    answer,
-    as_float64,
-    deviations,
-    error,
-    leaves,
-    truth,
+from seqpar.testing.conformance.inputs import Inputs
+from seqpar.testing.conformance.memory import Growth, growth_finding
+from seqpar.testing.conformance.problem import Answer, Deviation, as_float64, deviations, error, leaves
+from seqpar.testing.conformance.verdicts import (
+    ROUNDING,
+    error_finding,
+    errors_of_parts,
+    no_gradients,
+    second_backward_finding,
 )
-from seqpar.testing.conformance.memory import Growth, growth, growth_finding
-from seqpar.testing.conformance.verdicts import ROUNDING, error_finding, errors_of_parts, second_backward_finding
 from seqpar.testing.evidence import FACTOR
 from seqpar.testing.forks import autograd_works_in_a_fork
 
@@ -112,21 +109,16 @@ def upstream(adapter: Adapter) -> Finding:
     off = factor_errors(x)
     name = max(off, key=lambda n: off[n], default="")
     if not name:
-        return _no_gradients(x)
+        return no_gradients(x)
     if off[name] <= ROUNDING:
         return Finding("pass")
     return Finding("fail", f"{name} gradient off by {off[name]:.2g}", _shown_deviation(x, _worst_of(x, name), FACTOR))
 
 
-def _no_gradients(x: Inputs) -> Finding:
-    """Return the failure of a loss without any gradient."""
-    return Finding("fail", "no gradients at all", x.shown("loss.backward(); print(weight.grad)"))
-
-
 def factor_errors(x: Inputs) -> dict[str, float]:
     """Return, by name, how far the gradients of an eighth of the loss are from an eighth of the loss's gradients."""
-    once = answer(x)
-    eighth = answer(x, FACTOR)
+    once = x.answer()
+    eighth = x.answer(FACTOR)
     return {n: error(eighth[n], g * FACTOR) for n, g in once.items() if n != "loss" and g is not None and g.any()}
 
 
@@ -142,26 +134,12 @@ def frozen_trunk(adapter: Adapter) -> Finding:
 
 def frozen_head(adapter: Adapter) -> Finding:
     """Check the loss where weight and bias need no gradient but hidden does, as in training the layers below."""
-    frozen: tuple[str, ...] = ("weight",)
-    if "bias" in adapter.offers:
-        frozen = ("weight", "bias")
-    return _compared(Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter), frozen=frozen))
+    return _compared(Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter), frozen=("weight", "bias")))
 
 
 def second_backward(adapter: Adapter) -> Finding:
     """Check that `backward()` after `backward(retain_graph=True)` raises an error or gives twice the gradient."""
-    x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter))
-    tensors = x.made()
-    loss = x.loss(tensors)
-    # With a factor, which an implementation that stores its gradients may apply to them once more
-    x.backward(loss * FACTOR, retain_graph=True)
-
-    def shown(name: str) -> str:
-        backward = f"(loss * {FACTOR}).backward"
-        twice = f"{backward}(retain_graph=True); first = {name}.grad.clone(); {backward}()"
-        return x.shown(twice, f"print(float({name}.grad.norm() / first.norm()))  # 2 is right; no error is raised")
-
-    return second_backward_finding(leaves(tensors), lambda: (loss * FACTOR).backward(), shown)
+    return second_backward_finding(Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter)))
 
 
 def accumulation(adapter: Adapter) -> Finding:
@@ -171,15 +149,15 @@ def accumulation(adapter: Adapter) -> Finding:
     def both(x: Inputs) -> Answer:
         tensors = x.made()
         other = tensors | {"target": tensors["target"].flip(0)}
-        losses = [x.loss(tensors), x.loss(other)]
+        losses = [x.run(tensors), x.run(other)]
         for loss in losses:
-            x.backward(loss)
+            x.backward(loss, tensors)
         gradients = {name: t.grad for name, t in leaves(tensors).items()}
         return as_float64({"loss": losses[0] + losses[1], **gradients})
 
     def right(x: Inputs) -> Answer:
-        one = truth(x)
-        two = truth(replace(x, change="target = target.flip(0)"))
+        one = x.truth()
+        two = replace(x, change="target = target.flip(0)").truth()
         return {name: one[name] + two[name] for name in one}  # type: ignore[operator]
 
     finding = _compared(x, deviations(x, both, right))
@@ -214,13 +192,13 @@ def mean(adapter: Adapter) -> Finding:
 def all_ignored(adapter: Adapter) -> Finding:
     """Check that the sum over no target is 0, with gradients of 0; report the mean, which is nan in torch."""
     x = Inputs(adapter, rows=96, vocab_size=128, options=_options(adapter), change="target[:] = -100")
-    found = answer(x)
+    found = x.answer()
     value = found.pop("loss")
     assert value is not None
     if adapter.reduction == "mean":
         return Finding("pass", f"mean: {float(value):g} (torch: nan)")
     if all(gradient is None for gradient in found.values()):
-        return _no_gradients(x)
+        return no_gradients(x)
     stray = [name for name, gradient in found.items() if gradient is not None and gradient.any()]
     if float(value) == 0 and not stray:
         return Finding("pass", _mean_of_none(x))
@@ -234,7 +212,7 @@ def _mean_of_none(x: Inputs) -> str:
     """Return the figure of a sum over no target, with the mean if there is one."""
     if "mean" not in x.adapter.offers:
         return "0"
-    value = answer(replace(x, options=replace(x.options, reduction="mean")))["loss"]
+    value = replace(x, options=replace(x.options, reduction="mean")).answer()["loss"]
     # `answer` always has a loss; None stands for a gradient that does not exist
     assert value is not None
     return f"0; mean: {float(value):g} (torch: nan)"
@@ -301,7 +279,7 @@ def _try(pipe: Connection, x: Inputs) -> None:
     # The parent's thread pool did not survive the fork
     torch.set_num_threads(1)
     try:
-        pipe.send(f"gave {float(answer(x)['loss'] or 0):.6g}")
+        pipe.send(f"gave {float(x.answer()['loss'] or 0):.6g}")
     except Exception as raised:
         pipe.send(f"raises {type(raised.__cause__ or raised).__name__}")
 
@@ -327,7 +305,7 @@ def padding_cost(adapter: Adapter) -> Finding:
         fraction = work[1] / work[0]
     if fraction <= HALF:
         return Finding("pass", f"{fraction:.0%} of the products for 50% of the rows")
-    code = f"    with torch.profiler.profile(with_flops=True, record_shapes=True) as p: {half_of}; {x.call}.backward()"
+    code = f"    with torch.profiler.profile(with_flops=True, record_shapes=True) as p: {half_of}; {x.step_code}"
     count = "    print(sum(e.flops for e in p.key_averages()), 'operations, every', step, 'th row ignored')"
     lines = [x.imports, x.code, "for step in (512, 2):", code, count]
     return Finding("fail", f"{fraction:.0%} of the products for 50% of the rows", "\n".join(lines))
@@ -336,9 +314,9 @@ def padding_cost(adapter: Adapter) -> Finding:
 def products(x: Inputs) -> int:
     """Return the multiplications in the matrix products of one forward and backward, as torch's profiler sees them."""
     # So that compilation, if any, is over
-    answer(x)
+    x.answer()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
-        answer(x)
+        x.answer()
     # (a, b) @ (b, c) takes a x b x c multiplications, times the batch for bmm
     total = 0
     for event in record.events() or []:
@@ -352,8 +330,7 @@ def products(x: Inputs) -> int:
 
 def memory_growth(adapter: Adapter) -> Finding:
     """Check by the peaks of fresh processes at 1,024 and 4,096 rows that the logits of all rows never exist."""
-    x = measured_inputs(adapter, Growth.ROWS)
-    return growth_finding(growth(adapter.spec), x.imports, x.code, f"{x.call}.backward()")
+    return growth_finding(measured_inputs(adapter, Growth.ROWS), "losses")
 
 
 def measured_inputs(adapter: Adapter, rows: int) -> Inputs:

@@ -5,65 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
-from seqpar.testing.conformance.adapter import quietly
+from seqpar.testing.conformance.adapter import Adapter, quietly
+from seqpar.testing.conformance.score_adapter import ScoreAdapter
 
-
-class Checked(Protocol):
-    """An implementation, as far as all checks and the report need it."""
-
-    @property
-    def name(self) -> str:
-        """Return the heading of its column."""
-
-    @property
-    def offers(self) -> frozenset[Any]:
-        """Return the features that it has."""
-
-    @property
-    def note(self) -> str:
-        """Return one line below the table."""
-
-    @property
-    def imports(self) -> str:
-        """Return the imports of a reproduction."""
-
-    @property
-    def package(self) -> str:
-        """Return the package whose version is reported; empty for none."""
-
-    @property
-    def why_not(self) -> Callable[[], str]:
-        """Return a function that says why it cannot run here."""
-
-
-Implementation = TypeVar("Implementation", bound=Checked)
-
-
-class Shown(Protocol):
-    """The inputs of a check."""
-
-    @property
-    def adapter(self) -> Checked:
-        """Return the implementation they were given to."""
-
-    def shown(self, *lines: str) -> str:
-        """Return a reproduction: imports, tensors, the call, and these lines."""
-
-    @property
-    def backward_code(self) -> str:
-        """Return the line that runs backward."""
+Checked = Adapter | ScoreAdapter
+"""An implementation, of either part."""
+Kind = TypeVar("Kind", Adapter, ScoreAdapter)
 
 
 class RaisedError(Exception):
-    """The implementation raised an error on these inputs: the cause of this exception."""
-
-    def __init__(self, inputs: Shown) -> None:
-        super().__init__(inputs.adapter.name)
-        self.inputs = inputs
+    """The implementation raised an error, the cause of this exception, which has five lines that show it."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +36,16 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Check(Generic[Implementation]):
+class Check(Generic[Kind]):
     """A claim about an implementation, with the features that it must offer to be checked."""
 
     name: str
-    run: Callable[[Implementation], Finding]
+    run: Callable[[Kind], Finding]
     needs: frozenset[str] = frozenset()
     is_cost: bool = False
     """Whether it is about memory or work; all others are about numbers."""
 
-    def __call__(self, adapter: Implementation) -> Finding:
+    def __call__(self, adapter: Kind) -> Finding:
         """Return the finding; an exception of the implementation is a failure."""
         missing = sorted(self.needs - adapter.offers)
         if missing:
@@ -106,4 +61,4 @@ class Check(Generic[Implementation]):
         except RaisedError as raised:
             text = next(iter(str(raised.__cause__).strip().splitlines()), "")
             figure = f"{type(raised.__cause__).__name__}: {text[:80]}"
-            return Finding("fail", figure, raised.inputs.shown(raised.inputs.backward_code))
+            return Finding("fail", figure, str(raised))

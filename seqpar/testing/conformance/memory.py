@@ -1,18 +1,14 @@
-"""Measure how the peak memory of one forward and backward grows with the rows, each in a process of its own.
-
-`python -m seqpar.testing.conformance.memory PART NAME ROWS` prints one peak in bytes.
-"""
+"""Measure how the peak memory of one forward and backward grows with the rows, each in a process of its own."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from seqpar.testing.conformance.adapter import DEVICE, quietly
+from seqpar.testing.conformance.adapter import DEVICE
 from seqpar.testing.conformance.finding import Finding
-from seqpar.testing.peak_memory import can_measure_cpu, peak_bytes, run_in_fresh_process
+from seqpar.testing.conformance.problem import Problem
+from seqpar.testing.peak_memory import can_measure_cpu, run_in_fresh_process
 
 TIMES = 4
 
@@ -51,20 +47,16 @@ def growth(spec: str, part: str = "losses") -> Growth | str:
 
 def _peak(part: str, spec: str, rows: int) -> int | str:
     """Return the peak in a process of its own, or how that process ended."""
-    done = run_in_fresh_process("-m", __name__, part, spec, str(rows))
+    # By name: that file knows the parts, which know the checks, which know this one
+    done = run_in_fresh_process("-m", "seqpar.testing.conformance.one_peak", part, spec, str(rows))
     if done.returncode:
         return f"its process ended with {done.returncode}"
     return int(done.stdout)
 
 
-def own_peak(step: Callable[[], object]) -> int:
-    """Return this process's peak in the second of two runs; code loaded or compiled in the first does not count."""
-    quietly(step)
-    return peak_bytes(lambda: quietly(step), DEVICE)
-
-
-def growth_finding(found: Growth | str, imports: str, code: str, statement: str) -> Finding:
-    """Return the verdict on the growth of a peak, and a reproduction that runs `statement` after `code`."""
+def growth_finding(x: Problem, part: str) -> Finding:
+    """Return the verdict on the growth of the peak in a problem of `Growth.ROWS` rows, from fresh processes."""
+    found = growth(x.adapter.spec, part)
     if isinstance(found, str):
         return Finding("not measured", found)
     grows = f"{found.small / 2**20:,.0f} to {found.large / 2**20:,.0f} MiB for 4 x the rows"
@@ -75,16 +67,10 @@ def growth_finding(found: Growth | str, imports: str, code: str, statement: str)
     if DEVICE != "cpu":
         peak = "peak = lambda: torch.cuda.max_memory_allocated() // 2**20"
         forget = "torch.cuda.reset_peak_memory_stats(); before = peak()"
-    tensors = code.replace(str(found.ROWS), "rows")
+    tensors = x.code.replace(str(found.ROWS), "rows")
     lines = [
-        f"{imports}; {peak}",
+        f"{x.imports}; {peak}",
         f"for rows in ({found.ROWS}, {found.ROWS}, {TIMES * found.ROWS}):  # the first warms up",
     ]
-    lines += [f"    {tensors}; {forget}", f"    {statement}", "    print(rows, peak() - before, 'MiB')"]
+    lines += [f"    {tensors}; {forget}", f"    {x.step_code}", "    print(rows, peak() - before, 'MiB')"]
     return Finding("fail", grows, "\n".join(lines))
-
-
-if __name__ == "__main__":
-    from seqpar.testing.conformance.parts import PARTS
-
-    print(own_peak(PARTS[sys.argv[1]].step(sys.argv[2], int(sys.argv[3]))))

@@ -5,18 +5,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from seqpar.testing.conformance import checks, score_checks
 from seqpar.testing.conformance.adapter import Adapter
 from seqpar.testing.conformance.adapters import KNOWN
-from seqpar.testing.conformance.finding import Check, Finding
-from seqpar.testing.conformance.inputs import answer
+from seqpar.testing.conformance.finding import Check, Finding, Kind
+from seqpar.testing.conformance.problem import Problem
 from seqpar.testing.conformance.score_adapter import ScoreAdapter
 from seqpar.testing.conformance.score_adapters import KNOWN_SCORES
-from seqpar.testing.conformance.score_inputs import scored
-
-Kind = TypeVar("Kind", Adapter, ScoreAdapter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +24,8 @@ class Part(Generic[Kind]):
     known: Mapping[str, Kind]
     checks: tuple[Check[Kind], ...]
     kind: type[Kind]
-    measured: Callable[[Kind, int], object]
-    """Runs the forward and backward whose peak memory is measured, of so many rows."""
+    measured: Callable[[Kind, int], Problem]
+    """Returns the problem of so many rows whose forward and backward have their peak memory measured."""
 
     def adapter_of(self, name: str) -> Kind:
         """Return the known adapter of that name, or the one at `module:object`.
@@ -50,8 +47,7 @@ class Part(Generic[Kind]):
 
     def step(self, name: str, rows: int) -> Callable[[], object]:
         """Return a function that runs the forward and backward whose peak memory is measured."""
-        adapter = self.adapter_of(name)
-        return lambda: self.measured(adapter, rows)
+        return self.measured(self.adapter_of(name), rows).answer
 
 
 def loaded(name: str) -> object:
@@ -63,16 +59,8 @@ def loaded(name: str) -> object:
         raise ValueError(f"{name!r} cannot be loaded: {error}") from error
 
 
-def _measured_loss(adapter: Adapter, rows: int) -> object:
-    return answer(checks.measured_inputs(adapter, rows))
-
-
-def _measured_scores(adapter: ScoreAdapter, rows: int) -> object:
-    return scored(score_checks.measured_inputs(adapter, rows))
-
-
-LOSSES = Part("losses", KNOWN, checks.CHECKS, Adapter, _measured_loss)
-SCORES = Part("scores", KNOWN_SCORES, score_checks.SCORE_CHECKS, ScoreAdapter, _measured_scores)
+LOSSES = Part("losses", KNOWN, checks.CHECKS, Adapter, checks.measured_inputs)
+SCORES = Part("scores", KNOWN_SCORES, score_checks.SCORE_CHECKS, ScoreAdapter, score_checks.measured_inputs)
 PARTS: dict[str, Part[Any]] = {part.name: part for part in (LOSSES, SCORES)}
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from seqpar.markdown_table import markdown_table
 from seqpar.testing.conformance.adapter import DEVICE
 from seqpar.testing.conformance.checks import CHECKS
 from seqpar.testing.conformance.finding import Check, Checked, Finding
+from seqpar.testing.markdown_table import markdown_table
 
 Findings = Mapping[str, Mapping[str, Finding]]
 """By adapter, then by check."""

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from seqpar.testing.conformance.finding import Check, Finding
-from seqpar.testing.conformance.inputs import GRADIENTS, Answer, Deviation, leaves
-from seqpar.testing.conformance.memory import Growth, growth, growth_finding
+from seqpar.testing.conformance.memory import Growth, growth_finding
+from seqpar.testing.conformance.problem import GRADIENTS, Answer, Deviation, deviations, leaves
 from seqpar.testing.conformance.score_adapter import ScoreAdapter, ScoreOptions
 from seqpar.testing.conformance.score_adapters import plain
-from seqpar.testing.conformance.score_inputs import ScoreInputs, asked, score_deviations, scored, true_scores
-from seqpar.testing.conformance.verdicts import error_finding, second_backward_finding
-from seqpar.testing.evidence import FACTOR
+from seqpar.testing.conformance.score_inputs import ScoreInputs, asked
+from seqpar.testing.conformance.verdicts import error_finding, no_gradients, second_backward_finding
 
 QUIET = 8
 """The number of tokens whose scores are looked at while the rest of the batch changes."""
@@ -23,7 +22,7 @@ QUIET = 8
 
 def _verdict(x: ScoreInputs, found: list[Deviation] | None = None, rows: str = "") -> Finding:
     """Return the verdict on the worst score or gradient; `rows` is the index of the rows that were looked at."""
-    worst = (found or score_deviations(x))[0]
+    worst = (found or deviations(x))[0]
     return error_finding(worst, x.options.dtype, lambda: _shown_deviation(x, worst, rows))
 
 
@@ -32,9 +31,7 @@ def _shown_deviation(x: ScoreInputs, worst: Deviation, rows: str = "") -> str:
     what = f"scores.{worst.name}{rows}"
     if worst.name in GRADIENTS:
         what = f"{worst.name}.grad{rows}"
-    backward = ""
-    if x.used:
-        backward = f"; {x.backward_code}"
+    backward = f"; {x.backward_code}" if x.used else ""
     tensors = x.made()
     names = ", ".join(leaves(tensors))
     wide = f"{names} = (t.detach().double().requires_grad_() for t in ({names},))"
@@ -43,15 +40,13 @@ def _shown_deviation(x: ScoreInputs, worst: Deviation, rows: str = "") -> str:
     if x.options.dtype != torch.float64:
         allowed += f" (plain PyTorch in that dtype: {worst.plain:.1e})"
     compare = f"print(got if got is None else float((got - right).norm() / right.norm()))  # {allowed}"
-    first = f"scores = {x.call}{backward}; got = {what}"
-    return "\n".join([x.imports, x.code, first, f"{wide}; {right}", compare])
+    return "\n".join([x.imports, x.code, f"{x.step_code}; got = {what}", f"{wide}; {right}", compare])
 
 
 def _worst(problems: list[ScoreInputs]) -> Finding:
     """Return the finding of the problem with the largest error, relative to what is allowed."""
-    found = [(x, score_deviations(x)) for x in problems]
-    x, deviations = max(found, key=lambda pair: pair[1][0].of_allowed)
-    return _verdict(x, deviations)
+    found = [(x, deviations(x)) for x in problems]
+    return _verdict(*max(found, key=lambda pair: pair[1][0].of_allowed))
 
 
 def in_dtype(dtype: torch.dtype) -> Callable[[ScoreAdapter], Finding]:
@@ -102,8 +97,8 @@ def ties(adapter: ScoreAdapter) -> Finding:
 
 def _top_finding(x: ScoreInputs) -> Finding:
     """Return the verdict on values, classes and their order."""
-    found = x.scores(x.made()).top_ids
-    right = replace(x, adapter=x.plainly().adapter).scores(_doubled(x.made())).top_ids
+    found = x.run(x.made()).top_ids
+    right = x.plainly().run(_doubled(x.made())).top_ids
     assert found is not None
     assert right is not None
     wrong = (found != right).nonzero()
@@ -172,12 +167,12 @@ def mostly_ignored(adapter: ScoreAdapter) -> Finding:
 def no_token(adapter: ScoreAdapter) -> Finding:
     """Check that without any token that counts all scores and gradients are 0, and backward works."""
     x = asked(adapter, change="target[:] = -100")
-    found = scored(x)
+    found = x.answer()
     wrong = [name for name, t in found.items() if t is not None and not bool((t == 0).all())]
     if wrong:
         return Finding("fail", f"{wrong[0]} is not 0", x.shown(f"{_then(x)}print({_read(wrong[0])}.abs().max())  # 0"))
     if x.used and all(found[name] is None for name in leaves(x.made())):
-        return Finding("fail", "no gradients at all", x.shown(f"{x.backward_code}; print(hidden.grad)  # 0"))
+        return no_gradients(x)
     return Finding("pass", "0")
 
 
@@ -210,10 +205,7 @@ def frozen_trunk(adapter: ScoreAdapter) -> Finding:
 
 def frozen_head(adapter: ScoreAdapter) -> Finding:
     """Check all scores and gradients where weight and bias need none but hidden does."""
-    frozen: tuple[str, ...] = ("weight",)
-    if "bias" in adapter.offers:
-        frozen = ("weight", "bias")
-    return _worst(_with_options(adapter, frozen))
+    return _worst(_with_options(adapter, ("weight", "bias")))
 
 
 def _with_options(adapter: ScoreAdapter, frozen: tuple[str, ...]) -> list[ScoreInputs]:
@@ -236,18 +228,7 @@ def _with_options(adapter: ScoreAdapter, frozen: tuple[str, ...]) -> list[ScoreI
 
 def second_backward(adapter: ScoreAdapter) -> Finding:
     """Check that `backward()` after `backward(retain_graph=True)` raises an error or gives twice the gradient."""
-    x = asked(adapter)
-    tensors = x.made()
-    scores = x.scores(tensors)
-    x.backward(scores, tensors, factor=FACTOR, retain_graph=True)
-    if all(t.grad is None for t in leaves(tensors).values()):
-        return Finding("fail", "no gradients at all", x.shown(f"{x.backward_code}; print(hidden.grad)"))
-
-    def shown(name: str) -> str:
-        loss = f"loss = {FACTOR} * ({x.loss_code}); loss.backward(retain_graph=True); first = {name}.grad.clone()"
-        return x.shown(loss, f"loss.backward(); print(float({name}.grad.norm() / first.norm()))  # 2 is right")
-
-    return second_backward_finding(leaves(tensors), lambda: x.loss(scores, tensors, FACTOR).backward(), shown)
+    return second_backward_finding(asked(adapter))
 
 
 def in_any_batch(adapter: ScoreAdapter) -> Finding:
@@ -259,10 +240,10 @@ def in_any_batch(adapter: ScoreAdapter) -> Finding:
     if not further:
         alone = "target = target[:8]; hidden = hidden.detach()[:8].requires_grad_()"
     cases = [replace(x, change=change) for change in ("", "hidden.data[8:] *= 40", alone)]
-    found = [(case, score_deviations(case, _quiet(scored), _quiet(true_scores))) for case in cases]
-    worst, deviations = max(found, key=lambda pair: pair[1][0].of_allowed)
-    finding = _verdict(worst, deviations, rows="[:8]")
-    bits = [_quiet(scored)(case) for case in cases]
+    answer = _quiet(ScoreInputs.answer)
+    found = [(case, deviations(case, answer, _quiet(ScoreInputs.truth))) for case in cases]
+    finding = _verdict(*max(found, key=lambda pair: pair[1][0].of_allowed), rows="[:8]")
+    bits = [answer(case) for case in cases]
     if finding.verdict == "pass" and all(_same(bits[0], other) for other in bits[1:]):
         return replace(finding, figure="the same bits")
     return finding
@@ -291,7 +272,7 @@ def signs(adapter: ScoreAdapter) -> Finding:
         if str(kind).removeprefix("torch.") not in adapter.offers:
             continue
         x = asked(adapter, ("log_prob", "entropy"), rows=256, options=ScoreOptions(dtype=kind), change=change)
-        scores = x.scores(x.made())
+        scores = x.run(x.made())
         highest = float(scores.log_prob.max())
         where = str(kind).removeprefix("torch.")
         if not highest <= 0:
@@ -323,11 +304,7 @@ def last_tile(adapter: ScoreAdapter) -> Finding:
 
 def memory_growth(adapter: ScoreAdapter) -> Finding:
     """Check by the peaks of fresh processes at 1,024 and 4,096 rows that the logits of all rows never exist."""
-    x = measured_inputs(adapter, Growth.ROWS)
-    statement = f"scores = {x.call}"
-    if x.used:
-        statement += f"; {x.backward_code}"
-    return growth_finding(growth(adapter.spec, "scores"), x.imports, x.code, statement)
+    return growth_finding(measured_inputs(adapter, Growth.ROWS), "scores")
 
 
 def measured_inputs(adapter: ScoreAdapter, rows: int) -> ScoreInputs:

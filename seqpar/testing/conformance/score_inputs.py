@@ -1,30 +1,20 @@
-"""Make the tensors of a check of token scores, by the same text that a reproduction shows, and measure a function.
+"""State a problem for an implementation of the scores of tokens.
 
-Shape suffixes: N rows, D hidden, V vocabulary, J given classes.
+Shape suffixes: N rows, J given classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from seqpar.linear.token_scores import TokenScores
-from seqpar.testing.conformance.adapter import DEVICE, evaluator, on_device
-from seqpar.testing.conformance.finding import RaisedError
-from seqpar.testing.conformance.inputs import (
-    DRAWS,
-    GRADIENTS,
-    Answer,
-    Deviation,
-    as_float64,
-    compared,
-    leaves,
-    tensor_lines,
-)
+from seqpar.testing.conformance.adapter import evaluator
+from seqpar.testing.conformance.problem import GRADIENTS, Answer, Problem, leaves
 from seqpar.testing.conformance.score_adapter import ScoreAdapter, ScoreOptions
 from seqpar.testing.conformance.score_adapters import TORCH, plain
 
@@ -34,8 +24,8 @@ plainly_evaluated = evaluator(TORCH)
 
 
 @dataclass(frozen=True)
-class ScoreInputs:
-    """A problem: sizes, options, what is differentiated, and a line that changes the tensors."""
+class ScoreInputs(Problem):
+    """A problem of token scores: sizes, options, what is differentiated, and a line that changes the tensors."""
 
     adapter: ScoreAdapter
     rows: int = 96
@@ -49,25 +39,32 @@ class ScoreInputs:
     """J."""
     used: tuple[str, ...] = ("log_prob",)
     """The scores in the loss, each times its factors; only those with a gradient."""
-    change: str = ""
-    """Such as `target[::3] = -100`."""
-    frozen: tuple[str, ...] = ()
-    seed: int = 0
+    result: ClassVar[str] = "scores"
+    own_imports: ClassVar[str] = (
+        f"{TORCH}; from seqpar.testing.conformance import ScoreOptions, score_adapter_of; "
+        "adapter = score_adapter_of({spec!r})"
+    )
+    needed: ClassVar[dict[str, str]] = {
+        " as F": "import torch.nn.functional as F",
+        "TokenScores": "from seqpar import TokenScores",
+    }
 
     @property
-    def code(self) -> str:
-        """Return the line of code that makes the tensors."""
+    def is_differentiated(self) -> bool:
+        """Return whether any score is in the loss."""
+        return bool(self.used)
+
+    @property
+    def further_lines(self) -> list[str]:
+        """Return the statements that make temperatures, given classes and upstream factors."""
         n = self.rows
-        v = self.vocab_size
-        lines = tensor_lines(self.adapter, n, self.width, v, self.options.dtype, self.seed)
+        lines = []
         if self.temperature:
             lines.append(f"temperature = {self.temperature}")
         if self.given:
-            lines.append(f"ids = torch.randint({v}, ({n}, {self.given}))")
+            lines.append(f"ids = torch.randint({self.vocab_size}, ({n}, {self.given}))")
         shapes = {"u": (n,), "h": (n,), "g": (n, self.given)}
-        lines += [f"{FACTORS[name]} = torch.randn{shapes[FACTORS[name]]}" for name in self.used]
-        lines += [self.change, *(f"{name}.requires_grad_(False)" for name in self.frozen)]
-        return "; ".join(filter(None, lines))
+        return lines + [f"{FACTORS[name]} = torch.randn{shapes[FACTORS[name]]}" for name in self.used]
 
     @property
     def call(self) -> str:
@@ -83,40 +80,17 @@ class ScoreInputs:
         return f"adapter.scores(hidden, weight, target, bias, {text})"
 
     @property
-    def imports(self) -> str:
-        """Return the first line of a reproduction."""
-        if self.adapter.call is None:
-            ours = "from seqpar.testing.conformance import ScoreOptions, score_adapter_of"
-            return on_device(f"{TORCH}; {ours}; adapter = score_adapter_of({self.adapter.spec!r})")
-        imports = [self.adapter.imports]
-        for wanted, line in (
-            (" as F", "import torch.nn.functional as F"),
-            ("TokenScores", "from seqpar import TokenScores"),
-        ):
-            if wanted not in self.adapter.imports:
-                imports.append(line)
-        return on_device("; ".join(imports))
-
-    @property
     def loss_code(self) -> str:
-        """Return the loss of `scores` in a reproduction."""
-        return " + ".join(f"({FACTORS[name]} * scores.{name}).sum()" for name in self.used)
+        """Return the sum of the scores in use, each times its factors."""
+        return "(" + " + ".join(f"({FACTORS[name]} * scores.{name}).sum()" for name in self.used) + ")"
 
     @property
-    def backward_code(self) -> str:
-        """Return the line that runs backward in a reproduction."""
-        return f"({self.loss_code}).backward()"
-
-    def shown(self, *lines: str) -> str:
-        """Return a reproduction: imports, tensors, the call, and the lines that show the failure."""
-        return "\n".join([self.imports, self.code, f"scores = {self.call}", *lines])
-
-    def made(self) -> dict[str, Tensor]:
-        """Return new tensors: hidden, weight, target, bias if the implementation has one, and factors."""
-        here: dict[str, Tensor | None] = {}
-        with torch.device(DEVICE):
-            exec(self.code, {"torch": torch}, here)
-        return {name: t for name, t in here.items() if t is not None}
+    def step_code(self) -> str:
+        """Return forward and backward on one line; without gradients forward alone."""
+        forward = f"scores = {self.call}"
+        if not self.used:
+            return forward
+        return f"{forward}; {self.backward_code}"
 
     def options_of(self, tensors: dict[str, Tensor]) -> ScoreOptions:
         """Return the options with the tensors in them."""
@@ -126,14 +100,12 @@ class ScoreInputs:
             ids=tensors.get("ids"),
         )
 
-    def scores(self, tensors: dict[str, Tensor]) -> TokenScores:
+    def run(self, tensors: dict[str, Tensor]) -> TokenScores:
         """Return the implementation's scores of these tensors."""
         arguments = tensors["hidden"], tensors["weight"], tensors["target"], tensors.get("bias")
-        try:
+        with self.raising():
             found = self.adapter.scores(*arguments, self.options_of(tensors))
             self._check(found, tensors)
-        except Exception as error:
-            raise RaisedError(self) from error
         return found
 
     def _check(self, scores: object, tensors: dict[str, Tensor]) -> None:
@@ -164,18 +136,24 @@ class ScoreInputs:
             names += ["top_log_probs", "top_ids"]
         return names
 
-    def loss(self, scores: TokenScores, tensors: dict[str, Tensor], factor: float = 1.0) -> Tensor:
-        """Return the sum of the scores in use, each times its factors, and of all this `factor` times."""
-        terms = [(tensors[FACTORS[name]] * getattr(scores, name)).sum() for name in self.used]
-        return factor * torch.stack(terms).sum()
+    def loss_of(self, result: TokenScores, tensors: dict[str, Tensor]) -> Tensor:
+        """Return the sum of the scores in use, each times its factors."""
+        terms = [(tensors[FACTORS[name]] * getattr(result, name)).sum() for name in self.used]
+        return torch.stack(terms).sum()
 
-    def backward(self, scores: TokenScores, tensors: dict[str, Tensor], factor: float = 1.0, **keywords: bool) -> None:
-        """Run backward from `loss`, and raise RaisedError if it fails."""
-        loss = self.loss(scores, tensors, factor)
-        try:
-            loss.backward(**keywords)
-        except Exception as error:
-            raise RaisedError(self) from error
+    def values(self, result: TokenScores) -> Mapping[str, Tensor | None]:
+        """Return the scores that are asked for; classes are compared apart, as they have no error."""
+        return {name: getattr(result, name) for name in self.wanted() if name != "top_ids"}
+
+    def truth(self) -> Answer:
+        """Return the same numbers of the plain scores in float64, with the gradients of frozen tensors too."""
+        tensors = self.made()
+        # Made in the dtype under test first, so that both see the same rounded inputs
+        for name, t in leaves(tensors).items():
+            tensors[name] = t.detach().double().requires_grad_()
+        for name in tensors.keys() - {*GRADIENTS, "target", "ids"}:
+            tensors[name] = tensors[name].double()
+        return replace(self.plainly(), frozen=()).answer_on(tensors)
 
     def plainly(self) -> ScoreInputs:
         """Return the same problem with the scores as usually written as the implementation."""
@@ -189,46 +167,6 @@ def plain_scores(
     variables = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, **options.variables}
     found: TokenScores = plainly_evaluated(plain(options, reference=True), variables)
     return found
-
-
-def scored(x: ScoreInputs) -> Answer:
-    """Return the scores and the gradients of one forward and backward, in float64."""
-    return _scored(x, x.made())
-
-
-def true_scores(x: ScoreInputs) -> Answer:
-    """Return the same numbers of the plain scores in float64, with the gradients of frozen tensors too."""
-    tensors = x.made()
-    # Made in the dtype under test first, so that both see the same rounded inputs
-    for name, t in leaves(tensors).items():
-        tensors[name] = t.detach().double().requires_grad_()
-    for name in tensors.keys() - {*GRADIENTS, "target", "ids"}:
-        tensors[name] = tensors[name].double()
-    return _scored(replace(x.plainly(), frozen=()), tensors)
-
-
-def _scored(x: ScoreInputs, tensors: dict[str, Tensor]) -> Answer:
-    """Return scores and gradients of these tensors."""
-    scores = x.scores(tensors)
-    found: dict[str, Tensor | None] = {name: getattr(scores, name) for name in x.wanted() if name != "top_ids"}
-    if x.used and any(getattr(scores, name).requires_grad for name in x.used):
-        x.backward(scores, tensors)
-    if x.used:
-        found |= {name: t.grad for name, t in leaves(tensors).items()}
-    return as_float64(found)
-
-
-Measured = Callable[[ScoreInputs], Answer]
-
-
-def score_deviations(x: ScoreInputs, measured: Measured = scored, right: Measured = true_scores) -> list[Deviation]:
-    """Return the error of every score and gradient, the worst first.
-
-    `measured` computes the implementation's answer and `right` the one in float64.
-    """
-    draws = [replace(x, seed=seed) for seed in range(DRAWS)]
-    own = [(measured(draw.plainly()), right(draw)) for draw in draws]
-    return compared(measured(x), own, x.seed, x.options.dtype, x.frozen)
 
 
 def asked(adapter: ScoreAdapter, names: Iterable[str] = FACTORS, **more: Any) -> ScoreInputs:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
-from seqpar.testing.conformance.finding import Finding
-from seqpar.testing.conformance.inputs import GRADIENTS, Deviation, error
+from seqpar.testing.conformance.finding import Finding, RaisedError
+from seqpar.testing.conformance.problem import GRADIENTS, Deviation, Problem, error, leaves
+from seqpar.testing.evidence import FACTOR
 
 ROUNDING = 1e-6
 """The relative difference allowed between two float32 gradients that should be equal."""
@@ -34,24 +34,30 @@ def errors_of_parts(found: Sequence[Deviation]) -> str:
     return ", ".join(f"{d.name} {d.error:.1e}" for d in parts)
 
 
-def second_backward_finding(
-    leaves: Mapping[str, Tensor], again: Callable[[], None], shown: Callable[[str], str]
-) -> Finding:
-    """Return the verdict on a second backward: it raises an error, or adds the same gradients once more.
-
-    Args:
-        leaves: whose `.grad` has the gradients of the first backward.
-        again: runs the second backward.
-        shown: returns a reproduction for the leaf of that name.
-    """
-    first = {name: t.grad.clone() for name, t in leaves.items() if t.grad is not None}
+def second_backward_finding(x: Problem) -> Finding:
+    """Return the verdict on `backward()` after `backward(retain_graph=True)`: an error, or the same gradients again."""
+    tensors = x.made()
+    result = x.run(tensors)
+    # With a factor, which an implementation that stores its gradients may apply to them once more
+    x.backward(result, tensors, FACTOR, retain_graph=True)
+    first = {name: t.grad.clone() for name, t in leaves(tensors).items() if t.grad is not None}
+    if not first:
+        return no_gradients(x)
     try:
-        again()
-    except Exception as raised:  # whatever its author chose to raise
-        return Finding("pass", f"raises {type(raised).__name__}")
+        x.backward(result, tensors, FACTOR)
+    except RaisedError as raised:  # whatever its author chose to raise
+        return Finding("pass", f"raises {type(raised.__cause__).__name__}")
     # 2 g: `.grad` has the first gradient already and should have the same once more
-    off = {name: error(leaves[name].grad, 2 * g) for name, g in first.items()}
+    off = {name: error(tensors[name].grad, 2 * g) for name, g in first.items()}
     name = max(off, key=lambda n: off[n])
     if off[name] <= ROUNDING:
         return Finding("pass", "right")
-    return Finding("fail", f"{name} gradient off by {off[name]:.2g}, in silence", shown(name))
+    backward = f"({x.loss_code} * {FACTOR}).backward"
+    twice = f"{backward}(retain_graph=True); first = {name}.grad.clone(); {backward}()"
+    ratio = f"print(float({name}.grad.norm() / first.norm()))  # 2 is right; no error is raised"
+    return Finding("fail", f"{name} gradient off by {off[name]:.2g}, in silence", x.shown(twice, ratio))
+
+
+def no_gradients(x: Problem) -> Finding:
+    """Return the failure of an implementation without any gradient."""
+    return Finding("fail", "no gradients at all", x.shown(f"{x.backward_code}; print(weight.grad)"))

@@ -212,6 +212,7 @@ def test_two_writers_of_the_same_store_leave_one(tmp_path: Path) -> None:
     assert token_store._facts(folder) == before
 
 
+@pytest.mark.faults
 def test_a_store_takes_the_place_of_one_that_was_killed_while_it_was_written(tmp_path: Path) -> None:
     load_corpus(stored(tmp_path))
     (folder,) = stores(tmp_path)

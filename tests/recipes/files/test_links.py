@@ -16,6 +16,8 @@ from recipes.translation.commands import main
 from tests.recipes.files.watching import Event, watched
 from tests.recipes.tiny import few_held_out, options
 
+pytestmark = pytest.mark.faults
+
 SHORT = {
     "data.builtin_pairs": 120,
     "subwords.vocab_size": 350,

@@ -14,6 +14,8 @@ import pytest
 
 from tests.recipes.tiny import options
 
+pytestmark = pytest.mark.faults
+
 INTERRUPTING = """
 import os, signal, sys
 

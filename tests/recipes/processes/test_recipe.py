@@ -23,6 +23,7 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training.layout import Layout
 from recipes.translation.training.progress import read_metrics
+from seqpar.rows.conventions import CONVENTIONS
 from seqpar.testing.ranks import ranks
 from tests.recipes.tiny import tiny
 from tests.seqpar.published import Smoothing
@@ -114,7 +115,7 @@ def test_twenty_steps_over_the_devices_of_one_process_give_the_same_weights(
 
 
 @pytest.mark.parametrize("layout", ["one", "data 2", "vocab 2"])
-@pytest.mark.parametrize("convention", ["torch", "fairseq", "harvard"])
+@pytest.mark.parametrize("convention", CONVENTIONS)
 def test_the_loss_is_smoothed_by_the_convention_that_is_asked_for(convention: str, layout: str, tmp_path: Path) -> None:
     """Against the published equation, on the weights that a run begins with."""
     world, changes = (1, {"training.devices": "[cpu]"}) if layout == "one" else LAYOUTS[layout]

@@ -112,6 +112,7 @@ with few_held_out():
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.faults
 def test_a_kill_around_the_saving_of_a_state_loses_no_validation_and_doubles_none(when: str, tmp_path: Path) -> None:
     changes = {**CHANGES, "training.steps": 6, "training.report": False}
     killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "killed", when], check=False)

@@ -30,6 +30,8 @@ from recipes.translation.settings.config import load_config
 from tests.recipes.random_translator import random_translator
 from tests.recipes.test_cli import refusal
 
+pytestmark = pytest.mark.faults
+
 Change = Callable[[Path], None]
 ESCAPE = "\x1b[2J"
 

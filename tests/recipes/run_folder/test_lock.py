@@ -20,6 +20,8 @@ from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.train import train
 from tests.recipes.tiny import options, tiny
 
+pytestmark = pytest.mark.faults
+
 ENDLESS = {"training.steps": 1_000_000, "training.validate_every": 5}
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqpar
 from seqpar.core.chunks import cut_rows, cut_time, rows_per_chunk
 from seqpar.multi_device import placement
+from seqpar.rows.conventions import CONVENTIONS
 from tests.seqpar.published import Smoothing
 
 
@@ -115,7 +116,7 @@ def test_rows_per_chunk_follows_the_budget_down_to_what_keeps_the_products_busy(
     rows=st.integers(1, 6),
     vocab_size=st.integers(3, 9),
     eps=st.sampled_from([0.0, 0.1, 0.99]),
-    convention=st.sampled_from(["torch", "fairseq", "harvard"]),
+    convention=st.sampled_from([*CONVENTIONS]),
     seed=st.integers(0, 999),
     size=st.sampled_from([1.0, 30.0]),
 )

@@ -291,8 +291,8 @@ def group_errors(rank, world):
 def test_the_group_must_be_the_one_that_gradients_are_reduced_over():
     for fsdp, ddp in ranks(2, group_errors):
         assert fsdp.startswith("name the group of ranks that FSDP2 reduces over")
-        reduced = r"the model reduces gradients over the 2 ranks \[0, 1\]"
-        assert re.match(rf"group has the 1 ranks \[[01]\] and {reduced}; pass the group of those ranks", ddp), ddp
+        reduced = r"the gradients of the model are summed over the 2 ranks \[0, 1\] and divided by 2"
+        assert re.match(rf"{reduced}, and group has the 1 ranks \[[01]\]; pass the group of those ranks", ddp), ddp
 
 
 class Parts(torch.nn.Module):
@@ -332,8 +332,8 @@ def on_two_axes(rank, world, axis, experts, factor):
 @pytest.mark.parametrize("axis", ["shard", "replicate"])
 def test_a_group_of_one_axis_of_a_models_mesh_is_refused(axis):
     for said in ranks(4, on_two_axes, axis, "both", None):
-        reduced = r"FSDP2 reduces the gradients of the model over the 4 ranks \[0, 1, 2, 3\]"
-        assert re.match(rf"group has the 2 ranks \[\d, \d\] and {reduced}; pass the group of those ranks", said), said
+        reduced = r"the gradients of the model are summed over the 4 ranks \[0, 1, 2, 3\] and divided by 4"
+        assert re.match(rf"{reduced}, and group has the 2 ranks \[\d, \d\]; pass the group of those ranks", said), said
 
 
 def on_one_axis(rank, world, axis):
@@ -358,14 +358,16 @@ def test_a_model_on_one_axis_takes_the_group_of_that_axis(axis, together):
 
 def test_units_on_fewer_ranks_than_the_group_need_the_factor():
     for said in ranks(4, on_two_axes, "both", "shards", None):
-        assert re.match(r"FSDP2 sums the gradients of experts over 2 ranks and .* by 2, but group has 4 ranks;", said)
+        summed = r"the gradients of experts are summed over the 2 ranks \[[0-3], [0-3]\] and divided by 2"
+        assert re.match(rf"{summed}, and group has the 4 ranks .*set_gradient_divide_factor\(4\)", said), said
     for found in ranks(4, on_two_axes, "both", "shards", 4.0):
         assert sorted(found) == ["experts.bias", "experts.weight", "rest.bias", "rest.weight"]
 
 
 def test_a_changed_factor_is_refused():
     for said in ranks(4, on_two_axes, "both", "both", 1.0):
-        assert re.match(r"FSDP2 sums the gradients of experts over 4 ranks and .* by 1, but group has 4 ranks;", said)
+        summed = r"the gradients of experts are summed over the 4 ranks .* and divided by 1"
+        assert re.match(rf"{summed}, and group has the 4 ranks .*; .* leave the divide factor unchanged", said), said
 
 
 def test_the_group_of_both_axes_has_the_gradient_of_all_ranks_tokens():

@@ -54,7 +54,7 @@ def test_joining_undoes_splitting(time, world, order, dim):
     ("call", "message"),
     [
         (lambda: seqpar.time_steps(4, 0, 1, "striped"), "order is 'striped'; it must be 'contiguous' or 'zigzag'"),
-        (lambda: seqpar.time_steps(4, 2, 2), r"rank is 2; it must be in \[0, 2\)"),
+        (lambda: seqpar.time_steps(4, 2, 2), r"rank is 2; it must be a whole number in \[0, 1\]"),
         (
             lambda: seqpar.join_time([torch.zeros(1, 1), torch.zeros(1, 2)]),
             r"the ranks have \[1, 2\] time steps, 3 in all, and contiguous order gives them \[2, 1\]",

@@ -212,7 +212,7 @@ DISAGREE = {
     "log_probs": (top_k(less_likely), "teacher.log_probs: ranks [1] have other numbers than rank 0"),
     "a class twice": (
         top_k(twice),
-        "what is wrong: 'nothing' on ranks [0]; 'ValueError: teacher.ids has class 0 twice",
+        "what is wrong: 'nothing' on ranks [0]; 'ValueError: teacher.ids has twice the class 0",
     ),
     "hidden": (other_hidden, "teacher.hidden: ranks [1] have other hidden states than rank 0"),
 }
@@ -220,7 +220,7 @@ FAILS = {
     "a function that raises": (broken, ("ArithmeticError", "no teacher")),
     "too many columns": (
         of_other_columns,
-        ("ValueError", "teacher.function returned shape (2, 11) on cpu; it must be (2, 7)"),
+        ("ValueError", "what teacher.function returned has shape (2, 11); it must be (2, 7)"),
     ),
 }
 

@@ -217,7 +217,7 @@ def test_what_every_rank_gets_wrong_every_rank_says(case):
 def test_a_shard_is_checked_where_it_is_made():
     with pytest.raises(ValueError, match="vocab_size is 0"):
         seqpar.VocabShard.of(0, None)
-    with pytest.raises(ValueError, match=r"start is 12; it must be in \[0, 11\]"):
+    with pytest.raises(ValueError, match=r"start is 12; it must be a whole number in \[0, 11\]"):
         seqpar.VocabShard(None, 12, 11)
     assert seqpar.VocabShard.of(11, None) == seqpar.VocabShard(None, 0, 11)
 
@@ -243,6 +243,7 @@ def scores_asked_differently(rank, world, options):
         ({"top_k": 2}, "top_k"),
         ({"product_dtype": torch.float64}, "product_dtype"),
         ({"batch_invariant": True}, "batch_invariant"),
+        ({"rank": True}, "rank"),
         ({"temperature": 2.0}, "temperature"),
         ({"temperature": torch.tensor([1.0, 2.0])}, "temperature of each token"),
         ({"ids": torch.tensor([[1], [5]])}, "ids"),

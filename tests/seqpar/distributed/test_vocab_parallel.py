@@ -19,7 +19,7 @@ from seqpar.testing.ranks import ranks
 from seqpar.testing.strategies import vocabulary_splits
 from tests.seqpar.distributed.vocab_cases import LEAVES, PLAIN, answer, assert_close, counted, numbers, own_rows, parts
 from tests.seqpar.linear.linear_loss import linear_cases, plain_logits, plain_loss
-from tests.seqpar.linear.score_cases import score_cases, weighted
+from tests.seqpar.linear.score_cases import assert_ranks, plain_scores, score_cases, weighted
 
 WORLDS = st.sampled_from([1, 2, 2, 3, 4])
 
@@ -262,12 +262,14 @@ def freeze_projection(tensors):
 def scores(rank, world, drawn):
     """Per-token scores and their gradients, of each (case, split, frozen) in turn."""
     answers = []
-    for case, split, used, chunk_tokens, frozen in drawn:
+    for case, split, used, chunk_tokens, frozen, *invariant in drawn:
         vocab = seqpar.VocabShard.of(split[rank], dist.group.WORLD)
         tensors = parts(case, vocab, split[rank])
         if frozen:
             freeze_projection(tensors)
-        found = seqpar.token_scores(**tensors, **case.options, vocab=vocab, chunk_tokens=chunk_tokens)
+        options = {"chunk_tokens": chunk_tokens, "batch_invariant": bool(invariant and invariant[0])}
+        with patch("seqpar.linear.invariant_scores.INVARIANT_CLASSES", *invariant or [1024]):
+            found = seqpar.token_scores(**tensors, **case.options, **options, vocab=vocab)
         total = weighted(found, case.linear.seed, used)
         if total.requires_grad:
             total.backward()
@@ -292,12 +294,14 @@ def test_token_scores_over_a_split_vocabulary_are_those_of_one_device(data):
     gradients = torch.autograd.grad(total, [whole[n] for n in leaves], allow_unused=True) if leaves else ()
     gradients = [torch.zeros_like(whole[n]) if g is None else g for n, g in zip(leaves, gradients, strict=True)]
     chunk_tokens = data.draw(st.sampled_from([None, 1, 3]))
-    answers = [theirs[0] for theirs in ranks(world, scores, [(case, split, used, chunk_tokens, frozen)])]
+    invariant = data.draw(st.sampled_from([0, 0, 2, 5, 1024]))  # that many classes in a tile, or no tiles
+    answers = [theirs[0] for theirs in ranks(world, scores, [(case, split, used, chunk_tokens, frozen, invariant)])]
     for found, grads in answers:
         for name, got, plain in zip(expected._fields, found, expected, strict=True):
             assert (got is None) == (plain is None), name
-            if name != "top_ids" and got is not None:
+            if name not in ("top_ids", "rank") and got is not None:
                 torch.testing.assert_close(torch.as_tensor(got), plain.detach(), rtol=1e-12, atol=1e-12)
+        assert_ranks(torch.as_tensor(found[-1]), plain_scores(**whole, **case.options).rank)
         if case.top_k and not case.linear.coarse:
             assert torch.as_tensor(found[3]).equal(expected.top_ids)
         if "hidden" in leaves:
@@ -305,6 +309,41 @@ def test_token_scores_over_a_split_vocabulary_are_those_of_one_device(data):
     for name in {"weight", "bias"} & set(leaves):
         together = torch.cat([torch.as_tensor(grads[name]) for _, grads in answers])
         assert_close(f"the gradient of {name}", together, gradients[leaves.index(name)])
+
+
+def invariant_bits(rank, world, problem, split, order, tile):
+    """Every score of each token, from this rank's classes."""
+    rows, width, vocab_size, dtype, seed = problem
+    random = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, width, generator=random).to(dtype)
+    weight = (3 * torch.randn(vocab_size, width, generator=random)).to(dtype)
+    bias = torch.randn(vocab_size, generator=random).to(dtype)
+    target = torch.randint(vocab_size, (rows,), generator=random)
+    start = sum(split[: order[rank]])
+    vocab = seqpar.VocabShard(dist.group.WORLD if world > 1 else None, start, vocab_size)
+    own = slice(start, start + split[order[rank]])
+    with patch("seqpar.linear.invariant_scores.INVARIANT_CLASSES", tile):
+        found = seqpar.token_scores(
+            hidden, weight[own], target, bias=bias[own], ids=target.roll(1).unsqueeze(1), entropy=True, top_k=2,
+            rank=True, batch_invariant=True, vocab=vocab,
+        )  # fmt: skip
+    return [numbers(t) for t in found]
+
+
+@given(st.data())
+def test_batch_invariant_scores_have_the_same_bits_for_any_number_of_ranks(data):
+    world = data.draw(st.sampled_from([2, 3, 4]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+    vocab_size = data.draw(st.integers(2, 300))
+    rows, width, seed = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 40)), data.draw(st.integers(0, 2**16))
+    problem = (rows, width, vocab_size, dtype, seed)
+    tile = data.draw(st.sampled_from([16, 64, 1024]))
+    split = data.draw(vocabulary_splits(vocab_size, world))
+    order = data.draw(st.permutations(range(world)))
+    alone = invariant_bits(0, 1, problem, [vocab_size], [0], tile)
+    for found in ranks(world, invariant_bits, problem, split, order, tile):
+        for name, got, expected in zip(seqpar.TokenScores._fields, found, alone, strict=True):
+            assert (got == expected).all(), name
 
 
 def tied_scores(rank, world):

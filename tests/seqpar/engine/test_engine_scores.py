@@ -10,7 +10,7 @@ from torch import nn
 import seqpar
 from seqpar.testing import assert_same_gradients
 from seqpar.testing.ranks import ranks
-from tests.seqpar.linear.score_cases import plain_scores, score_cases, weighted
+from tests.seqpar.linear.score_cases import assert_scores, plain_scores, score_cases, weighted
 
 
 def generator_of(tensors):
@@ -32,6 +32,8 @@ def test_scores_over_any_device_list_are_those_of_one_device(case, devices, chun
     criterion = seqpar.CrossEntropy(ignore_index=case.linear.padding)
     engine = seqpar.LossCompute(generator, criterion, devices=devices, chunk_tokens=chunk_tokens)
     leaves = {"hidden": tensors["hidden"], **dict(generator.named_parameters())}
+    found = engine.token_scores(tensors["hidden"], tensors["target"], **options)
+    assert_scores(found, plain_scores(**tensors, **case.options), tensors["target"] == case.linear.padding)
     assert_same_gradients(
         lambda: weighted(engine.token_scores(tensors["hidden"], tensors["target"], **options), case.linear.seed),
         lambda: weighted(plain_scores(**{**tensors, **leaves}, **case.options), case.linear.seed),

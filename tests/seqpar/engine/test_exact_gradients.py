@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import seqpar
+from seqpar.rows.conventions import CONVENTIONS
 from seqpar.testing import assert_same_gradients, plain_loss
 from seqpar.testing.strategies import Case, cases
 from tests.seqpar.published import Generator2018, LabelSmoothing2018, Smoothing
@@ -113,10 +114,10 @@ def test_any_generator_and_criterion_have_the_plain_gradient(case, generator, cr
     equal_on(case, GENERATORS[generator](case.width, case.vocab_size), made, made, frozen, spread)
 
 
-@pytest.mark.parametrize("convention", ["torch", "fairseq", "harvard"])
+@pytest.mark.parametrize("convention", CONVENTIONS)
 @given(data=st.data(), eps=st.sampled_from([0.0, 0.1, 0.9]), frozen=FROZEN, spread=SPREAD)
 def test_smoothing_has_the_gradient_of_its_published_formula(convention, data, eps, frozen, spread):
-    case = data.draw(cases(padding_is_a_class=convention == "harvard"))
+    case = data.draw(cases(padding_is_a_class=not CONVENTIONS[convention].padding))
     torch.manual_seed(case.seed)
     generator = data.draw(st.sampled_from(sorted(GENERATORS)))
     criterion = seqpar.LabelSmoothing(eps, convention, ignore_index=case.padding)

@@ -8,8 +8,16 @@ import torch
 from torch import nn
 
 from seqpar.integrations.opennmt import apply_seqpar_loss
+from tests.seqpar.integrations.opennmt_trainers import (
+    PAD,
+    Optimizer,
+    assert_trains_alike,
+    assert_validates_alike,
+    batch_of,
+    numbers_and_gradients,
+    summed_criterion,
+)
 from tests.seqpar.integrations.small_seq2seq import VOCAB, WIDTH, Trunk
-from tests.seqpar.integrations.tiny_models import gradients, relative_error
 
 with warnings.catch_warnings(action="ignore"):
     from onmt.modules import CopyGenerator, CopyGeneratorLoss
@@ -19,7 +27,6 @@ with warnings.catch_warnings(action="ignore"):
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-PAD = 1
 AUXILIARY = {"none": {}, "coverage": {"lambda_coverage": 1.0}, "align": {"lambda_align": 2.0}}
 
 
@@ -35,60 +42,32 @@ class Model(nn.Module):
         return output, {"std": attention, "coverage": attention.cumsum(1), "align": attention}
 
 
-class Optimizer:
-    training_step, amp = 1, False
-
-    def zero_grad(self, set_to_none=True):
-        pass
-
-    def backward(self, loss):
-        loss.backward()
-
-    def step(self):
-        pass
-
-
-def batch_of(seed):
-    g = torch.Generator().manual_seed(seed)
-    source, target = torch.randint(2, VOCAB, (2, 3, 5, 1), generator=g)
-    target[1, 3:] = PAD
-    source[:, 1] = PAD
-    align = torch.tensor([[0, 1, 2], [1, 2, 1], [2, 0, 3]])
-    return {"src": source, "tgt": target, "srclen": torch.tensor([5, 5, 5]), "align": align}
+def narrow_batch_of(seed):
+    """Return a batch with one feature to each position."""
+    batch = batch_of(seed)
+    return batch | {"src": batch["src"][..., None], "tgt": batch["tgt"][..., None]}
 
 
 def trainer_of(losses, zero_out_prompt_loss=False):
     torch.manual_seed(0)
     model = Model()
-    criterion = nn.CrossEntropyLoss(ignore_index=PAD, reduction="sum", label_smoothing=0.1)
-    computes = [LossCompute(criterion, model.generator, **losses) for _ in range(2)]
+    computes = [LossCompute(summed_criterion(), model.generator, **losses) for _ in range(2)]
     return Trainer(
         model, *computes, None, {}, Optimizer(), n_gpu=0, gpu_rank=-1, zero_out_prompt_loss=zero_out_prompt_loss
     )
 
 
 def trained(trainer):
-    report = Statistics()
-    trainer.model.zero_grad()
-    trainer._gradient_accumulation([batch_of(0), batch_of(1)], 11, Statistics(), report)
-    numbers = {k: v for k, v in vars(report).items() if isinstance(v, int | float) and "time" not in k}
-    return numbers, gradients(trainer.model)
+    batches = [narrow_batch_of(0), narrow_batch_of(1)]
+    return numbers_and_gradients(trainer, trainer._gradient_accumulation, Statistics, batches)
 
 
 @pytest.mark.parametrize("zero_out_prompt_loss", [False, True])
 @pytest.mark.parametrize("losses", AUXILIARY.values(), ids=AUXILIARY)
 def test_statistics_and_gradients_are_those_of_the_trainer_without_chunks(losses, zero_out_prompt_loss):
     plain, chunked = trainer_of(losses, zero_out_prompt_loss), trainer_of(losses, zero_out_prompt_loss)
-    apply_seqpar_loss(chunked, chunk_tokens=4)
-    wanted, expected = trained(plain)
-    for _ in range(2):
-        statistics, found = trained(chunked)
-        assert statistics == pytest.approx(wanted, rel=1e-6)
-        assert relative_error(found, expected) < 1e-5
-    with torch.no_grad():
-        batch = batch_of(2)
-        got, own = (t.valid_loss(batch, *t.model(batch["src"], batch["tgt"], None))[1] for t in (chunked, plain))
-    assert (got.loss, got.n_correct, got.n_words) == (pytest.approx(own.loss, rel=1e-6), own.n_correct, own.n_words)
+    assert_trains_alike(plain, chunked, trained)
+    assert_validates_alike(plain, chunked, narrow_batch_of(2))
 
 
 def test_copy_attention_is_refused():

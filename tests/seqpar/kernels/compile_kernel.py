@@ -45,7 +45,7 @@ def compiled(kernel: Any, target: str, dtype: str, changed: dict[str, Any] | Non
         if name in settings:
             signature[name], constants[(i,)] = "constexpr", settings[name]
             continue
-        pointers = {"x_ptr": narrow, "grad_ptr": narrow, "bias_ptr": narrow, "target_ptr": "*i64", "index_ptr": "*i64"}
+        pointers = {"x_ptr": narrow, "grad_ptr": narrow, "bias_ptr": narrow, "before_ptr": "*i64", "index_ptr": "*i64"}
         signature[name] = pointers.get(name, wide if name.endswith("_ptr") else "i32")
         if signature[name].startswith("*") or name == "x_stride":
             attributes[(i,)] = [["tt.divisibility", 16]]

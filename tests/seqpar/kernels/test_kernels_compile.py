@@ -27,7 +27,7 @@ def printed(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["--all", "--plain"])
-@pytest.mark.parametrize("kernel", ["_row_sums", "_row_gradient"])
+@pytest.mark.parametrize("kernel", ["_row_sums", "_row_before", "_row_gradient"])
 @pytest.mark.parametrize(
     ("target", "dtype"),
     [("sm_90", "bfloat16"), ("sm_80", "bfloat16"), ("sm_80", "float64"), ("gfx942", "bfloat16")],

@@ -14,6 +14,7 @@ from seqpar.kernels import row_kernel
 from seqpar.kernels.row_kernel import why_no_kernel
 from seqpar.linear.projected_rows import ProjectedRows
 from seqpar.linear.projection import Projection
+from seqpar.rows.conventions import CONVENTIONS
 from seqpar.rows.scores import RowFunction, Upstream
 from seqpar.testing import assert_same_gradients, assert_same_results
 from seqpar.testing.ranks import ranks
@@ -63,10 +64,10 @@ def test_counts_are_those_of_the_plain_predictions(case, grad, block):
 
 EACH = [
     replace(
-        PLAIN, convention=convention, weighted=weighted, padding=2 if convention == "harvard" else -100, z_loss=0.01,
+        PLAIN, convention=convention, weighted=weighted, padding=-100 if shares.padding else 2, z_loss=0.01,
         padding_share=0.3, softcap=2.0 if capped else None, temperature=0.5 if capped else 1.0, token_weighted=capped,
     )
-    for convention in ("torch", "fairseq", "harvard") for weighted in (False, True) for capped in (False, True)
+    for convention, shares in CONVENTIONS.items() for weighted in (False, True) for capped in (False, True)
 ]  # fmt: skip
 """Every term of the kernels' formulas, where random cases may pass one by."""
 

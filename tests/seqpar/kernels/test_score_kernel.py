@@ -261,7 +261,7 @@ def test_batch_invariant_scores_have_the_same_bits_in_any_batch(monkeypatch):
         return torch.stack(scores[:2])
 
     tiles = (
-        patch("seqpar.linear.recomputed_scores.INVARIANT_ROWS", 4),
+        patch("seqpar.linear.invariant_scores.INVARIANT_ROWS", 4),
         patch("seqpar.linear.token_scores.INVARIANT_ROWS", 4),
     )
     with kernels() as launched, tiles[0], tiles[1]:
@@ -328,7 +328,7 @@ def assert_at_most_twice_plain_torchs_error(dtype, shape, seed, scale, options, 
         for way, found in errors.items():
             with kernels() as launched:
                 mine = results(way, leaves, given, factors)
-            assert set(launched) == (KERNELS if way is by_kernel else set())
+            assert set(launched) == (KERNELS - {"_row_before"} if way is by_kernel else set())
             for name in mine:
                 found[name].append(float((mine[name] - right[name]).norm() / right[name].norm()))
     for name, of_draws in errors[by_kernel].items():

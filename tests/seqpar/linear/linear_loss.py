@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from seqpar.rows.conventions import CONVENTIONS
 from seqpar.testing.plain_reference import plain_linear_cross_entropy, plain_logits
 
 __all__ = ["LinearCase", "linear_cases", "on_another_device", "plain_logits", "plain_loss"]
@@ -78,10 +79,11 @@ class LinearCase:
 @st.composite
 def linear_cases(draw: st.DrawFn) -> LinearCase:
     """At most 30 rows, 2..13 classes, every option on and off."""
-    convention = draw(st.sampled_from(["torch", "fairseq", "harvard"]))
-    vocab_size = draw(st.integers({"torch": 2, "fairseq": 2, "harvard": 3}[convention], 13))
+    convention = draw(st.sampled_from([*CONVENTIONS]))
+    excludes = not CONVENTIONS[convention].padding
+    vocab_size = draw(st.integers(3 if excludes else 2, 13))
     lead = draw(st.one_of(st.tuples(st.integers(1, 30)), st.tuples(st.integers(1, 5), st.integers(1, 6))))
-    inside = convention == "harvard" or draw(st.booleans())
+    inside = excludes or draw(st.booleans())
     return LinearCase(
         lead=lead,
         width=draw(st.integers(1, 6)),

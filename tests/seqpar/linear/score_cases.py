@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import seqpar
+from seqpar.testing import plain_rank
 from tests.seqpar.linear.linear_loss import LinearCase, linear_cases, plain_logits
 
 
@@ -42,6 +43,9 @@ class ScoreCase:
         start = (self._first_kept() - self.masked) % self.linear.vocab_size
         return torch.arange(start, start + self.masked)
 
+    def masked_class(self) -> int:
+        return int(self._masked_classes()[0])
+
     @property
     def options(self) -> dict:
         random = torch.Generator().manual_seed(self.linear.seed + 1)
@@ -53,7 +57,7 @@ class ScoreCase:
             # Masked classes have log-probability -inf, which is right but has no gradient to compare
             kept = self._first_kept() + torch.arange(self.linear.vocab_size - self.masked)
             options["ids"] = kept[torch.randint(len(kept), shape, generator=random)]
-        return options | {"top_k": self.top_k, "entropy": True}
+        return options | {"top_k": self.top_k, "entropy": True, "rank": True}
 
 
 @st.composite
@@ -69,7 +73,18 @@ def score_cases(draw: st.DrawFn) -> ScoreCase:
 
 
 def plain_scores(
-    hidden, weight, target, bias=None, *, ignore_index, softcap, temperature, entropy=False, top_k=None, ids=None
+    hidden,
+    weight,
+    target,
+    bias=None,
+    *,
+    ignore_index,
+    softcap,
+    temperature,
+    entropy=False,
+    top_k=None,
+    ids=None,
+    rank=False,
 ) -> seqpar.TokenScores:
     """The scores by torch alone, from all logits at once."""
     if isinstance(temperature, Tensor):
@@ -89,7 +104,23 @@ def plain_scores(
         found = found._replace(top_ids=best.indices[..., :top_k].where(k, -1))
     if ids is not None:
         found = found._replace(log_probs_at=log_p.gather(-1, ids.where(k, 0)).where(k, 0.0))
+    if rank:
+        gold = target.where(kept, 0).unsqueeze(-1)
+        product = plain_logits(hidden, weight, bias).reshape(log_p.shape)
+        # Classes that tie before softcap and temperature tie after them; others that are as near may change places
+        near = ((log_p - log_p.gather(-1, gold)).abs() < 1e-12) & (product != product.gather(-1, gold))
+        place = plain_rank(log_p.detach(), gold.squeeze(-1))
+        found = found._replace(rank=place.where(~near.any(-1), ANY_RANK).where(kept, -1))
     return found
+
+
+ANY_RANK = -2
+"""The plain rank where rounding may decide about it."""
+
+
+def assert_ranks(found: Tensor, plain: Tensor) -> None:
+    assert found.dtype == torch.int64
+    assert torch.equal(found.where(plain != ANY_RANK, ANY_RANK), plain)
 
 
 def weighted(scores: seqpar.TokenScores, seed: int, used: str = "all") -> Tensor:
@@ -121,6 +152,8 @@ def assert_scores(found: seqpar.TokenScores, plain: seqpar.TokenScores, ignored:
         if name == "top_ids":
             _assert_same_classes(score, expected, plain.top_log_probs)
             assert (score[ignored] == -1).all()
+        elif name == "rank":
+            assert_ranks(score, expected)
         else:
             torch.testing.assert_close(score, expected, rtol=1e-12, atol=1e-12)
             assert (score[ignored] == 0).all()

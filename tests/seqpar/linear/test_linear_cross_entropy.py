@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import seqpar
+from seqpar.rows.conventions import CONVENTIONS
 from seqpar.testing import assert_same_gradients
 from tests.seqpar.linear.linear_loss import errors, linear_cases, plain_logits, plain_loss, small
 
@@ -29,7 +30,7 @@ def test_every_option_has_the_gradient_of_its_published_formula(case, cache):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("convention", ["torch", "fairseq", "harvard"])
+@pytest.mark.parametrize("convention", CONVENTIONS)
 def test_each_convention_with_and_without_class_weights(convention, weighted):
     torch.manual_seed(0)
     tensors = {name: torch.randn(7, 3, dtype=torch.float64, requires_grad=True) for name in ("hidden", "weight")}

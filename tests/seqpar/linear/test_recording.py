@@ -46,7 +46,7 @@ def soft(tensors, case):
 def scores(tensors, case):
     random = torch.Generator().manual_seed(case.seed)
     ids = torch.randint(case.vocab_size, (*case.lead, 2), generator=random)
-    asked = {"entropy": case.weighted, "ids": ids if case.token_weighted else None, "top_k": 2}
+    asked = {"entropy": case.weighted, "ids": ids if case.token_weighted else None, "top_k": 2, "rank": True}
     found = seqpar.token_scores(**tensors, **of(case, "temperature", "softcap"), **asked)
     ignored = tensors["target"] == case.padding
     total = 0.0
@@ -56,6 +56,7 @@ def scores(tensors, case):
             factors = torch.linspace(-1, 2, score.numel(), dtype=torch.float64).reshape(score.shape)
             total = total + (score * factors).sum()
     assert (found.top_ids[ignored] == -1).all()
+    assert ((found.rank == -1) == ignored).all()
     return seqpar.TokenLoss(total, (~ignored).sum())
 
 

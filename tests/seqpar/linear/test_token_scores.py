@@ -164,7 +164,7 @@ def test_inputs_are_checked_as_those_of_the_loss():
     [
         ({"temperature": torch.ones(4)}, ValueError, r"temperature has shape \(4,\) and target \(5,\)"),
         ({"temperature": torch.ones(5, requires_grad=True)}, TypeError, r"pass temperature\.detach\(\)"),
-        ({"temperature": torch.tensor([1.0, 1, -2, 1, 1])}, ValueError, r"temperature -2\.0 at position \(2,\)"),
+        ({"temperature": torch.tensor([1.0, 1, -2, 1, 1])}, ValueError, r"temperature -2 at position \(2,\)"),
         ({"temperature": torch.ones(5, dtype=torch.long)}, TypeError, "temperature has dtype torch.int64"),
         ({"ids": torch.zeros(5, dtype=torch.long)}, ValueError, r"ids has shape \(5,\) and target \(5,\)"),
         (
@@ -173,11 +173,12 @@ def test_inputs_are_checked_as_those_of_the_loss():
             r"ids has 7 at position \(0, 0\), outside the vocabulary \[0, 7\)",
         ),
         ({"ids": torch.zeros(5, 2)}, TypeError, "ids has dtype torch.float32"),
-        ({"top_k": 8}, ValueError, "top_k is 8 and there are 7 classes"),
-        ({"top_k": 0}, ValueError, "top_k is 0; it must be at least 1"),
+        ({"top_k": 8}, ValueError, r"top_k is 8; it must be a whole number in \[1, 7\]"),
+        ({"top_k": 0}, ValueError, r"top_k is 0; it must be a whole number in \[1, 7\]"),
         ({"top_k": 1.5}, TypeError, "top_k is 1.5; it must be a whole number"),
-        ({"entropy": 1}, TypeError, "entropy is 1; it must be True or False"),
+        ({"entropy": 1}, TypeError, "entropy is a int; it must be True or False"),
         ({"batch_invariant": None}, TypeError, "batch_invariant is None"),
+        ({"rank": 1}, TypeError, "rank is 1; it must be True or False"),
         ({"product_dtype": torch.int64}, TypeError, "product_dtype is torch.int64"),
     ],
 )
@@ -327,3 +328,26 @@ def test_the_entropy_over_a_large_vocabulary_is_as_precise_as_plain_pytorchs():
     right = plain(hidden.double(), weight.double())
     found = seqpar.token_scores(hidden, weight, target, entropy=True).entropy
     assert (found - right).norm() <= 2 * (plain(hidden, weight) - right).norm()
+
+
+@given(score_cases(), st.booleans())
+def test_the_target_is_the_top_class_of_its_rank_also_where_it_is_masked(case, invariant):
+    tensors = {name: t.detach() for name, t in case.tensors().items()}
+    options = case.options | {"top_k": case.linear.vocab_size, "ids": None}
+    if case.masked and "bias" in tensors:
+        tensors["target"] = tensors["target"].where(tensors["target"] == case.linear.padding, case.masked_class())
+    found = seqpar.token_scores(**tensors, **options, batch_invariant=invariant)
+    counted = tensors["target"] != case.linear.padding
+    place = found.rank.clamp(min=0).unsqueeze(-1)
+    assert torch.equal(found.top_ids.gather(-1, place).squeeze(-1)[counted], tensors["target"][counted])
+    assert (found.rank[~counted] == -1).all()
+
+
+@pytest.mark.parametrize("rows", [slice(None), [3]])
+def test_equally_likely_classes_rank_as_in_the_order_of_top_ids(rows):
+    weight = torch.tensor([[1.0], [2.0], [2.0], [0.0], [2.0]])
+    target = torch.tensor([0, 1, 2, 3, 4])[rows]
+    found = seqpar.token_scores(torch.ones(len(target), 1), weight, target, rank=True)
+    assert found.rank.tolist() == torch.tensor([3, 0, 1, 4, 2])[rows].tolist()
+    loss = seqpar.linear_cross_entropy(torch.ones(len(target), 1), weight, target)
+    assert loss.correct == (found.rank == 0).sum()

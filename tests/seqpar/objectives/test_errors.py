@@ -20,7 +20,7 @@ CASES = {
     "dpo variant": (
         lambda o: o.dpo(ONE, ONE, beta=1.0, variant="kto"),
         ValueError,
-        "variant is 'kto'; it must be one of 'sigmoid', 'hinge', 'ipo', 'robust'",
+        "variant is 'kto'; it must be 'sigmoid', 'hinge', 'ipo' or 'robust'",
     ),
     "dpo smoothing": (
         lambda o: o.dpo(ONE, ONE, beta=1.0, label_smoothing=0.5),
@@ -49,8 +49,8 @@ CASES = {
     ),
     "kto point": (
         lambda o: o.kto(TWO, MASK, beta=1.0, reference_point=TWO),
-        ValueError,
-        r"reference_point has shape \(2,\); it must be one number for the whole step",
+        TypeError,
+        r"reference_point has shape \(2,\) and dtype torch.float32; it must be a number, or a tensor of one",
     ),
     "kto point nan": (
         lambda o: o.kto(TWO, MASK, beta=1.0, reference_point=torch.nan),
@@ -109,20 +109,28 @@ CASES = {
     "group size": (
         lambda o: o.group_advantages(torch.zeros(5), 2),
         ValueError,
-        r"rewards has shape \(5,\) and group_size is 2; it must be a vector of whole groups",
+        r"rewards has shape \(5,\); it must be a vector of whole groups of group_size 2",
     ),
-    "a group of one": (lambda o: o.group_advantages(TWO, 1), ValueError, "group_size is 1; it must be at least 2"),
-    "group size dtype": (lambda o: o.group_advantages(TWO, 2.0), TypeError, "group_size is a float; it must be an int"),
+    "a group of one": (
+        lambda o: o.group_advantages(TWO, 1),
+        ValueError,
+        "group_size is 1; it must be a whole number of at least 2",
+    ),
+    "group size dtype": (
+        lambda o: o.group_advantages(TWO, 2.0),
+        TypeError,
+        "group_size is 2.0; it must be a whole number of at least 2",
+    ),
     "rewards in rows": (
         lambda o: o.group_advantages(PAIR, 3),
         ValueError,
-        r"rewards has shape \(2, 3\) and group_size is 3; it must be a vector",
+        r"rewards has shape \(2, 3\); it must be a vector of whole groups of group_size 3",
     ),
     "group eps": (lambda o: o.group_advantages(TWO, 2, eps=0.0), ValueError, "eps is 0.0"),
     "risk groups": (
         lambda o: o.minimum_risk(torch.zeros(5), torch.zeros(5), 3, alpha=1.0),
         ValueError,
-        r"scores has shape \(5,\) and group_size is 3",
+        r"scores has shape \(5,\); it must be a vector of whole groups of group_size 3",
     ),
     "risk alpha": (lambda o: o.minimum_risk(TWO, TWO, 2, alpha=0.0), ValueError, "alpha is 0.0"),
     "risk costs": (lambda o: o.minimum_risk(TWO, ONE, 2, alpha=1.0), ValueError, r"costs has shape \(1,\)"),
@@ -171,8 +179,16 @@ CASES = {
         ValueError,
         r"losses has shape \(2, 3\); it must be a vector, one loss per item",
     ),
-    "per constant": (lambda o: o.per_constant(TWO, MASK, -1), ValueError, "constant is -1; it must be at least 0"),
-    "per constant float": (lambda o: o.per_constant(TWO, MASK, 2.0), TypeError, "constant is a float"),
+    "per constant": (
+        lambda o: o.per_constant(TWO, MASK, -1),
+        ValueError,
+        "constant is -1; it must be a whole number of at least 0",
+    ),
+    "per constant float": (
+        lambda o: o.per_constant(TWO, MASK, 2.0),
+        TypeError,
+        "constant is 2.0; it must be a whole number",
+    ),
     "segment range": (
         lambda o: o.per_sequence(TWO, torch.tensor([0, 3]), 3),
         IndexError,
@@ -188,7 +204,11 @@ CASES = {
         TypeError,
         r"segment_ids has dtype torch.float32; it must be int64: use segment_ids.long\(\)",
     ),
-    "sequences": (lambda o: o.sequence_means(TWO, INTS, -1), ValueError, "sequences is -1; it must be at least 0"),
+    "sequences": (
+        lambda o: o.sequence_means(TWO, INTS, -1),
+        ValueError,
+        "sequences is -1; it must be a whole number of at least 0",
+    ),
     "sequences tensor": (lambda o: o.sequence_sums(TWO, INTS, ONE), TypeError, "sequences is a Tensor"),
     "spread": (
         lambda o: o.spread_to_tokens(PAIR, INTS),
@@ -202,8 +222,8 @@ CASES = {
         r"mask has shape \(2,\); it must be \(batch, time\)",
     ),
     "padded dtype": (lambda o: o.padded_segments(PAIR), TypeError, "mask has dtype torch.float32; it must be bool"),
-    "heads": (lambda o: o.head_targets(INTS, 0), ValueError, "heads is 0; it must be at least 1"),
-    "heads float": (lambda o: o.head_targets(INTS, 2.0), TypeError, "heads is a float"),
+    "heads": (lambda o: o.head_targets(INTS, 0), ValueError, "heads is 0; .* of at least 1"),
+    "heads float": (lambda o: o.head_targets(INTS, 2.0), TypeError, "heads is 2.0; it must be a whole number"),
     "head targets": (lambda o: o.head_targets(TWO, 1), TypeError, "target has dtype torch.float32"),
     "head target": (lambda o: o.head_targets(INTS[0], 1), ValueError, "target has no dimensions"),
     "head segments": (

@@ -57,8 +57,8 @@ OVERLAPS = {
 }
 NO_CHUNKS = {
     "a number": (lambda: [3], "[0] is a int; it must be a slice or a vector of int64 indices"),
-    "a list": (lambda: [[0, 1]], "[0] is a list; it must be a slice"),
-    "none": (lambda: [None], "[0] is a NoneType; it must be a slice"),
+    "a list": (lambda: [[0, 1]], "[0] is a list of 2; it must be a slice"),
+    "none": (lambda: [None], "[0] is None; it must be a slice"),
     "a float tensor": (lambda: [torch.ones(2)], "[0] is a Tensor of shape (2,) and torch.float32"),
     "int32 indices": (lambda: [torch.zeros(2, dtype=torch.int32)], "[0] is a Tensor of shape (2,) and torch.int32"),
     "a mask": (lambda: [torch.ones(6, dtype=torch.bool)], "[0] is a Tensor of shape (6,) and torch.bool"),
@@ -66,7 +66,7 @@ NO_CHUNKS = {
     "an int tensor": (lambda: [torch.tensor(3)], "[0] is a Tensor of shape ()"),
     "no list": (lambda: slice(0, 6), "is a slice; it must be a list"),
     "a generator": (lambda: iter(HALVES), "is a list_iterator; it must be a list"),
-    "nothing": (lambda: None, "is a NoneType; it must be a list"),
+    "nothing": (lambda: None, "is None; it must be a list"),
 }
 NO_SCALE = values("it must be a", none=None, text="2", a_bool=True, a_list=[1.0], many=torch.ones(2))
 NOT_FINITE = values("is ", nan=float("nan"), infinite=float("inf"), zero=0, tensor_0=torch.zeros(()))

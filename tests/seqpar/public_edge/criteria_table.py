@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import seqpar
+from seqpar.rows.conventions import CONVENTIONS
 from tests.seqpar.public_edge.case import Case, Equals, Raises
 from tests.seqpar.public_edge.tables import NOT_TENSORS, refused, values
 from tests.seqpar.published import Smoothing
@@ -19,13 +20,13 @@ NO_INDICES = (torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float3
 
 CRITERIA: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "CrossEntropy": (seqpar.CrossEntropy, lambda: Smoothing(0.0, "torch", -100)),
-    "torch": (lambda: seqpar.LabelSmoothing(0.1, "torch"), lambda: Smoothing(0.1, "torch", -100)),
-    "fairseq": (lambda: seqpar.LabelSmoothing(0.1, "fairseq"), lambda: Smoothing(0.1, "fairseq", -100)),
-    "harvard": (
-        lambda: seqpar.LabelSmoothing(0.1, "harvard", ignore_index=0),
-        lambda: Smoothing(0.1, "harvard", 0),
-    ),
 }
+for name, shares in CONVENTIONS.items():
+    padding = -100 if shares.padding else 0
+    CRITERIA[name] = (
+        partial(seqpar.LabelSmoothing, 0.1, name, ignore_index=padding),
+        partial(Smoothing, 0.1, name, padding),
+    )
 """Ours, and the published formula."""
 
 
@@ -74,7 +75,7 @@ def _equal() -> list[Case]:
     for name, (ours, plain) in CRITERIA.items():
         for label, make in VALID.items():
             criterion, published = ours(), plain()
-            given = make(0 if name == "harvard" else -100)
+            given = make(criterion.ignore_index)
             call = partial(_value_and_gradient, criterion, given)
             reference = partial(_value_and_gradient, published, given)
             cases.append(Case(f"{name}: {label}", call, Equals(reference)))
@@ -111,7 +112,7 @@ OUT_OF_RANGE = values(
     nan=float("nan"), infinite=float("inf"), below_0=-0.1, one=1.0, huge=10**400,
 )  # fmt: skip
 NO_CONVENTION = values(
-    "must be 'torch', 'fairseq' or 'harvard'", none=None, a_number=3, capital="Torch", empty="", a_list=["torch"]
+    "it must be 'torch', 'fairseq'", none=None, a_number=3, capital="Torch", empty="", a_list=["torch"]
 )
 NO_INDEX = values("it must be an int", text="0", a_float=1.5, a_bool=True, a_list=[0], pad_token_id_None=None)
 

@@ -213,6 +213,8 @@ def _numbers() -> Iterator[Case]:
     yield raises("linear_cross_entropy", "loss_scale of two", TypeError, ("loss_scale has shape (2,)",), **odd)
 
 
+NAMED = {None: "None", "teacher": "the text 'teacher'", "rows": "the text 'rows'", "loss": "the text 'loss'"}
+"""What an error says of them."""
 WRONG_LOSSES: dict[str, tuple[type[Exception], Callable[..., object]]] = {
     "nothing": (TypeError, lambda scores, old: None),
     "a number": (TypeError, lambda scores, old: 1.0),
@@ -242,11 +244,11 @@ def _choices() -> Iterator[Case]:
         yield raises("linear_distillation from top k", f"rest {value!r}", ValueError, words, **odd)
     for value in (None, "teacher", torch.zeros(N, V), torch.nn.Linear(5, V)):
         call = partial(seqpar.linear_distillation, **tensors("hidden", "weight", "target"), divergence="forward_kl")
-        words = (f"teacher is a {type(value).__name__}", "TeacherHidden")
+        words = (f"teacher is {NAMED.get(value, f'a {type(value).__name__}')}", "TeacherHidden")
         yield Case(f"teacher a {type(value).__name__}", partial(call, teacher=value), Raises(TypeError, words))
     for value in (None, "rows", torch.zeros(N, V)):
         call = partial(seqpar.linear_distillation, **tensors("hidden", "weight", "target"), divergence="forward_kl")
-        words = (f"teacher.function is a {type(value).__name__}",)
+        words = (f"teacher.function is {NAMED.get(value, 'a Tensor')}",)
         odd_call = partial(call, teacher=seqpar.TeacherLogProbs(value))  # type: ignore[arg-type]
         yield Case(f"teacher.function a {type(value).__name__}", odd_call, Raises(TypeError, words))
     for name in ("linear_cross_entropy", "token_scores", "linear_distillation", "scored_loss"):
@@ -269,7 +271,7 @@ def _choices() -> Iterator[Case]:
 def _losses() -> Iterator[Case]:
     """What is no loss of a row."""
     for value in (None, "loss", 3):
-        words = (f"loss is a {type(value).__name__}; it must be a function",)
+        words = (f"loss is {NAMED.get(value, 'a int')}; it must be a function",)
         yield raises("scored_loss", f"loss {value!r}", TypeError, words, loss=value)
     for kind, (error, wrong) in WRONG_LOSSES.items():
         yield raises("scored_loss", f"a loss that returns {kind}", error, ("loss ",), loss=lambda _, w=wrong: w)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import seqpar
+from seqpar.rows.conventions import CONVENTIONS
 from seqpar.rows.criteria import ignored_target
 from seqpar.testing import assert_same_gradients, assert_same_loss, plain_loss
 from seqpar.testing.evidence import gradients_by_use
@@ -55,7 +56,7 @@ def test_the_strategies_reach_what_they_promise_and_nothing_else():
     found(chunkings(2, 3))(lambda cut: cut["chunk_size"] == 5)
     found(masks((2, 3)))(lambda mask: not mask.any())
     found(targets((2, 3), 4, 0))(lambda target: target.count_nonzero() == 3)
-    for kind in ("harvard", "fairseq", "torch"):
+    for kind in CONVENTIONS:
         found(criteria(4, 0))(
             lambda made, kind=kind: getattr(made, "smoothing_convention", "") == kind and made.label_smoothing > 0
         )

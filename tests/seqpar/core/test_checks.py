@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from seqpar.core.tensor_checks import check_dense, check_floating, check_integer_target, check_number
+from seqpar.core.checks import check_dense, check_floating, check_integer_target, check_number
 from tests.seqpar.core.odd_tensors import NO_TENSOR, SPECIAL
 
 NOT_DENSE = SPECIAL | NO_TENSOR

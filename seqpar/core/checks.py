@@ -1,0 +1,412 @@
+"""Check arguments, each with an error of one line: what is wrong and where, both numbers, and the way out.
+
+A check takes the argument's name among those of the caller. `wanted` is how its message goes on after "it must be".
+Only `check_entries` reads a tensor's data on an accelerator, and waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from seqpar.core.chunks import Chunk, recording
+from seqpar.core.token_loss import wide
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CLASS_INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""The dtypes of torch's own cross-entropy (int64, uint8), and the narrower signed ones. A narrow target must be widened
+to int64 before it is compared with `ignore_index`, because torch would wrap that around: -100 is 156 in uint8."""
+
+LOWEST, HIGHEST = -(2**63), 2**63 - 1
+"""Of int64."""
+
+PROVED: ContextVar[bool] = ContextVar("seqpar_proved", default=False)
+"""Whether the loss under test of a proof is being computed: an adapter must not leave the plain one in place."""
+
+
+# What a value is
+
+
+def check_type(value: object, name: str, kinds: type | tuple[type, ...], wanted: str, *, verb: str = "is") -> None:
+    """Raise TypeError unless `value` is one of these kinds; `verb` is "returned" for what the function `name` did."""
+    if not isinstance(value, kinds):
+        must = "return" if verb == "returned" else "be"
+        raise TypeError(f"{name} {verb} {_kind_of(value)}; it must {must} {wanted}")
+
+
+def _kind_of(value: object) -> str:
+    """Return what a value is, for an error message."""
+    if value is None or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, str):
+        return f"the text {value[:40]!r}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"a {type(value).__name__}"
+
+
+def check_function(value: object, name: str, wanted: str = "a function") -> None:
+    """Raise TypeError unless `value` can be called."""
+    check_type(value, name, Callable, wanted)  # type: ignore[arg-type]
+
+
+def check_module(value: object, name: str) -> None:
+    """Raise TypeError unless `value` is a `torch.nn.Module`."""
+    call = f": {value.__name__}(...)" if isinstance(value, type) else ""
+    check_type(value, name, nn.Module, f"a torch.nn.Module{call}")
+
+
+def check_choice(value: object, name: str, known: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is one of the known words."""
+    if value not in known:
+        *others, last = map(repr, known)
+        raise ValueError(f"{name} is {value!r}; it must be {', '.join(others)} or {last}")
+
+
+# Numbers
+
+
+def check_integer(
+    value: object, name: str, at_least: int = LOWEST, at_most: int = HIGHEST, *, wrong_kind: type[Exception] = TypeError
+) -> None:
+    """Raise `wrong_kind` unless `value` is a whole number (no bool), ValueError unless int64 holds it in the range."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if is_whole and at_least <= int(value) <= at_most:  # type: ignore[call-overload]
+        return
+    wanted = "an int64" if is_whole else "an int"
+    if at_least > LOWEST:
+        wanted = f"a whole number of at least {at_least}"
+    if at_most < HIGHEST:
+        wanted = f"a whole number in [{at_least}, {at_most}]"
+    shown = repr(value) if is_whole or value is None or isinstance(value, (bool, float, str)) else _kind_of(value)
+    raise (ValueError if is_whole else wrong_kind)(f"{name} is {shown:.60}; it must be {wanted}")
+
+
+def check_size(value: object, name: str) -> None:
+    """Raise ValueError unless `value` is None, which chooses the size, or an int of at least 1."""
+    if value is not None:
+        check_integer(value, name, 1, wrong_kind=ValueError)
+
+
+def check_number(
+    value: object, name: str, *, at_least: float = -math.inf, above: float = -math.inf, below: float = math.inf
+) -> None:
+    """Raise TypeError unless `value` is a real number (no bool), ValueError unless it is finite and in the range."""
+    # A bool is a Real: True would pass as 1
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    # An int above the largest float is no finite number, either
+    with contextlib.suppress(OverflowError):
+        # Infinite bounds leave out nan and the infinities themselves
+        if is_number and at_least <= float(value) and above < float(value) < below:  # type: ignore[arg-type]
+            return
+    bounds = (("at least", at_least), ("above", above), ("below", below))
+    wanted = " and ".join(f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound))
+    shown, error = (repr(value), ValueError) if is_number else (_kind_of(value), TypeError)
+    raise error(f"{name} is {shown}; it must be a finite number {wanted}".rstrip())
+
+
+def check_scalar(value: object, name: str) -> None:
+    """Raise unless `value` is a finite number, or a tensor of one.
+
+    A tensor on an accelerator is not read, because reading it would wait for the device; a traced one has no number.
+    """
+    if isinstance(value, Tensor):
+        check_dense(value, name)
+        if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:
+            described = f"shape {tuple(value.shape)} and dtype {value.dtype}"
+            raise TypeError(f"{name} has {described}; it must be a number, or a tensor of one")
+        if value.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        value = value.item()
+    check_number(value, name)
+
+
+def check_loss_scale(value: object) -> None:
+    """Raise unless `value` is a finite number other than 0, or a tensor of one such number."""
+    check_scalar(value, "loss_scale")
+    is_read = not isinstance(value, Tensor) or (value.is_cpu and not torch.compiler.is_compiling())
+    if is_read and value == 0:
+        raise ValueError("loss_scale is 0; gradients are multiplied and later divided by it: pass 1 for no scaling")
+
+
+# Tensors
+
+
+def is_dtensor(value: object) -> bool:
+    """Return whether `value` is a DTensor, without importing DTensor, which takes longer than this whole library."""
+    # A program that has not imported the class cannot have an instance of it
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def check_dense(value: object, name: str) -> None:
+    """Raise TypeError unless `value` is a strided tensor with data of its own."""
+    check_type(value, name, Tensor, "a tensor")
+    assert isinstance(value, Tensor)
+    if remedy := _why_not_dense(value, name):
+        raise TypeError(f"{name} is {remedy}")
+
+
+def _why_not_dense(tensor: Tensor, name: str) -> str:
+    """Return why a tensor is not dense and how to make it so; an empty string if it is."""
+    # First: a DTensor is strided, but its numbers are only this rank's
+    if is_dtensor(tensor):
+        return f"a DTensor; pass this rank's own tensor ({name}.to_local() or full_tensor())"
+    if tensor.is_nested:
+        return f"a nested tensor; pad it ({name}.to_padded_tensor(0.0)) and mark the padding as ignored targets"
+    if tensor.is_quantized:
+        return f"quantised ({tensor.dtype}); use {name}.dequantize()"
+    if tensor.layout is not torch.strided:
+        return f"sparse ({tensor.layout}); use {name}.to_dense()"
+    if tensor.is_meta:
+        return "on the meta device and has no data; create it on the device that computes"
+    return ""
+
+
+def check_floating(value: object, name: str) -> None:
+    """Raise TypeError unless `value` is a dense tensor of float16, bfloat16, float32 or float64."""
+    # The 8-bit floats have neither sums nor products in torch
+    check_dtype(value, name, FLOATING, "be a floating dtype: float16, bfloat16, float32 or float64")
+
+
+def check_integer_target(value: object, name: str = "target") -> None:
+    """Raise TypeError unless `value` is a dense tensor of class indices; see `CLASS_INDICES`."""
+    check_dtype(value, name, CLASS_INDICES, f"hold class indices, int64: use {name}.long()")
+
+
+def check_mask(value: object, name: str, **like: Tensor) -> None:
+    """Raise TypeError unless `value` is a dense tensor of bools, ValueError unless it fits; see `check_like`."""
+    check_dtype(value, name, (torch.bool,), f"be bool, True where a score counts: use {name}.bool()")
+    assert isinstance(value, Tensor)
+    check_like(value, name, **like)
+
+
+def check_dtype(value: object, name: str, dtypes: tuple[torch.dtype, ...], must: str) -> None:
+    """Raise TypeError unless `value` is a dense tensor of one of these dtypes."""
+    check_dense(value, name)
+    assert isinstance(value, Tensor)
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {value.dtype}; it must {must}")
+
+
+def check_shapes(fits: bool, wanted: str, **tensors: Tensor) -> None:
+    """Raise ValueError, with the shapes of the named tensors, unless they fit."""
+    if not fits:
+        (name, first), *others = tensors.items()
+        *shapes, last = [f"{tuple(first.shape)}", *(f"{other} {tuple(tensor.shape)}" for other, tensor in others)]
+        listed = f"{', '.join(shapes)} and {last}; they" if others else f"{last}; it"
+        raise ValueError(f"{name} has shape {listed} must be {wanted}")
+
+
+def check_one_device(**tensors: Tensor | None) -> None:
+    """Raise ValueError unless all of the named tensors are on the first one's device."""
+    (first, reference), *others = tensors.items()
+    assert reference is not None
+    for name, tensor in others:
+        if tensor is not None and tensor.device != reference.device:
+            places = f"{first} is on {reference.device} and {name} on {tensor.device}"
+            raise ValueError(f"{places}; move them to one device")
+
+
+def check_dim(dim: object, **tensor: Tensor) -> None:
+    """Raise unless `dim` is a dimension of the tensor, the only keyword; it may be counted from the end."""
+    check_integer(dim, "dim")
+    ((name, given),) = tensor.items()
+    if not -given.dim() <= dim < given.dim():  # type: ignore[operator]
+        raise ValueError(f"dim is {dim}, and {name} has shape {tuple(given.shape)}, without such a dimension")
+
+
+def check_joinable(dim: int, **tensors: Tensor) -> None:
+    """Raise ValueError unless the named tensors can be joined along a dimension."""
+    (first, reference), *_ = tensors.items()
+    check_dim(dim, **{first: reference})
+    for name, tensor in tensors.items():
+        # Apart from the sizes that may differ
+        fits = tensor.dim() == reference.dim() and tensor.narrow(dim, 0, 0).shape == reference.narrow(dim, 0, 0).shape
+        check_shapes(fits, f"the same in all dimensions but {dim}", **{first: reference, name: tensor})
+
+
+def check_like(tensor: Tensor, name: str, **other: Tensor) -> None:
+    """Raise ValueError unless a tensor has the shape and device of another, the only keyword."""
+    (like,) = other.values()
+    both = {name: tensor} | other
+    check_shapes(tensor.shape == like.shape, "the same", **both)
+    check_one_device(**both)
+
+
+def checked_scores(**scores: Tensor) -> tuple[Tensor, ...]:
+    """Return the scores in float32 or wider, in the order of their names.
+
+    Raises:
+        TypeError: one is not a dense floating tensor.
+        ValueError: they differ in shape or device.
+    """
+    for name, score in scores.items():
+        check_floating(score, name)
+    first = next(iter(scores))
+    for name, score in scores.items():
+        check_like(score, name, **{first: scores[first]})
+    return tuple(score.to(wide(score.dtype)) for score in scores.values())
+
+
+def check_groups(group_size: object, at_least: int, **scores: Tensor) -> None:
+    """Raise unless the scores, the only keyword, are a vector that `group_size` divides."""
+    check_integer(group_size, "group_size", at_least)
+    assert isinstance(group_size, int)
+    for vector in scores.values():
+        fits = vector.dim() == 1 and len(vector) % group_size == 0
+        wanted = f"a vector of whole groups of group_size {group_size}, one after the other: (groups x {group_size},)"
+        check_shapes(fits, wanted, **scores)
+
+
+def check_target(target: object, **hidden: object) -> None:
+    """Raise unless targets are class indices of the leading shape of hidden states, the only keyword."""
+    ((name, states),) = hidden.items()
+    check_floating(states, name)
+    check_integer_target(target)
+    assert isinstance(states, Tensor)
+    assert isinstance(target, Tensor)
+    fits = states.dim() >= 2 and states.shape[:-1] == target.shape
+    wanted = "(N, D) with (N,), or (batch, time, D) with (batch, time): target must have hidden's leading shape"
+    check_shapes(fits, wanted, **{name: states}, target=target)
+
+
+def check_per_token(tensors: Mapping[str, object], target: Tensor) -> None:
+    """Raise unless all are dense tensors whose first dimensions are target's shape."""
+    for name, tensor in tensors.items():
+        check_dense(tensor, name)
+        assert isinstance(tensor, Tensor)
+        fits = tensor.shape[: target.dim()] == target.shape
+        wanted = f"a per-token tensor, whose first dimensions are target's shape {tuple(target.shape)}"
+        check_shapes(fits, wanted, **{name: tensor})
+
+
+# Their entries
+
+
+def check_entries(
+    good: Tensor, values: Tensor, what: str, why: str, error: type[Exception] = ValueError, above: int = 0
+) -> None:
+    """Raise `error` with the first of the values, and its position, where `good` is not true.
+
+    Nothing is checked while a CUDA graph is recorded, because no number can be read then.
+
+    Args:
+        what, why: the beginning and the end of the message, "`what` 9 at position (2,)`why`".
+        above: how many rows of the batch come before these; the message counts positions in the whole batch.
+    """
+    if not recording(good.device) and not good.all():
+        # Read only now that the caller is about to see the error
+        where = tuple((~good).nonzero()[0].tolist())
+        value = values[where].item()
+        shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+        place = tuple(above + index if dim == 0 else index for dim, index in enumerate(where))
+        raise error(f"{what} {shown} at position {place}{why}")
+
+
+def check_segments(segment_ids: object, sequences: int | None = None, **scores: Tensor) -> None:
+    """Raise unless `segment_ids` are integers below `sequences`, of the shape and device of scores, if there are any.
+
+    The range is checked on the CPU only: on other devices the check would wait for the device, and their indexing
+    checks it.
+    """
+    check_dtype(segment_ids, "segment_ids", CLASS_INDICES, "be int64: use segment_ids.long()")
+    assert isinstance(segment_ids, Tensor)
+    for name, like in scores.items():
+        check_like(segment_ids, "segment_ids", **{name: like})
+    if sequences is None:
+        return
+    check_integer(sequences, "sequences", 0)
+    if segment_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        why = f" and there are {sequences} sequences; ids count from 0, and a negative one is for what does not count"
+        check_entries(segment_ids.long() < sequences, segment_ids, "segment_ids has", why, IndexError)
+
+
+def check_range(target: Tensor, counted: Tensor, vocab_size: int, above: int = 0) -> None:
+    """Raise IndexError if a target that is not ignored, where the mask `counted` is true, is no class."""
+    if recording(target.device):
+        return
+    good = ~counted | ((target >= 0) & (target < vocab_size))
+    why = f" is outside the vocabulary [0, {vocab_size}) and is not the ignored one; check its size and ignore_index"
+    check_entries(good, target, "target", why, IndexError, above)
+
+
+def check_chunks(chunks: object, rows: int, device: torch.device) -> None:
+    """Raise ValueError if a row is in two chunks, or twice in one: its gradients would overwrite each other.
+
+    On an accelerator a device-side assertion checks this, so that the host does not wait for the device. Nothing is
+    checked while a CUDA graph is recorded.
+    """
+    check_type(chunks, "chunks", (list, tuple), "a list of slices or of index tensors")
+    assert isinstance(chunks, (list, tuple))
+    for i, chunk in enumerate(chunks):
+        _check_chunk(chunk, f"chunks[{i}]", rows)
+    if recording(device):
+        return
+    uses_N = _uses(chunks, rows, device)
+    if device.type != "cpu":
+        torch._assert_async((uses_N <= 1).all(), "chunks overlap: each row may occur once")
+    elif (uses_N > 1).any():
+        row = int(uses_N.argmax())
+        raise ValueError(f"chunks overlap: row {row} occurs {int(uses_N[row])} times; each row may occur once")
+
+
+def _uses(chunks: Iterable[Chunk], rows: int, device: torch.device) -> Tensor:
+    """Return how many times each row occurs (N,)."""
+    uses_N = torch.zeros(rows, dtype=torch.int32, device=device)
+    for chunk in chunks:
+        if isinstance(chunk, slice):
+            uses_N[chunk] += 1
+        else:
+            # Unlike `uses_N[chunk] += 1`, this counts an index twice that is twice in the chunk
+            uses_N.index_put_((chunk,), torch.ones_like(chunk, dtype=torch.int32), accumulate=True)
+    return uses_N
+
+
+def _check_chunk(chunk: object, name: str, rows: int) -> None:
+    """Raise unless a chunk is a slice with a positive step, or a vector of int64 indices below `rows`."""
+    if isinstance(chunk, slice):
+        if chunk.step is not None and chunk.step < 1:
+            raise ValueError(f"{name} is {chunk}; a slice of rows must have a positive step")
+        return
+    wanted = "a slice or a vector of int64 indices"
+    check_type(chunk, name, Tensor, wanted)
+    assert isinstance(chunk, Tensor)
+    if chunk.dtype != torch.int64 or chunk.dim() != 1:
+        raise TypeError(f"{name} is a Tensor of shape {tuple(chunk.shape)} and {chunk.dtype}; it must be {wanted}")
+    # On an accelerator the indexing itself asserts this; reading the smallest index would wait for the device
+    if chunk.device.type == "cpu" and len(chunk) and not -rows <= int(chunk.min()) <= int(chunk.max()) < rows:
+        raise IndexError(f"{name} has rows from {int(chunk.min())} to {int(chunk.max())}, and there are {rows} rows")
+
+
+# Where the loss is called
+
+
+def refuse_transforms(tensors: Iterable[object] = ()) -> None:
+    """Raise RuntimeError inside `torch.func.grad`, `vmap` or `jvp`, and for tensors with a forward-mode tangent.
+
+    The chunked loss cannot go through them: its gradient is stored, not traced.
+    """
+    if torch.compiler.is_compiling():
+        return
+    # What is no tensor is refused elsewhere
+    given = [t for t in tensors if isinstance(t, Tensor)]
+    instead = "the chunked loss runs under plain autograd only: use torch.nn.functional.cross_entropy there"
+    # is_grads_batched has a vmap of its own, which is no interpreter
+    batched = any(torch._C._functorch.is_legacy_batchedtensor(t) for t in given)
+    if batched or torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(f"called inside a transform of torch.func, or by a batched gradient; {instead}")
+    # -1 outside of forward_ad.dual_level, so that this costs nothing there
+    for tensor in given if forward_ad._current_level >= 0 else ():
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} has a forward-mode derivative; {instead}")

@@ -1,0 +1,204 @@
+"""Compute scores whose bits depend neither on the batch nor on how the vocabulary is split over ranks.
+
+A matrix product of one shape rounds each row in one way, and a row's sums depend on how they are divided into parts. So
+64 rows at a time are multiplied with 1,024 classes at a time, always the same ones: a tile begins at every multiple of
+1,024, whichever rank multiplies it. The tiles' sums are combined as those of the parts in `rows/scores.py`, in the
+order of the classes.
+
+A tile belongs to the rank that has its first class. Where a shard begins inside a tile, its rows there are sent to the
+rank that has the tile, once a call.
+
+Shape suffixes: K rows, D hidden, V this rank's classes, P picked classes, T tiles, C numbers of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from seqpar.core.chunks import Chunk
+from seqpar.core.token_loss import wide
+from seqpar.distributed.collectives import gather_numbers, group_gather, rank_in
+from seqpar.distributed.vocab_parallel import VocabShard
+from seqpar.linear.projected_rows import OwnSums, ProjectedRows
+from seqpar.linear.projection import Projection
+from seqpar.linear.recomputed_scores import RecomputedScores, joined
+from seqpar.rows.scores import RowSums
+
+INVARIANT_ROWS = 64
+"""Rows of every product."""
+
+INVARIANT_CLASSES = 1024
+"""Classes of every product but the last: enough that many products take no longer than one."""
+
+INVARIANT_WIDTH = 16
+"""What the width of a product is a multiple of, filled up with zeros. With other widths (5, 7, 33) MKL's rounding of a
+row was measured to depend on the row's place; with multiples of 4 it never did."""
+
+
+class InvariantScores:
+    """The scores of a few rows, from products of fixed rows and classes.
+
+    On a split vocabulary all ranks make it together, by a small collective, and one more unless every shard begins with
+    a tile.
+
+    Args:
+        formula: the same scores from products of any shape.
+        split: the classes that this rank has; None if it has all.
+    """
+
+    def __init__(self, formula: RecomputedScores, split: VocabShard | None) -> None:
+        self.formula = formula
+        projection = formula.projection
+        rows = _Rows(projection.weight_VD, projection.bias_V)
+        spans = [_Span(0, len(rows.weight_VD))]
+        if split is not None:
+            spans = [_Span(*span) for span in gather_numbers([split.start, split.start + spans[0].end], split.group)]
+        self.all_tiles = _Tiles(None if split is None else split.group, 0, max(s.end for s in spans), tuple(spans))
+        starts = self.all_tiles.own()
+        if any(span.head for span in spans):
+            rows = _whole_tiles(rows, self.all_tiles)
+        width = rows.weight_VD.size(1)
+        # Rows of other memory, such as a view's, might be rounded otherwise
+        weight_VD = rows.weight_VD.new_zeros((len(rows.weight_VD), width + -width % INVARIANT_WIDTH))
+        weight_VD[:, :width] = rows.weight_VD
+        self.tiles: dict[int, ProjectedRows] = {}
+        buffers: dict[int, dict[str, Tensor]] = {}
+        for start in starts:
+            here = slice(start - starts[0], start - starts[0] + INVARIANT_CLASSES)
+            bias_V = None if rows.bias_V is None else rows.bias_V[here]
+            tile = Projection(weight_VD[here], bias_V, weight_VD.dtype, projection.softcap, projection.temperature)
+            if not formula.rows.function.rank:
+                # The last tile may have fewer classes
+                tile.buffers = buffers.setdefault(len(tile.weight_VD), {})
+            shard = VocabShard(None, start, self.all_tiles.vocab_size)
+            function = formula.rows.function._replace(masked=tile.may_be_masked(), split=shard)
+            self.tiles[start] = ProjectedRows(tile, function)
+        self.width = weight_VD.size(1)
+
+    def sums(self, hidden_KD: Tensor, chunk: Chunk) -> RowSums:
+        """Return the sums of at most INVARIANT_ROWS rows, without this rank's share."""
+        formula = self.formula
+        given_KD = formula.prepared(hidden_KD, chunk)
+        rows, width = given_KD.shape
+        hidden_KD = given_KD.new_zeros((INVARIANT_ROWS, self.width))
+        hidden_KD[:rows, :width] = given_KD
+        missing = INVARIANT_ROWS - rows
+        picked_KP = pad(formula.picked_NP[chunk], (0, 0, 0, missing))
+        temperature_K = None
+        if formula.temperature_N is not None:
+            temperature_K = pad(formula.temperature_N[chunk], (0, missing), value=1.0)
+        with torch.autocast(hidden_KD.device.type, enabled=False):
+            sums = self._sums(hidden_KD, picked_KP, temperature_K)
+        return sums._replace(share_N=None).rows(slice(0, rows))
+
+    def _sums(self, hidden_KD: Tensor, picked_KP: Tensor, temperature_K: Tensor | None) -> RowSums:
+        """Return the sums of all tiles."""
+        function = self.formula.rows.function
+        # A rank may have no tile
+        nothing = hidden_KD.new_zeros((0, 0), dtype=wide(hidden_KD.dtype))
+        _, sums, here_KP = function._replace(split=self.all_tiles).own_sums_(nothing, picked_KP[:0])
+        parts = [self._numbered(sums, 0)]
+        here = [here_KP]
+        own: dict[int, OwnSums] = {}
+        for start, tile in self.tiles.items():
+            own[start] = tile.own_sums(tile.product(hidden_KD), picked_KP, temperature_K, again=False)
+            parts.append(self._numbered(own[start].sums, start))
+            here.append(own[start].here_KP)
+        here_TP = torch.cat([t for t in here if t is not None])
+        sums = function._replace(split=self.all_tiles).over_parts(joined(parts), picked_KP, here_TP)
+        if not function.rank:
+            return sums
+        before_K = torch.zeros_like(picked_KP[:, 0])
+        for start, tile in self.tiles.items():
+            before_K += tile.before(own[start], picked_KP[:, 0], sums.picked_NP[:, 0], temperature_K)
+        return sums._replace(rank_N=function.over_ranks(before_K))
+
+    def _numbered(self, sums: RowSums, start: int) -> RowSums:
+        """Return the sums with as many top classes as are wanted, by their numbers in the whole vocabulary."""
+        if sums.top_NT is None or sums.top_ids_NT is None:
+            return sums
+        top_NT, top_ids_NT = self.formula.rows.function.filled_top(sums.top_NT, sums.top_ids_NT + start)
+        return sums._replace(top_NT=top_NT, top_ids_NT=top_ids_NT)
+
+
+class _Rows(NamedTuple):
+    """Some rows of the weight, and their bias."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None
+
+
+class _Span(NamedTuple):
+    """The classes of a rank, from `start` to before `end`."""
+
+    start: int
+    end: int
+
+    @property
+    def head(self) -> int:
+        """Return how many of them come before the first tile that begins here."""
+        return min(self.end, _border(self.start)) - self.start
+
+    @property
+    def tiles(self) -> range:
+        """Return the first class of each tile that begins here."""
+        return range(_border(self.start), self.end, INVARIANT_CLASSES)
+
+
+@dataclass(frozen=True)
+class _Tiles(VocabShard):
+    """All tiles of the vocabulary, of which each rank has some, as the parts of a row.
+
+    Args:
+        spans: each rank's classes.
+    """
+
+    spans: tuple[_Span, ...]
+
+    def own(self) -> range:
+        """Return the first class of each tile of this rank."""
+        return self.spans[rank_in(self.group)].tiles
+
+    def rank(self) -> int:
+        """Return any part: this rank is several, and the share of one is not used."""
+        return 0
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return every tile's numbers of the rows (T, C, K), in the order of the classes, from this rank's (C, T K)."""
+        numbers_TCK = tensor.unflatten(-1, (len(self.own()), INVARIANT_ROWS)).movedim(-2, 0)
+        most = max(len(span.tiles) for span in self.spans)
+        # A collective needs as many tiles from every rank
+        filled_TCK = torch.cat([numbers_TCK, numbers_TCK.new_zeros((most - len(numbers_TCK), *numbers_TCK.shape[1:]))])
+        every_TCK = torch.cat(group_gather(filled_TCK, self.group))
+        places = {start: rank * most + i for rank, span in enumerate(self.spans) for i, start in enumerate(span.tiles)}
+        return every_TCK[torch.tensor([places[start] for start in sorted(places)], device=tensor.device)]
+
+
+def _border(number: int) -> int:
+    """Return the first multiple of INVARIANT_CLASSES that is not below."""
+    return -(-number // INVARIANT_CLASSES) * INVARIANT_CLASSES
+
+
+def _whole_tiles(rows: _Rows, tiles: _Tiles) -> _Rows:
+    """Return the rows of this rank's tiles: its own after the head, then others' heads to the end of the last tile."""
+    own = tiles.spans[rank_in(tiles.group)]
+    lines_VC = rows.weight_VD
+    if rows.bias_V is not None:
+        lines_VC = torch.cat([lines_VC, rows.bias_V.unsqueeze(1)], 1)
+    most = max(span.head for span in tiles.spans)
+    head_VC = lines_VC[: own.head]
+    heads = group_gather(pad(head_VC, (0, 0, 0, most - len(head_VC))), tiles.group)
+    parts = [lines_VC[own.head :]]
+    reached = own.end
+    for span, head in sorted(zip(tiles.spans, heads, strict=True), key=lambda pair: pair[0]):
+        if tiles.own() and span.start == reached < _border(own.end):
+            parts.append(head[: span.head])
+            reached += span.head
+    lines_VC = torch.cat(parts)
+    width = rows.weight_VD.size(1)
+    return _Rows(lines_VC[:, :width], None if rows.bias_V is None else lines_VC[:, width])
