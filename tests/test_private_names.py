@@ -44,8 +44,8 @@ LIBRARIES = {
         "_unsharded_param",
         "_use_python_reducer",
     },
-    ("torch", "seqpar/engine/buffers.py"): {"_BatchNorm"},
-    ("torch", "seqpar/engine/contract.py"): {"_BatchNorm", "_Loss"},
+    ("torch", "seqpar/engine/loss_compute.py"): {"_Loss"},
+    ("torch", "seqpar/engine/probe.py"): {"_BatchNorm"},
     ("torch", "seqpar/multi_device/replicas.py"): {
         "_C",
         "_disabled_torch_function_impl",
