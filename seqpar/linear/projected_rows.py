@@ -9,6 +9,8 @@ P picked classes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -59,10 +61,8 @@ class ProjectedRows:
             self.kernel = RowKernel(function, projection.bias_V, projection.softcap, projection.temperature)
         self.biased = self.kernel is None
         """Whether the products that it reads have the bias; a kernel adds it itself, in float32."""
-
-    def product(self, hidden_KD: Tensor) -> Tensor:
+        self.product: Callable[[Tensor], Tensor] = partial(projection.product, biased=self.biased)
         """Return the products of a chunk's rows."""
-        return self.projection.product(hidden_KD, self.biased)
 
     def rows_at_once(self, rows: int) -> int:
         """Return how many of a chunk's rows are read at once."""

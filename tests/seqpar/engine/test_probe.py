@@ -259,8 +259,11 @@ def with_weight_on_meta(generator):
 
 
 UNFIT_LATER = {
-    "compiled": (lambda g: g.linear.compile(), "Linear is compiled and cannot be replicated"),
-    "compiled part": (lambda g: setattr(g, "linear", torch.compile(g.linear)), "is compiled and cannot be replicated"),
+    "compiled": (lambda g: g.linear.compile(), "Linear is compiled, and the compiled code keeps"),
+    "compiled part": (
+        lambda g: setattr(g, "linear", torch.compile(g.linear)),
+        "OptimizedModule is compiled, and the compiled code",
+    ),
     "on the meta device": (with_weight_on_meta, r"Linear\.weight is on the meta device"),
     "lazy": (lambda g: setattr(g, "linear", nn.LazyLinear(V)), r"LazyLinear\.weight is lazy"),
 }
@@ -282,7 +285,7 @@ def test_a_projection_that_is_compiled_after_the_first_call_is_refused_as_before
     engine = seqpar.LossCompute(linear, seqpar.CrossEntropy())
     engine(hidden, target)
     linear.compile()
-    with pytest.raises(TypeError, match="Linear is compiled and cannot be replicated"):
+    with pytest.raises(TypeError, match="Linear is compiled, and the compiled code keeps"):
         engine(hidden, target)
 
 
