@@ -32,6 +32,13 @@ def test_token_losses_add_field_by_field_and_not_as_tuples():
     assert isinstance(a, tuple)  # what DDP, FSDP2 and DataParallel look into
 
 
+def test_the_sum_of_parts_has_the_fields_that_all_of_them_have():
+    parts = [seqpar.TokenLoss(torch.tensor(float(n)), torch.tensor(n), torch.tensor(0.5)) for n in range(1, 4)]
+    assert seqpar.TokenLoss.of_parts(parts) == (6, 6, 1.5, None)
+    assert seqpar.TokenLoss.of_parts([*parts, parts[0]._replace(nll=None)]) == (7, 7, None, None)
+    assert seqpar.TokenLoss.of_parts(parts[:1]) == parts[0]
+
+
 def test_the_mean_divides_once_and_has_no_nan():
     assert token_loss(6.0, 3).mean == 2
     assert token_loss(0.0, 0).mean == 0

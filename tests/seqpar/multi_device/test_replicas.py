@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import seqpar
 from seqpar.multi_device.parallel_apply import side_by_side
+from seqpar.multi_device.replicas import bind
 
 
 def run_twice_and_sum(module, x, devices):
@@ -304,5 +305,19 @@ def test_tensors_of_threads_that_failed_are_freed_with_the_error():
         with contextlib.suppress(torch.OutOfMemoryError):
             side_by_side(job, ["a", "b", "c"])
         assert [tensor() for tensor in alive] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_structural_copy_is_freed_without_the_garbage_collector() -> None:
+    """One is made for each chunk; a cycle would keep all of them, with their gradients' leaves."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 2)))
+    gc.collect()
+    gc.disable()
+    try:
+        copy = bind(module, {id(p): p.detach() for p in module.parameters()})
+        left = [weakref.ref(part) for part in copy.modules()]
+        del copy
+        assert not [part for part in left if part() is not None]
     finally:
         gc.enable()
