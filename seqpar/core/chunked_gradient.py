@@ -324,7 +324,8 @@ def _refuse_unknown_leaves(total: Tensor, known: set[int]) -> None:
         if id(leaf) not in known:
             raise RuntimeError(
                 f"the generator or criterion used a tensor of shape {tuple(leaf.shape)} that needs a gradient and is "
-                "neither a registered parameter (as in a forward set on the instance) nor a per-token argument"
+                "neither a registered parameter nor a per-token argument; register it, or pass it as a keyword (a "
+                "forward that was set on the instance keeps the original's parameters: change the class instead)"
             )
 
 
