@@ -24,7 +24,7 @@ from seqpar.distributed.wrappers import refuse_sharded
 from seqpar.engine.formula_match import FormulaMatch, check_class_weight, match_inputs
 from seqpar.engine.module_calls import parts_of
 from seqpar.engine.pair import counts_itself, criterion_loss, project
-from seqpar.engine.probe import LogitFacts, Situation, logit_facts, situation_of
+from seqpar.engine.probe import LogitFacts, Situation, facts_in, logit_facts, situation_of
 from seqpar.engine.shards import (
     OneOrScattered,
     Shard,
@@ -84,12 +84,13 @@ def loss_over_devices(
         facts = LogitFacts(match.vocab_size, product_dtype(shards[0].hidden), True)
     else:
         situation = situation_of(parts, shards[0])
-        if situation not in known:
+        found = facts_in(known, situation)
+        if found is None:
             refuse_sharded(head)
             check_parts_replicable(parts.modules)
         heads = heads_on(head, parts.parameters, shards)
         # The probe checks the targets as soon as it knows the number of classes
-        facts = logit_facts(known, situation, heads, shards)
+        facts = logit_facts(known, situation, found, heads, shards)
     jobs = []
     for replica, shard in zip(heads, shards, strict=True):
         chunks = _chunks(shard.counted, facts, cut.chunk_tokens, cut.chunk_size)

@@ -62,8 +62,8 @@ def _copied(original: nn.Module, tensors: Mapping[int, Tensor], copies: dict[int
     # By identity, so that a submodule that occurs twice is one submodule in the copy as well
     copies[id(original)] = replica
     own = vars(replica)
-    own["_parameters"] = _bound(original._parameters, tensors)
-    own["_buffers"] = _bound(original._buffers, tensors)
+    own["_parameters"] = _bound(original._parameters, tensors) if original._parameters else {}
+    own["_buffers"] = _bound(original._buffers, tensors) if original._buffers else {}
     modules: dict[str, nn.Module | None] = {}
     for name, child in original._modules.items():
         if child is None:
