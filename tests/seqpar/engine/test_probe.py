@@ -258,6 +258,10 @@ def with_weight_on_meta(generator):
     generator.linear.weight = nn.Parameter(torch.empty(V, 4, device="meta"))
 
 
+def with_statistics_on_meta(generator):
+    generator.norm.running_mean = torch.empty(4, device="meta")
+
+
 UNFIT_LATER = {
     "compiled": (lambda g: g.linear.compile(), "Linear is compiled, and the compiled code keeps"),
     "compiled part": (
@@ -265,6 +269,7 @@ UNFIT_LATER = {
         "OptimizedModule is compiled, and the compiled code",
     ),
     "on the meta device": (with_weight_on_meta, r"Linear\.weight is on the meta device"),
+    "a buffer on the meta device": (with_statistics_on_meta, r"BatchNorm1d\.running_mean is on the meta device"),
     "lazy": (lambda g: setattr(g, "linear", nn.LazyLinear(V)), r"LazyLinear\.weight is lazy"),
 }
 
