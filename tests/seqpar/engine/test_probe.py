@@ -221,11 +221,14 @@ class Switched(nn.Module):
         self.activation = nn.Tanh()
         self.linear = nn.Linear(4, V, bias=False)
         self.centred, self.function = False, torch.neg
+        self.parts = nn.ModuleDict({"alone": nn.Identity()})
 
     def forward(self, hidden, context=None):
         if context is not None:
             hidden = context
         hidden = self.function(self.activation(self.norm(hidden)))
+        if "mixed" in self.parts:
+            hidden = hidden.cumsum(0)
         return self.linear(hidden - hidden.mean(0) if self.centred else hidden)
 
 
@@ -239,6 +242,7 @@ MIXED_LATER = {
     "another part": lambda g: setattr(g, "activation", nn.Softmax(0)),
     "a part without its buffers": without_statistics,
     "a flag": lambda g: setattr(g, "centred", True),
+    "another name of a part": lambda g: setattr(g, "parts", nn.ModuleDict({"mixed": nn.Identity()})),
     "another function": lambda g: setattr(g, "function", lambda x: x.softmax(0)),
     "a forward of its own": lambda g: setattr(g.norm, "forward", lambda x: x.softmax(0)),
 }

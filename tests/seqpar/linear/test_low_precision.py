@@ -141,3 +141,14 @@ def test_a_gradscaler_sees_an_overflow_of_the_kept_gradients():
     loss = seqpar.linear_cross_entropy(hidden, weight, torch.zeros(4, dtype=torch.int64), loss_scale=2.0**17)
     (loss.total * 2.0**17).backward()
     assert not weight.grad.isfinite().all()
+
+
+def test_autocast_casts_the_products_and_none_of_the_sums():
+    """The sum over classes with weights is a product of a matrix and a vector, which autocast would round."""
+    torch.manual_seed(0)
+    hidden, weight, target = torch.randn(6, 4), torch.randn(9, 4), torch.randint(9, (6,))
+    options = {"label_smoothing": 0.3, "class_weight": torch.rand(9) + 0.5}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = seqpar.linear_cross_entropy(hidden, weight, target, **options).total
+    narrow = seqpar.linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), target, **options).total
+    assert mixed == narrow

@@ -309,6 +309,19 @@ def test_tensors_of_threads_that_failed_are_freed_with_the_error():
         gc.enable()
 
 
+class Replicating(nn.Module):
+    """A class that replicates in its own way."""
+
+    def _replicate_for_data_parallel(self):
+        copy = super()._replicate_for_data_parallel()
+        copy.is_own_copy = True
+        return copy
+
+
+def test_a_class_that_replicates_in_its_own_way_is_asked_to() -> None:
+    assert bind(nn.Sequential(Replicating()), {})[0].is_own_copy
+
+
 def test_a_structural_copy_is_freed_without_the_garbage_collector() -> None:
     """One is made for each chunk; a cycle would keep all of them, with their gradients' leaves."""
     module = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 2)))
