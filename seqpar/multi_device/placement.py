@@ -101,8 +101,8 @@ def _bring_inputs(
     device: torch.device, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> CallArguments:
     """Move the arguments to the device: a forward pre-hook."""
-    moved: CallArguments = map_tensors(lambda t: moved(t, device), (args, kwargs))
-    return moved
+    brought: CallArguments = map_tensors(lambda t: moved(t, device), (args, kwargs))
+    return brought
 
 
 def _send_output(device: torch.device, _: nn.Module, __: object, output: object) -> object:
