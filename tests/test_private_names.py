@@ -33,6 +33,7 @@ LIBRARIES = {
     ("torch", "models/packed.py"): {"_linear_pointwise", "_reorder_linear_weight"},
     ("torch", "seqpar/core/graphs.py"): {"_dynamo"},
     ("torch", "seqpar/core/checks.py"): {"_C", "_assert_async", "_current_level", "_functorch"},
+    ("torch", "seqpar/multi_device/placement.py"): {"_apply"},
     ("torch", "seqpar/linear/against_teacher.py"): {"_assert_async"},
     ("torch", "seqpar/distributed/torch_private.py"): {
         "_delay_all_reduce_all_params",

@@ -15,6 +15,7 @@ import torch
 from benchmarks.loss import ours, peers, plain_ways
 from benchmarks.loss.checks import what_is_wrong
 from benchmarks.loss.implementations import (
+    AUTO_CHUNKED,
     ENGINE,
     LINEAR,
     PLAIN,
@@ -56,6 +57,7 @@ def ways() -> dict[str, Implementation]:
     return {
         PLAIN: Implementation(plain_ways.plain),
         "torch.compile": Implementation(plain_ways.compiled, compiles=True),
+        AUTO_CHUNKED: Implementation(plain_ways.auto_chunked, smoothing=False, compiles=True),
         TORCH_DEFAULT: Implementation(peers.torch_op({})),
         "cut_cross_entropy": Implementation(peers.cut_cross_entropy, smoothing=False, bias=False, compiles=True),
         "Liger": Implementation(peers.liger(False), compiles=True),
@@ -69,6 +71,8 @@ def ways() -> dict[str, Implementation]:
 def why_not(name: str, way: Implementation, problem: Problem) -> str:
     """Return why it is not run on that problem; empty where it is."""
     reason = why_missing(MODULES.get(name, ""))
+    if not reason and name == AUTO_CHUNKED:
+        reason = plain_ways.why_no_auto_chunker()
     if not reason and name == TORCH_DEFAULT:
         reason = why_no_torch_op()
     if not reason and problem.smoothing and not way.smoothing:

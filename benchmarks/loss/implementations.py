@@ -14,6 +14,7 @@ from benchmarks.loss.problems import Inputs, Problem
 from seqpar.testing.conformance.adapter import why_missing
 
 PLAIN = "plain"
+AUTO_CHUNKED = "torch.compile, auto_chunker"
 TORCH_DEFAULT = "torch op, default"
 TORCH_BEST = "torch op, best"
 ENGINE = "LossCompute"
@@ -52,6 +53,7 @@ def known(best_options: dict[str, Any]) -> dict[str, Implementation]:
     return {
         PLAIN: Implementation(plain_ways.plain),
         "torch.compile": Implementation(plain_ways.compiled, compiles=True),
+        AUTO_CHUNKED: Implementation(plain_ways.auto_chunked, smoothing=False, compiles=True),
         "checkpointed chunks": Implementation(plain_ways.checkpointed),
         TORCH_DEFAULT: Implementation(peers.torch_op({})),
         TORCH_BEST: Implementation(peers.torch_op(best_options)),
@@ -75,6 +77,9 @@ def implementations(best_options: dict[str, Any]) -> dict[str, Implementation | 
         reason = why_missing(name)
         if reason:
             found[name] = Missing(reason)
+    reason = plain_ways.why_no_auto_chunker()
+    if reason:
+        found[AUTO_CHUNKED] = Missing(reason)
     reason = why_no_torch_op()
     if reason:
         found[TORCH_DEFAULT] = Missing(reason)
@@ -102,6 +107,8 @@ def why_not(name: str, implementation: Implementation | Missing, problem: Proble
     """Return why it is not run on that problem; empty where it is."""
     if isinstance(implementation, Missing):
         return implementation.reason
+    if problem.smoothing and name == AUTO_CHUNKED:
+        return "cuts no loss with smoothing, for which it is torch.compile"
     if problem.smoothing and not implementation.smoothing:
         return "no label smoothing"
     if problem.smoothing and name == TORCH_BEST:

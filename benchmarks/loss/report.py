@@ -42,8 +42,9 @@ starts. The machine is shared: of a problem that was measured more than once, th
 (median over fastest run, averaged over all implementations). Memory is the peak above the inputs, in a fresh process,
 as the operating system reports it.
 
-- **plain**: `F.cross_entropy` of `F.linear`; **torch.compile**: the same, compiled; **checkpointed chunks**:
-  `torch.utils.checkpoint` around 512 rows at a time.
+- **plain**: `F.cross_entropy` of `F.linear`; **torch.compile**: the same, compiled; **auto_chunker**: the same, cut
+  into 8 chunks by Inductor's option of that name; **checkpointed chunks**: `torch.utils.checkpoint` around 512 rows at
+  a time.
 - **torch op**: `F.linear_cross_entropy`, once with the default `LinearCrossEntropyOptions()` and once with the
   fastest of the options that were tried.
 - **cut_cross_entropy**: Apple's, with `impl="torch_compile"` on a CPU; **torchtune**: `CEWithChunkedOutputLoss` with

@@ -39,7 +39,8 @@ def check_type(value: object, name: str, kinds: type | tuple[type, ...], wanted:
     """Raise TypeError unless `value` is one of these kinds; `verb` is "returned" for what the function `name` did."""
     if not isinstance(value, kinds):
         must = "return" if verb == "returned" else "be"
-        raise TypeError(f"{name} {verb} {_kind_of(value)}; it must {must} {wanted}")
+        shown = f"{value!r:.60}" if kinds is bool else _kind_of(value)
+        raise TypeError(f"{name} {verb} {shown}; it must {must} {wanted}")
 
 
 def _kind_of(value: object) -> str:

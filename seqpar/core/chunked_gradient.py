@@ -29,7 +29,7 @@ from seqpar.core.checks import (
 from seqpar.core.chunks import Chunk
 from seqpar.core.graphs import graph_of_its_own, leaves_of_graph
 from seqpar.core.stored_gradients import Gradients
-from seqpar.core.token_loss import TokenLoss, wide
+from seqpar.core.token_loss import TokenLoss, sum_of_parts, wide
 
 Rows = tuple[Tensor | None, ...]
 """One chunk's rows of each per-token tensor; None for a tensor that was not given."""
@@ -184,7 +184,7 @@ def sum_over_chunks(
         # (K, ...) of each (N, ...): a view if the chunk is a slice, else a copy
         rows = tuple([t if t is None else t.detach()[chunk] for t in per_token])
         losses.append(chunk_loss(rows, chunk, gradients))
-    return TokenLoss.of_parts(losses)
+    return sum_of_parts(losses)
 
 
 class _StoredGradient(torch.autograd.Function):

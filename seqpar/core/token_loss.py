@@ -145,20 +145,6 @@ class TokenLoss(NamedTuple):
         return self._replace(total=self.total.detach())
 
     @staticmethod
-    def of_parts(parts: Sequence[TokenLoss]) -> TokenLoss:
-        """Return the sum of the losses, field by field; a field that is None in any of them is None.
-
-        All are added in one reduction: a running float32 sum would lose a digit over a thousand chunks.
-        """
-        if len(parts) == 1:
-            return parts[0]
-        sums: list[Tensor | None] = []
-        for column in zip(*parts, strict=True):
-            numbers = [t for t in column if t is not None]
-            sums.append(torch.stack(numbers).sum() if len(numbers) == len(column) else None)
-        return TokenLoss(*sums)  # type: ignore[arg-type]
-
-    @staticmethod
     def zero(dtype: torch.dtype, device: torch.device, tells: bool) -> TokenLoss:
         """Return the loss of no tokens; `tells` is whether the criterion computes `nll` and `correct`."""
         # The same dtypes and device as the loss of a chunk, so that they can be stacked
@@ -177,3 +163,17 @@ for _name, _operation in (
     ("__sub__", "TokenLoss - a number"),
 ):
     setattr(TokenLoss, _name, _not_one_number(_operation))
+
+
+def sum_of_parts(parts: Sequence[TokenLoss]) -> TokenLoss:
+    """Return the sum of the losses, field by field; a field that is None in any of them is None.
+
+    All are added in one reduction: a running float32 sum would lose a digit over a thousand chunks.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    sums: list[Tensor | None] = []
+    for column in zip(*parts, strict=True):
+        numbers = [t for t in column if t is not None]
+        sums.append(torch.stack(numbers).sum() if len(numbers) == len(column) else None)
+    return TokenLoss(*sums)  # type: ignore[arg-type]

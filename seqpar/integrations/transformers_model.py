@@ -189,8 +189,8 @@ def plain_head(model: PreTrainedModel) -> nn.Linear:
     """Return the output embeddings; raise TypeError unless they are a plain `nn.Linear`."""
     if not hasattr(model, "get_output_embeddings"):
         raise TypeError(
-            f"model is a {type(model).__name__}; it must be a Hugging Face model with a head, that inside a wrapper or "
-            "a Trainer: wrapper.module, trainer.model"
+            f"model is a {type(model).__name__}; it must be a Hugging Face model with a head; inside a wrapper or a "
+            "Trainer it is wrapper.module or trainer.model"
         )
     return plain_linear(
         model.get_output_embeddings(),

@@ -22,7 +22,7 @@ from seqpar.core.chunked_gradient import Rows
 from seqpar.core.chunks import Chunk
 from seqpar.core.graphs import without_autocast
 from seqpar.core.stored_gradients import Gradients
-from seqpar.core.token_loss import TokenLoss, wide
+from seqpar.core.token_loss import TokenLoss, sum_of_parts, wide
 from seqpar.linear.leaves import LinearSlots
 from seqpar.linear.projected_rows import ProjectedRows
 from seqpar.linear.projection import Projection, zero_rows
@@ -145,7 +145,7 @@ class StoredLoss:
                 for i, slot in enumerate(slots.per_token):
                     if slot is not None:
                         slot.write(chunk, torch.cat([found.per_token[i] for found in blocks]))
-        return TokenLoss.of_parts([found.sums for found in blocks])
+        return sum_of_parts([found.sums for found in blocks])
 
     def _block(self, block: _Block, slots: LinearSlots | None) -> _Found:
         """Return the sums and gradients of some rows; overwrite their products if any gradient is wanted."""

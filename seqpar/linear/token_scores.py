@@ -107,9 +107,9 @@ def token_scores(
             states; hidden, weight and bias may then have any floating dtype. Plain equivalent: both cast to it. None is
             autocast's dtype if it is on, else that of hidden.
         batch_invariant: compute scores that are the same to the last bit whatever else is in the batch, wherever the
-            token is in it, and whatever the chunk size or the number of data ranks: every product has 64 rows, filled
-            up with zeros. For the same device and number of threads. Takes longer (`docs/post-training.md`), and a
-            frozen projection saves no product.
+            token is in it, and whatever the chunk size, the number of data ranks or the split of the vocabulary: every
+            product has 64 rows, filled up with zeros, and the same 1,024 classes. For the same device and number of
+            threads. Takes longer (`docs/post-training.md`), and a frozen projection saves no product.
 
     Returns:
         `TokenScores`, the same on every rank of a split vocabulary's group.

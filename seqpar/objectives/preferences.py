@@ -104,7 +104,7 @@ def kto(
         desirable_weight, undesirable_weight: lambda_D and lambda_U, at least 0.
 
     Raises:
-        TypeError: a log-ratio that is not floating, labels that are not bool.
+        TypeError: a log-ratio that is not floating, labels that are not bool, a reference_point of several numbers.
         ValueError: different shapes or devices, numbers out of range.
     """
     (log_ratio,) = checked_scores(log_ratio=log_ratio)

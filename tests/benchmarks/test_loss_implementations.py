@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch._inductor import metrics
 from torch.testing import assert_close
 
 import seqpar
@@ -38,6 +39,17 @@ def test_every_way_has_the_plain_gradients_in_float64(name, smoothing):
     found = {deviation.name: deviation.error for deviation in deviations(x)}
     assert found.keys() == {"loss", "hidden", "weight", "bias"}
     assert max(found.values()) < 1e-12, found
+
+
+def test_inductors_auto_chunker_cuts_the_plain_loss_without_smoothing_alone():
+    """Beside the same loss compiled without it, whose graph it must not find in a cache."""
+    for smoothing, cut in ((0.0, 1), (0.1, 0)):
+        torch.compiler.reset()
+        x = Inputs.drawn(Problem(1024, 16, 2048, smoothing=smoothing), "cpu")
+        loss = plain_ways.compiled(x)()
+        before = metrics.num_auto_chunking
+        assert_close(plain_ways.auto_chunked(x)(), loss)
+        assert metrics.num_auto_chunking == before + cut
 
 
 def test_a_part_of_the_targets_the_kit_draws_is_padding():
@@ -89,7 +101,8 @@ def test_a_target_is_reached_only_if_every_problem_is_inside():
 def test_the_part_for_a_gpu_measures_what_runs_and_says_why_the_rest_does_not(monkeypatch, tmp_path):
     """Run on the CPU instead of a GPU, with a stand-in for the allocator's peak, which only a GPU has."""
     monkeypatch.setattr(gpu, "peak_bytes", lambda x, step: 2**20)
-    monkeypatch.setattr(plain_ways, "compiled", plain_ways.plain)
+    for name in ("compiled", "auto_chunked"):
+        monkeypatch.setattr(plain_ways, name, plain_ways.plain)
     problem = Problem(64, 8, 50, dtype=torch.bfloat16, bias=False)
     entry = gpu.measure(problem, "cpu", 1, Progress("gpu", 2 * problem.products))
     assert {PLAIN, ENGINE, LINEAR} <= set(entry["seconds"])

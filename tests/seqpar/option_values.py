@@ -186,6 +186,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "top_log_probs": to(torch.tensor([-1.0])),
         "top_ids": to(torch.tensor([1])),
         "log_probs_at": to(torch.tensor([-3.0])),
+        "rank": to(torch.tensor(2)),
     },
     "TokenLoss.detach": {},
     "TokenLoss.zero": {"dtype": to(torch.float32), "device": to(torch.device("meta")), "tells": to(False)},

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar.core.chunks import cut_rows, cut_time, rows_per_chunk
+from seqpar.core.token_loss import sum_of_parts
 from seqpar.multi_device import placement
 from seqpar.rows.conventions import CONVENTIONS
 from tests.seqpar.published import Smoothing
@@ -34,9 +35,9 @@ def test_token_losses_add_field_by_field_and_not_as_tuples():
 
 def test_the_sum_of_parts_has_the_fields_that_all_of_them_have():
     parts = [seqpar.TokenLoss(torch.tensor(float(n)), torch.tensor(n), torch.tensor(0.5)) for n in range(1, 4)]
-    assert seqpar.TokenLoss.of_parts(parts) == (6, 6, 1.5, None)
-    assert seqpar.TokenLoss.of_parts([*parts, parts[0]._replace(nll=None)]) == (7, 7, None, None)
-    assert seqpar.TokenLoss.of_parts(parts[:1]) == parts[0]
+    assert sum_of_parts(parts) == (6, 6, 1.5, None)
+    assert sum_of_parts([*parts, parts[0]._replace(nll=None)]) == (7, 7, None, None)
+    assert sum_of_parts(parts[:1]) == parts[0]
 
 
 def test_the_mean_divides_once_and_has_no_nan():

@@ -346,6 +346,14 @@ def test_batch_invariant_scores_have_the_same_bits_for_any_number_of_ranks(data)
             assert (got == expected).all(), name
 
 
+def test_a_tile_of_several_ranks_is_put_together_in_the_order_of_the_classes():
+    problem = (5, 8, 40, torch.float32, 0)
+    alone = invariant_bits(0, 1, problem, [40], [0], 1024)
+    for found in ranks(4, invariant_bits, problem, [10] * 4, [0, 3, 2, 1], 1024):
+        for got, expected in zip(found, alone, strict=True):
+            assert (got == expected).all()
+
+
 def tied_scores(rank, world):
     """The top classes of equal logits, rank 0 having the higher classes."""
     rows = [3, 2, 0][rank]

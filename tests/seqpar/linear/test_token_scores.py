@@ -176,7 +176,7 @@ def test_inputs_are_checked_as_those_of_the_loss():
         ({"top_k": 8}, ValueError, r"top_k is 8; it must be a whole number in \[1, 7\]"),
         ({"top_k": 0}, ValueError, r"top_k is 0; it must be a whole number in \[1, 7\]"),
         ({"top_k": 1.5}, TypeError, "top_k is 1.5; it must be a whole number"),
-        ({"entropy": 1}, TypeError, "entropy is a int; it must be True or False"),
+        ({"entropy": 1}, TypeError, "entropy is 1; it must be True or False"),
         ({"batch_invariant": None}, TypeError, "batch_invariant is None"),
         ({"rank": 1}, TypeError, "rank is 1; it must be True or False"),
         ({"product_dtype": torch.int64}, TypeError, "product_dtype is torch.int64"),
