@@ -1,7 +1,8 @@
 # Two commands are enough: `make demo` and `make test`. Each creates the environment it needs.
 PYTHON ?= python3
 BIN := .venv/bin
-WORKERS ?= 2
+# One more than two cores have: a test that waits for its processes leaves time for another one
+WORKERS ?= 3
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Without the tests that choose their devices themselves: ranks over gloo, refusals of odd tensors, and torch.compile
@@ -34,7 +35,7 @@ help:  ## list the targets
 demo: .venv/recipes  ## train, evaluate and try a translation model on the built-in corpus (2 to 4 minutes on 2 cores)
 	@$(BIN)/python -m recipes.translation demo --processes auto
 
-test: check  ## run the checks and the tests (about 12 minutes on 2 cores)
+test: check  ## run the checks and the tests (about 15 to 25 minutes on 2 cores)
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
 	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 

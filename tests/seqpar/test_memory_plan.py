@@ -240,9 +240,9 @@ def test_weight_gradients_of_several_narrow_chunks_are_added_up_in_float32() -> 
         ({"vocab": True}, "vocab is True"),
         ({"d": 1.5}, "d is 1.5"),
         ({"chunk_tokens": 0}, "chunk_tokens is 0"),
-        ({"layout": "fsdp2"}, "layout is 'fsdp2'; it must be one of ddp, fsdp, vocab"),
+        ({"layout": "fsdp2"}, "layout is 'fsdp2'; it must be 'ddp', 'fsdp' or 'vocab'"),
         ({"dtype": "int8"}, "dtype is 'int8'; it must be float64, float32, bfloat16 or float16"),
-        ({"device": "tpu"}, "device is 'tpu'; it must be one of cuda, cpu"),
+        ({"device": "tpu"}, "device is 'tpu'; it must be 'cuda' or 'cpu'"),
     ],
 )
 def test_bad_input_is_one_clear_line(wrong: dict[str, Any], said: str) -> None:

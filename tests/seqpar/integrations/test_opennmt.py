@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from seqpar.engine.probe import PROBE_ROWS
 from seqpar.integrations.opennmt import apply_seqpar_loss
 from tests.seqpar.integrations.small_seq2seq import VOCAB as WORDS
 from tests.seqpar.integrations.small_seq2seq import Trunk
@@ -124,7 +125,8 @@ def test_scores_of_all_tokens_never_exist():
     trainer.model.generator.register_forward_hook(lambda module, args, output: seen.append(output.numel()))
     apply_seqpar_loss(trainer, chunk_tokens=2)
     trainer.processor.step(batch_of(0), False, [(0, None)])
-    assert 0 < max(seen) <= 4 * WORDS
+    assert 2 * PROBE_ROWS < batch_of(0)["tgt"].numel()
+    assert 0 < max(seen) <= 2 * PROBE_ROWS * WORDS
 
 
 class CopyGeneratorLoss(nn.CrossEntropyLoss):
