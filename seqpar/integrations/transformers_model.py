@@ -160,7 +160,7 @@ def decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
         config = config.get_text_config(decoder=True)
     pad, start = (getattr(config, name, None) for name in ("pad_token_id", "decoder_start_token_id"))
     if shift is None or pad is None or start is None:
-        raise TypeError(f"{type(model).__name__} shifts labels in a way of its own; give it decoder_input_ids")
+        raise TypeError(f"{type(model).__name__} shifts labels in a way of its own; with apply_seqpar_loss give it decoder_input_ids")
     return shift(labels_BT, pad, start)  # type: ignore[no-any-return]
 
 
@@ -195,7 +195,8 @@ def plain_head(model: PreTrainedModel) -> nn.Linear:
     return plain_linear(
         model.get_output_embeddings(),
         type(model).__name__,
-        "the chunked loss needs a torch.nn.Linear, left out of PEFT's target_modules and modules_to_save",
+        "the chunked loss needs a torch.nn.Linear, left out of PEFT's target_modules and modules_to_save; otherwise "
+        "use the model without apply_seqpar_loss",
     )
 
 
