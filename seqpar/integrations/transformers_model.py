@@ -160,7 +160,9 @@ def decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
         config = config.get_text_config(decoder=True)
     pad, start = (getattr(config, name, None) for name in ("pad_token_id", "decoder_start_token_id"))
     if shift is None or pad is None or start is None:
-        raise TypeError(f"{type(model).__name__} shifts labels in a way of its own; with apply_seqpar_loss give it decoder_input_ids")
+        raise TypeError(
+            f"{type(model).__name__} shifts labels in its own way; for apply_seqpar_loss give it decoder_input_ids"
+        )
     return shift(labels_BT, pad, start)  # type: ignore[no-any-return]
 
 
