@@ -116,10 +116,10 @@ def check_number(
     raise error(f"{name} is {shown}; it must be a finite number {wanted}".rstrip())
 
 
-def check_scalar(value: object, name: str) -> None:
-    """Raise unless `value` is a finite number, or a tensor of one.
+def check_scalar(value: object, name: str) -> float | None:
+    """Return the number that `value` is, or a tensor of one holds; raise unless it is finite.
 
-    A tensor on an accelerator is not read, because reading it would wait for the device; a traced one has no number.
+    None for a tensor on an accelerator, because reading it would wait for the device, and a traced one, which has none.
     """
     if isinstance(value, Tensor):
         check_dense(value, name)
@@ -127,16 +127,15 @@ def check_scalar(value: object, name: str) -> None:
             described = f"shape {tuple(value.shape)} and dtype {value.dtype}"
             raise TypeError(f"{name} has {described}; it must be a number, or a tensor of one")
         if value.device.type != "cpu" or torch.compiler.is_compiling():
-            return
+            return None
         value = value.item()
     check_number(value, name)
+    return float(value)  # type: ignore[arg-type]
 
 
 def check_loss_scale(value: object) -> None:
     """Raise unless `value` is a finite number other than 0, or a tensor of one such number."""
-    check_scalar(value, "loss_scale")
-    is_read = not isinstance(value, Tensor) or (value.is_cpu and not torch.compiler.is_compiling())
-    if is_read and value == 0:
+    if check_scalar(value, "loss_scale") == 0:
         raise ValueError("loss_scale is 0; gradients are multiplied and later divided by it: pass 1 for no scaling")
 
 
@@ -260,23 +259,20 @@ def checked_scores(**scores: Tensor) -> tuple[Tensor, ...]:
     return tuple(score.to(wide(score.dtype)) for score in scores.values())
 
 
-def check_groups(group_size: object, at_least: int, **scores: Tensor) -> None:
+def check_groups(group_size: int, at_least: int, **scores: Tensor) -> None:
     """Raise unless the scores, the only keyword, are a vector that `group_size` divides."""
     check_integer(group_size, "group_size", at_least)
-    assert isinstance(group_size, int)
     for vector in scores.values():
         fits = vector.dim() == 1 and len(vector) % group_size == 0
         wanted = f"a vector of whole groups of group_size {group_size}, one after the other: (groups x {group_size},)"
         check_shapes(fits, wanted, **scores)
 
 
-def check_target(target: object, **hidden: object) -> None:
+def check_target(target: Tensor, **hidden: Tensor) -> None:
     """Raise unless targets are class indices of the leading shape of hidden states, the only keyword."""
     ((name, states),) = hidden.items()
     check_floating(states, name)
     check_integer_target(target)
-    assert isinstance(states, Tensor)
-    assert isinstance(target, Tensor)
     fits = states.dim() >= 2 and states.shape[:-1] == target.shape
     wanted = "(N, D) with (N,), or (batch, time, D) with (batch, time): target must have hidden's leading shape"
     check_shapes(fits, wanted, **{name: states}, target=target)

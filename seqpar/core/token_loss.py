@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -58,20 +58,11 @@ def _refuse_part_of_a_step(total: Any, tokens: Tensor, upstream: Tensor) -> None
     if any(getattr(node, "same_on_ranks", 1) == ranks for node in nodes_of_graph(total)):
         return
     raise RuntimeError(
-        f"backward went through the mean over {int(tokens)} tokens of one of {ranks} ranks, and a mean of means is not "
-        "the mean: call seqpar.accumulate_gradients, or write (loss.total * ranks / seqpar.group_sum(loss.tokens, "
-        "group)).backward(); where all ranks have the same tokens, (loss.total / loss.tokens).backward()"
+        f"backward went through the mean over {int(tokens)} tokens of one of {ranks} ranks, and a mean of the ranks' "
+        "means is not the mean over all tokens: call seqpar.accumulate_gradients, or write (loss.total * ranks / "
+        "seqpar.group_sum(loss.tokens, group)).backward() under DDP or FSDP2; where all ranks have the same tokens, "
+        "(loss.total / loss.tokens).backward()"
     )
-
-
-def _not_one_number(operation: str) -> Callable[..., NoReturn]:
-    """Return a method that raises TypeError: as a tuple the fields would be repeated, or the operation is missing."""
-
-    def refuse(*_: object) -> NoReturn:
-        """Refuse to be one number."""
-        raise TypeError(f"{operation}: a TokenLoss is sums, not one number; {INSTEAD}")
-
-    return refuse
 
 
 class TokenLoss(NamedTuple):
@@ -113,6 +104,26 @@ class TokenLoss(NamedTuple):
             return self
         return self.__add__(other)  # type: ignore[operator]
 
+    def __float__(self) -> NoReturn:
+        """Refuse to be one number."""
+        raise TypeError(f"float(TokenLoss): a TokenLoss is sums, not one number; {INSTEAD}")
+
+    def __truediv__(self, other: object) -> NoReturn:
+        """Refuse to divide every field."""
+        raise TypeError(f"TokenLoss / {type(other).__name__}: a TokenLoss is sums, not one number; {INSTEAD}")
+
+    def __mul__(self, other: object) -> NoReturn:
+        """Refuse to repeat the fields, as a tuple would."""
+        raise TypeError(f"TokenLoss * {type(other).__name__}: a TokenLoss is sums, not one number; {INSTEAD}")
+
+    def __rmul__(self, other: object) -> NoReturn:
+        """Refuse to repeat the fields, as a tuple would."""
+        self.__mul__(other)
+
+    def __sub__(self, other: object) -> NoReturn:
+        """Refuse a difference of counts."""
+        raise TypeError(f"TokenLoss - {type(other).__name__}: a TokenLoss is sums, not one number; {INSTEAD}")
+
     def __format__(self, spec: str) -> str:
         """Format it as a tuple, and refuse the format of a number."""
         # f"{loss:.3f}" asks for one number, f"{loss}" does not
@@ -153,16 +164,6 @@ class TokenLoss(NamedTuple):
         if not tells:
             return TokenLoss(total, count)
         return TokenLoss(total, count, nll=total.clone(), correct=count.clone())
-
-
-for _name, _operation in (
-    ("__float__", "float(TokenLoss)"),
-    ("__truediv__", "TokenLoss / a number"),
-    ("__mul__", "TokenLoss * a number"),
-    ("__rmul__", "a number * TokenLoss"),
-    ("__sub__", "TokenLoss - a number"),
-):
-    setattr(TokenLoss, _name, _not_one_number(_operation))
 
 
 def sum_of_parts(parts: Sequence[TokenLoss]) -> TokenLoss:

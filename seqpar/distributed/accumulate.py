@@ -148,8 +148,8 @@ def accumulate_gradients(
     # The same two numbers on every rank, so that all of them raise or none
     if int(whole.tokens) != step.tokens:
         raise RuntimeError(
-            f"tokens_of counted {step.tokens} tokens in this step and the losses {int(whole.tokens)}; count the "
-            "targets that the criterion does not ignore"
+            f"tokens_of counted {step.tokens} tokens in this step and the losses {int(whole.tokens)}, so the gradients "
+            "were divided by a wrong number; count the targets that the criterion does not ignore"
         )
     return whole
 

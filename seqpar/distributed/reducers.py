@@ -122,7 +122,8 @@ def called(model: nn.Module | None) -> Iterator[None]:
     yield
     if not has_run_forward(model):
         raise RuntimeError(
-            "loss_of did not call model, the DistributedDataParallel, but perhaps the module inside it: call model"
+            "loss_of did not call model, the DistributedDataParallel, but perhaps the module inside it, so gradients "
+            "would not be reduced over the ranks; call model in loss_of"
         )
 
 
@@ -130,5 +131,6 @@ def refuse_no_sync(model: nn.Module) -> None:
     """Raise RuntimeError inside `model.no_sync()`, where no gradient would be reduced."""
     if isinstance(model, DistributedDataParallel) and is_inside_no_sync(model):
         raise RuntimeError(
-            "accumulate_gradients was called inside model.no_sync(); call it outside: it enters no_sync itself"
+            "accumulate_gradients was called inside model.no_sync(), so gradients would not be reduced over the ranks; "
+            "call it outside: it enters no_sync itself for all micro-batches but the last"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -84,4 +83,7 @@ def _check_normalize(normalize: object, loss: TokenLoss) -> None:
     Without tokens 0 is accepted: all gradients are then 0, whatever the factor.
     """
     check_scalar(normalize, "normalize")
-    check_number(float(normalize), "normalize", above=0 if int(loss.tokens) else -math.inf)  # type: ignore[arg-type]
+    number = float(normalize)  # type: ignore[arg-type]
+    check_number(number, "normalize")
+    if number <= 0 and int(loss.tokens):
+        raise ValueError(f"normalize is {number} for {int(loss.tokens)} tokens; it must be above 0")

@@ -123,9 +123,9 @@ def _check_batch(
     """Raise TypeError or ValueError unless all are dense tensors whose dtypes and shapes fit each other and the cut."""
     check_floating(hidden, "hidden")
     check_type(target, "target", Tensor, "a tensor, as hidden is: scatter both or neither")
-    check_target(target, hidden=hidden)
     assert isinstance(hidden, Tensor)
     assert isinstance(target, Tensor)
+    check_target(target, hidden=hidden)
     check_per_token(per_token, target)
     wanted = f"(batch, time, D), whose time steps chunk_size={time_steps} cuts; for rows use chunk_tokens"
     check_shapes(time_steps is None or hidden.dim() == 3, wanted, hidden=hidden)

@@ -118,7 +118,10 @@ def allow_head_adapter(model: Any) -> Iterator[None]:
     base = base_of(model)
     head = adapted_head(base)
     if head is None:
-        raise TypeError(f"the output embeddings of this {type(base).__name__} have no adapter: leave this out")
+        raise TypeError(
+            f"the output embeddings of this {type(base).__name__} have no adapter; TRL accepts it as it is: leave out "
+            "allow_head_adapter"
+        )
     adapter_of(base)
     base.register_forward_pre_hook(_refuse_without_scores, with_kwargs=True)
     # An attribute of the instance goes before the method, and only the constructor asks the PEFT model itself

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import trl
@@ -37,8 +37,10 @@ def check_version() -> None:
     if node is not None and hasattr(trl_utils, COMPACT):
         arguments = list(inspect.signature(node.forward).parameters)[1:]
     if arguments != NODE_ARGUMENTS:
-        other = f"TRL {trl.__version__} computes its log-probabilities in another way than 1.16"
-        raise RuntimeError(f"{other}; install trl==1.16.0, or train without apply_seqpar_scores")
+        raise RuntimeError(
+            f"TRL {trl.__version__} computes its log-probabilities in another way than 1.16, for which "
+            "apply_seqpar_scores is written; install trl==1.16.0, or train without it"
+        )
 
 
 def refuse_options(trainer: Any) -> None:
@@ -47,28 +49,35 @@ def refuse_options(trainer: Any) -> None:
     if not isinstance(trainer, TRAINERS):
         names = ", ".join(supported.__name__ for supported in TRAINERS)
         raise TypeError(f"apply_seqpar_scores got a {kind}; it supports {names}, and subclasses of these")
-    for reason, options in UNSUPPORTED.items():
-        for option in options(trainer):
-            raise ValueError(f"{kind} with {option}: {reason}; leave it out, or train without apply_seqpar_scores")
+    for option, reason in _unsupported(trainer):
+        raise ValueError(f"{kind} with {option}: {reason}; leave it out, or train without apply_seqpar_scores")
 
 
-def _changed_models(trainer: Any) -> Iterator[str]:
-    """Yield the options with which another forward runs."""
-    for name in ("use_liger_kernel", "torch_compile"):
-        if getattr(trainer.args, name):
-            yield f"{name}=True"
+def _unsupported(trainer: Any) -> Iterator[tuple[str, str]]:
+    """Yield the options that are set and not supported, each with the reason."""
+    args = trainer.args
+    if args.use_liger_kernel:
+        yield "use_liger_kernel=True", "it replaces parts of the model's forward"
+    if args.torch_compile:
+        yield "torch_compile=True", "the scores are computed outside the compiled graph"
+    for option in _needing_logits(trainer):
+        yield option, "TRL computes the logits of all tokens for it"
+    for option in _layouts(trainer):
+        yield option, "the scores are not tested with it"
 
 
 def _needing_logits(trainer: Any) -> Iterator[str]:
     """Yield the options for which TRL runs the model again and keeps its logits."""
     args = trainer.args
-    if isinstance(trainer, SFTTrainer) and args.label_smoothing_factor and args.loss_type != "dft":
-        yield f"label_smoothing_factor={args.label_smoothing_factor:g}"
-    if isinstance(trainer, SFTTrainer) and trainer.compute_loss_func is not None:
-        yield "compute_loss_func"
-    for name in ("compute_metrics", "preprocess_logits_for_metrics"):
-        if getattr(trainer, name) is not None:
-            yield name
+    if isinstance(trainer, SFTTrainer):
+        if args.label_smoothing_factor and args.loss_type != "dft":
+            yield f"label_smoothing_factor={args.label_smoothing_factor:g}"
+        if trainer.compute_loss_func is not None:
+            yield "compute_loss_func"
+    if trainer.compute_metrics is not None:
+        yield "compute_metrics"
+    if trainer.preprocess_logits_for_metrics is not None:
+        yield "preprocess_logits_for_metrics"
 
 
 def _layouts(trainer: Any) -> Iterator[str]:
@@ -79,15 +88,5 @@ def _layouts(trainer: Any) -> Iterator[str]:
         yield "FSDP"
     parallelism = trainer.accelerator.parallelism_config
     for name in ("tp", "cp", "sp"):
-        if getattr(parallelism, f"{name}_enabled", False):
+        if parallelism is not None and getattr(parallelism, f"{name}_enabled", False):
             yield f"parallelism_config with {name}_size > 1"
-
-
-UNSUPPORTED: dict[str, Callable[[Any], Iterator[str]]] = {
-    "it replaces parts of the model's forward, or compiles it, and the scores are outside the compiled graph": (
-        _changed_models
-    ),
-    "TRL computes the logits of all tokens for it": _needing_logits,
-    "the scores are not tested with it": _layouts,
-}
-"""The reason why the scores do not go with some options -> those of them that a trainer has set."""

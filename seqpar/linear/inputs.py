@@ -263,10 +263,10 @@ def check_tensors(inputs: Inputs, prefix: str = "", any_dtype: bool = False) -> 
     """
     hidden, weight, target, bias, class_weight, token_weight = inputs
     projection = {f"{prefix}weight": weight, f"{prefix}bias": bias}
-    named = {**projection, "class_weight": class_weight, "token_weight": token_weight}
+    weights = {"class_weight": class_weight, "token_weight": token_weight}
     check_target(target, **{f"{prefix}hidden": hidden})
     check_floating(weight, f"{prefix}weight")
-    for name, tensor in named.items():
+    for name, tensor in ({f"{prefix}bias": bias} | weights).items():
         if tensor is not None:
             check_floating(tensor, name)
     wanted = "(..., D) and (V, D), the layout of nn.Linear.weight"
@@ -277,7 +277,7 @@ def check_tensors(inputs: Inputs, prefix: str = "", any_dtype: bool = False) -> 
         check_shapes(bias.shape == weight.shape[:1], "(V,) and (V, D)", **both)
     if token_weight is not None:
         check_shapes(token_weight.shape == target.shape, "the same", token_weight=token_weight, target=target)
-    check_one_device(**{f"{prefix}hidden": hidden}, target=target, **named)
+    check_one_device(**{f"{prefix}hidden": hidden}, target=target, **projection, **weights)
     is_cast = any_dtype or torch.is_autocast_enabled(hidden.device.type)
     for name, tensor in projection.items():
         if tensor is not None and tensor.dtype != hidden.dtype and not is_cast:

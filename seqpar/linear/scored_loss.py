@@ -164,8 +164,10 @@ class _LossByAutograd:
     def _check(self, loss_K: Tensor, scores: Scores, rows: list[Tensor], leaves: list[Tensor]) -> None:
         """Raise for a loss that loses a gradient or mixes rows, as far as these rows show it."""
         if leaves and not loss_K.requires_grad and bool((loss_K != 0).any()):
-            detached = "it returned a detached tensor (.detach(), torch.no_grad())"
-            raise RuntimeError(f"the result of loss does not require grad, though something before it does: {detached}")
+            raise RuntimeError(
+                "the result of loss does not require grad, though hidden or a parameter does: it returned a detached "
+                "tensor (.detach(), torch.no_grad())"
+            )
         known = {id(t) for t in leaves}
         for leaf in leaves_of_graph(loss_K):
             if id(leaf) not in known:
@@ -174,8 +176,9 @@ class _LossByAutograd:
         mixed = self._mixed_by_gradient(loss_K, leaves) or self._mixed_by_value(loss_K.detach(), scores, rows)
         if mixed:
             raise ValueError(
-                f"loss mixes rows: {mixed}. It is called on some rows at a time; compute anything that joins tokens "
-                "before, and pass it as a per-token keyword, or use token_scores"
+                f"loss mixes rows: {mixed}. It is called on some rows at a time, so a row's loss must depend on that "
+                "row alone; compute anything that joins tokens before, and pass it as a per-token keyword, or use "
+                "token_scores"
             )
 
     def _mixed_by_gradient(self, loss_K: Tensor, leaves: list[Tensor]) -> str:

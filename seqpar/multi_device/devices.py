@@ -37,21 +37,29 @@ def _check_one(device: object, name: str) -> torch.device:
     # True is an int, and would be the device 1
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise TypeError(f"{name}: {device!r} is a {type(device).__name__}, not a device; {_what_exists()}")
+    kind = accelerator()
     try:
-        # A number is that accelerator
-        found = torch.device(device)
+        if not isinstance(device, int):
+            found = torch.device(device)
+        elif kind is not None:
+            found = torch.device(kind, device)
+        else:
+            raise ValueError(f"{name}: device {device} is an accelerator's index, and there is none; {_what_exists()}")
     except RuntimeError:
         raise ValueError(f"{name}: {device!r} is not a device; {_what_exists()}") from None
-    count = 1 if found.type == "cpu" else 0
-    index = found.index or 0
-    if found.type == accelerator():
-        count = torch.accelerator.device_count()
-        # "cuda" alone is the current device, which may be another one by the time that the loss is computed
-        index = torch.accelerator.current_device_index() if found.index is None else found.index
-    if index >= count:
+    if found.type == "cpu":
+        if found.index not in (None, 0):
+            raise ValueError(f"{name}: {found} does not exist, the CPU is one device; {_what_exists()}")
+        # "cpu" and "cpu:0" are unequal in torch, and two names of one device must compare as one
+        return torch.device("cpu")
+    if found.type != kind:
         raise ValueError(f"{name}: {found} does not exist or cannot compute; {_what_exists()}")
-    # "cpu" and "cpu:0" are unequal in torch, and two names of one device must compare as one
-    return torch.device("cpu") if found.type == "cpu" else torch.device(found.type, index)
+    # "cuda" alone is the current device, which may be another one by the time that the loss is computed
+    index = torch.accelerator.current_device_index() if found.index is None else found.index
+    count = torch.accelerator.device_count()
+    if not 0 <= index < count:
+        raise ValueError(f"{name}: index {index} of {found} is not below {count}; {_what_exists()}")
+    return torch.device(found.type, index)
 
 
 def check_devices(devices: Sequence[Device], name: str = "devices") -> tuple[torch.device, ...]:

@@ -29,7 +29,7 @@ DEVICES = {
     "a bool": ([True], TypeError, r"devices\[0\]: True is a bool"),
     "none": ([None], TypeError, "NoneType"),
     "nonsense": (["gpu0"], ValueError, "'gpu0' is not a device; this machine has cpu"),
-    "another cpu": (["cpu:1"], ValueError, "cpu:1 does not exist or cannot compute; this machine has cpu"),
+    "another cpu": (["cpu:1"], ValueError, "the CPU is one device"),
     "far too high": (["cpu", "cuda:99"], ValueError, r"devices\[1\]: (index 99|cuda:99)"),
     "another kind": (["xpu:0"], ValueError, "does not exist"),
 }
@@ -46,7 +46,7 @@ def test_a_bad_device_list_says_what_exists(case):
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without a GPU")
 def test_an_index_without_an_accelerator_says_so():
-    with pytest.raises(ValueError, match=r"devices\[0\]: .*0.* is not a device|cuda:0 does not exist"):
+    with pytest.raises(ValueError, match="device 0 is an accelerator's index, and there is none"):
         check_devices([0])
 
 
@@ -219,7 +219,7 @@ def test_normalize_must_be_above_zero_where_there_are_tokens():
     generator = nn.Linear(4, 9)
     opt = torch.optim.SGD(generator.parameters(), 0.1)
     compute = seqpar.MultiGPULossCompute(generator, seqpar.CrossEntropy(), ["cpu"], opt=opt)
-    with pytest.raises(ValueError, match=r"normalize is 0\.0; it must be a finite number above 0"):
+    with pytest.raises(ValueError, match=r"normalize is 0\.0 for 6 tokens"):
         compute(hidden(2, 3), zeros(2, 3), 0)
     compute(hidden(2, 3).requires_grad_(), torch.full((2, 3), -100), 0)  # all padding: 0 / 0 does no harm
     assert torch.isfinite(generator.weight).all()
