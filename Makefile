@@ -35,7 +35,7 @@ help:  ## list the targets
 demo: .venv/recipes  ## train, evaluate and try a translation model on the built-in corpus (2 to 4 minutes on 2 cores)
 	@$(BIN)/python -m recipes.translation demo --processes auto
 
-test: check  ## run the checks and the tests (about 15 to 25 minutes on 2 cores)
+test: check  ## run the checks and the tests (about 15 minutes on 2 cores)
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
 	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
