@@ -252,6 +252,19 @@ MIXING = {
 }
 
 
+@pytest.mark.parametrize("other", [lambda t: t.view(-1, 2).flip(1).flatten(), lambda t: t.roll(4)])
+def test_mixing_that_shows_in_the_gradient_alone_is_found_wherever_the_other_row_is(other):
+    """Its value is that of the row alone; of pairs both rows are in one half, of halves both rows are even or odd."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(9, 4)
+
+    def loss(scores):
+        return scores.log_prob + other(scores.lse) - other(scores.lse).detach()
+
+    with pytest.raises(ValueError, match=r"^loss mixes rows: a row's loss has a gradient in other rows"):
+        seqpar.scored_loss(hidden, weight, torch.zeros(8, dtype=torch.long), loss)
+
+
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", MIXING)
 def test_a_loss_that_mixes_rows_is_found_and_refused(name, grad):
