@@ -25,14 +25,15 @@ import ctranslate2
 import torch
 
 from benchmarks.loss.results import hardware
-from recipes.translation.atomic_folder import whole_folder
-from recipes.translation.data.sentence_pairs import Pair, load_pairs
+from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model
+from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.run_folder.checkpoint import Translator, load_translator
 from recipes.translation.scores.bootstrap import Interval, interval, resampled_scores
 from recipes.translation.scores.scores import measure
 from recipes.translation.scores.statistics import Measured
-from recipes.translation.translate import translate
+from recipes.translation.text.pair import Pair
+from recipes.translation.translating.translate import translate
 from seqpar.testing.markdown_table import markdown_table
 
 TEACHER = "teacher, torch"

@@ -29,14 +29,14 @@ from benchmarks.distilled import bytes_of
 from benchmarks.loss.results import hardware
 from models import default_limit
 from recipes.translation.data.batches import padded
-from recipes.translation.data.bleu_tokenizers import tokenizer_for
 from recipes.translation.data.model_text import finished
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.data.subwords import BOS, EOS, PAD
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model, onnx_model
 from recipes.translation.run_folder.checkpoint import Translator, load_translator
 from recipes.translation.settings.config import DecodingConfig
-from recipes.translation.translate import source_ids, translate
+from recipes.translation.text.bleu_tokenizers import tokenizer_for
+from recipes.translation.text.subwords import BOS, EOS, PAD
+from recipes.translation.translating.translate import source_ids, translate
 from seqpar.testing.markdown_table import markdown_table
 
 TORCH = "torch"

@@ -30,11 +30,11 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.loss.results import hardware
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.data.sentencepiece_file import Kind, Piece, pieces_of, with_pieces
 from recipes.translation.importing.folder import Folder
 from recipes.translation.importing.published_model import import_model
 from recipes.translation.importing.tokenizer import M2M100, SPM, read_tokenizer
 from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.text.sentencepiece_file import Kind, Piece, pieces_of, with_pieces
 from seqpar.testing.markdown_table import markdown_table
 
 SENTENCES, TOKENS = 3, 12

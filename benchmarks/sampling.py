@@ -24,8 +24,8 @@ from benchmarks.loss.results import hardware
 from models import EncoderDecoder, beam_search, default_limit, evaluating, greedy, sample
 from recipes.translation.data.batches import padded
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.data.subwords import BOS, EOS, PAD
 from recipes.translation.run_folder.checkpoint import Translator, load_translator
+from recipes.translation.text.subwords import BOS, EOS, PAD
 from seqpar.testing.markdown_table import markdown_table
 
 BATCH = 64

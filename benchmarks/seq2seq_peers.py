@@ -21,9 +21,9 @@ import seqpar
 from benchmarks.loss.peers import import_quietly
 from models import PRESETS, TransformerConfig, make_transformer, sinusoidal_positions
 from recipes.translation.data.batches import Batch, TokenBatches
-from recipes.translation.data.subwords import BOS, EOS, PAD
 from recipes.translation.processes.ranks import ALONE
 from recipes.translation.settings.config import load_config
+from recipes.translation.text.subwords import BOS, EOS, PAD
 from recipes.translation.training.layout import Layout, axes_of
 from seqpar.multi_device.devices import check_devices
 

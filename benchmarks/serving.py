@@ -27,7 +27,7 @@ from benchmarks.loss.results import hardware
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.export import ctranslate2_engine
 from recipes.translation.run_folder.checkpoint import load_translator
-from recipes.translation.translate import translate
+from recipes.translation.translating.translate import translate
 from seqpar.testing.markdown_table import markdown_table
 
 HEAD = ["engine", "clients", "answered", "equal to translate", "median s", "p95 s", "requests/s", "peak MB"]

@@ -21,8 +21,8 @@ from torch import Tensor
 import seqpar
 from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.data.subwords import PAD
 from recipes.translation.run_folder.checkpoint import Translator, load_facts, load_translator
+from recipes.translation.text.subwords import PAD
 from seqpar.testing.markdown_table import markdown_table
 
 EXPONENTS = (-16, -12)

@@ -60,8 +60,8 @@ from recipes.translation.data.batches import Batch, TokenBatches
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.data.subwords import BOS, EOS, PAD
 from recipes.translation.settings.config import RunConfig, load_config
+from recipes.translation.text.subwords import BOS, EOS, PAD
 from seqpar.testing.markdown_table import markdown_table
 
 TOKENS = 4_000

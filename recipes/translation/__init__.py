@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recipes.translation.loaded import LoadedTranslator, load_translator
+    from recipes.translation.translating.loaded import LoadedTranslator, load_translator
 
 __all__ = ["LoadedTranslator", "load_translator"]
 
@@ -13,7 +13,7 @@ __all__ = ["LoadedTranslator", "load_translator"]
 def __getattr__(name: str) -> Any:
     """Import the public names, and torch with them, when the first one is asked for: the commands' help needs none."""
     if name in __all__:
-        from recipes.translation import loaded
+        from recipes.translation.translating import loaded
 
         return getattr(loaded, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from recipes.translation.missing_package import missing_package
+from recipes.translation.errors import missing_package
 from recipes.translation.processes.beginning import end_at_interrupt, end_with_launcher
 
 try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from recipes.translation.atomic_folder import whole_folder
-from recipes.translation.evaluate import evaluate
+from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.processes.ranks import Ranks, joined
+from recipes.translation.processes.status_line import duration
+from recipes.translation.processes.terminal import print_text
 from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.scores.evaluate import evaluate
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.status_line import duration
-from recipes.translation.terminal import print_text
 from recipes.translation.train import train
 from recipes.translation.training.layout import devices_of
 from recipes.translation.training.summary import Sample, Summary, command

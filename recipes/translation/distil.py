@@ -15,16 +15,17 @@ from typing import NamedTuple
 import torch
 
 from recipes.translation.data.corpora import TrainingCorpus, check_training_data, corpora_of, language_tags, tags_of
-from recipes.translation.data.sentence_pairs import DataError, each_training_pair
+from recipes.translation.data.sentence_pairs import each_training_pair
+from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.run_folder.resume import check_others_stay
 from recipes.translation.run_folder.teacher import teacher_folder, teacher_subwords
-from recipes.translation.settings.config import ConfigError, CorpusConfig, RunConfig
-from recipes.translation.teacher_translations import write_translations
+from recipes.translation.settings.config import CorpusConfig, RunConfig
 from recipes.translation.train import train
 from recipes.translation.training.summary import Summary, command
+from recipes.translation.training.teacher_translations import write_translations
 
 FOLDER = "translations"
 """Where a student's folder has the teacher's translations."""

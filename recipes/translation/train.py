@@ -20,12 +20,13 @@ from torch import Tensor
 
 import seqpar
 from models import EncoderDecoder
-from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.data.mistakes import check_meant
+from recipes.translation.errors import TrainingError
+from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.processes.ranks import Ranks, joined
-from recipes.translation.processes.stop import StopSignals, TrainingError
+from recipes.translation.processes.stop import StopSignals
 from recipes.translation.report.journal import Journal
 from recipes.translation.run_folder.checkpoint import (
     WEIGHTS,

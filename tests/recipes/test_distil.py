@@ -11,22 +11,23 @@ from typing import Any
 
 import pytest
 
-from recipes.translation import teacher_translations
 from recipes.translation.commands import main
 from recipes.translation.commands.distillation import STUDENT
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import corpora_of
 from recipes.translation.data.held_out import HeldOutSplit, has_held_out, held_out
-from recipes.translation.data.lines import read_lines
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.distil import distil, originals_of, sentences_of, student_of
+from recipes.translation.errors import ConfigError
+from recipes.translation.files.lines import read_lines
 from recipes.translation.processes.ranks import joined
 from recipes.translation.run_folder.checkpoint import Translator, load_facts, load_translator
 from recipes.translation.run_folder.teacher import load_teacher
-from recipes.translation.settings.config import ConfigError, CorpusConfig, RunConfig, load_config, moved_to, save_config
-from recipes.translation.teacher_translations import write_translations
+from recipes.translation.settings.config import CorpusConfig, RunConfig, load_config, moved_to, save_config
 from recipes.translation.train import train
-from recipes.translation.translate import translate
+from recipes.translation.training import teacher_translations
+from recipes.translation.training.teacher_translations import write_translations
+from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
 from tests.recipes.random_translator import random_translator
 from tests.recipes.run_folder.made import contents

@@ -17,11 +17,11 @@ import torch
 
 from recipes.translation.data import prepare, token_store
 from recipes.translation.data.corpus import store_key
-from recipes.translation.data.subwords import Subwords
 from recipes.translation.run_folder.checkpoint import Translator, tensors_of
 from recipes.translation.settings.config import SCHEMA, CorpusConfig, RunConfig
 from recipes.translation.settings.schema import Schema
-from recipes.translation.teacher_translations import origin
+from recipes.translation.text.subwords import Subwords
+from recipes.translation.training.teacher_translations import origin
 from tests.recipes.random_translator import random_translator
 
 LINES = ["a dog", "two cats"]

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from models.dropout import Dropout
-from recipes.translation.alternatives import alternatives
 from recipes.translation.data import drawn_batches
 from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.mixing import Mixture
-from recipes.translation.search_options import Sampling, SearchOptions
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.train import dropout_seed, train
+from recipes.translation.translating.alternatives import alternatives
+from recipes.translation.translating.search_options import Sampling, SearchOptions
 from tests.recipes.random_translator import random_translator
 from tests.recipes.tiny import few_held_out, tiny
 

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 
-from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands.arguments import PROGRAM
 from recipes.translation.commands.distillation import distil
 from recipes.translation.commands.evaluation import compare, evaluate, score
@@ -25,11 +24,15 @@ from recipes.translation.commands.reporting import report
 from recipes.translation.commands.serving import serve
 from recipes.translation.commands.training import DEMO_CONFIG, average, demo, prepare, train
 from recipes.translation.commands.translation import translate
-from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.missing_package import missing_package
+from recipes.translation.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    OtherRankError,
+    TrainingError,
+    missing_package,
+)
 from recipes.translation.processes.launch import automatic, launch
-from recipes.translation.processes.stop import OtherRankError, TrainingError
-from recipes.translation.settings.config import ConfigError
 from recipes.translation.settings.options import FIRST_EXAMPLE, fail, unknown
 
 __all__ = ["COMMANDS", "DEMO_CONFIG", "main"]

@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.translation.atomic_folder import CheckpointError, model_folder, whole_folder
+from recipes.translation.errors import CheckpointError, ConfigError
+from recipes.translation.files.atomic_folder import model_folder, whole_folder
 from recipes.translation.run_folder.outputs import check_run
-from recipes.translation.settings.config import ConfigError, DecodingConfig, RunConfig, load_config, moved_to
+from recipes.translation.settings.config import DecodingConfig, RunConfig, load_config, moved_to
 from recipes.translation.settings.options import ALSO, OneLineParser, overrides
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.commands.arguments import (
     PROGRAM,
     add_config_file,
@@ -19,7 +18,9 @@ from recipes.translation.commands.arguments import (
     with_folder,
 )
 from recipes.translation.commands.training import exit_status
-from recipes.translation.settings.config import ConfigError, ModelConfig, RunConfig, load_config
+from recipes.translation.errors import ConfigError
+from recipes.translation.files.atomic_folder import whole_folder
+from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
 from recipes.translation.settings.options import add_config_options, overrides
 
 STUDENT: dict[str, object] = {

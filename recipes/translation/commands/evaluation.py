@@ -21,17 +21,17 @@ from recipes.translation.commands.arguments import (
     path,
 )
 from recipes.translation.commands.searching import add_ensemble, load_ensemble
+from recipes.translation.processes.terminal import print_text
 from recipes.translation.run_folder.outputs import check_output, results_folder
 from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser
-from recipes.translation.terminal import print_text
 
 if TYPE_CHECKING:
-    from recipes.translation.data.sentence_pairs import Pair
-    from recipes.translation.evaluate import Evaluation
     from recipes.translation.processes.ranks import Ranks
+    from recipes.translation.scores.evaluate import Evaluation
     from recipes.translation.scores.groups import Parts
     from recipes.translation.settings.config import DataConfig, RunConfig
+    from recipes.translation.text.pair import Pair
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -76,9 +76,9 @@ def evaluate(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     _check_files(parser, options)
 
-    from recipes.translation.data.bleu_tokenizers import check_tokenizer
     from recipes.translation.processes.ranks import joined
     from recipes.translation.scores.comet import check_comet
+    from recipes.translation.text.bleu_tokenizers import check_tokenizer
 
     if options.tokenize and options.tokenize != "auto":
         check_tokenizer(options.tokenize)
@@ -102,8 +102,8 @@ def _check_name(options: argparse.Namespace, sources: Path, pairs: Sequence[Pair
 
     Raises ConfigError where they would replace a file that is read.
     """
-    from recipes.translation.data.sentence_pairs import DataError
-    from recipes.translation.evaluate import other_sources, result_files
+    from recipes.translation.errors import DataError
+    from recipes.translation.scores.evaluate import other_sources, result_files
 
     name = sources.name
     if options.ensemble:
@@ -127,7 +127,7 @@ def _check_name(options: argparse.Namespace, sources: Path, pairs: Sequence[Pair
 
 
 def _table(evaluations: Sequence[Evaluation]) -> str:
-    from recipes.translation.evaluate import sets_table
+    from recipes.translation.scores.evaluate import sets_table
 
     if len(evaluations) > 1:
         return sets_table(evaluations)
@@ -137,7 +137,7 @@ def _table(evaluations: Sequence[Evaluation]) -> str:
 def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
     """Translate and score what the options name: one test set, or those of several corpora."""
     from recipes.translation.data.held_out import held_out
-    from recipes.translation.evaluate import evaluate_each, evaluate_files, evaluate_pairs, read_pairs
+    from recipes.translation.scores.evaluate import evaluate_each, evaluate_files, evaluate_pairs, read_pairs
 
     references = Path(options.references or "")
     sources = Path(options.sources or "")
@@ -183,7 +183,7 @@ def _with_comet(model: Path, evaluations: Sequence[Evaluation], ranks: Ranks) ->
 
 def _parts(options: argparse.Namespace, evaluation: Evaluation, ranks: Ranks) -> Parts:
     """Score the parts that --by names."""
-    from recipes.translation.evaluate import parts_of
+    from recipes.translation.scores.evaluate import parts_of
 
     data = evaluation.held_out.data if evaluation.held_out else None
     return parts_of(evaluation, options.by, _labels(options, data, ranks))
@@ -191,7 +191,7 @@ def _parts(options: argparse.Namespace, evaluation: Evaluation, ranks: Ranks) ->
 
 def _labels(options: argparse.Namespace, data: DataConfig | None, ranks: Ranks) -> list[str]:
     """Return the labels that --by names; none for the lengths, which are counted."""
-    from recipes.translation.evaluate import labels_of
+    from recipes.translation.scores.evaluate import labels_of
 
     if options.by == "length":
         return []
@@ -233,8 +233,8 @@ def compare(argv: Sequence[str]) -> int:
     if options.split and all(Path(system).is_file() for system in options.systems):
         parser.error("--split is data of a run, and there are files alone; leave it out")
 
-    from recipes.translation.compare import compare as compare_systems
     from recipes.translation.processes.ranks import joined
+    from recipes.translation.scores.compare import compare as compare_systems
 
     references = None
     if options.references:
@@ -264,9 +264,9 @@ def score(argv: Sequence[str]) -> int:
     if not (options.sources and options.targets):
         parser.error("--sources and --targets go together, and both are needed")
 
-    from recipes.translation.evaluate import read_pairs
-    from recipes.translation.forced_decoding import score_pairs
     from recipes.translation.processes.ranks import joined
+    from recipes.translation.scores.evaluate import read_pairs
+    from recipes.translation.translating.forced_decoding import score_pairs
 
     with joined(LayoutConfig().timeout) as ranks:
         pairs = ranks.run_on_main(lambda: read_pairs(Path(options.sources), Path(options.targets)))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands.arguments import (
     PROGRAM,
     add_checkpoint,
@@ -18,6 +17,7 @@ from recipes.translation.commands.arguments import (
     path,
     require,
 )
+from recipes.translation.errors import CheckpointError
 from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.settings.config import LayoutConfig
 

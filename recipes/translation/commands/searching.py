@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands.arguments import count, load, path
-from recipes.translation.data.lines import read_lines
-from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.search_options import Sampling, SearchOptions
+from recipes.translation.errors import CheckpointError, DataError
+from recipes.translation.files.lines import read_lines
+from recipes.translation.translating.search_options import Sampling, SearchOptions
 
 if TYPE_CHECKING:
     from recipes.translation.processes.ranks import Ranks

@@ -22,7 +22,7 @@ from recipes.translation.commands.arguments import (
     require,
     runs_of,
 )
-from recipes.translation.settings.config import ConfigError
+from recipes.translation.errors import ConfigError
 
 if TYPE_CHECKING:
     from recipes.translation.serve.models import Model
@@ -113,8 +113,8 @@ def exported_models(run: str, exported: Path, options: argparse.Namespace) -> li
     """Read what a run was exported to, and the run itself for alignments, where it is there."""
     require("ctranslate2")
 
-    from recipes.translation.atomic_folder import model_folder, whole_folder
     from recipes.translation.export import ctranslate2_engine
+    from recipes.translation.files.atomic_folder import model_folder, whole_folder
     from recipes.translation.processes.ranks import ALONE
     from recipes.translation.serve.models import ctranslate2_models
 

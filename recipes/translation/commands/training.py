@@ -17,13 +17,13 @@ from recipes.translation.commands.arguments import (
     run_config,
     with_folder,
 )
+from recipes.translation.processes.terminal import print_text
 from recipes.translation.run_folder.outputs import check_run
 from recipes.translation.settings.config import LayoutConfig, load_config
 from recipes.translation.settings.options import add_config_options, overrides
-from recipes.translation.terminal import print_text
 
 if TYPE_CHECKING:
-    from recipes.translation.data.subwords import Subwords
+    from recipes.translation.text.subwords import Subwords
     from recipes.translation.training.summary import Summary
 
 DEMO_CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"

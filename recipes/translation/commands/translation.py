@@ -21,17 +21,18 @@ from recipes.translation.commands.arguments import (
     require,
 )
 from recipes.translation.commands.searching import add_search_options, clashing, load_ensemble, search_options
-from recipes.translation.data.lines import lines_of, read_lines, unpacked
+from recipes.translation.errors import ConfigError
+from recipes.translation.files.lines import lines_of, read_lines, unpacked
+from recipes.translation.processes.terminal import print_text
 from recipes.translation.run_folder.outputs import check_output_file, write_output
-from recipes.translation.search_options import SearchOptions
-from recipes.translation.settings.config import ConfigError, LayoutConfig
-from recipes.translation.terminal import print_text
+from recipes.translation.settings.config import LayoutConfig
+from recipes.translation.translating.search_options import SearchOptions
 
 if TYPE_CHECKING:
-    from recipes.translation.alternatives import Translation
     from recipes.translation.processes.ranks import Ranks
-    from recipes.translation.rerank import Utility
     from recipes.translation.run_folder.checkpoint import Translator
+    from recipes.translation.scores.rerank import Utility
+    from recipes.translation.translating.alternatives import Translation
 
 
 def translate(argv: Sequence[str]) -> int:
@@ -116,8 +117,8 @@ def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: ar
         raise ConfigError("--engine ctranslate2 uses threads, not several processes: start it without torchrun")
     require("ctranslate2")
 
-    from recipes.translation.atomic_folder import model_folder, whole_folder
     from recipes.translation.export import ctranslate2_engine
+    from recipes.translation.files.atomic_folder import model_folder, whole_folder
 
     folder = Path(options.run)
     if not (folder / "model.bin").is_file():
@@ -151,8 +152,8 @@ def printed(
     translator: Translator, sentences: Sequence[str], search: SearchOptions, options: argparse.Namespace, ranks: Ranks
 ) -> list[str]:
     """Return the lines that show the translations."""
-    from recipes.translation.alternatives import alternatives, table
-    from recipes.translation.translate import translate as translate_all
+    from recipes.translation.translating.alternatives import alternatives, table
+    from recipes.translation.translating.translate import translate as translate_all
 
     decoding = translator.config.decoding
     if search == SearchOptions() and not options.n_best and not options.scores:
@@ -167,8 +168,8 @@ def printed(
 
 def chosen_by_mbr(translator: Translator, found: list[list[Translation]], utility: Utility) -> list[str]:
     """Return of each sentence's translations the one with the largest mean utility."""
-    from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
-    from recipes.translation.rerank import best_by_mbr
+    from recipes.translation.scores.rerank import best_by_mbr
+    from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
 
     data = translator.config.data
     texts = [[one.text for one in row] for row in found]
@@ -181,7 +182,7 @@ def write_alignments(
     file: Path, translator: Translator, sentences: Sequence[str], translations: Sequence[str], ranks: Ranks
 ) -> None:
     """Write a line of links for each sentence; rank 0 alone writes."""
-    from recipes.translation.alignments import align, pharaoh
+    from recipes.translation.translating.alignments import align, pharaoh
 
     found = align(translator, sentences, translations, translator.config.decoding, ranks)
     if ranks.is_main:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from recipes.translation.data.mixing import Mixture
-from recipes.translation.data.subwords import ORDINARY, PAD, Symbols
 from recipes.translation.data.token_store import StoredIds
+from recipes.translation.text.subwords import ORDINARY, PAD, Symbols
 
 T = TypeVar("T")
 Ids = Sequence[int]

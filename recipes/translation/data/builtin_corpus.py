@@ -13,7 +13,7 @@ import datetime
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import TypeVar
 
 from recipes.translation.data.builtin_words import (
     CITIES,
@@ -37,15 +37,7 @@ from recipes.translation.data.number_words import (
     german_stem,
     german_year,
 )
-
-Split = Literal["train", "valid", "test"]
-
-
-class Pair(NamedTuple):
-    """A sentence and its translation."""
-
-    source: str
-    target: str
+from recipes.translation.text.pair import Pair, Split
 
 
 def clock(hour: int, minute: int) -> Pair:

@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 
-from recipes.translation.data.builtin_corpus import Pair
-from recipes.translation.data.scripts import mostly_in, scripts_of_language
+from recipes.translation.errors import ConfigError
 from recipes.translation.settings.cleaning import CleaningConfig
-from recipes.translation.settings.schema import ConfigError
+from recipes.translation.text.pair import Pair
+from recipes.translation.text.scripts import mostly_in, scripts_of_language
 
 Rule = Callable[[Pair], bool]
 """Return whether a pair is to be removed."""

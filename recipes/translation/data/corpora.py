@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.translation.data.mixing import Mixture
-from recipes.translation.data.placeholders import masked_pair
-from recipes.translation.data.segmentations import BLANK
-from recipes.translation.data.sentence_pairs import DataError, Pair, each_training_pair, fingerprint
+from recipes.translation.data.sentence_pairs import each_training_pair, fingerprint
 from recipes.translation.data.split_files import check_named
-from recipes.translation.data.subwords import Subwords, symbols_of
-from recipes.translation.settings.config import ConfigError, CorpusConfig, DataConfig, RunConfig, format_of_files
+from recipes.translation.errors import ConfigError, DataError
+from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig, format_of_files
+from recipes.translation.text.pair import Pair
+from recipes.translation.text.placeholders import masked_pair
+from recipes.translation.text.segmentations import BLANK
+from recipes.translation.text.subwords import Subwords, symbols_of
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recipes.translation.data.batches import TokenBatches
-from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.data.corpora import (
     check_known,
     check_training_data,
@@ -22,15 +21,17 @@ from recipes.translation.data.corpora import (
 )
 from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
 from recipes.translation.data.held_out import HeldOut, check_held_out, held_out
-from recipes.translation.data.placeholders import masked_pair
 from recipes.translation.data.prepare import prepare
-from recipes.translation.data.sentence_pairs import DataError, Pair
 from recipes.translation.data.split_files import expanded
-from recipes.translation.data.subwords import Subwords
 from recipes.translation.data.token_store import TokenStore, check_store, key_of, write_store
+from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.checks import check_unset
-from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
+from recipes.translation.text.pair import Pair
+from recipes.translation.text.placeholders import masked_pair
+from recipes.translation.text.subwords import Subwords
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,11 @@ from recipes.translation.data.corpora import (
     only_held_out,
     with_language_tag,
 )
-from recipes.translation.data.sentence_pairs import DataError, Pair, load_pairs
+from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.data.split_files import check_format, check_languages
-from recipes.translation.settings.config import ConfigError, DataConfig, RunConfig
+from recipes.translation.errors import ConfigError, DataError
+from recipes.translation.settings.config import DataConfig, RunConfig
+from recipes.translation.text.pair import Pair
 
 HeldOutSplit = Literal["valid", "test"]
 

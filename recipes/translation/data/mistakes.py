@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from recipes.translation.data.builtin_corpus import Split
 from recipes.translation.data.corpora import corpora_of
 from recipes.translation.data.held_out import held_out
-from recipes.translation.data.lines import DataError
 from recipes.translation.data.split_files import names_of, paths_of
+from recipes.translation.errors import DataError
 from recipes.translation.settings.config import DataConfig, RunConfig
+from recipes.translation.text.pair import Split
 
 WAY = "if it is meant so, add --insist"
 

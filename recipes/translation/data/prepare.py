@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from recipes.translation.atomic_folder import CheckpointError, replaced_folder, verified_folder
 from recipes.translation.data.corpora import check_symbols, each_corpus, identity, tags_of
-from recipes.translation.data.sentence_pairs import Pair
-from recipes.translation.data.subwords import UNK, Subwords, symbols_of, train_subwords
+from recipes.translation.errors import CheckpointError
+from recipes.translation.files.atomic_folder import replaced_folder, verified_folder
 from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import RunConfig, SubwordConfig
+from recipes.translation.text.pair import Pair
+from recipes.translation.text.subwords import UNK, Subwords, symbols_of, train_subwords
 
 SETTINGS = "settings.json"
 SHAPING = ("vocab_size", "joint", "kind", "min_count", "lowercase")

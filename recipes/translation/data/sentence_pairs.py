@@ -17,14 +17,15 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from recipes.translation.data.builtin_corpus import Pair, Split
 from recipes.translation.data.builtin_corpus import each_pair as builtin_pairs
 from recipes.translation.data.cleaning import EMPTY, Cleaning
-from recipes.translation.data.lines import DataError, each_line
 from recipes.translation.data.split_files import check_format, expanded, names_of, paths_of
+from recipes.translation.errors import DataError
+from recipes.translation.files.lines import each_line
 from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import DataConfig
 from recipes.translation.settings.schema import shortened
+from recipes.translation.text.pair import Pair, Split
 
 __all__ = ["DataError", "Pair", "Pairs", "fingerprint", "load_pairs"]
 

@@ -6,9 +6,9 @@ import os
 import re
 from pathlib import Path
 
-from recipes.translation.data.builtin_corpus import Split
-from recipes.translation.data.lines import DataError
+from recipes.translation.errors import DataError
 from recipes.translation.settings.config import DataConfig, named_format
+from recipes.translation.text.pair import Split
 
 
 def check_named(data: DataConfig, split: Split) -> None:

@@ -19,12 +19,12 @@ from typing import Any
 import numpy
 import numpy.typing
 
-from recipes.translation.atomic_folder import sha256
-from recipes.translation.data.builtin_corpus import Pair
-from recipes.translation.data.lines import DataError
-from recipes.translation.data.subwords import Subwords
+from recipes.translation.errors import DataError
+from recipes.translation.files.atomic_folder import sha256
+from recipes.translation.files.json_fields import TEXT, WrongFieldError, each, fields, is_whole, value
 from recipes.translation.files.writing import claimed, flush, put
-from recipes.translation.json_fields import TEXT, WrongFieldError, each, fields, is_whole, value
+from recipes.translation.text.pair import Pair
+from recipes.translation.text.subwords import Subwords
 
 ROWS = 50_000
 """Pairs in a record batch."""

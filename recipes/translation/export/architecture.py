@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from models import DecoderOnlyConfig, TransformerConfig
+from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import Translator, model_sizes
-from recipes.translation.settings.config import ConfigError
 
 
 def check_encoder(translator: Translator) -> None:

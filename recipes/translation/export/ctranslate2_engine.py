@@ -13,13 +13,14 @@ import torch
 
 from models import Hypothesis, default_limit, length_normaliser
 from models.hypotheses import best_first
-from recipes.translation.alternatives import Translation
-from recipes.translation.atomic_folder import CheckpointError, verified_folder
 from recipes.translation.data.model_text import finished
-from recipes.translation.data.subwords import PAD, Subwords
+from recipes.translation.errors import CheckpointError
+from recipes.translation.files.atomic_folder import verified_folder
 from recipes.translation.run_folder.checkpoint import load_belongings
 from recipes.translation.settings.config import DecodingConfig, RunConfig
-from recipes.translation.translate import source_ids
+from recipes.translation.text.subwords import PAD, Subwords
+from recipes.translation.translating.alternatives import Translation
+from recipes.translation.translating.translate import source_ids
 
 
 class ExportedTranslator(NamedTuple):

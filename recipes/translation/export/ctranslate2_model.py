@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from models.attention import Attention
 from models.presets import Activation
 from models.transformer import EncoderLayer, FeedForward
-from recipes.translation.atomic_folder import replaced_folder
-from recipes.translation.data.subwords import EOS, UNK
 from recipes.translation.export.architecture import transformer_sizes
+from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.run_folder.checkpoint import Translator, save_belongings
 from recipes.translation.run_folder.made_from import note_origin
+from recipes.translation.text.subwords import EOS, UNK
 
 ACTIVATIONS: dict[Activation, Any] = {
     "relu": common_spec.Activation.RELU,

@@ -31,11 +31,12 @@ from transformers import (
 
 from models import EncoderDecoder, TransformerConfig
 from models.attention import Attention
-from recipes.translation.atomic_folder import replaced_folder
-from recipes.translation.data.subwords import BOS, EOS, PAD, UNK, Subwords
+from recipes.translation.errors import ConfigError
 from recipes.translation.export.architecture import transformer_sizes
+from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.run_folder.checkpoint import Translator
-from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, Subwords
 
 
 class Entry(NamedTuple):

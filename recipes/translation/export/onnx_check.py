@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from models import EncoderDecoder, evaluating
+from recipes.translation.errors import ConfigError
 from recipes.translation.export.onnx_interface import Graphs
-from recipes.translation.settings.config import ConfigError
 
 TOLERANCE = 1e-3
 """Rounding is below a tenth of it; an equation that differs is far above."""

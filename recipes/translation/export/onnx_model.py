@@ -17,14 +17,14 @@ from pathlib import Path
 
 from models import EncoderDecoder, TransformerConfig
 from models.recurrent import RecurrentEncoderDecoder
-from recipes.translation.atomic_folder import replaced_folder
-from recipes.translation.data.subwords import BOS, EOS, PAD, UNK
+from recipes.translation.errors import ConfigError
 from recipes.translation.export import onnx_recurrent, onnx_transformer
 from recipes.translation.export.architecture import check_encoder
 from recipes.translation.export.onnx_check import check
 from recipes.translation.export.onnx_interface import Graphs
+from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.run_folder.checkpoint import Translator, model_sizes, save_belongings, subword_names
-from recipes.translation.settings.config import ConfigError
+from recipes.translation.text.subwords import BOS, EOS, PAD, UNK
 
 
 def write(translator: Translator, folder: Path) -> None:

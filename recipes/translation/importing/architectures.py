@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from models import PRESETS, TransformerConfig
 from models.presets import ARCHITECTURES, Activation, Tie
-from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.errors import CheckpointError
 
 
 class Published(NamedTuple):

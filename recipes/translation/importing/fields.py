@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from recipes.translation.atomic_folder import CheckpointError
-from recipes.translation.json_fields import (
+from recipes.translation.errors import CheckpointError
+from recipes.translation.files.json_fields import (
     TEXT,
     TEXTS,
     Check,

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.errors import CheckpointError
 from recipes.translation.importing.fields import check_fields
 
 WEIGHTS = "model.safetensors"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from recipes.translation.data.subwords import EOS, PAD
 from recipes.translation.importing.folder import Folder
 from recipes.translation.importing.tokenizer import Tokenizer
+from recipes.translation.text.subwords import EOS, PAD
 
 KNOWN = (
     "num_beams length_penalty max_length max_new_tokens decoder_start_token_id pad_token_id bos_token_id use_cache "

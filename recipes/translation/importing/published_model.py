@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import sentencepiece
 
 from models import PRESETS, TransformerConfig
-from recipes.translation.atomic_folder import CheckpointError
-from recipes.translation.data.sentencepiece_file import kind_of_model
-from recipes.translation.data.subwords import Subwords
+from recipes.translation.errors import CheckpointError
 from recipes.translation.importing.architectures import published, sizes_of
 from recipes.translation.importing.folder import Folder, Weights, check_subwords
 from recipes.translation.importing.generation import decoding_of, lost_settings, read_generation, searches_on
@@ -21,6 +19,8 @@ from recipes.translation.importing.weights import our_weights
 from recipes.translation.run_folder.checkpoint import Translator, fill_model, model_to_fill, save_model
 from recipes.translation.run_folder.outputs import is_run
 from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
+from recipes.translation.text.sentencepiece_file import kind_of_model
+from recipes.translation.text.subwords import Subwords
 
 
 class Imported(NamedTuple):

@@ -6,13 +6,12 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from recipes.translation.atomic_folder import CheckpointError
-from recipes.translation.data.sentencepiece_file import Kind, pieces_of, with_pieces
-from recipes.translation.data.subwords import EOS, Symbols
+from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.importing.folder import Folder
 from recipes.translation.importing.tokenizer_json import sentencepiece_model
 from recipes.translation.importing.vocabulary import Special, Vocabulary, names_of, order_of, pieces_in_order
-from recipes.translation.settings.config import ConfigError
+from recipes.translation.text.sentencepiece_file import Kind, pieces_of, with_pieces
+from recipes.translation.text.subwords import EOS, Symbols
 
 SPM = "sentencepiece.bpe.model"
 M2M100 = (

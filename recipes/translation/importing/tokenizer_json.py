@@ -12,10 +12,10 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipes.translation.atomic_folder import CheckpointError
-from recipes.translation.data.sentencepiece_file import Kind, Piece, new_model
+from recipes.translation.errors import CheckpointError
 from recipes.translation.importing.folder import check_subwords
 from recipes.translation.importing.vocabulary import Special
+from recipes.translation.text.sentencepiece_file import Kind, Piece, new_model
 
 FIRST = 4
 """The special subwords at the beginning."""

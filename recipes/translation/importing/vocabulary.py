@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from recipes.translation.atomic_folder import CheckpointError
-from recipes.translation.data.segmentations import BLANK
-from recipes.translation.data.sentencepiece_file import BOS, EOS, PAD, UNK, Kind, Piece, kind_of_model, pieces_of
+from recipes.translation.errors import CheckpointError
+from recipes.translation.text.segmentations import BLANK
+from recipes.translation.text.sentencepiece_file import BOS, EOS, PAD, UNK, Kind, Piece, kind_of_model, pieces_of
 
 
 class Special(NamedTuple):

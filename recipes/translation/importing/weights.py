@@ -13,7 +13,7 @@ from torch import Tensor
 from models import TransformerConfig
 from models.embedding import positions_in_halves
 from models.presets import ARCHITECTURES
-from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.errors import CheckpointError
 from recipes.translation.importing.folder import Weights
 
 Entry = tuple[str, Tensor]

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.rendezvous import rendezvous
 
-from recipes.translation.processes.stop import OtherRankError
-from recipes.translation.settings.config import ConfigError
+from recipes.translation.errors import ConfigError, OtherRankError
 from seqpar.distributed.collectives import broadcast_object, check_agreement, gather_numbers, gather_objects
 
 T = TypeVar("T")

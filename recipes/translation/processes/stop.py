@@ -11,14 +11,6 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 """What `signal.signal` accepts and returns: a function, SIG_DFL or SIG_IGN; None for a handler set outside Python."""
 
 
-class TrainingError(Exception):
-    """Training cannot continue; the message gives advice."""
-
-
-class OtherRankError(Exception):
-    """Another process of the run failed first or was lost; the message names it and, if known, its error."""
-
-
 class StopSignals:
     """Within the block, note the first Ctrl-C or SIGTERM in `signal`; a second one ends the process.
 

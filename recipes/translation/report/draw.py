@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.translation.processes.status_line import duration
 from recipes.translation.report import page
 from recipes.translation.report.figures import NO_TRANSLATIONS, attention_maps, chrf_of_sentences, curves, distributions
 from recipes.translation.report.records import RunRecords, is_number, read_run
 from recipes.translation.run_folder.outputs import write_output
-from recipes.translation.status_line import duration
 
 WORST = 10
 """Sentences that are shown as the worst."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from recipes.translation.atomic_folder import CheckpointError, whole_folder
 from recipes.translation.data.held_out import held_out
-from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.errors import CheckpointError, ConfigError, DataError
+from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.report.records import RunRecords, Sentences
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
-from recipes.translation.settings.config import ConfigError
 from recipes.translation.training.samples import samples_of
-from recipes.translation.translate import translate
+from recipes.translation.translating.translate import translate
 
 SENTENCES = 200
 """Validation sentences that are translated."""

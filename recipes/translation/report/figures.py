@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recipes.translation.data.bleu_tokenizers import tokenizer_for
 from recipes.translation.report.charts import Series, attention_chart, histogram, line_chart
 from recipes.translation.report.records import Record, RunRecords, Sentences, is_number
 from recipes.translation.scores.statistics import Array, chrf_of_sums, measure_chrf
+from recipes.translation.text.bleu_tokenizers import tokenizer_for
 
 MOST_POINTS = 200
 """Points of a curve; those of several runs share twice as many."""

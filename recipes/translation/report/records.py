@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-from recipes.translation.atomic_folder import whole_folder
-from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.json_fields import Check
+from recipes.translation.errors import DataError
+from recipes.translation.files.atomic_folder import whole_folder
+from recipes.translation.files.json_fields import Check
 from recipes.translation.run_folder.fields import METRICS, RESOURCES, SAMPLES, SCORES, SENTENCES, check_record
 from recipes.translation.run_folder.made_from import model_with, translated_by
 from recipes.translation.training.progress import numbered_records

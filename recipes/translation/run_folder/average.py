@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recipes.translation.atomic_folder import CheckpointError, model_folder, sha256, whole_folder
+from recipes.translation.errors import CheckpointError
+from recipes.translation.files.atomic_folder import model_folder, sha256, whole_folder
 from recipes.translation.run_folder.checkpoint import (
     fill_model,
     load_facts,

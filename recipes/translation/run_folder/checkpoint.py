@@ -45,18 +45,12 @@ from models import (
 from models.lora import has_lora, merged_tensors
 from models.presets import Sizes
 from models.undrawn import undrawn
-from recipes.translation.atomic_folder import (
-    CheckpointError,
-    replaced_folder,
-    sha256,
-    undisturbed,
-    verified_folder,
-    whole_folder,
-)
-from recipes.translation.data.subwords import PAD, Subwords
-from recipes.translation.json_fields import Check, WrongFieldError
+from recipes.translation.errors import CheckpointError, ConfigError
+from recipes.translation.files.atomic_folder import replaced_folder, sha256, undisturbed, verified_folder, whole_folder
+from recipes.translation.files.json_fields import Check, WrongFieldError
 from recipes.translation.run_folder.fields import FACTS, STATE
-from recipes.translation.settings.config import ConfigError, ModelConfig, RunConfig, load_config, save_config
+from recipes.translation.settings.config import ModelConfig, RunConfig, load_config, save_config
+from recipes.translation.text.subwords import PAD, Subwords
 
 
 @dataclass(frozen=True)

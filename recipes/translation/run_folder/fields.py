@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.json_fields import (
+from recipes.translation.errors import DataError
+from recipes.translation.files.json_fields import (
     OBJECT,
     TEXT,
     TEXTS,

@@ -11,12 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from recipes.translation.atomic_folder import (
-    CheckpointError,
-    check_replaceable,
-    remove_folder,
-    whole_folder,
-)
+from recipes.translation.errors import CheckpointError
+from recipes.translation.files.atomic_folder import check_replaceable, remove_folder, whole_folder
 from recipes.translation.files.writing import check_no_link
 from recipes.translation.run_folder.checkpoint import Translator, save_model
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.errors import CheckpointError
 from recipes.translation.files.writing import is_at, opened, writing_to
 
 PATIENCE = 2.0

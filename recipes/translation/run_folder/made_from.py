@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from recipes.translation.atomic_folder import MODELS, CheckpointError, whole_folder
+from recipes.translation.errors import CheckpointError
+from recipes.translation.files.atomic_folder import MODELS, whole_folder
 from recipes.translation.run_folder.checkpoint import weights_digest
 
 NOTE = "made_from.json"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from recipes.translation.atomic_folder import MANIFEST, MODELS, CheckpointError, listed_files, whole_folder
+from recipes.translation.errors import CheckpointError, ConfigError
+from recipes.translation.files.atomic_folder import MANIFEST, MODELS, listed_files, whole_folder
 from recipes.translation.files.writing import by_name, replace_file, writing_to
-from recipes.translation.settings.config import ConfigError
 
 RECORDS = ("metrics.jsonl", "resources.jsonl")
 """Files by which a folder is known to be a run, besides its models and subwords."""

@@ -6,8 +6,9 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from recipes.translation.atomic_folder import (
-    CheckpointError,
+from recipes.translation.data.corpus import Corpus
+from recipes.translation.errors import CheckpointError, ConfigError
+from recipes.translation.files.atomic_folder import (
     check_removable,
     check_replaceable,
     model_folder,
@@ -15,10 +16,9 @@ from recipes.translation.atomic_folder import (
     verified_folder,
     whole_folder,
 )
-from recipes.translation.data.corpus import Corpus
 from recipes.translation.run_folder.checkpoint import SavedTraining, load_facts, load_training, saved_config
 from recipes.translation.run_folder.kept_models import check_keepable, kept_folders, kept_in, kept_models
-from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.settings.config import RunConfig
 
 FOLDERS = ("last", "best", "subwords")
 """What training writes, besides the kept models."""

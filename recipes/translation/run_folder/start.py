@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import Tensor
 
 from models import RecurrentConfig
-from recipes.translation.atomic_folder import CheckpointError, model_folder, verified_folder, whole_folder
 from recipes.translation.data.prepare import SHAPING, prepare
-from recipes.translation.data.subwords import Subwords
+from recipes.translation.errors import CheckpointError, ConfigError
+from recipes.translation.files.atomic_folder import model_folder, verified_folder, whole_folder
 from recipes.translation.run_folder.checkpoint import (
     check_layers,
     load_belongings,
@@ -20,7 +20,8 @@ from recipes.translation.run_folder.checkpoint import (
     saved_config,
 )
 from recipes.translation.run_folder.teacher import teacher_subwords
-from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.subwords import Subwords
 
 
 def starting_weights(config: RunConfig) -> dict[str, Tensor] | None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from models import EncoderDecoder
-from recipes.translation.atomic_folder import CheckpointError, model_folder, verified_folder, whole_folder
 from recipes.translation.data.prepare import SHAPING
-from recipes.translation.data.subwords import Subwords
+from recipes.translation.errors import CheckpointError, ConfigError
+from recipes.translation.files.atomic_folder import model_folder, verified_folder, whole_folder
 from recipes.translation.run_folder.checkpoint import (
     WEIGHTS,
     TrainingState,
@@ -21,7 +21,8 @@ from recipes.translation.run_folder.checkpoint import (
     model_to_fill,
     saved_config,
 )
-from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.subwords import Subwords
 
 
 class TeacherModel(NamedTuple):

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from recipes.translation.errors import ConfigError
 from recipes.translation.scores.statistics import Measured, mean_of
-from recipes.translation.settings.config import ConfigError
 
 BATCH = 16
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"

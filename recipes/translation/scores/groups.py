@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipes.translation.data.bleu_tokenizers import tokenizer_for
-from recipes.translation.data.lines import DataError
+from recipes.translation.errors import DataError
 from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, interval, intervals, resampled_scores
 from recipes.translation.scores.scores import drawn
 from recipes.translation.scores.statistics import Measured
+from recipes.translation.text.bleu_tokenizers import tokenizer_for
 
 SHOWN = ("bleu", "multi_bleu_lowercase", "chrf", "ter", "comet")
 """Metrics of which a table has a column."""

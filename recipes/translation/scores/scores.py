@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from recipes.translation.data.bleu_tokenizers import check_tokenizer, tokenizer_for
-from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.errors import DataError
 from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, intervals
 from recipes.translation.scores.statistics import (
     Measured,
@@ -17,6 +16,7 @@ from recipes.translation.scores.statistics import (
     measure_multi_bleu_lowercase,
     measure_ter,
 )
+from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.errors import DataError
 from recipes.translation.serve.asked import lines_answer, lines_asked, translate_asked
 from recipes.translation.serve.batching import Batcher, QueueFullError, StoppedError, Wanted
 from recipes.translation.serve.bodies import Limits, RefusedError, fields_of

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from models import evaluating
-from recipes.translation.alignments import Link, align
-from recipes.translation.alternatives import Translation, alternatives
 from recipes.translation.data.corpora import corpora_of
 from recipes.translation.data.model_text import source_text
-from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.data.subwords import Subwords
+from recipes.translation.errors import DataError
 from recipes.translation.run_folder.checkpoint import Translator
-from recipes.translation.search_options import SearchOptions
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.translate import longest_source, not_unicode
+from recipes.translation.text.subwords import Subwords
+from recipes.translation.translating.alignments import Link, align
+from recipes.translation.translating.alternatives import Translation, alternatives
+from recipes.translation.translating.search_options import SearchOptions
+from recipes.translation.translating.translate import longest_source, not_unicode
 
 if TYPE_CHECKING:
     from recipes.translation.export.ctranslate2_engine import ExportedTranslator

@@ -14,9 +14,9 @@ from types import FrameType
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from recipes.translation.errors import ConfigError
 from recipes.translation.processes.stop import Handler
 from recipes.translation.serve.guard import Guard
-from recipes.translation.settings.config import ConfigError
 
 FINISH_SECONDS = 30
 """How long the requests that have arrived can take after the signal to stop."""

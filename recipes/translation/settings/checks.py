@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from recipes.translation.errors import ConfigError
 from recipes.translation.settings.data import DataConfig, SubwordConfig
 from recipes.translation.settings.model import DECODER_ONLY
-from recipes.translation.settings.schema import ConfigError
 from recipes.translation.settings.training import PARTS, TrainingConfig
 
 if TYPE_CHECKING:

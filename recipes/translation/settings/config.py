@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import yaml
 
+from recipes.translation.errors import ConfigError
 from recipes.translation.settings.checks import check_together
 from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.corpora import CorpusConfig
@@ -22,7 +23,7 @@ from recipes.translation.settings.data import DataConfig, SubwordConfig
 from recipes.translation.settings.decoding import DecodingConfig
 from recipes.translation.settings.model import ModelConfig
 from recipes.translation.settings.noise import NoiseConfig
-from recipes.translation.settings.schema import ConfigError, Help, Schema
+from recipes.translation.settings.schema import Help, Schema
 from recipes.translation.settings.training import LayoutConfig, TrainingConfig
 
 __all__ = [

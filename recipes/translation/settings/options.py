@@ -16,9 +16,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, get_origin
 
+from recipes.translation.processes.terminal import escaped
 from recipes.translation.settings.config import SCHEMA, RunConfig
 from recipes.translation.settings.schema import SettingType
-from recipes.translation.terminal import escaped
 
 ALSO = {"run": "--folder"}
 """Other spellings of options: torchrun refuses --run as an ambiguous abbreviation of its own options."""

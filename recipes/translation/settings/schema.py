@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 import yaml
 
+from recipes.translation.errors import ConfigError
+
 COMMAND_LINE = "command line"
 YAML_TAG = "tag:yaml.org,2002:"
 SCALARS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
@@ -27,10 +29,6 @@ LARGEST = 2**31 - 1
 """The largest number of a setting without its own upper limit: some libraries have 32-bit sizes and counts."""
 DEEPEST = 20
 """The most nested lists and sections in a file: settings need three at most, and Python's recursion limit is higher."""
-
-
-class ConfigError(ValueError):
-    """A setting does not exist or cannot have this value; the message is one line."""
 
 
 class _UnfitError(ValueError):

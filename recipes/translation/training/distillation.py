@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from models import EncoderDecoder
-from recipes.translation.data.subwords import PAD
+from recipes.translation.text.subwords import PAD
 from recipes.translation.training.by_device import summed_by_device
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.errors import CheckpointError
 from recipes.translation.training.layout import Layout
 
 

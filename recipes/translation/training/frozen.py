@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from models import EncoderDecoder
-from recipes.translation.settings.config import ConfigError
+from recipes.translation.errors import ConfigError
 from recipes.translation.settings.training import PARTS
 
 

@@ -29,9 +29,10 @@ from models.recurrent import RecurrentEncoderDecoder
 from models.sharding import cut, cut_of, join_over, split_time_steps, split_weights
 from models.transformer import DecoderLayer, EncoderLayer
 from recipes.translation.data.batches import Batch
-from recipes.translation.data.subwords import PAD, Subwords
+from recipes.translation.errors import ConfigError
 from recipes.translation.processes.ranks import Ranks
-from recipes.translation.settings.config import ConfigError, LayoutConfig, RunConfig, TrainingConfig
+from recipes.translation.settings.config import LayoutConfig, RunConfig, TrainingConfig
+from recipes.translation.text.subwords import PAD, Subwords
 from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.objective import CrossEntropyObjective, Objective, objective_of
 from seqpar.distributed.collectives import group_sum, rank_in, world_size

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from models import EncoderDecoder
 from models.lora import add_lora, without_lora
+from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import Translator, model_sizes
-from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.settings.config import RunConfig
 
 
 def adapt(model: EncoderDecoder, config: RunConfig) -> None:

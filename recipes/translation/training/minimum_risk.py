@@ -27,10 +27,10 @@ from torch import Tensor, nn
 import seqpar
 from models import EncoderDecoder, default_limit, sample
 from recipes.translation.data.batches import padded
-from recipes.translation.data.bleu_tokenizers import tokenizer_for
-from recipes.translation.data.subwords import EOS, PAD, Subwords
 from recipes.translation.scores.statistics import sentence_bleu
 from recipes.translation.settings.config import DataConfig
+from recipes.translation.text.bleu_tokenizers import tokenizer_for
+from recipes.translation.text.subwords import EOS, PAD, Subwords
 from recipes.translation.training.by_device import summed_by_device
 
 Ids = list[int]

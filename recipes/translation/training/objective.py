@@ -15,8 +15,8 @@ from torch import nn
 import seqpar
 from models import EncoderDecoder
 from recipes.translation.data.corpora import corpora_of
-from recipes.translation.data.subwords import PAD, Subwords
 from recipes.translation.settings.config import RunConfig, TrainingConfig
+from recipes.translation.text.subwords import PAD, Subwords
 from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
 from recipes.translation.training.minimum_risk import RiskLoss, SentenceBleu, Utility, WithSamples
 from recipes.translation.training.r_drop import BothLogits, RDrop, TwoPasses

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from models.presets import Sizes
 from recipes.translation.data.corpus import Corpus, ValidationSet
-from recipes.translation.data.positions import most_subwords
-from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.errors import ConfigError, DataError
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.positions import most_subwords
 
 
 def check_positions(config: RunConfig, sizes: Sizes, corpus: Corpus) -> None:

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from recipes.translation.files.writing import add_to, adding_to, check_no_link, replace_file, writing_to
+from recipes.translation.processes.status_line import StatusLine, duration
 from recipes.translation.run_folder.checkpoint import TrainingState
-from recipes.translation.status_line import StatusLine, duration
 
 if TYPE_CHECKING:
     from recipes.translation.training.trackers import Tracker

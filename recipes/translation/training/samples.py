@@ -14,10 +14,10 @@ from typing import Any
 from models.alignment import attention_weights
 from recipes.translation.data.batches import padded_batch
 from recipes.translation.data.model_text import source_text, target_text
-from recipes.translation.data.sentence_pairs import Pair
-from recipes.translation.data.subwords import Subwords
 from recipes.translation.files.writing import replace_file
 from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.text.pair import Pair
+from recipes.translation.text.subwords import Subwords
 
 SAMPLES = 6
 """Sentences of each validation that are kept."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import sqrt
 
-from recipes.translation.settings.config import ConfigError, TrainingConfig
+from recipes.translation.errors import ConfigError
+from recipes.translation.settings.config import TrainingConfig
 
 
 def learning_rate(settings: TrainingConfig, step: int, d_model: int) -> float:

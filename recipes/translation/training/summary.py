@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from recipes.translation.atomic_folder import whole_folder
 from recipes.translation.data.corpus import Corpus
+from recipes.translation.files.atomic_folder import whole_folder
+from recipes.translation.processes.status_line import duration
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_translator
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.status_line import duration
 from recipes.translation.training.validation import Validation
-from recipes.translation.translate import translate
+from recipes.translation.translating.translate import translate
 
 SAMPLES = 3
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from recipes.translation.errors import ConfigError
+from recipes.translation.files.json_fields import WrongFieldError
 from recipes.translation.files.writing import replace_file
-from recipes.translation.json_fields import WrongFieldError
 from recipes.translation.run_folder.fields import TRACKERS
-from recipes.translation.settings.config import ConfigError
 from recipes.translation.training.progress import read_metrics
 
 Mark = tuple[int, bool]

@@ -13,9 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from recipes.translation.errors import ConfigError
 from recipes.translation.files.writing import check_no_link
 from recipes.translation.run_folder.resume import flat
-from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.settings.config import RunConfig
 from recipes.translation.training.tracker_record import Mark, TrackerRecord, mark_of
 
 PROJECT = "seqpar"

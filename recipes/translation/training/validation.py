@@ -16,13 +16,13 @@ import torch
 import seqpar
 from models import EncoderDecoder
 from recipes.translation.data.batches import Batch, TokenBatches
-from recipes.translation.data.builtin_corpus import Pair
 from recipes.translation.data.corpus import Corpus, ValidationSet
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.scores.scores import bleu as bleu_of
 from recipes.translation.scores.scores import chrf as chrf_of
-from recipes.translation.translate import translate
+from recipes.translation.text.pair import Pair
+from recipes.translation.translating.translate import translate
 
 NAMES = ("loss", "perplexity", "accuracy", "bleu", "chrf")
 

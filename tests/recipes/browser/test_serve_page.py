@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.translation.data.subwords import EOS
 from recipes.translation.run_folder.checkpoint import Translator, save_model
-from recipes.translation.translate import translate
+from recipes.translation.text.subwords import EOS
+from recipes.translation.translating.translate import translate
 from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.running import Running, running
 

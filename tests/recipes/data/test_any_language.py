@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.evaluate import evaluate
 from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.scores.evaluate import evaluate
 from recipes.translation.train import train
-from recipes.translation.translate import translate
+from recipes.translation.translating.translate import translate
 from tests.recipes.tiny import tiny
 
 WORDS = {

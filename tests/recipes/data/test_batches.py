@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from recipes.translation.data import batches as batches_module
 from recipes.translation.data.batches import Batch, TokenBatches
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.data.subwords import BOS, EOS, PAD, Subwords, train_subwords
 from recipes.translation.settings.config import DataConfig, SubwordConfig
+from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
 
 lengths = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=80)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.translation.data.builtin_corpus import Pair, clock, pairs, price, split_of
+from recipes.translation.data.builtin_corpus import clock, pairs, price, split_of
 from recipes.translation.data.number_words import (
     english_number,
     english_ordinal,
@@ -17,6 +17,7 @@ from recipes.translation.data.number_words import (
     german_ordinal,
     german_year,
 )
+from recipes.translation.text.pair import Pair
 
 NUMBERS = [
     (0, "zero", "null"),

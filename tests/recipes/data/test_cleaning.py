@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.translation.data.cleaning import Cleaning
-from recipes.translation.data.scripts import mostly_in, script_of, scripts_of_language
-from recipes.translation.data.sentence_pairs import DataError, Pair, load_pairs
+from recipes.translation.data.sentence_pairs import load_pairs
+from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.cleaning import CleaningConfig
-from recipes.translation.settings.config import ConfigError, DataConfig
+from recipes.translation.settings.config import DataConfig
+from recipes.translation.text.pair import Pair
+from recipes.translation.text.scripts import mostly_in, script_of, scripts_of_language
 
 texts = st.text(st.sampled_from("ab \u00fc\u00c3\u00bc\ufffdдж1."), max_size=8)
 pairs = st.lists(st.tuples(texts, texts).map(lambda sides: Pair(*sides)), max_size=12)

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from recipes.translation.alignments import align
 from recipes.translation.data.corpora import check_symbols, corpora_of, tags_of
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.drawn_batches import DrawnBatches
 from recipes.translation.data.prepare import prepare
-from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.data.subwords import Subwords
+from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_translator
-from recipes.translation.settings.config import ConfigError, CorpusConfig, RunConfig, load_config, save_config
+from recipes.translation.settings.config import CorpusConfig, RunConfig, load_config, save_config
+from recipes.translation.text.subwords import Subwords
 from recipes.translation.train import train
-from recipes.translation.translate import source_ids
+from recipes.translation.translating.alignments import align
+from recipes.translation.translating.translate import source_ids
 from tests.recipes.tiny import tiny
 
 BOTH: dict[str, Any] = {

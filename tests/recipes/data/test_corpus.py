@@ -9,8 +9,7 @@ import pytest
 
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpus import check_data, load_corpus
-from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.settings.config import ConfigError
+from recipes.translation.errors import ConfigError, DataError
 from tests.recipes.tiny import tiny
 
 

@@ -17,8 +17,10 @@ import pytest
 
 from recipes.translation.data import sentence_pairs
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.data.sentence_pairs import DataError, Pair, load_pairs
+from recipes.translation.data.sentence_pairs import load_pairs
+from recipes.translation.errors import DataError
 from recipes.translation.settings.config import DataConfig
+from recipes.translation.text.pair import Pair
 
 Split = Literal["train", "valid", "test"]
 

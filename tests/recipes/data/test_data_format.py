@@ -10,8 +10,9 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.sentence_pairs import DataError, load_pairs
-from recipes.translation.settings.config import ConfigError, DataConfig, load_config
+from recipes.translation.data.sentence_pairs import load_pairs
+from recipes.translation.errors import ConfigError, DataError
+from recipes.translation.settings.config import DataConfig, load_config
 from tests.recipes.tiny import tiny
 
 

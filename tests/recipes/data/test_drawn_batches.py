@@ -18,9 +18,9 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
 from recipes.translation.data.noise import noisy
-from recipes.translation.data.subwords import BLANK, EOS, PAD, Subwords, model_path, train_subwords
 from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.settings.noise import NoiseConfig
+from recipes.translation.text.subwords import BLANK, EOS, PAD, Subwords, model_path, train_subwords
 from tests.recipes.tiny import tiny
 
 NOISE = {"noise.swap": 0.1, "noise.drop_words": 0.1}

@@ -10,11 +10,10 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.data.lines import DataError
 from recipes.translation.data.mistakes import check_meant
-from recipes.translation.settings.config import ConfigError
+from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.train import train
-from tests.recipes.test_cli import refusal
+from tests.recipes.commands.test_cli import refusal
 from tests.recipes.tiny import options, tiny
 
 

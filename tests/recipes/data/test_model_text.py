@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes.translation import alignments
-from recipes.translation.alternatives import alternatives
-from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands.searching import check_same_subwords
 from recipes.translation.data.model_text import source_text, target_text
-from recipes.translation.data.subwords import BLANK, EOS, Subwords, train_subwords
-from recipes.translation.demands import phrases_of, prefix_ids
-from recipes.translation.forced_decoding import log_probabilities, score_pairs, target_ids
+from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
-from recipes.translation.search_options import SearchOptions
-from recipes.translation.settings.config import ConfigError, DecodingConfig
-from recipes.translation.translate import source_ids, translate
+from recipes.translation.settings.config import DecodingConfig
+from recipes.translation.text.subwords import BLANK, EOS, Subwords, train_subwords
+from recipes.translation.translating import alignments
+from recipes.translation.translating.alternatives import alternatives
+from recipes.translation.translating.demands import phrases_of, prefix_ids
+from recipes.translation.translating.forced_decoding import log_probabilities, score_pairs, target_ids
+from recipes.translation.translating.search_options import SearchOptions
+from recipes.translation.translating.translate import source_ids, translate
 from tests.recipes.tiny import tiny
 
 SETTINGS: dict[str, Any] = {

@@ -21,9 +21,10 @@ from recipes.translation.data.batches import Batch, Steps, TokenBatches
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
-from recipes.translation.data.segmentations import Sampler
-from recipes.translation.data.subwords import Subwords, model_path, train_subwords
-from recipes.translation.settings.config import ConfigError, SubwordConfig
+from recipes.translation.errors import ConfigError
+from recipes.translation.settings.config import SubwordConfig
+from recipes.translation.text.segmentations import Sampler
+from recipes.translation.text.subwords import Subwords, model_path, train_subwords
 from tests.recipes.tiny import tiny
 
 ROOT = Path(__file__).parents[3]
@@ -284,7 +285,7 @@ def test_another_process_draws_the_same(models: dict[str, Subwords], kind: str, 
     """sentencepiece's own random numbers differ from process to process."""
     models[kind].save(tmp_path / "own.model")
     program = (
-        "import sys; from recipes.translation.data.subwords import Subwords; "
+        "import sys; from recipes.translation.text.subwords import Subwords; "
         "print(Subwords.load(sys.argv[1]).sample([sys.argv[2]] * 9, range(9), 0.2))"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "own.model"), SOURCES[0]]
@@ -329,7 +330,7 @@ def test_what_is_kept_of_the_words_does_not_grow_with_the_text(
     processor = models["unigram"]._processor
     plain = models["unigram"].encode(SOURCES)
     expected = [Sampler(processor).draw(ids, 3, 0.2, []) for ids in plain]
-    monkeypatch.setattr("recipes.translation.data.segmentations.REMEMBERED", 10)
+    monkeypatch.setattr("recipes.translation.text.segmentations.REMEMBERED", 10)
     few = Sampler(processor)
     assert [few.draw(ids, 3, 0.2, []) for ids in plain] == expected
     assert few._last_pieces.cache_info().currsize == 10

@@ -25,10 +25,10 @@ from recipes.translation.data import token_store
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.prepare import drawn
-from recipes.translation.data.sentence_pairs import DataError, Pair
 from recipes.translation.data.token_store import StoredIds
+from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_training
-from recipes.translation.settings.config import ConfigError
+from recipes.translation.text.pair import Pair
 from recipes.translation.train import train
 from tests.recipes.tiny import tiny
 

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from models import length_normaliser
-from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.data.subwords import BOS, EOS, PAD, Subwords, train_subwords
+from recipes.translation.errors import CheckpointError
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model
-from recipes.translation.forced_decoding import log_probabilities
 from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
 from recipes.translation.settings.config import SubwordConfig
-from recipes.translation.translate import translate
+from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
+from recipes.translation.translating.forced_decoding import log_probabilities
+from recipes.translation.translating.translate import translate
 from tests.recipes.tiny import tiny
 
 pytestmark = pytest.mark.formats

@@ -10,7 +10,7 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.commands.arguments import require
-from recipes.translation.settings.config import ConfigError
+from recipes.translation.errors import ConfigError
 from recipes.translation.train import train
 from tests.recipes.run_folder.made import contents
 from tests.recipes.tiny import tiny

@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.data.subwords import BOS, EOS, PAD, Subwords, train_subwords
+from recipes.translation.errors import ConfigError
 from recipes.translation.export import huggingface_model
 from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
-from recipes.translation.settings.config import ConfigError, SubwordConfig
-from recipes.translation.translate import translate
+from recipes.translation.settings.config import SubwordConfig
+from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
+from recipes.translation.translating.translate import translate
 from tests.recipes.export.test_ctranslate2 import SENTENCES, random_translator
 from tests.recipes.tiny import tiny
 

@@ -27,10 +27,11 @@ from models import (
 )
 from recipes.translation.data.batches import padded
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.errors import ConfigError
 from recipes.translation.export import onnx_graph, onnx_model, onnx_transformer
 from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
-from recipes.translation.settings.config import ConfigError, ModelConfig
+from recipes.translation.settings.config import ModelConfig
+from recipes.translation.text.subwords import BOS, EOS, PAD
 from tests.recipes.random_translator import random_translator
 
 pytestmark = pytest.mark.formats

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipes.translation.commands import main
-from recipes.translation.data.sentencepiece_file import Kind, fields_of, pieces_of
 from recipes.translation.importing.published_model import read_model
 from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.text.sentencepiece_file import Kind, fields_of, pieces_of
 from tests.recipes.importing import published
 
 pytestmark = pytest.mark.formats

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.translation.data.subwords import PAD
+from recipes.translation.errors import ConfigError
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model, huggingface_model, onnx_model
 from recipes.translation.importing.published_model import read_model
 from recipes.translation.run_folder.checkpoint import Translator
-from recipes.translation.settings.config import ConfigError
-from recipes.translation.translate import translate
+from recipes.translation.text.subwords import PAD
+from recipes.translation.translating.translate import translate
 from tests.recipes.importing import published
 
 pytestmark = pytest.mark.formats

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from recipes.translation.atomic_folder import CheckpointError
+from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.importing.fields import FILES, check_fields
 from recipes.translation.importing.published_model import read_model
-from recipes.translation.settings.config import ConfigError
 from tests.recipes.importing import published
 
 pytestmark = pytest.mark.formats

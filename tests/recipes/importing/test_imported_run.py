@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from models import default_limit
-from recipes.translation.alternatives import alternatives
 from recipes.translation.commands import main
 from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
-from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.data.subwords import EOS, PAD, UNK, Subwords
-from recipes.translation.forced_decoding import log_probabilities, score_pairs
+from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.importing.published_model import import_model, read_model
 from recipes.translation.run_folder.checkpoint import load_weights
-from recipes.translation.search_options import SearchOptions
-from recipes.translation.settings.config import ConfigError, load_config
+from recipes.translation.settings.config import load_config
 from recipes.translation.settings.noise import NoiseConfig
+from recipes.translation.text.subwords import EOS, PAD, UNK, Subwords
 from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics
-from recipes.translation.translate import search
+from recipes.translation.translating.alternatives import alternatives
+from recipes.translation.translating.forced_decoding import log_probabilities, score_pairs
+from recipes.translation.translating.search_options import SearchOptions
+from recipes.translation.translating.translate import search
 from tests.recipes.importing import published
 
 pytestmark = pytest.mark.formats

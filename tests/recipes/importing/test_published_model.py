@@ -17,16 +17,16 @@ from torch import Tensor
 
 import seqpar
 from models import beam_search, greedy
-from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands import main
 from recipes.translation.data.batches import padded, padded_batch
-from recipes.translation.data.subwords import EOS, PAD
+from recipes.translation.errors import CheckpointError
 from recipes.translation.importing.folder import Folder
 from recipes.translation.importing.generation import decoding_of
 from recipes.translation.importing.published_model import import_model, read_model
 from recipes.translation.importing.tokenizer import read_tokenizer
 from recipes.translation.run_folder.checkpoint import Translator, load_translator
-from recipes.translation.translate import translate
+from recipes.translation.text.subwords import EOS, PAD
+from recipes.translation.translating.translate import translate
 from tests.recipes.importing import published
 
 pytestmark = pytest.mark.formats

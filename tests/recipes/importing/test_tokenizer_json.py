@@ -16,14 +16,14 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.translation.atomic_folder import CheckpointError
-from recipes.translation.data.sentencepiece_file import fields_of, pieces_of
-from recipes.translation.data.subwords import UNK
+from recipes.translation.errors import CheckpointError
 from recipes.translation.importing.published_model import read_model
 from recipes.translation.importing.tokenizer import SPM
 from recipes.translation.importing.tokenizer_json import sentencepiece_model
 from recipes.translation.importing.vocabulary import Special
 from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.text.sentencepiece_file import fields_of, pieces_of
+from recipes.translation.text.subwords import UNK
 from tests.recipes.importing import published
 
 pytestmark = pytest.mark.formats

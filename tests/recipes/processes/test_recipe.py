@@ -15,11 +15,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.subwords import PAD
+from recipes.translation.errors import OtherRankError
 from recipes.translation.processes.ranks import joined
-from recipes.translation.processes.stop import OtherRankError
 from recipes.translation.run_folder.checkpoint import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.subwords import PAD
 from recipes.translation.train import train
 from recipes.translation.training.layout import Layout
 from recipes.translation.training.progress import read_metrics

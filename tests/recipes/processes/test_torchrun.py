@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands import main
+from recipes.translation.errors import CheckpointError
 from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics
 from tests.recipes.processes.test_recipe import EXACT, assert_same_weights

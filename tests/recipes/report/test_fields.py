@@ -13,9 +13,9 @@ from recipes.translation.commands import main
 from recipes.translation.report.draw import report
 from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import save_model, weights_digest
+from tests.recipes.commands.test_cli import refusal
 from tests.recipes.random_translator import random_translator
 from tests.recipes.report.made import SENTENCES, make_run
-from tests.recipes.test_cli import refusal
 
 WRONG: list[tuple[str, int, str, Any, str]] = [
     ("metrics.jsonl", 2, "loss", "high", 'loss is "high", and must be a number'),

@@ -17,13 +17,13 @@ import torch
 
 from models.alignment import attention_weights
 from recipes.translation import train as training
-from recipes.translation.data.subwords import Symbols
 from recipes.translation.report import journal
 from recipes.translation.report.draw import report, write_report
 from recipes.translation.report.earlier import with_samples
 from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.subwords import Symbols
 from recipes.translation.train import train
 from recipes.translation.training import machine
 from recipes.translation.training.progress import read_metrics

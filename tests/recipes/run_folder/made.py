@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipes.translation.atomic_folder import CheckpointError
-from recipes.translation.settings.config import ConfigError
+from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.train import train
 from tests.recipes.tiny import tiny
 

@@ -15,11 +15,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.data.subwords import Subwords, train_subwords
+from recipes.translation.errors import CheckpointError
 from recipes.translation.run_folder import average as averages
 from recipes.translation.run_folder.average import average, best_first
 from recipes.translation.run_folder.checkpoint import (
@@ -32,7 +31,8 @@ from recipes.translation.run_folder.checkpoint import (
     save_model,
 )
 from recipes.translation.run_folder.kept_models import keep_model, kept_models
-from recipes.translation.translate import translate
+from recipes.translation.text.subwords import Subwords, train_subwords
+from recipes.translation.translating.translate import translate
 from tests.recipes.tiny import tiny
 
 LOSSES = {1: 3.0, 2: 1.0, 3: 4.0, 5: 2.0}

@@ -17,13 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from models import make_transformer
 from models.presets import TransformerConfig
-from recipes.translation.atomic_folder import (
-    MANIFEST,
-    CheckpointError,
-    replaced_folder,
-    verified_folder,
-    whole_folder,
-)
+from recipes.translation.errors import CheckpointError
+from recipes.translation.files.atomic_folder import MANIFEST, replaced_folder, verified_folder, whole_folder
 from recipes.translation.run_folder import checkpoint
 from recipes.translation.run_folder.checkpoint import (
     fill_model,
@@ -31,7 +26,7 @@ from recipes.translation.run_folder.checkpoint import (
     tensors_of,
 )
 from recipes.translation.train import train
-from recipes.translation.translate import translate
+from recipes.translation.translating.translate import translate
 from tests.recipes.tiny import tiny
 
 # Writes folder after folder, every file of one holding the same number. With a number as second argument it kills
@@ -39,7 +34,7 @@ from tests.recipes.tiny import tiny
 WRITER = """
 import itertools, os, shutil, signal, sys
 from pathlib import Path
-from recipes.translation import atomic_folder as durable
+from recipes.translation.files import atomic_folder as durable
 
 target, deadly = Path(sys.argv[1]), int(sys.argv[2])
 calls = 0

@@ -19,15 +19,9 @@ import pytest
 import torch
 
 from recipes.translation import train as training
-from recipes.translation.atomic_folder import (
-    MANIFEST,
-    CheckpointError,
-    remove_folder,
-    replaced_folder,
-    sha256,
-    verified_folder,
-)
 from recipes.translation.data.prepare import prepare
+from recipes.translation.errors import CheckpointError
+from recipes.translation.files.atomic_folder import MANIFEST, remove_folder, replaced_folder, sha256, verified_folder
 from recipes.translation.run_folder.checkpoint import (
     check_moments,
     load_facts,
@@ -209,7 +203,7 @@ def test_a_disk_that_is_full_is_one_line_that_names_what_was_written(room: int, 
 
 
 @pytest.mark.parametrize(
-    "moment", ["atomic_folder.sha256", "run_folder.checkpoint._read_tensors", "run_folder.checkpoint.load_belongings"]
+    "moment", ["files.atomic_folder.sha256", "run_folder.checkpoint._read_tensors", "run_folder.checkpoint.load_belongings"]
 )
 def test_a_model_that_training_replaces_while_it_is_read_is_read_again(
     moment: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,15 +20,15 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from recipes.translation.atomic_folder import MANIFEST, sha256
 from recipes.translation.commands import main
 from recipes.translation.data import token_store
-from recipes.translation.data.sentencepiece_file import OURS, _field, fields_of
 from recipes.translation.data.token_store import FACTS, PAIRS, TokenStore
+from recipes.translation.files.atomic_folder import MANIFEST, sha256
 from recipes.translation.run_folder.checkpoint import fingerprint, save_model
 from recipes.translation.settings.config import load_config
+from recipes.translation.text.sentencepiece_file import OURS, _field, fields_of
+from tests.recipes.commands.test_cli import refusal
 from tests.recipes.random_translator import random_translator
-from tests.recipes.test_cli import refusal
 
 pytestmark = pytest.mark.faults
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipes.translation import train as training
-from recipes.translation.atomic_folder import MANIFEST, sha256
+from recipes.translation.files.atomic_folder import MANIFEST, sha256
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.run_folder.kept_models import keep_model, kept_models
 from recipes.translation.train import train

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands import main
+from recipes.translation.errors import CheckpointError
 from recipes.translation.run_folder.checkpoint import load_facts
 from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.train import train

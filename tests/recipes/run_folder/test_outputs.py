@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from recipes.translation.atomic_folder import check_removable
 from recipes.translation.commands import main
+from recipes.translation.files.atomic_folder import check_removable
 from recipes.translation.report.draw import report
 from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.outputs import owner_of, write_output
+from tests.recipes.commands.test_cli import refusal
 from tests.recipes.random_translator import random_translator
 from tests.recipes.report.made import make_run
 from tests.recipes.run_folder.made import contents
-from tests.recipes.test_cli import refusal
 
 KEPT = [
     *("metrics.jsonl", "resources.jsonl", "samples.jsonl", "validation.json", "trackers.json", "metrics.odd.txt"),

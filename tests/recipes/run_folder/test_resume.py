@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from recipes.translation import train as training
-from recipes.translation.atomic_folder import MANIFEST, CheckpointError, sha256
 from recipes.translation.commands import main
-from recipes.translation.data.lines import DataError
+from recipes.translation.errors import CheckpointError, ConfigError, DataError
+from recipes.translation.files.atomic_folder import MANIFEST, sha256
 from recipes.translation.report.records import begun_settings
 from recipes.translation.run_folder.checkpoint import (
     TrainingState,
@@ -25,7 +25,7 @@ from recipes.translation.run_folder.checkpoint import (
     load_weights,
 )
 from recipes.translation.run_folder.resume import check_best, flat
-from recipes.translation.settings.config import SCHEMA, ConfigError, CorpusConfig, RunConfig, load_config
+from recipes.translation.settings.config import SCHEMA, CorpusConfig, RunConfig, load_config
 from recipes.translation.train import begin, train
 from tests.recipes.run_folder.made import MADE, contents, refused
 from tests.recipes.tiny import options, tiny

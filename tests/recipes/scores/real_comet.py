@@ -29,8 +29,8 @@ from comet.models import RegressionMetric
 from transformers import XLMRobertaConfig, XLMRobertaTokenizer
 
 from recipes.translation.commands import main
+from recipes.translation.errors import ConfigError
 from recipes.translation.scores.comet import comet_scores
-from recipes.translation.settings.config import ConfigError
 
 SENTENCES = [
     ("the number 3 is a small dog.", "die Zahl 3 ist ein Hund.", "die Zahl 3 ist ein kleiner Hund."),

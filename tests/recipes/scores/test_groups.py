@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.evaluate import labels_of
+from recipes.translation.errors import DataError
+from recipes.translation.scores.evaluate import labels_of
 from recipes.translation.scores.groups import BOUNDS, parts_by_label, parts_by_length, scores_of_sets
 from recipes.translation.scores.scores import measure
 from recipes.translation.settings.config import DataConfig

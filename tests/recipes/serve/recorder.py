@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from recipes.translation.alternatives import Translation
 from recipes.translation.serve.models import Line
 from recipes.translation.settings.config import DecodingConfig, RunConfig
+from recipes.translation.translating.alternatives import Translation
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.errors import DataError
 from recipes.translation.serve.batching import Batcher, QueueFullError, StoppedError, Wanted
 from recipes.translation.serve.models import Line
 from tests.recipes.serve.recorder import Recorder, unprepared

@@ -12,7 +12,6 @@ import httpx
 import pytest
 import torch
 
-from recipes.translation.alternatives import Translation
 from recipes.translation.data.model_text import source_text
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.serve import models as served
@@ -20,6 +19,7 @@ from recipes.translation.serve.app import application
 from recipes.translation.serve.batching import Batcher
 from recipes.translation.serve.bodies import Limits
 from recipes.translation.serve.models import language_pairs, torch_models
+from recipes.translation.translating.alternatives import Translation
 from tests.recipes.serve.recorder import Recorder, unprepared
 from tests.recipes.tiny import tiny
 

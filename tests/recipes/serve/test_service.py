@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from recipes.translation.alignments import align
-from recipes.translation.alternatives import alternatives
 from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.run_folder.checkpoint import Translator, save_model
-from recipes.translation.search_options import SearchOptions
-from recipes.translation.translate import translate
+from recipes.translation.translating.alignments import align
+from recipes.translation.translating.alternatives import alternatives
+from recipes.translation.translating.search_options import SearchOptions
+from recipes.translation.translating.translate import translate
 from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.running import Running, running
 

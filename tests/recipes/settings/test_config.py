@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from recipes.translation.errors import ConfigError
 from recipes.translation.settings.config import (
     SCHEMA,
-    ConfigError,
     CorpusConfig,
     DataConfig,
     DecodingConfig,

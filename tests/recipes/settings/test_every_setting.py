@@ -24,11 +24,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
-from recipes.translation.data.sentence_pairs import DataError
-from recipes.translation.data.subwords import EOS
-from recipes.translation.evaluate import evaluate
+from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
-from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.scores.evaluate import evaluate
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.subwords import EOS
 from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics
 from tests.recipes.tiny import few_held_out, tiny

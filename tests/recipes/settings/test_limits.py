@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from recipes.translation.commands import COMMANDS, arguments
-from recipes.translation.settings.config import SCHEMA, ConfigError, CorpusConfig, load_config
+from recipes.translation.errors import ConfigError
+from recipes.translation.settings.config import SCHEMA, CorpusConfig, load_config
 from recipes.translation.settings.options import OneLineParser
 from recipes.translation.settings.schema import LARGEST, Schema
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.translation import train as training
+from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.average import average
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts
-from recipes.translation.settings.config import ConfigError
 from recipes.translation.train import train
 from recipes.translation.training.best import note_validation, out_of_patience
 from recipes.translation.training.validation import Validation

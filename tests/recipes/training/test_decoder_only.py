@@ -11,14 +11,15 @@ import torch
 from models import PRESETS, DecoderOnlyConfig, make_decoder_only
 from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.data.subwords import BOS, EOS
+from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import Translator, load_translator, load_weights, model_sizes
-from recipes.translation.settings.config import ConfigError, ModelConfig, RunConfig, load_config
+from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
 from recipes.translation.settings.model import DECODER_ONLY
+from recipes.translation.text.subwords import BOS, EOS
 from recipes.translation.train import train
 from recipes.translation.training.frozen import freeze
 from recipes.translation.training.progress import read_metrics
-from recipes.translation.translate import translate
+from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
 from tests.recipes.tiny import SETTINGS
 

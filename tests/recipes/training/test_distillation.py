@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import seqpar
-from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.subwords import PAD
+from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.processes.ranks import ALONE
 from recipes.translation.run_folder.checkpoint import build_model, load_translator, model_sizes
 from recipes.translation.run_folder.teacher import load_teacher
-from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.subwords import PAD
 from recipes.translation.train import dropout_seed, first_model, train
 from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
 from recipes.translation.training.layout import Axes, Layout

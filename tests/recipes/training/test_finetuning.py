@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from recipes.translation.atomic_folder import CheckpointError
 from recipes.translation.commands import main
 from recipes.translation.data.corpus import load_corpus
+from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.run_folder.checkpoint import load_translator, load_weights
 from recipes.translation.run_folder.start import run_subwords
-from recipes.translation.settings.config import ConfigError
 from recipes.translation.settings.training import PARTS
 from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics

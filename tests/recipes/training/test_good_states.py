@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.translation import train as training
-from recipes.translation.processes.stop import TrainingError
+from recipes.translation.errors import TrainingError
 from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.train import train
 from recipes.translation.training.validation import Validation

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.translation.data.batches import Steps, TokenBatches, batches_of_rank
+from recipes.translation.errors import ConfigError
 from recipes.translation.processes.ranks import ALONE, Ranks
-from recipes.translation.settings.config import ConfigError, LayoutConfig, TrainingConfig
+from recipes.translation.settings.config import LayoutConfig, TrainingConfig
 from recipes.translation.training.layout import axes_of, devices_of
 
 AXES = st.integers(1, 4)

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from recipes.translation.commands import main
 from recipes.translation.commands.distillation import student_config
 from recipes.translation.data.corpus import load_corpus
+from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.average import average
 from recipes.translation.run_folder.checkpoint import fill_model, load_translator, load_weights
 from recipes.translation.run_folder.kept_models import kept_models
 from recipes.translation.run_folder.start import run_subwords
-from recipes.translation.settings.config import ConfigError
 from recipes.translation.settings.options import add_config_options
 from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics

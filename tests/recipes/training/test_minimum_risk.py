@@ -16,11 +16,12 @@ from torch import Tensor, nn
 import seqpar
 from models import default_limit
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.subwords import BOS, EOS, PAD
+from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.start import run_subwords
 from recipes.translation.scores.statistics import sentence_bleu
-from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.subwords import BOS, EOS, PAD
 from recipes.translation.train import dropout_seed, train
 from recipes.translation.training.minimum_risk import RiskLoss, Rows, SentenceBleu, WithSamples, advantages
 from recipes.translation.training.progress import read_metrics

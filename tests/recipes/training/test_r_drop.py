@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 import seqpar
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.subwords import PAD
+from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import build_model, model_sizes
-from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.subwords import PAD
 from recipes.translation.train import dropout_seed, train
 from recipes.translation.training.progress import read_metrics
 from recipes.translation.training.r_drop import BothLogits, RDrop, TwoPasses

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from recipes.translation import train as training
+from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import load_training
 from recipes.translation.run_folder.resume import begin
-from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training import outliers
 from recipes.translation.training.progress import read_metrics

@@ -16,26 +16,26 @@ import torch
 import torch.nn.functional as F
 
 import seqpar
-from recipes.translation import evaluate
 from recipes.translation.commands import main
 from recipes.translation.commands.next_steps import next_steps
-from recipes.translation.compare import compare
-from recipes.translation.data.builtin_corpus import Pair
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.held_out import held_out
-from recipes.translation.data.sentence_pairs import DataError
+from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.report.earlier import with_samples
 from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import fill_model, load_facts, load_translator, load_weights
 from recipes.translation.run_folder.resume import begin
+from recipes.translation.scores import evaluate
+from recipes.translation.scores.compare import compare
 from recipes.translation.scores.scores import score
-from recipes.translation.settings.config import ConfigError, RunConfig
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.text.pair import Pair
 from recipes.translation.train import train
 from recipes.translation.training import validation
 from recipes.translation.training.progress import read_metrics
 from recipes.translation.training.validation import NAMES, Validation
-from recipes.translation.translate import translate
+from recipes.translation.translating.translate import translate
 from tests.recipes.tiny import tiny
 
 FORWARD = {"train": ["train.en", "train.de"]}

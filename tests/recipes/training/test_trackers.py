@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from recipes.translation.commands import main
-from recipes.translation.settings.config import ConfigError
+from recipes.translation.errors import ConfigError
 from recipes.translation.training import trackers
 from recipes.translation.training.progress import Metrics, read_metrics
 from recipes.translation.training.trackers import check_installed, numbers, open_trackers

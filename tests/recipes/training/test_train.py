@@ -21,10 +21,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from recipes.translation import train as training
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.evaluate import score
-from recipes.translation.processes.stop import StopSignals, TrainingError
+from recipes.translation.errors import ConfigError, TrainingError
+from recipes.translation.processes.stop import StopSignals
 from recipes.translation.run_folder.checkpoint import Translator, build_model, load_facts, load_translator, model_sizes
-from recipes.translation.settings.config import ConfigError
+from recipes.translation.scores.evaluate import score
 from recipes.translation.train import train
 from recipes.translation.training import validation
 from recipes.translation.training.progress import Metrics, Progress, read_metrics

@@ -1,0 +1,214 @@
+"""Folders that are replaced as a whole, and whose files are verified when they are read.
+
+The files are written to a temporary folder next to the target, flushed to the disk, listed with their SHA-256 in
+`manifest.json`, and only then renamed to the target. A process that is killed at any moment leaves the old folder or
+the new one. Files that the manifest does not list belong to someone else, and are never deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from recipes.translation.errors import CheckpointError
+from recipes.translation.files.writing import beside, by_name, claimed, flush, put
+
+MANIFEST = "manifest.json"
+MODELS = ("best", "last", "averaged")
+"""The models of a run that its results can be of."""
+
+
+Found = TypeVar("Found")
+
+
+@contextmanager
+def replaced_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder to write files to, which replaces `target` at the end of the block.
+
+    If the block raises, `target` does not change. Other people's files in `target` are moved to the new folder. Of two
+    processes at once one waits for the other, and the later one's folder stays.
+
+    Raises CheckpointError if `target` was not made by this function, or cannot be written.
+    """
+    target = by_name(target)
+    check_replaceable(target)
+    new = beside(target, "new")
+    previous = beside(target, "previous")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with claimed(new, folder=True):
+            yield new
+            # Listed before it is renamed: a folder with a manifest is complete
+            _write_manifest(new)
+            for path in [*new.iterdir(), new]:
+                flush(path)
+            # A folder cannot be renamed to one that is not empty. Between the two renames below there is no `target`;
+            # `whole_folder` then returns `previous`, the complete old folder
+            if target.exists():
+                _retire(previous, target)  # left by a process that was killed before it could remove it
+                target.rename(previous)
+            put(new, target)
+            _retire(previous, target)
+    except OSError as error:
+        message = f"{target} cannot be written: {error.strerror or error}"
+        if whole_folder(target):
+            message += "; its old contents are still there"
+        raise CheckpointError(message) from error
+
+
+def check_replaceable(target: Path) -> None:
+    """Raise CheckpointError unless `target` is missing, an empty folder, or one made by `replaced_folder`."""
+    for folder in (target, beside(target, "new"), beside(target, "previous")):
+        if folder.is_symlink():
+            raise CheckpointError(
+                f"{folder} is a symbolic link, which cannot be replaced as a whole: put the folder itself there, or "
+                "link the folder it is in"
+            )
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise CheckpointError(f"{target} is not a folder, and was not made here: move it away")
+    if any(target.iterdir()):
+        listed_files(target)
+
+
+def whole_folder(target: Path) -> Path | None:
+    """Return the folder with the last complete contents of `target`; None if there is none."""
+    folder = target
+    if not target.exists():  # a process was killed between the two renames of `replaced_folder`
+        folder = beside(target, "previous")
+    if not (folder / MANIFEST).is_file():
+        return None
+    return folder
+
+
+def model_folder(named: str | Path, model: str = "best") -> Path:
+    """Return the folder of a model that is named by itself or by its run; whether there is a model, is not checked."""
+    folder = Path(named)
+    if whole_folder(folder) is None:  # it is not a checkpoint itself, so it is the run that contains one
+        folder = folder / model
+    return folder
+
+
+def verified_folder(target: Path) -> Path:
+    """Return `whole_folder(target)` after a check of every file's hash; raise CheckpointError if any is damaged."""
+    folder = whole_folder(target)
+    if folder is None and not target.exists():
+        raise CheckpointError(f"there is no checkpoint at {target}")
+    folder = folder or target
+    for name, digest in listed_files(folder).items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{folder} is damaged: {name} is missing; restore the folder from a copy")
+        if sha256(path) != digest:
+            raise CheckpointError(
+                f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; restore the folder from a copy"
+            )
+    return folder
+
+
+def undisturbed(target: Path, read: Callable[[], Found]) -> Found:
+    """Return what `read` reads in `target`: all of one folder, and once more if another process has replaced it."""
+    while True:
+        before = _manifest_of(target)
+        try:
+            found = read()
+        except (CheckpointError, OSError):
+            if _manifest_of(target) == before:
+                raise
+            continue
+        if _manifest_of(target) == before:
+            return found
+
+
+def _manifest_of(target: Path) -> bytes:
+    """Return the manifest of the complete folder, which tells it from others; empty without a readable one."""
+    with suppress(OSError):
+        return ((whole_folder(target) or target) / MANIFEST).read_bytes()
+    return b""
+
+
+def check_removable(target: Path) -> None:
+    """Raise CheckpointError if `target` contains files that its manifest does not list."""
+    check_replaceable(target)
+    for folder in (target, beside(target, "previous")):
+        if foreign := _foreign(folder):
+            raise CheckpointError(f"{foreign[0]} was not written here, and would be removed: move it away first")
+
+
+def remove_folder(target: Path) -> None:
+    """Remove `target` and the folders of an interrupted replacement; raises as `check_removable` does."""
+    check_removable(target)
+    _remove_own(beside(target, "previous"))
+    gone = beside(target, "new")  # renamed first, so that a process that is killed leaves a complete folder or none
+    shutil.rmtree(gone, ignore_errors=True)
+    if target.exists():
+        target.rename(gone)
+        shutil.rmtree(gone)
+
+
+def sha256(path: Path) -> str:
+    """Compute the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def listed_files(folder: Path) -> dict[str, str]:
+    """Read the names and hashes of the files that a folder's manifest lists."""
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST}: it is damaged, or was not made here; restore it from a copy, or move it away"
+        )
+    try:
+        entries = json.loads((folder / MANIFEST).read_bytes())["files"]
+        listed = {str(name): str(entry["sha256"]) for name, entry in entries.items()}
+        if any(Path(name).name != name for name in listed):  # ../../file would be removed with the folder
+            raise ValueError("files outside the folder")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder / MANIFEST} is damaged; restore the folder from a copy, or move it away"
+        ) from error
+    return listed
+
+
+def _foreign(folder: Path) -> list[Path]:
+    """Return the files of a folder that its manifest does not list."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return []
+    ours = {*listed_files(folder), MANIFEST}
+    return sorted(path for path in folder.iterdir() if path.name not in ours)
+
+
+def _retire(old: Path, successor: Path) -> None:
+    """Remove a folder that was replaced, and move files that its manifest does not list to its successor."""
+    for path in _foreign(old):
+        if not (successor / path.name).exists():
+            path.rename(successor / path.name)
+    _remove_own(old)
+
+
+def _remove_own(folder: Path) -> None:
+    """Remove the listed files, and last the manifest, by which a removal that was interrupted can be completed."""
+    if not folder.is_dir():
+        return
+    if any(folder.iterdir()):
+        for name in [*listed_files(folder), MANIFEST]:
+            (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # other files are left in it
+        folder.rmdir()
+
+
+def _write_manifest(folder: Path) -> None:
+    paths = sorted(folder.iterdir())
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
+    usual = manifest.stat().st_mode  # by the umask; some libraries make files that only their owner can read
+    for path in paths:
+        if path.stat().st_mode != usual:
+            path.chmod(usual)

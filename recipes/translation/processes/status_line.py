@@ -1,0 +1,123 @@
+"""A line that says how far the work is: redrawn on a terminal, printed every ten seconds elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self, TextIO
+
+from recipes.translation.processes.terminal import escaped
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+PLAIN_SECONDS = 10.0
+"""Seconds between two lines where the output is not a terminal."""
+
+
+class StatusLine:
+    """The last line of a stream, which changes while the work goes on and is gone at its end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.live: Live | None = None
+        self.redraws = redraws(stream)
+        self.next_line = time.monotonic() + PLAIN_SECONDS
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.live:
+            self.live.stop()
+
+    def show(self, line: str) -> None:
+        """Show the line in place of the one before; where it cannot be redrawn, print it if the last is old enough."""
+        if self.redraws:
+            self._redraw(line)
+        elif time.monotonic() >= self.next_line:
+            self.say(line)
+            self.next_line = time.monotonic() + PLAIN_SECONDS
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+        line = escaped(line)
+        if self.live:
+            from rich.text import Text
+
+            self.live.console.print(Text(line))
+        else:
+            print(line, file=self.stream, flush=True)
+
+    def _redraw(self, line: str) -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
+
+        if self.live is None:
+            # What others print meanwhile comes above the line, but never on another stream than it was meant for
+            redirected = self.stream is sys.stdout
+            self.live = Live(console=Console(file=self.stream), transient=True, redirect_stdout=redirected)
+            self.live.start()
+        self.live.update(Text(line))
+
+
+class SentenceProgress:
+    """On stderr, how many sentences are done, how fast, and how long the others will take.
+
+    Args:
+        label: the command, which begins the line; without one, nothing is shown.
+        lengths: the subwords of each sentence, in the order of the work: the time left is in proportion to them.
+        total: the sentences of all processes that share the work, for which this one stands; None for its own alone.
+    """
+
+    def __init__(self, label: str, lengths: Sequence[int], total: int | None = None) -> None:
+        self.label = label
+        self.lengths = lengths
+        self.total = len(lengths) if total is None else total
+        self.sentences = 0
+        self.began = time.monotonic()
+        self.status = StatusLine(sys.stderr)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.status.__exit__(*error)
+
+    def done(self, sentences: int) -> None:
+        """Count so many more sentences, and show the line unless they were the last."""
+        self.sentences += sentences
+        if self.label and self.sentences < len(self.lengths):
+            self.status.show(self.line())
+
+    def line(self) -> str:
+        """Return the line."""
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        subwords = sum(self.lengths[: self.sentences])
+        left = seconds * sum(self.lengths[self.sentences :]) / subwords
+        done = self.sentences * self.total // len(self.lengths)
+        return (
+            f"[{self.label}] {done:,}/{self.total:,} sentences   "
+            f"{done / seconds:,.1f} sentences/s   {duration(left)} left"
+        )
+
+
+def redraws(stream: TextIO) -> bool:
+    """Return whether a line of this stream can be redrawn: a terminal can, unless its settings ask for plain text."""
+    if not stream.isatty():
+        return False
+    if os.environ.get("NO_COLOR") or os.environ.get("CI"):
+        return False
+    return os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as hours, minutes and seconds: 0:07, 12:30, 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours == 0:
+        return f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{rest:02}"

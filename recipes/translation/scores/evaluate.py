@@ -1,0 +1,225 @@
+"""Evaluation of a model: the translations of a split of its data, or of other test files, and their scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from recipes.translation.data.held_out import HeldOut, HeldOutSplit, the_one_of
+from recipes.translation.data.sentence_pairs import load_pairs
+from recipes.translation.errors import DataError
+from recipes.translation.files.lines import read_lines
+from recipes.translation.files.writing import replace_files
+from recipes.translation.processes.ranks import ALONE, Ranks
+from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.made_from import lines_digest
+from recipes.translation.scores.groups import Parts, parts_by_label, parts_by_length, scores_of_parts, scores_of_sets
+from recipes.translation.scores.scores import Scores, measure, score, scores_of
+from recipes.translation.scores.statistics import Measured
+from recipes.translation.settings.config import DataConfig, DecodingConfig
+from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
+from recipes.translation.text.pair import Pair
+from recipes.translation.translating.translate import translate
+
+__all__ = [
+    "Evaluation",
+    "Scores",
+    "evaluate",
+    "evaluate_each",
+    "evaluate_files",
+    "evaluate_pairs",
+    "labels_of",
+    "parts_of",
+    "read_pairs",
+    "score",
+    "sets_table",
+]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A test set with its translations and their scores."""
+
+    name: str
+    """The split, or the name of the file of sources."""
+    pairs: Sequence[Pair]
+    translations: Sequence[str]
+    measured: Sequence[Measured]
+    """Every metric, with the statistics of each sentence."""
+    held_out: HeldOut | None = None
+    """Which of the run's data it is; None for other files."""
+    digests: Sequence[str] = ()
+    """The SHA-256 of the weights of each model that translated."""
+    files: tuple[Path, Path] | None = None
+    """The files of sources and references; None for the run's data."""
+
+    @cached_property
+    def scores(self) -> Scores:
+        """Return the scores of the whole test set."""
+        return scores_of(self.measured)
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write `<name>.translations.txt`, one line for each sentence, and `<name>.scores.json`."""
+        texts = {"sources": [pair.source for pair in self.pairs], "references": [pair.target for pair in self.pairs]}
+        # Of what was read, not of the files, which may have changed since, and a pipe is read once
+        made_of = {side: {"sha256": lines_digest(lines)} for side, lines in texts.items()}
+        for side, file in zip(texts, self.files or (), strict=False):
+            made_of[side]["file"] = str(file.resolve())
+        record = {**self.scores.as_dict(), "weights": list(self.digests), **made_of}
+        translations, scores = result_files(folder, self.name)
+        text = "".join(f"{text}\n" for text in self.translations)
+        written = {translations: text, scores: json.dumps(record, indent=2) + "\n"}
+        replace_files({path: text.encode() for path, text in written.items()})
+        return list(written)
+
+
+def result_files(folder: Path, name: str) -> list[Path]:
+    """Return the files of the translations and of the scores of a test set."""
+    return [folder / f"{name}.translations.txt", folder / f"{name}.scores.json"]
+
+
+def other_sources(scores: Path, sources: Path, pairs: Sequence[Pair]) -> str:
+    """Return the file of other sentences whose scores these are; empty for this file, and where none is noted.
+
+    `pairs` have the sentences of the file.
+    """
+    try:
+        noted = json.loads(scores.read_text(encoding="utf-8"))["sources"]
+        file, digest = noted["file"], noted["sha256"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return ""
+    if file == str(sources.resolve()) or digest == lines_digest(pair.source for pair in pairs):
+        return ""
+    return str(file)
+
+
+def evaluate(
+    translator: Translator,
+    split: HeldOutSplit,
+    decoding: DecodingConfig,
+    tokenize: str | None = None,
+    ranks: Ranks = ALONE,
+    label: str = "",
+) -> Evaluation:
+    """Translate a split of the model's data, each rank some of the sentences, and score all translations.
+
+    `tokenize` overrides the setting `data.tokenize`; `label` is as in `translate`. Raises DataError where the model has
+    the data of several corpora: see `evaluate_each`.
+    """
+    return evaluate_each(translator, [the_one_of(translator.config, split)], decoding, tokenize, ranks, label)[0]
+
+
+def evaluate_each(
+    translator: Translator,
+    sets: Sequence[HeldOut],
+    decoding: DecodingConfig,
+    tokenize: str | None = None,
+    ranks: Ranks = ALONE,
+    label: str = "",
+) -> list[Evaluation]:
+    """Do the same for several sets of the model's data; the name of each is its split, or "split.corpus"."""
+    found = []
+    for each in sets:
+        pairs = ranks.run_on_main(each.pairs)
+        name: str = each.split
+        if len(sets) > 1:
+            name = f"{each.split}.{each.name}"
+        found.append(evaluate_pairs(translator, name, pairs, decoding, tokenize, ranks, label, each))
+    return found
+
+
+def evaluate_pairs(
+    translator: Translator,
+    name: str,
+    pairs: Sequence[Pair],
+    decoding: DecodingConfig,
+    tokenize: str | None = None,
+    ranks: Ranks = ALONE,
+    label: str = "",
+    held_out: HeldOut | None = None,
+) -> Evaluation:
+    """Do the same for a test set in memory; what is written has this name.
+
+    `held_out` says which of the run's data it is; other pairs are in the languages of the section data.
+    """
+    config = translator.config
+    language = config.data.target
+    spoken = pairs
+    if held_out:
+        language = held_out.data.target
+        spoken = held_out.spoken(pairs)
+    references = [pair.target for pair in pairs]
+    tokenize = tokenizer_for(tokenize or config.data.tokenize, language, references)
+    check_tokenizer(tokenize)  # before the work of translating
+    translations = translate(translator, [pair.source for pair in spoken], decoding, ranks, label)
+    lowercase = config.subwords.lowercase
+    measured = ranks.run_on_main(lambda: measure(translations, references, lowercase=lowercase, tokenize=tokenize))
+    return Evaluation(name, pairs, translations, measured, held_out, translator.digests)
+
+
+def evaluate_files(
+    hypotheses: Path, references: Path, sources: Path | None = None, tokenize: str = "auto"
+) -> Evaluation:
+    """Score a file of translations without a model; without `sources`, those of the pairs are empty."""
+    translations = read_lines(hypotheses)
+    expected = read_lines(references)
+    said = [""] * len(expected)
+    if sources:
+        said = [pair.source for pair in read_pairs(sources, references)]
+    measured = measure(translations, expected, tokenize=tokenize)
+    pairs = [Pair(*lines) for lines in zip(said, expected, strict=True)]
+    return Evaluation(hypotheses.name, pairs, translations, measured)
+
+
+def parts_of(evaluation: Evaluation, by: str, labels: Sequence[str]) -> Parts:
+    """Score the parts of a test set by the "length" of the source, or by a label of each sentence, read from `by`."""
+    if by == "length":
+        heading, parts = parts_by_length([pair.source for pair in evaluation.pairs])
+        return scores_of_parts(evaluation.measured, heading, parts)
+    return scores_of_parts(evaluation.measured, "label", parts_by_label(labels, by, len(evaluation.pairs)))
+
+
+def sets_table(evaluations: Sequence[Evaluation]) -> str:
+    """Return a table with a line for each of several test sets and one for their mean, and the signatures of BLEU."""
+    table = scores_of_sets({one.name: one.measured for one in evaluations})
+    signatures = [f"  BLEU of {one.name}: {one.scores.bleu_signature}" for one in evaluations]
+    return "\n".join([str(table), *signatures])
+
+
+def labels_of(by: str, data: DataConfig | None, split: HeldOutSplit) -> list[str]:
+    """Read the label of each sentence from the file `by`, or from the column of this name in a split of the data.
+
+    Raises DataError where there is neither; `data` is None where the test set is not the run's.
+    """
+    if Path(by).is_file():
+        return read_lines(Path(by))
+    if data is None:
+        raise DataError(f"--by {by}: there is no such file; name a file with a label for each sentence, or length")
+    if data.format in ("text", "builtin"):
+        raise DataError(
+            f"--by {by} is not length, nor a file, and data of format {data.format} has no columns: name a file with a "
+            "label for each sentence, or length"
+        )
+    try:
+        return [pair.source for pair in load_pairs(replace(data, source=by, target=by), split)]
+    except DataError as error:
+        raise DataError(f"--by {by} is not length, nor a file, nor a column of the data: {error}") from error
+
+
+def read_pairs(sources: Path, references: Path, lowercase: bool = False) -> list[Pair]:
+    """Read two files that are aligned line by line; raise DataError if they are not."""
+    sides = [read_lines(sources), read_lines(references)]
+    if len(sides[0]) != len(sides[1]):
+        raise DataError(
+            f"{sources} has {len(sides[0]):,} lines, {references} has {len(sides[1]):,}: the two must be aligned line "
+            "by line"
+        )
+    if not sides[0]:
+        raise DataError(f"{sources} is empty: there is nothing to evaluate")
+    pairs = [Pair(*lines) for lines in zip(*sides, strict=True)]
+    if lowercase:
+        pairs = [Pair(source.lower(), target.lower()) for source, target in pairs]
+    return pairs

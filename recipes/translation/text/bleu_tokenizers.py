@@ -1,0 +1,77 @@
+"""The choice of sacreBLEU's tokeniser by target language: BLEU counts words, which not every script separates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from sacrebleu import utils
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.tokenizers import tokenizer_spm
+
+from recipes.translation.errors import ConfigError
+
+LANGUAGES = {
+    "zh": ("zh", "zho", "chi", "cmn", "yue", "wuu", "nan", "hak", "lzh", "chinese", "mandarin", "cantonese"),
+    "ja-mecab": ("ja", "jpn", "japanese"),
+    "ko-mecab": ("ko", "kor", "korean"),
+    "char": (
+        *("th", "tha", "thai", "lo", "lao", "km", "khm", "khmer"),
+        *("my", "mya", "bur", "burmese", "bo", "bod", "tib", "tibetan", "dz", "dzo"),
+    ),
+}
+"""ISO 639 codes and English names, without region and script. All other languages use 13a, as in most papers."""
+BY_LANGUAGE = {language: name for name, languages in LANGUAGES.items() for language in languages}
+
+HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+KANA = re.compile("[\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f]")
+OTHERS = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\ua9e0-\ua9ff\uaa60-\uaa7f]")
+"""Thai, Lao, Tibetan, Burmese and Khmer."""
+
+LOOKED_AT = 1_000
+"""References from which the script is determined."""
+
+
+def tokenizer_for(name: str, language: str, references: Sequence[str]) -> str:
+    """Return `name`; for auto the tokeniser of the language, or else that of the references' script."""
+    if name != "auto":
+        return name
+    code = re.split("[-_]", language.lower())[0]
+    return BY_LANGUAGE.get(code) or _by_script("".join(references[:LOOKED_AT]))
+
+
+def _by_script(text: str) -> str:
+    letters = sum(map(str.isalpha, text))
+    han, kana, others = (len(script.findall(text)) for script in (HAN, KANA, OTHERS))
+    # More than half of the letters decide, since any language quotes names in another script
+    if 2 * (han + kana) > letters:
+        if 20 * kana > han + kana:  # Chinese text has hardly any kana
+            return "ja-mecab"
+        return "zh"
+    if 2 * others > letters:
+        return "char"
+    return "13a"
+
+
+def check_tokenizer(name: str) -> None:
+    """Raise ConfigError unless sacreBLEU has a tokeniser of this name, and everything that it needs is installed."""
+    other = "choose another, such as char, with --data.tokenize (evaluate: --tokenize)"
+    if name not in BLEU.TOKENIZERS:
+        raise ConfigError(f"sacreBLEU has no tokeniser {name!r}; it has {', '.join(BLEU.TOKENIZERS)}")
+    if name in tokenizer_spm.SPM_MODELS:
+        file = tokenizer_spm.SPM_MODELS[name]["url"].rpartition("/")[2]
+        path = Path(utils.SACREBLEU_DIR, "models", file)
+        if not path.is_file():
+            raise ConfigError(
+                f"sacreBLEU's tokeniser {name} needs {path}, which is not downloaded: put it there, or {other}"
+            )
+        return
+    try:
+        BLEU(tokenize=name)
+    except RuntimeError:
+        extra = name.partition("-")[0]
+        raise ConfigError(
+            f"sacreBLEU's tokeniser {name} needs a package that is not installed: pip install 'sacrebleu[{extra}]', or "
+            f"{other}"
+        ) from None

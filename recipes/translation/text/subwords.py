@@ -1,0 +1,296 @@
+"""Sentencepiece subword models: train one on sentences in memory, and use it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import sentencepiece
+
+from recipes.translation.errors import ConfigError, DataError
+from recipes.translation.files.json_fields import WrongFieldError, each, fields, is_whole, value
+from recipes.translation.settings.config import SubwordConfig
+from recipes.translation.text.placeholders import placeholder_symbols
+from recipes.translation.text.segmentations import BLANK, Sampler
+from recipes.translation.text.sentencepiece_file import kind_of_model, notes_of
+from recipes.translation.text.word_vocabulary import SPECIAL, UNKNOWN, as_training_text, chosen_words
+
+PAD, UNK, BOS, EOS = 0, 1, 2, 3
+"""Ids of padding, the unknown subword, start and end symbol, the same in every model that `train_subwords` makes."""
+
+
+class Symbols(NamedTuple):
+    """What stands around the subwords of a sentence in a model's input."""
+
+    prefix: tuple[int, ...] = ()
+    """Before a source: the tag of its language, in imported models that have such tags."""
+    suffix: tuple[int, ...] = (EOS,)
+    """After a source."""
+    start: tuple[int, ...] = (BOS,)
+    """Before a target, which EOS ends."""
+
+    def source(self, ids: Sequence[int]) -> list[int]:
+        """Return what the encoder reads."""
+        return [*self.prefix, *ids, *self.suffix]
+
+    def target(self, ids: Sequence[int]) -> list[int]:
+        """Return a target with its start and end: the decoder reads all but the last and predicts all but the first."""
+        return [*self.start, *ids, EOS]
+
+
+ORDINARY = Symbols()
+"""Those of every model that is trained from the beginning here."""
+
+
+MAX_BYTES = 1 << 16
+"""The longest sentence from which subwords are made: sentencepiece takes quadratic time, and silently leaves out longer
+ones."""
+
+
+def train_subwords(
+    sentences: Iterable[str], path_prefix: Path, config: SubwordConfig, tags: Sequence[str] = ()
+) -> None:
+    """Train a model on `sentences` and write it to `<path_prefix>.model`.
+
+    The same sentences and settings give the same bytes. Characters outside the vocabulary are spelled in UTF-8 bytes
+    (256 of the subwords), so that no text is ever unknown. Each symbol and placeholder of the settings is one subword,
+    and each of the `tags` together with the blank before it. Sentences above MAX_BYTES are left out, with a note on
+    stderr. For a vocabulary that does not fit the text, ConfigError gives the size that would.
+
+    With `subwords.kind: word` the subwords are whole words, those of `chosen_words`, and every other word is unknown.
+    """
+    model = io.BytesIO()
+    sentences = list(sentences)
+    if config.kind == "word":
+        words = chosen_words(sentences, config, [*tags, *symbols_of(config)])
+        sentences = as_training_text(words)
+        options = _options_of_words(words)
+    else:
+        _note_long(sentences)
+        options = _options_of_subwords(config, tags)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=model,
+            model_type=config.kind,
+            pad_id=PAD,
+            unk_id=UNK,
+            bos_id=BOS,
+            eos_id=EOS,
+            **options,
+            max_sentence_length=MAX_BYTES,
+            num_threads=4,  # fixed, because the rounding of sums over threads changes the result
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise _plain_error(str(error), config) from None
+    path = model_path(path_prefix)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(model.getvalue())
+
+
+def _note_long(sentences: Sequence[str]) -> None:
+    if long := sum(len(sentence.encode()) > MAX_BYTES for sentence in sentences):
+        print(
+            f"[prepare] sentences above {MAX_BYTES:,} bytes, left out of the subwords' text: {long:,}", file=sys.stderr
+        )
+
+
+def _options_of_subwords(config: SubwordConfig, tags: Sequence[str]) -> dict[str, Any]:
+    """Return the options of sentencepiece's trainer for pieces of words."""
+    return {
+        "vocab_size": config.vocab_size,
+        "user_defined_symbols": [*(BLANK + tag for tag in tags), *symbols_of(config)],
+        "byte_fallback": True,
+        "character_coverage": 0.9999,  # leaves out rare characters of a large corpus, and none of a small one
+    }
+
+
+def _options_of_words(words: Mapping[str, int]) -> dict[str, Any]:
+    """Return the options of sentencepiece's trainer for all of these words, given with their counts."""
+    return {
+        "vocab_size": SPECIAL + len(words),
+        "hard_vocab_limit": False,
+        "use_all_vocab": True,
+        "input_format": "tsv",
+        "character_coverage": 1.0,
+        "unk_surface": f" {UNKNOWN}",
+    }
+
+
+def symbols_of(config: SubwordConfig) -> list[str]:
+    """Return the symbols that both sides have: those of the settings, and the placeholders."""
+    return [*config.symbols, *placeholder_symbols(config.placeholders)]
+
+
+def model_path(path_prefix: Path) -> Path:
+    """Return the file that `train_subwords` writes."""
+    return path_prefix.with_name(path_prefix.name + ".model")
+
+
+def _plain_error(message: str, config: SubwordConfig) -> ValueError:
+    """Translate sentencepiece's message into one in terms of the settings."""
+    # sentencepiece raises RuntimeError for everything, and the sizes that would fit are only in its text
+    size = f"subwords.vocab_size {config.vocab_size:,}"
+    if found := re.search(r"value <= (\d+)", message):
+        return ConfigError(
+            f"{size} is too large for the training text; the largest possible is {int(found[1]):,}: set it to that, or "
+            "less"
+        )
+    if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
+        return ConfigError(
+            f"{size} is too small: the special subwords, 256 bytes and the characters of the training text "
+            f"are {int(found[1]):,}: set it to that, or more"
+        )
+    if "sentences_.empty()" in message:
+        return DataError("there is no training text to make subwords from: every sentence is empty; see data.train")
+    return DataError(f"sentencepiece cannot train on this text: {' '.join(message.split())}")
+
+
+def check_notes(notes: Any, pieces: int) -> None:
+    """Raise WrongFieldError unless the notes of an imported model, if there are some, name subwords that it has."""
+    if notes == {}:
+        return
+    size = value(f"a whole number from 1 to {pieces:,}", lambda found: is_whole(found) and 1 <= found <= pieces)
+    fields({"size": size})(notes, "")
+    a_subword = value("the number of a subword", lambda found: is_whole(found) and 0 <= found < notes["size"])
+    checks = dict.fromkeys(Symbols._fields, each(a_subword))
+    fields(checks, lambda found: bool(found["start"]), "notes with at least one subword in start")(notes, "")
+
+
+class Subwords:
+    """A trained model: sentences to subword ids and back.
+
+    That of an imported model has notes in its file: the symbols of its sentences, and the size of the vocabulary, after
+    which come pieces that are unknown to the model.
+    """
+
+    pad, unk, bos, eos = PAD, UNK, BOS, EOS
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        notes = notes_of(self.serialized())
+        self.symbols = ORDINARY
+        self._size = int(processor.get_piece_size())
+        self._imported = bool(notes)
+        self.by_words = not notes and kind_of_model(self.serialized()) == "word"
+        if notes:
+            self.symbols = Symbols(*(tuple(cast(list[int], notes[name])) for name in Symbols._fields))
+            self._size = cast(int, notes["size"])
+
+    @classmethod
+    def load(cls, path: str | Path) -> Subwords:
+        """Read a model file; raise DataError if it is missing, damaged, or has other special ids."""
+        path = Path(path)
+        if not path.is_file():
+            raise DataError(f"there is no subword model {path}; `prepare` makes it")
+        try:
+            processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        except RuntimeError as error:
+            raise DataError(f"{path} is not a sentencepiece model; remove it and `prepare` again") from error
+        try:
+            check_notes(notes_of(processor.serialized_model_proto()), processor.get_piece_size())
+            subwords = cls(processor)
+            subwords.pieces()
+        except (ValueError, RecursionError, WrongFieldError) as error:
+            reason = str(error)
+            if isinstance(error, UnicodeDecodeError):
+                reason = f"the piece {error.object!r} is not UTF-8 text"
+            raise DataError(f"{path} is damaged: {reason}; restore it from a copy, or `prepare` again") from None
+        found = (processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id())
+        if BOS not in subwords.symbols.start:  # an imported model may have no start symbol of its own
+            found = (found[0], found[1], BOS, found[3])
+        if found != (PAD, UNK, BOS, EOS):
+            raise DataError(f"{path} has pad, unk, bos, eos = {found}, not {(PAD, UNK, BOS, EOS)}; train it here")
+        return subwords
+
+    def save(self, path: Path) -> None:
+        """Write the model file that `load` reads."""
+        path.write_bytes(self.serialized())
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of the model."""
+        return hashlib.sha256(self._processor.serialized_model_proto()).hexdigest()
+
+    def encode(self, sentences: list[str], threads: int = 1) -> list[list[int]]:
+        """Encode each sentence as ids, without start and end symbol."""
+        if self.by_words:
+            rows: list[list[str]] = self._processor.encode(sentences, out_type=str, num_threads=threads)
+            return [self._word_ids(row) for row in rows]
+        ids: list[list[int]] = self._processor.encode(sentences, num_threads=threads)
+        if not self._imported:
+            return ids
+        return [self._by_text(sentence, row) for sentence, row in zip(sentences, ids, strict=True)]
+
+    def _word_ids(self, pieces: Sequence[str]) -> list[int]:
+        """Return one id for each word: sentencepiece has a single piece for unknown words that follow each other."""
+        found: list[int] = []
+        for piece in pieces:
+            if piece in self._ids:
+                found.append(self._ids[piece])
+            else:
+                found += [UNK] * piece.count(BLANK)
+        return found
+
+    def _by_text(self, sentence: str, ids: list[int]) -> list[int]:
+        """Return the ids of an imported model's subwords by their text, as those who trained it have found them.
+
+        What is unknown to the sentencepiece model of this language may be a subword of the other language's.
+        """
+        if UNK not in ids and max(ids, default=0) < self._size:
+            return ids
+        pieces: list[str] = self._processor.encode(sentence, out_type=str)
+        return [self._ids.get(piece, UNK) for piece in pieces]
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {piece: number for number, piece in enumerate(self.pieces())}
+
+    def sample(
+        self, sentences: Sequence[str], seeds: Iterable[int], amount: float, symbols: Sequence[str] = ()
+    ) -> list[list[int]]:
+        """Draw a segmentation of each sentence, a function of the sentence, its seed and `amount` alone.
+
+        A bpe model leaves out each merge with probability `amount` (BPE-dropout, Provilkov et al. 2020). A unigram
+        model draws from all segmentations, in proportion to their probability to the power `amount` (Kudo 2018, section
+        3.3): the smaller it is, the more do rare segmentations occur. Those of the `symbols`, tags among them, that are
+        subwords of the model are never split.
+        """
+        whole = {self._processor.piece_to_id(piece) for symbol in symbols for piece in (BLANK + symbol, symbol)}
+        plain = self.encode(list(sentences))
+        drawn = [self._sampler.draw(ids, int(seed), amount, whole) for ids, seed in zip(plain, seeds, strict=True)]
+        if not self._imported:
+            return drawn
+        return [[each if each < self._size else UNK for each in row] for row in drawn]
+
+    @cached_property
+    def _sampler(self) -> Sampler:
+        return Sampler(self._processor)
+
+    def decode(self, ids: list[list[int]]) -> list[str]:
+        """Decode each list of ids; padding, start and end symbol are ignored, and an unknown word is `<unk>`."""
+        if not ids:
+            return []
+        sentences: list[str] = self._processor.decode(ids, num_threads=1)
+        if self.by_words:
+            return [sentence.removeprefix(" ") for sentence in sentences]  # an unknown word has its blank before it
+        return sentences
+
+    def pieces(self) -> list[str]:
+        """Return the text of each subword; a blank is written as U+2581."""
+        return [self._processor.id_to_piece(number) for number in range(len(self))]
+
+    def serialized(self) -> bytes:
+        """Return the bytes of the model file."""
+        content: bytes = self._processor.serialized_model_proto()
+        return content
+
+    def __len__(self) -> int:
+        return self._size

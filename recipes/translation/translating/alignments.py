@@ -1,0 +1,102 @@
+"""Alignments of words: for each pair of sentences, which word of the target comes from which word of the source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from models.alignment import attention_weights
+from recipes.translation.data.batches import padded_batch
+from recipes.translation.data.model_text import source_text, target_text
+from recipes.translation.processes.ranks import ALONE, Ranks
+from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.settings.config import DecodingConfig
+from recipes.translation.text.subwords import Subwords
+from recipes.translation.translating.translate import check_unicode, in_batches, longest_source
+
+Link = tuple[int, int]
+"""The numbers of a source and a target word, from 0; words are what spaces separate."""
+
+
+def align(
+    translator: Translator,
+    sources: Sequence[str],
+    targets: Sequence[str],
+    decoding: DecodingConfig,
+    ranks: Ranks = ALONE,
+) -> list[list[Link]]:
+    """Return the links between the words of each source and its translation, each rank some of the pairs.
+
+    Each subword of the target is linked to the subword of the source that the model attends to most when it predicts
+    it, without the end symbol; two words are linked if any of their subwords are (Garg et al. 2019). Of an ensemble the
+    first model is asked. `models.alignment` says which attention that is in each architecture. Of a sentence that is
+    cut for its translation, what is cut off has no links.
+    """
+    check_unicode(sources)
+    check_unicode(targets)
+    config = translator.config
+    read = [source_text(config, source) for source in sources]
+    written = [target_text(config, target, source) for source, target in zip(sources, targets, strict=True)]
+    source_words, source_rows = _subwords_of(translator.source, read, sources)
+    longest = longest_source(config, decoding)
+    source_words = [words[:longest] for words in source_words]
+    source_rows = [row[:longest] for row in source_rows]
+    target_words, target_rows = _subwords_of(translator.target, written, targets)
+    # Without a subword on either side there is nothing to link
+    rows = [source if target else [] for source, target in zip(source_rows, target_rows, strict=True)]
+    device = translator.model.generator.weight.device
+    symbols = translator.source.symbols
+    # The step that reads the last token of the start predicts the first subword
+    first = len(symbols.start) - 1
+
+    def link_rows(some: list[int]) -> list[list[Link]]:
+        # The last subword of a target predicts nothing that is linked
+        batch = padded_batch([source_rows[row] for row in some], [target_rows[row][:-1] for row in some], symbols)
+        weights_BTS = attention_weights(translator.model, batch.src.to(device), batch.tgt_in.to(device)).cpu()
+        weights_BTS = weights_BTS[:, first:, len(symbols.prefix) :]
+        return [
+            links(weights_TS, source_words[row], target_words[row])
+            for row, weights_TS in zip(some, weights_BTS, strict=True)
+        ]
+
+    everyone = in_batches(translator, rows, decoding.batch_sentences, link_rows, ranks)
+    return [everyone.get(row, []) for row in range(len(sources))]
+
+
+def links(weights_TS: Tensor, source_words: Sequence[int], target_words: Sequence[int]) -> list[Link]:
+    """Link the words of a pair, given the attention of each target subword and the word that each subword is part of.
+
+    What follows the subwords of either side, the end symbol and padding, is never linked, and neither is a tag, which
+    has the number -1.
+    """
+    own = [place for place, word in enumerate(source_words) if word >= 0]
+    if not own:
+        return []
+    best_T = weights_TS[: len(target_words), own].argmax(1).tolist()
+    return sorted({(source_words[own[best]], word) for best, word in zip(best_T, target_words, strict=True)})
+
+
+def pharaoh(pairs: Sequence[Link]) -> str:
+    """Return links in Pharaoh's format: source-target, separated by blanks."""
+    return " ".join(f"{source}-{target}" for source, target in pairs)
+
+
+def _subwords_of(
+    subwords: Subwords, texts: Sequence[str], sentences: Sequence[str]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the number of the sentence's word that each subword is part of, and the subwords, of each text.
+
+    A text is its sentence as the model reads it: the same words in other letters, after a tag that may be new. Words
+    are encoded one by one, which gives the subwords of the text, as none of them extends over a space.
+    """
+    numbers = []
+    ids = []
+    for text, sentence in zip(texts, sentences, strict=True):
+        words = text.split()
+        encoded = subwords.encode(words)
+        # A tag that the sentence does not have is word -1
+        first = len(sentence.split()) - len(words)
+        numbers.append([number for number, word in enumerate(encoded, start=first) for _ in word])
+        ids.append([subword for word in encoded for subword in word])
+    return numbers, ids

@@ -1,0 +1,82 @@
+"""Beginnings and phrases of translations, from text to subwords."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+
+from models import Phrase
+from recipes.translation.data.model_text import target_text
+from recipes.translation.errors import DataError
+from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.text.subwords import BOS, EOS, PAD, UNK
+
+BLANK = "▁"
+"""What sentencepiece writes for a blank; a piece that begins with it begins a word."""
+
+
+def prefix_ids(translator: Translator, prefixes: Sequence[str], sentences: Sequence[str]) -> list[list[int]]:
+    """Return the subwords of each beginning, that of the translation of its sentence."""
+    config = translator.config
+    found = translator.target.encode([target_text(config, *each) for each in zip(prefixes, sentences, strict=True)])
+    for number, (ids, prefix) in enumerate(zip(found, prefixes, strict=True), start=1):
+        check_in_vocabulary(translator, ids, f"the beginning {prefix!r} of sentence {number:,}")
+    return found
+
+
+def check_in_vocabulary(translator: Translator, ids: Sequence[int], what: str) -> None:
+    """Raise DataError for a text that a model of whole words could only write as `<unk>`."""
+    if translator.target.by_words and UNK in ids:
+        raise DataError(
+            f"{what} has a word outside the vocabulary, which this model can only write as <unk>: leave the word out"
+        )
+
+
+def phrases_of(
+    translator: Translator, constraints: Sequence[Sequence[str]], sentences: Sequence[str]
+) -> list[list[Phrase]]:
+    """Return each sentence's phrases as subwords; raise DataError for a phrase that has none.
+
+    Where the last character has an upper and a lower case, or is a digit, the phrase must end where a word ends.
+    Other scripts need not separate words, so there the subwords alone decide, without a blank before the first.
+    """
+    pieces = translator.target.pieces()
+    return [
+        [phrase_of(translator, text, sentence, pieces, f"sentence {number:,}") for text in texts]
+        for number, (texts, sentence) in enumerate(zip(constraints, sentences, strict=True), start=1)
+    ]
+
+
+def phrase_of(translator: Translator, text: str, sentence: str, pieces: Sequence[str], where: str) -> Phrase:
+    """Return one phrase of the sentence's translation as subwords."""
+    ids = translator.target.encode([target_text(translator.config, text, sentence)])[0]
+    check_in_vocabulary(translator, ids, f"--constraints: {text!r} of {where}")
+    # As sentencepiece reads it: a letter and its accent may be two characters before, and are one after
+    normal = unicodedata.normalize("NFKC", text)
+    if ids and pieces[ids[0]] == BLANK and not in_words(normal[0]):
+        ids = ids[1:]
+    if not ids:
+        raise DataError(f"--constraints: {text!r} of {where} has no subwords, only what sentencepiece leaves out")
+    return Phrase(ids, whole=in_words(normal[-1]))
+
+
+def word_boundaries(translator: Translator) -> list[int]:
+    """Return the subwords that do not continue the word before them."""
+    pieces = translator.target.pieces()
+    if translator.target.by_words:
+        # <unk> too is a word of its own
+        return [number for number in range(len(pieces)) if number not in (PAD, BOS, EOS)]
+    return [number for number, piece in enumerate(pieces) if begins_anew(piece)]
+
+
+def begins_anew(piece: str) -> bool:
+    """Return whether a piece begins a word, or with a punctuation mark or symbol."""
+    # <s>, and <0xC3>, the byte of any character: control pieces and bytes may continue a word
+    if len(piece) > 1 and piece.startswith("<") and piece.endswith(">"):
+        return False
+    return piece.startswith(BLANK) or unicodedata.category(piece[0])[0] in "PSZ"
+
+
+def in_words(character: str) -> bool:
+    """Return whether a character is of a script that separates its words."""
+    return character.isdecimal() or character.lower() != character.upper()

@@ -1,0 +1,244 @@
+# ruff: noqa: RUF001 (Chinese punctuation is meant)
+"""BLEU's tokeniser follows the target language, so that writing without spaces is not one word a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sacrebleu
+import torch
+from sacrebleu.tokenizers import tokenizer_ja_mecab, tokenizer_ko_mecab, tokenizer_spm
+
+from recipes.translation.commands import main
+from recipes.translation.data.corpus import Corpus, load_corpus
+from recipes.translation.errors import ConfigError
+from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
+from recipes.translation.scores import evaluate as evaluate_module
+from recipes.translation.scores.evaluate import evaluate, score
+from recipes.translation.settings.config import SCHEMA, RunConfig, load_config
+from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
+from recipes.translation.training import validation as validation_module
+from recipes.translation.training.validation import Validation, nothing, validate
+from recipes.translation.translating.translate import translate
+from tests.recipes.tiny import tiny
+
+CHINESE = ["今天是星期一，天气很好。", "火车七点半开往维也纳。", "这张红色的桌子要五十欧元。"]
+NEARLY = ["今天是星期二，天气很好。", "火车七点半开往柏林。", "这张蓝色的桌子要五十欧元。"]
+JAPANESE = ["今日は月曜日で、天気がとても良いです。", "列車は七時半にウィーンへ出発します。"]
+THAI = ["วันนี้เป็นวันจันทร์และอากาศดีมาก", "รถไฟไปเวียนนาออกเจ็ดโมงครึ่ง"]
+KOREAN = ["오늘은 월요일이고 날씨가 좋습니다."]
+GERMAN = ["Der Zug nach Wien fährt um halb acht ab."]
+
+
+@pytest.mark.parametrize(
+    ("language", "references", "name"),
+    [
+        ("zh", CHINESE, "zh"),
+        ("zh-CN", CHINESE, "zh"),
+        ("zho_Hans", CHINESE, "zh"),
+        ("yue_Hant", CHINESE, "zh"),
+        ("ja", JAPANESE, "ja-mecab"),
+        ("jpn_Jpan", JAPANESE, "ja-mecab"),
+        ("ko", KOREAN, "ko-mecab"),
+        ("th", THAI, "char"),
+        ("lo", [], "char"),
+        ("khm_Khmr", [], "char"),
+        ("my", [], "char"),
+        ("bo", [], "char"),
+        ("de", GERMAN, "13a"),
+        ("en", [], "13a"),
+        ("target", CHINESE, "zh"),  # the text tells what the column's name does not
+        ("de", CHINESE, "zh"),
+        ("de", JAPANESE, "ja-mecab"),
+        ("tgt", THAI, "char"),
+        ("tgt", ["ភាសាខ្មែរ"], "char"),
+        ("tgt", ["မြန်မာဘာသာ"], "char"),
+        ("tgt", ["ພາສາລາວ"], "char"),
+        ("tgt", ["བོད་སྐད"], "char"),
+        ("tgt", KOREAN, "13a"),  # written with spaces
+        ("de", [*GERMAN, "Er heißt 李明."], "13a"),
+        ("zh", [*CHINESE, "Windows 11"], "zh"),
+    ],
+)
+def test_auto_follows_the_language_and_then_the_script(language: str, references: list[str], name: str) -> None:
+    assert tokenizer_for("auto", language, references) == name
+
+
+@pytest.mark.parametrize("name", ["13a", "intl", "char", "none", "zh"])
+def test_a_tokeniser_that_is_given_wins(name: str) -> None:
+    assert tokenizer_for(name, "ja", CHINESE) == name
+
+
+@pytest.mark.parametrize(
+    ("references", "hypotheses", "tokenize"),
+    [(CHINESE, NEARLY, "zh"), (THAI, [THAI[0].replace("ดี", "ดู"), THAI[1]], "char")],
+)
+def test_bleu_without_spaces_is_sacrebleus_with_that_tokeniser_and_not_0(
+    references: list[str], hypotheses: list[str], tokenize: str
+) -> None:
+    found = score(hypotheses, references)
+    expected = sacrebleu.corpus_bleu(hypotheses, [references], tokenize=tokenize)
+    assert found.bleu == expected.score > 40
+    assert found.bleu_lowercase > 40
+    assert f"|tok:{tokenize}|" in found.bleu_signature
+    assert f"|tok:{tokenize}|" in found.bleu_lowercase_signature
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "extra"), [("ja-mecab", tokenizer_ja_mecab, "ja"), ("ko-mecab", tokenizer_ko_mecab, "ko")]
+)
+def test_a_tokeniser_without_its_package_is_refused_in_one_line(
+    name: str, module: Any, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MeCab", None)
+    with pytest.raises(ConfigError) as caught:
+        check_tokenizer(name)
+    answer = str(caught.value)
+    assert f"pip install 'sacrebleu[{extra}]'" in answer
+    assert "data.tokenize" in answer
+    assert "\n" not in answer
+
+
+@pytest.mark.parametrize("name", ["spm", "flores101", "flores200", "spBLEU-1K"])
+def test_a_tokeniser_is_never_downloaded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (tokenizer_spm, sacrebleu.utils):
+        monkeypatch.setattr(module, "SACREBLEU_DIR", str(tmp_path))
+    monkeypatch.setattr(tokenizer_spm, "download_file", None)
+    with pytest.raises(ConfigError) as caught:
+        check_tokenizer(name)
+    file = tokenizer_spm.SPM_MODELS[name]["url"].rpartition("/")[2]
+    assert str(tmp_path / "models" / file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokeniser_that_is_on_disk_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = load_corpus(tiny(tmp_path / "run"))
+    (tmp_path / "models").mkdir()
+    corpus.target.save(tmp_path / "models" / "flores200sacrebleuspm")
+    for module in (tokenizer_spm, sacrebleu.utils):
+        monkeypatch.setattr(module, "SACREBLEU_DIR", str(tmp_path))
+    monkeypatch.setattr(tokenizer_spm, "download_file", None)
+    check_tokenizer("flores200")
+    assert "|tok:flores200|" in score(GERMAN, GERMAN, tokenize="flores200").bleu_signature
+
+
+def test_every_tokeniser_of_sacrebleu_can_be_set() -> None:
+    assert {"auto", *sacrebleu.BLEU.TOKENIZERS} == set(SCHEMA.settings["data.tokenize"].choices)
+
+
+def chinese(folder: Path, **changes: Any) -> RunConfig:
+    """A run on sentences whose target side is Chinese; the files' names do not say so."""
+    for name in ("a", "v", "t"):
+        (folder / f"{name}.en").write_text("".join(f"line {number} is here\n" for number in range(40)))
+        (folder / f"{name}.de").write_text("".join(f"{CHINESE[number % 3]}\n" for number in range(40)))
+    splits = {f"data.{split}": [f"{split[0]}.en", f"{split[0]}.de"] for split in ("valid", "test")}
+    given = {"data.path": str(folder), "data.train": ["a.en", "a.de"], "subwords.vocab_size": 312, **splits}
+    return tiny(folder / "run", {**given, "training.validate_bleu": 10, **changes})
+
+
+def validated(
+    config: RunConfig, corpus: Corpus, translations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Validation:
+    """A validation whose model says `translations`."""
+    model = build_model(model_sizes(config.model), corpus.source, corpus.target)
+    said = iter([translations])
+    monkeypatch.setattr(validation_module, "translate", lambda *_: next(said))
+    translator = Translator(config, model, corpus.source, corpus.target)
+    one_token = nothing(model)._replace(tokens=torch.tensor(1))  # no loss is wanted here
+    return validate(translator, corpus, lambda _: one_token, 1)
+
+
+def test_validation_in_training_uses_the_tokeniser_of_the_language(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = chinese(tmp_path)
+    corpus = load_corpus(config)
+    assert "BLEU by sacreBLEU's tokeniser zh" in capsys.readouterr().out
+    references = [pair.target for pair in corpus.valid[0].pairs[:10]]
+    said = [*references[:9], references[9][1:]]
+    found = validated(config, corpus, said, monkeypatch)
+    assert found.bleu == sacrebleu.corpus_bleu(said, [references], tokenize="zh").score
+    assert found.bleu is not None
+    assert 50 < found.bleu < 100
+
+
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_validation_scores_what_the_model_says_against_the_references(
+    lowercase: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(tmp_path / "run", {"training.validate_bleu": 3, "subwords.lowercase": lowercase})
+    corpus = load_corpus(config)
+    references = [pair.target for pair in corpus.valid[0].pairs[:3]]
+    assert any(text != text.lower() for text in references) != lowercase
+    said = [f"{references[0].upper()} und noch etwas mehr als das", *references[1:]]
+    found = validated(config, corpus, said, monkeypatch)
+    expected = sacrebleu.corpus_bleu(said, [references], lowercase=lowercase).score
+    assert found.bleu == expected
+    assert expected != sacrebleu.corpus_bleu(references, [said], lowercase=lowercase).score
+    assert expected != sacrebleu.corpus_bleu(said, [references], lowercase=not lowercase).score
+
+
+def test_a_tokeniser_without_its_package_is_refused_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_ja_mecab, "MeCab", None)
+    config = chinese(tmp_path, **{"data.target": "ja"})
+    with pytest.raises(ConfigError, match="ja-mecab"):
+        load_corpus(config)
+    assert not (tmp_path / "run").exists()
+    load_corpus(replace(config, data=replace(config.data, tokenize="char")))
+    load_corpus(replace(config, training=replace(config.training, validate_bleu=0)))
+
+
+def test_evaluation_uses_the_tokeniser_of_the_settings_unless_another_is_asked_for(tmp_path: Path) -> None:
+    config = chinese(tmp_path)
+    corpus = load_corpus(config)
+    model = build_model(model_sizes(config.model), corpus.source, corpus.target).eval()
+    translator = Translator(config, model, corpus.source, corpus.target)
+    assert "|tok:zh|" in evaluate(translator, "test", config.decoding).scores.bleu_signature
+    assert "|tok:char|" in evaluate(translator, "test", config.decoding, "char").scores.bleu_signature
+    set_char = replace(translator, config=replace(config, data=replace(config.data, tokenize="char")))
+    found = evaluate(set_char, "test", config.decoding)
+    assert "|tok:char|" in found.scores.bleu_signature
+    assert list(found.translations) == translate(translator, [pair.source for pair in found.pairs], config.decoding)
+
+
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_evaluation_scores_what_the_model_says_against_the_references(
+    lowercase: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.tsv").write_text(
+        "en\tde\nThe train.\tDer rote Zug nach Wien.\nA dog.\tEin kleiner Hund bellt laut.\n"
+    )
+    config = tiny(tmp_path / "run", {"subwords.lowercase": lowercase})
+    config = replace(config, data=replace(config.data, format="tsv", path=str(tmp_path), test=("t.tsv",)))
+    said = ["Der rote Zug nach Prag und dann weiter.", "ein kleiner Hund bellt laut."]
+    monkeypatch.setattr(evaluate_module, "translate", lambda *_: said)
+    found = evaluate(Translator(config, *[None] * 3), "test", config.decoding)  # type: ignore[arg-type]
+    references = ["Der rote Zug nach Wien.", "Ein kleiner Hund bellt laut."]
+    if lowercase:
+        references = [text.lower() for text in references]
+    assert [pair.target for pair in found.pairs] == references
+    assert found.scores == score(said, references, lowercase=lowercase)
+    assert found.scores.bleu == sacrebleu.corpus_bleu(said, [references], lowercase=lowercase).score
+    assert found.scores.bleu != score(references, said, lowercase=lowercase).bleu
+    assert f"|case:{'lc' if lowercase else 'mixed'}|" in found.scores.bleu_signature
+
+
+def test_files_are_scored_by_their_script_or_as_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, lines in (("h", NEARLY), ("r", CHINESE)):
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+    words = ["evaluate", "--hypotheses", str(tmp_path / "h"), "--references", str(tmp_path / "r")]
+    for more, tokenize in (([], "zh"), (["--tokenize", "char"], "char")):
+        assert main([*words, *more]) == 0
+        assert f"|tok:{tokenize}|" in capsys.readouterr().out
+
+
+def test_the_tokeniser_is_a_setting_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("data: {tokenize: intl}")
+    assert load_config(tmp_path / "run.yaml").data.tokenize == "intl"
+    with pytest.raises(ConfigError, match=r"data\.tokenize .* expects one of auto, .*did you mean ja-mecab"):
+        load_config(None, {"data.tokenize": "ja_mecab"})

@@ -1,0 +1,329 @@
+"""What `translate` can be asked for: n-best lists, samples, beginnings, phrases and ensembles."""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import beam_search, default_limit
+from recipes.translation.commands import main
+from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.errors import DataError
+from recipes.translation.run_folder.checkpoint import Translator, load_translator, save_model
+from recipes.translation.settings.config import DecodingConfig
+from recipes.translation.text.subwords import BOS, EOS
+from recipes.translation.translating.alternatives import alternatives
+from recipes.translation.translating.demands import begins_anew, phrases_of
+from recipes.translation.translating.search_options import Sampling, SearchOptions
+from recipes.translation.translating.translate import translate
+from tests.recipes.random_translator import random_translator
+
+SENTENCES = [pair.source for pair in pairs(6, 5, "test")]
+DECODING = DecodingConfig(beam=4, max_length=20)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three runs, the last with other subwords."""
+    folder = tmp_path_factory.mktemp("options")
+    made = []
+    for number, (seed, corpus) in enumerate([(1, 1), (2, 1), (3, 9)]):
+        run = folder / str(number)
+        translator = random_translator(run, seed, corpus)
+        config = replace(translator.config, decoding=DECODING)
+        save_model(run / "best", replace(translator, config=config), {"step": 1})
+        made.append(run)
+    return made
+
+
+@pytest.fixture(scope="module")
+def translator(runs: list[Path]) -> Translator:
+    return load_translator(runs[0] / "best")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "sentences.txt"
+    path.write_text("".join(f"{sentence}\n" for sentence in SENTENCES))
+    return path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: object) -> list[str]:
+    """The lines that a command prints; it has nothing to say on stderr."""
+    capsys.readouterr()
+    assert main(["translate", *map(str, words)]) == 0
+    output, error = capsys.readouterr()
+    assert error == ""
+    return output.split("\n")[:-1]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one line with which a command is refused."""
+    capsys.readouterr()
+    try:
+        status = main(["translate", *map(str, words)])
+    except SystemExit as ended:
+        status = int(str(ended.code))
+    assert status == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.count("\n") == 1
+    return error
+
+
+def expected_of(models: Translator, sentence: str, n_best: int) -> list[tuple[float, float, str]]:
+    """What the search itself finds for one sentence."""
+    ids = models.source.encode([sentence])[0]
+    limit = min(default_limit(len(ids) + 1), DECODING.max_length)
+    src = torch.tensor([[*ids, EOS]])
+    (found,) = beam_search(models.models, src, bos=BOS, eos=EOS, beam=4, n_best=n_best, max_length=limit)
+    texts = [" ".join(text.split()) for text in models.target.decode([one.tokens for one in found])]
+    return [(one.score, one.log_probability, text) for one, text in zip(found, texts, strict=True)]
+
+
+def test_n_best_lines_have_number_score_log_probability_and_text(
+    runs: list[Path], translator: Translator, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = printed(capsys, "--run", runs[0], "--file", file, "--n-best", 3, "--scores")
+    assert len(lines) == 3 * len(SENTENCES)
+    for row, sentence in enumerate(SENTENCES):
+        expected = expected_of(translator, sentence, 3)
+        for line, (score, log_probability, text) in zip(lines[3 * row : 3 * row + 3], expected, strict=True):
+            number, *columns, shown = line.split("\t")
+            assert number == str(row + 1)
+            assert [float(column) for column in columns] == pytest.approx([score, log_probability], abs=1e-4)
+            assert " ".join(shown.split()) == text
+    without = printed(capsys, "--run", runs[0], "--file", file, "--n-best", 3)
+    assert without == ["\t".join([line.split("\t")[0], line.split("\t")[3]]) for line in lines]
+
+
+def test_scores_alone_are_those_of_the_plain_translations(
+    runs: list[Path], file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for beam in (1, 4):
+        plain = printed(capsys, "--run", runs[0], "--file", file, "--beam", beam)
+        scored = printed(capsys, "--run", runs[0], "--file", file, "--beam", beam, "--scores")
+        assert [line.split("\t")[3] for line in scored] == [line.replace("\t", " ") for line in plain]
+
+
+def test_an_empty_sentence_stays_empty(translator: Translator) -> None:
+    demands = SearchOptions(n_best=2, min_length=3, prefixes=["", "I"], constraints=[[], ["six"]])
+    empty, full = alternatives(translator, ["", SENTENCES[0]], DECODING, demands)
+    assert [tuple(one) for one in empty] == [("", 0.0, 0.0)]
+    assert len(full) == 2
+
+
+def test_each_translation_begins_as_its_line_demands(
+    runs: list[Path], translator: Translator, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starts = ["The", "", "Nine of", "", "six", "It"]
+    (tmp_path / "starts").write_text("".join(f"{start}\n" for start in starts))
+    found = printed(capsys, "--run", runs[0], "--file", file, "--prefixes", tmp_path / "starts")
+    plain = translate(translator, SENTENCES, DECODING)
+    for start, one, free in zip(starts, found, plain, strict=True):
+        assert one.startswith(start)
+        assert start or one == free
+
+
+def test_a_phrase_of_characters_that_subwords_leave_out_is_refused(translator: Translator) -> None:
+    assert translator.target.encode(["\u200b"]) == [[]]
+    with pytest.raises(DataError, match=r"'.u200b' of sentence 2 has no subwords"):
+        phrases_of(translator, [["six"], ["\u200b"]], ["", ""])
+
+
+def test_each_translation_contains_its_words_as_whole_ones(
+    runs: list[Path], file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [["six"], [], ["Vienna", "at half"], ["two"], ["!"], ["the", "the train"]]
+    (tmp_path / "words").write_text("".join("\t".join(some) + "\n" for some in words))
+    found = printed(capsys, "--run", runs[0], "--file", file, "--beam", 12, "--constraints", tmp_path / "words")
+    for some, one in zip(words, found, strict=True):
+        for word in some:
+            assert re.search(rf"(?<!\w){word}(?!\w)", one) or (word in one and word == "!"), (word, one)
+
+
+def test_a_word_stays_whole_where_the_model_would_add_letters(translator: Translator) -> None:
+    model = copy.deepcopy(translator.model)
+    letters = [number for number, piece in enumerate(translator.target.pieces()) if piece.isalpha()]
+    with torch.no_grad():
+        model.generator.bias[letters] += 20
+    demands = SearchOptions(constraints=[["six"], ["Vienna"]])
+    found = alternatives(replace(translator, model=model), SENTENCES[:2], replace(DECODING, beam=8), demands)
+    for word, row in zip(("six", "Vienna"), found, strict=True):
+        assert re.search(rf"(?<!\w){word}(?!\w)", row[0].text)
+
+
+@pytest.mark.parametrize(
+    "demands",
+    [
+        SearchOptions(min_length=50),
+        SearchOptions(prefixes=["six " * 25]),
+        SearchOptions(constraints=[["six " * 25]]),
+        SearchOptions(min_length=50, sampling=Sampling()),
+    ],
+)
+def test_a_short_sentence_has_as_many_steps_as_is_demanded_of_it(
+    translator: Translator, demands: SearchOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 2 * len(translator.source.encode(["six"])[0]) + 12 < 25
+    ((found,),) = alternatives(translator, ["six"], DecodingConfig(beam=2, max_length=120), demands)
+    assert len(translator.target.encode([found.text])[0]) >= 25
+    assert capsys.readouterr().err == ""
+
+
+def test_a_phrase_that_does_not_fit_is_named(translator: Translator, capsys: pytest.CaptureFixture[str]) -> None:
+    demands = SearchOptions(constraints=[["six"], ["six", "the train to Vienna leaves at half past seven"]])
+    short = replace(DECODING, max_length=5)
+    found = alternatives(translator, SENTENCES[:2], short, demands)
+    assert all(found)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("[translate] sentence 2: 1 of 1 translations lack ")
+    assert "'the train to Vienna leaves at half past seven'" in error
+
+
+def test_a_word_ends_where_no_letter_follows(translator: Translator) -> None:
+    assert all(map(begins_anew, ["▁six", "▁", ".", ",", "-", "▁."]))
+    assert not any(map(begins_anew, ["s", "es", "7", "<0xC3>", "<0x2E>", "<s>", "\u0301"]))
+    (phrases,) = phrases_of(translator, [["six", "at 7", "six!", "六"]], [""])
+    assert [phrase.whole for phrase in phrases] == [True, True, False, False]
+    # Where words are not separated, no blank is demanded before one
+    assert translator.target.pieces().index("▁") != phrases[3].tokens[0]
+
+
+@pytest.mark.parametrize(
+    ("demands", "holds"),
+    [
+        (SearchOptions(min_length=15), lambda ids: len(ids) >= 15),
+        (SearchOptions(no_repeat_ngram=1), lambda ids: len(set(ids)) == len(ids)),
+    ],
+)
+def test_minimum_length_and_ngrams_hold_and_change_something(
+    translator: Translator, demands: SearchOptions, holds: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+
+    def spelled(ids: list[list[int]]) -> list[str]:
+        seen.extend(ids)
+        return ["" for _ in ids]
+
+    monkeypatch.setattr(translator.target, "decode", spelled)
+    alternatives(translator, SENTENCES, DECODING, SearchOptions())
+    free = seen.copy()
+    seen.clear()
+    alternatives(translator, SENTENCES, DECODING, demands)
+    assert all(map(holds, seen))  # type: ignore[call-overload]
+    assert not all(map(holds, free))  # type: ignore[call-overload]
+
+
+def test_samples_depend_on_seed_and_place_and_not_on_the_batch(translator: Translator) -> None:
+    def draw(seed: int, size: int = 64, samples: int = 2) -> list[list[str]]:
+        how = SearchOptions(sampling=Sampling(samples, temperature=1.3, seed=seed))
+        found = alternatives(translator, SENTENCES, replace(DECODING, batch_sentences=size), how)
+        return [[one.text for one in row] for row in found]
+
+    first = draw(0)
+    assert first == draw(0, size=2)
+    assert first == [row[:2] for row in draw(0, samples=3)]
+    assert first != draw(1)
+    assert all(len(row) == 2 for row in first)
+
+
+def test_sampling_is_printed_like_n_best_lists(
+    runs: list[Path], file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--run", runs[0], "--file", file, "--sample", 2, "--top-k", 5, "--top-p", 0.9, "--scores"]
+    lines = printed(capsys, *words, "--temperature", 0.8, "--seed", 3)
+    assert [line.split("\t")[0] for line in lines] == [str(row) for row in range(1, 7) for _ in range(2)]
+    assert lines == printed(capsys, *words, "--temperature", 0.8, "--seed", 3)
+    assert lines != printed(capsys, *words, "--temperature", 0.8, "--seed", 4)
+    assert lines != printed(capsys, *words, "--temperature", 3, "--seed", 3)
+    plain = printed(capsys, "--run", runs[0], "--file", file, "--beam", 1)
+    for alone in (["--top-k", 1], ["--top-p", 1e-9]):
+        greedy = printed(capsys, "--run", runs[0], "--file", file, "--sample", 1, *alone)
+        assert [line.split("\t")[1] for line in greedy] == [line.replace("\t", " ") for line in plain]
+
+
+def test_an_ensemble_of_runs_translates_with_all_of_them(
+    runs: list[Path], translator: Translator, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = load_translator(runs[1] / "best")
+    both = replace(translator, others=(other.model,))
+    words = ["--run", runs[0], "--file", file]
+    found = printed(capsys, *words, "--ensemble", runs[1], "--scores")
+    for line, sentence in zip(found, SENTENCES, strict=True):
+        ((score, _, text),) = expected_of(both, sentence, 1)
+        assert float(line.split("\t")[1]) == pytest.approx(score, abs=1e-4)
+        assert " ".join(line.split("\t")[3].split()) == text
+    together = printed(capsys, *words, "--ensemble", runs[1])
+    assert together != printed(capsys, *words)
+    assert [line.replace("\t", " ") for line in together] == [line.split("\t")[3] for line in found]
+
+
+def test_runs_with_other_subwords_make_no_ensemble(
+    runs: list[Path], file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(capsys, "--run", runs[0], "--file", file, "--ensemble", runs[1], "--ensemble", runs[2])
+    assert f"--ensemble {runs[2]} has other source subwords than {runs[0]}" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--n-best", "5"], "--n-best 5 is above the beam of 4"),
+        (["--n-best", "0"], "'0' is not a whole number from 1 up"),
+        (["--sample", "2", "--n-best", "2"], "--n-best has no effect on --sample"),
+        (["--sample", "2", "--beam", "2"], "--beam has no effect on --sample"),
+        (["--sample", "2", "--constraints", "x"], "--constraints has no effect on --sample"),
+        (["--temperature", "2"], "--temperature has no effect on a search: add --sample N"),
+        (["--seed", "2"], "--seed has no effect on a search"),
+        (["--sample", "1", "--seed", "-1"], "'-1' is not a whole number from 0 up"),
+        (["--sample", "1", "--temperature", "0"], "'0' is not a number above 0"),
+        (["--sample", "1", "--temperature", "nan"], "'nan' is not a number above 0"),
+        (["--sample", "1", "--top-p", "1.5"], "'1.5' is not a number above 0 and at most 1"),
+        (["--min-length", "20"], "--min-length 20 leaves no translation of at most 20 steps"),
+        (["--prefixes", "{one line}"], "--prefixes has 1 lines for 6 sentences"),
+        (["--constraints", "{one line}"], "--constraints has 1 lines for 6 sentences"),
+        (["--prefixes", "{long}"], "line 2 has 41 subwords, and a translation at most 20 steps"),
+        (["--constraints", "{tabs}"], "line 1 has nothing before, between or after its tabs"),
+        (["--prefixes", "{repeats}", "--no-repeat-ngram", "1"], "sentence 3 has no translation under these options"),
+        (["--prefixes", "missing"], "missing: No such file"),
+        (["--ensemble", "missing"], "there is no trained model in missing/best"),
+    ],
+)
+def test_a_bad_combination_is_answered_with_one_line(
+    words: list[str], message: str, runs: list[Path], file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {
+        "{one line}": "a\n",
+        "{long}": "\n" + "a " * 41 + "\n\n\n\n\n",
+        "{tabs}": "a\t\tb\n\n\n\n\n\n",
+        "{repeats}": "\n\nsix six\n\n\n\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    given = [str(tmp_path / word) if word in texts else word for word in words]
+    assert message in refusal(capsys, "--run", runs[0], "--file", file, *given)
+
+
+def test_demands_on_an_empty_sentence_are_refused(translator: Translator) -> None:
+    for demands in (SearchOptions(prefixes=["a", ""]), SearchOptions(constraints=[["a"], []])):
+        with pytest.raises(DataError, match="line 1 is not empty, but sentence 1 is"):
+            alternatives(translator, [" ", "six"], DECODING, demands)
+
+
+def test_typed_sentences_have_no_lines_in_files(
+    runs: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert "give sentences or --file" in refusal(capsys, "--run", runs[0], "--prefixes", "starts")
+    typed = iter([SENTENCES[0], ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    lines = printed(capsys, "--run", runs[0], "--n-best", 2)
+    assert [line.split("\t")[0] for line in lines[1:]] == ["1", "1"]
