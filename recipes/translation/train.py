@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,6 +29,7 @@ from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals
 from recipes.translation.report.journal import Journal
+from recipes.translation.report.training_record import TrainingRecord
 from recipes.translation.run_folder.checkpoint import (
     WEIGHTS,
     SavedTraining,
@@ -49,12 +51,14 @@ from recipes.translation.run_folder.resume import begin, check_same_data, flat, 
 from recipes.translation.run_folder.start import run_subwords, starting_weights
 from recipes.translation.run_folder.teacher import TeacherModel, check_same_teacher, load_teacher
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.training.announcement import announce, size_of
 from recipes.translation.training.best import note_validation, out_of_patience
 from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.frozen import freeze
 from recipes.translation.training.layout import Axes, Layout, axes_of, devices_of
 from recipes.translation.training.lora import adapt, merged
 from recipes.translation.training.machine import return_free_memory
+from recipes.translation.training.optimizer import make_optimizer, update
 from recipes.translation.training.outliers import Outliers
 from recipes.translation.training.positions import check_positions
 from recipes.translation.training.progress import Metrics, Progress
@@ -114,7 +118,7 @@ def train_on(
     size = size_of(model)
     layout = Layout(model, config, axes, devices, ranks, teacher.model if teacher else None, corpus.target)
     # After the layout, which replaces the parameters that it splits or shards
-    optimizer = torch.optim.Adam(model.parameters(), betas=settings.betas, eps=1e-9, fused=True)
+    optimizer = make_optimizer(model, settings)
     average = WeightAverage(layout, settings.ema)
     if saved:
         layout.fill_moments(optimizer, saved.moments)
@@ -136,7 +140,8 @@ def train_on(
         Journal(config, layout, size, ranks, resumed_at) as journal,
         Progress(state, settings.steps) as progress,
     ):
-        outliers = Outliers(metrics.records())
+        record = TrainingRecord(metrics, journal, progress, Outliers(metrics.records()))
+        training = Training(config, corpus, optimizer, average, state, ranks, record)
         while state.step < settings.steps and not out_of_patience(state, settings):
             if stopped_by := ranks.stopped_by(stop.signal):
                 break
@@ -153,44 +158,17 @@ def train_on(
                 agree={"the step": state.step, "the position in the data": (state.epoch, state.batch)},
             )
             norm = layout.clip(settings.clip)
-            loss_mean = loss.mean.item()
-            check_finite(state.step + 1, loss_mean, norm, run)
-            rate = learning_rate(settings, state.step + 1, sizes.d_model)
-            optimizer.param_groups[0]["lr"] = rate
-            optimizer.step()
-            optimizer.zero_grad()
-            average.update(state.step + 1)
-
-            tokens = int(loss.tokens)
             state.step += 1
-            state.tokens += tokens
-            seconds = progress.step_done(state, loss=loss_mean, tokens=tokens)
-            outliers.judge(loss=loss_mean, gradient_norm=norm)
-            progress.say(*outliers.lines(state.step))
-            record = {"loss": loss_mean, "learning_rate": rate, "gradient_norm": norm, "tokens": tokens}
-            metrics.write(step=state.step, **record, **outliers.record())
-            journal.step_done(state.step, seconds)
+            check_finite(state.step, float(loss.mean), norm, run)
+            rate = learning_rate(settings, state.step, sizes.d_model)
+            update(optimizer, rate)
+            average.update(state.step)
+            state.tokens += int(loss.tokens)
+            record.step_done(state, loss, rate, norm)
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
-                translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
-                ordinary = merged(translator)
-                loss_of = layout.whole_forward(ordinary.model)
-                found = validate(ordinary, corpus, loss_of, state.step, ranks.for_steps())
-                if not math.isfinite(found.loss):
-                    raise spoiled(state.step, f"the validation loss is {found.loss}", run)
-                better = note_validation(state, found, settings.best_by)
-                if ranks.is_main:
-                    save_models(run, ordinary, found, better)
-                # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
-                metrics.write(**found.as_dict())
-                metrics.flush()
-                journal.keep(ordinary, found)
-                save(translator, found.as_dict(), moments, state, ranks)
-                journal.validated(state.step)
-                progress.validated(state, found, found.parts)
-                return_free_memory()
+                training.validate_and_save()
         if stopped_by:
-            translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
-            save(translator, {"step": state.step}, moments, state, ranks)
+            training.save({"step": state.step}, *training.good_state())
     return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus))
 
 
@@ -237,20 +215,6 @@ def first_model(config: RunConfig, corpus: Corpus, saved: SavedTraining | None, 
     return model
 
 
-def size_of(model: EncoderDecoder) -> str:
-    """Return the number of parameters, and how many of them are trained, as text."""
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    size = f"{parameters_of(model)} parameters"
-    if trained < sum(parameter.numel() for parameter in model.parameters()):
-        size += f" ({trained / 1e6:.2f} M trained)"
-    return size
-
-
-def parameters_of(model: EncoderDecoder) -> str:
-    """Return the number of parameters as text."""
-    return f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M"
-
-
 def must_agree(config: RunConfig) -> dict[str, object]:
     """Return the settings that must be equal on all processes."""
     differ = {"run", "data.path", "data.cache", "training.devices", "training.threads"}
@@ -266,12 +230,63 @@ def dropout_seed(seed: int, step: int, token_rank: int) -> int:
     return int(numpy.random.SeedSequence([seed, step, token_rank]).generate_state(1, numpy.uint64)[0])
 
 
-def save(
-    translator: Translator, facts: dict[str, object], moments: dict[str, Tensor], state: TrainingState, ranks: Ranks
-) -> None:
-    """Write, on rank 0 alone, the checkpoint from which the run can be resumed."""
-    if ranks.is_main:
-        save_training(Path(translator.config.run) / "last", translator, facts, moments, state)
+@dataclass
+class Training:
+    """A training that has begun, as far as its validations and checkpoints are made of it: all that writes models."""
+
+    config: RunConfig
+    corpus: Corpus
+    optimizer: torch.optim.Optimizer
+    average: WeightAverage
+    state: TrainingState
+    ranks: Ranks
+    record: TrainingRecord
+
+    @property
+    def run(self) -> Path:
+        """Return the run's folder."""
+        return Path(self.config.run)
+
+    def validate_and_save(self) -> None:
+        """Validate; write `best` if it is, the kept model, and `last`. Every rank calls this."""
+        translator, moments = self.good_state()
+        ordinary = merged(translator)
+        loss_of = self.average.layout.whole_forward(ordinary.model)
+        found = validate(ordinary, self.corpus, loss_of, self.state.step, self.ranks.for_steps())
+        if not math.isfinite(found.loss):
+            raise spoiled(self.state.step, f"the validation loss is {found.loss}", self.run)
+        better = note_validation(self.state, found, self.config.training.best_by)
+        if self.ranks.is_main:
+            save_models(self.run, ordinary, found, better)
+        # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
+        self.record.keep(ordinary, found)
+        self.save(found.as_dict(), translator, moments)
+        self.record.validated(self.state, found)
+        return_free_memory()
+
+    def save(self, facts: dict[str, object], translator: Translator, moments: dict[str, Tensor]) -> None:
+        """Write, on rank 0 alone, the checkpoint from which the run can be resumed."""
+        if self.ranks.is_main:
+            save_training(self.run / "last", translator, facts, moments, self.state)
+
+    def good_state(self) -> tuple[Translator, dict[str, Tensor]]:
+        """Return the whole weights, on every rank, and the whole moments, on rank 0 alone (elsewhere none).
+
+        With `training.ema` the average takes the place of the weights, which join the moments.
+
+        Raise TrainingError, on every rank, where any of these numbers is not finite.
+        """
+        translator = whole_translator(self.config, self.corpus, self.average)
+        if not all(bool(tensor.isfinite().all()) for tensor in translator.model.state_dict().values()):
+            raise spoiled(self.state.step, "the weights are no longer finite", self.run)
+        moments = {}
+        # Every rank sees the same whole tensors, so that all of them raise at the same moment, or none
+        for name, moment in chain(self.average.layout.moments(self.optimizer), self.average.whole_weights()):
+            if not moment.isfinite().all():
+                raise spoiled(self.state.step, "the optimizer's moments are no longer finite", self.run)
+            if self.ranks.is_main:
+                moments[name] = moment.cpu()
+        return translator, moments
 
 
 def save_models(run: Path, translator: Translator, found: Validation, better: bool) -> None:
@@ -295,34 +310,6 @@ def whole_translator(config: RunConfig, corpus: Corpus, average: WeightAverage) 
     return Translator(config, model, corpus.source, corpus.target)
 
 
-def good_state(
-    config: RunConfig,
-    corpus: Corpus,
-    average: WeightAverage,
-    optimizer: torch.optim.Optimizer,
-    state: TrainingState,
-    ranks: Ranks,
-) -> tuple[Translator, dict[str, Tensor]]:
-    """Return the whole weights, on every rank, and the whole moments, on rank 0 alone (elsewhere none).
-
-    With `training.ema` the average takes the place of the weights, which join the moments.
-
-    Raise TrainingError, on every rank, where any of these numbers is not finite.
-    """
-    run = Path(config.run)
-    translator = whole_translator(config, corpus, average)
-    if not all(bool(tensor.isfinite().all()) for tensor in translator.model.state_dict().values()):
-        raise spoiled(state.step, "the weights are no longer finite", run)
-    moments = {}
-    # Every rank sees the same whole tensors, so that all of them raise at the same moment, or none
-    for name, moment in chain(average.layout.moments(optimizer), average.whole_weights()):
-        if not moment.isfinite().all():
-            raise spoiled(state.step, "the optimizer's moments are no longer finite", run)
-        if ranks.is_main:
-            moments[name] = moment.cpu()
-    return translator, moments
-
-
 def check_finite(step: int, loss: float, norm: float, run: Path) -> None:
     """Raise TrainingError for a loss or gradient norm that is not finite, before the optimizer's step."""
     if not math.isfinite(loss):
@@ -340,31 +327,3 @@ def spoiled(step: int, what: str, run: Path) -> TrainingError:
     if whole_folder(run / "last"):
         message += f"; {run / 'last'} has the last good state"
     return TrainingError(message)
-
-
-def announce(
-    config: RunConfig, size: str, corpus: Corpus, layout: Layout, state: TrainingState, teacher: TeacherModel | None
-) -> None:
-    """Print the size of model, data and teacher, the layout, and the step from which training resumes."""
-    dropped = ""
-    if corpus.train.dropped:
-        dropped = f" ({corpus.train.dropped:,} pairs that are too long left out)"
-    print(
-        f"[train] {size}, {len(corpus.target):,} target subwords, "
-        f"{corpus.train.count(state.epoch):,} batches an epoch{dropped}, {layout}",
-        flush=True,
-    )
-    if teacher is not None:
-        settings = config.training
-        print(
-            f"[train] learning from {teacher.folder}, {parameters_of(teacher.model)} parameters: weight "
-            f"{settings.teacher_weight:g}, temperature {settings.teacher_temperature:g}",
-            flush=True,
-        )
-    if config.training.label_smoothing:
-        print(
-            f"[train] losses are with label smoothing {config.training.label_smoothing:g}, perplexities without it",
-            flush=True,
-        )
-    if state.step:
-        print(f"[train] resuming from step {state.step:,} of {config.run}", flush=True)
