@@ -245,7 +245,7 @@ def stand_in(words: Sequence[str], base: Path, *, trains: bool) -> None:
     for word in named:
         run = re.sub(r"/(averaged|best|last)(/config\.yaml)?$", "", word)
         if (
-            (run == "RUN" or re.match(r"runs/|.*/seed\d|.*/risk_", run))
+            (run == "RUN" or re.match(r"runs/|.*/seed\d", run))
             and word not in output
             and not Path(run).exists()
         ):

@@ -112,7 +112,7 @@ def train_on(
     check_same_teacher(teacher, state, run)
     model = first_model(config, corpus, saved, ranks)
     size = size_of(model)
-    layout = Layout(model, config, axes, devices, ranks, teacher.model if teacher else None, corpus.target)
+    layout = Layout(model, config, axes, devices, ranks, teacher.model if teacher else None)
     # After the layout, which replaces the parameters that it splits or shards
     optimizer = torch.optim.Adam(model.parameters(), betas=settings.betas, eps=1e-9, fused=True)
     average = WeightAverage(layout, settings.ema)
