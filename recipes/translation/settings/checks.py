@@ -66,24 +66,6 @@ def check_subwords(config: RunConfig) -> None:
             f"subwords.symbols has {', '.join(capitals)}, but subwords.lowercase is true: such a word never occurs; "
             "write it in lower case"
         )
-    check_words(config)
-
-
-def check_words(config: RunConfig) -> None:
-    """Raise ConfigError for settings that a vocabulary of whole words excludes, or needs."""
-    subwords = config.subwords
-    if subwords.kind != "word":
-        if subwords.min_count > 1:
-            raise ConfigError(
-                f"subwords.min_count is {subwords.min_count}, but subwords.kind is {subwords.kind}, which spells rare "
-                "words in pieces: set subwords.kind word, or leave subwords.min_count out"
-            )
-        return
-    if subwords.sampling:
-        raise ConfigError(
-            f"subwords.sampling is {subwords.sampling:g}, but subwords.kind is word: a word is never divided, so there "
-            "is nothing to sample; set subwords.sampling 0, or subwords.kind bpe or unigram"
-        )
 
 
 def check_decoder_only(config: RunConfig) -> None:

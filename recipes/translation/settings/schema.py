@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import yaml
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.settings.former import FORMER
+from recipes.translation.settings.former import FORMER, FORMER_VALUES
 
 COMMAND_LINE = "command line"
 YAML_TAG = "tag:yaml.org,2002:"
@@ -269,6 +269,8 @@ class Schema:
                 limits = f" {setting.range}"
             expected = " or ".join(_words(kind, limits) for kind in setting.kinds)
         message = f"{key} ({location}) expects {expected}; got {got}"
+        if former := FORMER_VALUES.get((key, got.strip("'\""))):
+            return f"{message}: {former}"
         if not near:
             return message
         return f"{message}: did you mean {near[0]}?"

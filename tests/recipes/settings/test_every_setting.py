@@ -105,11 +105,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     "subwords.train_pairs": [Change(100, ("weights", "subwords"))],
     "subwords.symbols": [Change(("<url>",), ("weights", "subwords"))],
     "subwords.joint": [Change(False, ("weights", "subwords"), beside={"model.tie": "target"})],
-    "subwords.kind": [Change("bpe", ("weights", "subwords")), Change("word", ("weights", "subwords", "said"))],
-    "subwords.min_count": [
-        Change(2, ("weights", "subwords", "said"), beside={"subwords.kind": "word"}),
-        Change(2, refused="subwords.min_count is 2, but subwords.kind is unigram"),
-    ],
+    "subwords.kind": [Change("bpe", ("weights", "subwords"))],
     "subwords.lowercase": [Change(True, ("weights", "subwords", "scores"))],
     "subwords.sampling": [
         Change(0.3, ("weights", "metrics"), ("subwords",)),

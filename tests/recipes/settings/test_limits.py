@@ -24,7 +24,7 @@ LIMITED = {name: setting for name, setting in SCHEMA.settings.items() if setting
 RANGES: dict[tuple[float, float], str] = {
     (1, math.inf): """
         data.temperature data.builtin_pairs cleaning.max_words cleaning.max_characters cleaning.max_ratio
-        subwords.min_count model.d_model model.d_ff model.heads model.encoder_layers model.decoder_layers
+        model.d_model model.d_ff model.heads model.encoder_layers model.decoder_layers
         model.max_positions training.chunk_tokens training.batch_tokens training.accumulate training.steps
         training.max_length training.validate_every layout.shard layout.vocab layout.sequence
         decoding.batch_sentences decoding.max_length""",
@@ -93,7 +93,6 @@ TOGETHER: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = [
     ({"noise.drop": 0.5, "noise.double": 0.25}, "noise.swap", [0.25 - BIT, 0.25], [0.25 + BIT]),
     (BPE, "subwords.sampling", [0.0, BELOW], [1.0, ABOVE]),
     ({}, "subwords.sampling", [1.0, ABOVE], []),
-    ({}, "subwords.min_count", [1], [2]),
     (TEACHER, "training.teacher_weight", [0.0, 1.0], [ABOVE]),
     ({"training.best_by": "bleu"}, "training.validate_bleu", [1], [0]),
     ({"training.r_drop": 1.0}, "model.dropout", [5e-324], [0.0]),
