@@ -116,7 +116,7 @@ def train_on(
     check_same_teacher(teacher, state, run)
     model = first_model(config, corpus, saved, ranks)
     size = size_of(model)
-    layout = Layout(model, config, axes, devices, ranks, teacher.model if teacher else None, corpus.target)
+    layout = Layout(model, config, axes, devices, ranks, teacher.model if teacher else None)
     # After the layout, which replaces the parameters that it splits or shards
     optimizer = make_optimizer(model, settings)
     average = WeightAverage(layout, settings.ema)
