@@ -203,7 +203,8 @@ def test_a_disk_that_is_full_is_one_line_that_names_what_was_written(room: int, 
 
 
 @pytest.mark.parametrize(
-    "moment", ["files.atomic_folder.sha256", "run_folder.checkpoint._read_tensors", "run_folder.checkpoint.load_belongings"]
+    "moment",
+    ["files.atomic_folder.sha256", "run_folder.checkpoint._read_tensors", "run_folder.checkpoint.load_belongings"],
 )
 def test_a_model_that_training_replaces_while_it_is_read_is_read_again(
     moment: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
