@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import (
+    DECODING,
     PROGRAM,
     add_checkpoint,
-    add_length_options,
+    add_decoding_options,
     add_model_options,
     add_processes,
     add_run,
+    as_option,
     load,
     parser_of,
     path,
@@ -257,7 +259,7 @@ def score(argv: Sequence[str]) -> int:
     parser = parser_of(score, f"{PROGRAM} score --run runs/demo --sources news.en --targets news.de")
     add_run(parser)
     add_checkpoint(parser)
-    add_length_options(parser)
+    add_decoding_options(parser, ("length_penalty", "length_norm"))
     parser.add_argument("--sources", metavar="FILE", type=path, help="source sentences, one a line (required)")
     parser.add_argument("--targets", metavar="FILE", type=path, help="their translations, one a line (required)")
     options = parser.parse(argv)
@@ -283,11 +285,12 @@ def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
     """Refuse files that do not go together."""
     if options.hypotheses and options.ensemble:
         parser.error("--ensemble translates, and --hypotheses are translations already; give one of them")
-    of_model = ("run", "checkpoint", "beam", "length_penalty", "length_norm")
+    of_model = ("run", "checkpoint", *DECODING)
     given = [name for name in of_model if getattr(options, name) != parser.get_default(name)]
     if options.hypotheses and given:
-        name = given[0].replace("_", "-")
-        parser.error(f"--{name} belongs to a model, and --hypotheses are translations already: leave it out")
+        parser.error(
+            f"{as_option(given[0])} belongs to a model, and --hypotheses are translations already: leave it out"
+        )
     if options.hypotheses and not options.references:
         parser.error("--hypotheses and --references go together")
     if options.sources and not options.references:

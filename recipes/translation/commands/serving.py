@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import (
     PROGRAM,
-    add_beam,
     add_checkpoint,
-    add_length_options,
+    add_decoding_options,
     add_runs,
     decoding_overrides,
     export_command,
@@ -48,8 +47,7 @@ def serve(argv: Sequence[str]) -> int:
         help="ctranslate2 is for what export --to ctranslate2 wrote (default: ctranslate2 for a run that has such a "
         "folder, torch for others)",
     )
-    add_beam(parser)
-    add_length_options(parser)
+    add_decoding_options(parser)
     parser.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=HOST_HELP)
     parser.add_argument("--port", metavar="N", type=port, default=5000, help="0 takes one that is free (default: 5000)")
     options = parser.parse(argv)

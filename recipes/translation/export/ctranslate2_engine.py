@@ -11,7 +11,7 @@ from typing import NamedTuple
 import ctranslate2
 import torch
 
-from models import Hypothesis, default_limit, length_normaliser
+from models import Hypothesis, length_normaliser
 from models.hypotheses import best_first
 from recipes.translation.data.model_text import finished
 from recipes.translation.errors import CheckpointError
@@ -19,8 +19,9 @@ from recipes.translation.files.atomic_folder import verified_folder
 from recipes.translation.run_folder.checkpoint import load_belongings
 from recipes.translation.settings.config import DecodingConfig, RunConfig
 from recipes.translation.text.subwords import PAD, Subwords
-from recipes.translation.translating.alternatives import Translation
-from recipes.translation.translating.translate import source_ids
+from recipes.translation.translating.search import most_steps
+from recipes.translation.translating.sentences import source_ids
+from recipes.translation.translating.translate import Translation
 
 
 class ExportedTranslator(NamedTuple):
@@ -86,7 +87,7 @@ def alternatives(
     """
     ids = source_ids(translator.source, translator.config, sentences, decoding)
     rows = [row for row in range(len(ids)) if ids[row]]
-    limits = [min(default_limit(len(ids[row]) + 1), decoding.max_length) for row in rows]
+    limits = [most_steps(len(ids[row]), decoding) for row in rows]
     pieces = translator.source.pieces()
     sources = [[pieces[token] for token in ids[row]] for row in rows]
     found = search(translator.engine, translator.target, sources, limits, decoding, n_best)
@@ -161,7 +162,8 @@ def _search(
             suppress_sequences=[[pieces[each]] for each in sorted(never)],
             max_input_length=0,
             max_decoding_length=limit,
-            min_decoding_length=0,
+            min_decoding_length=decoding.min_length,
+            no_repeat_ngram_size=decoding.no_repeat_ngram,
         )
         found.update(zip(rows, results, strict=True))
     return {row: result.result() for row, result in found.items()}

@@ -15,9 +15,9 @@ from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Subwords
 from recipes.translation.translating.alignments import Link, align
-from recipes.translation.translating.alternatives import Translation, alternatives
 from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import longest_source, not_unicode
+from recipes.translation.translating.sentences import longest_source, not_unicode
+from recipes.translation.translating.translate import Translation, alternatives
 
 if TYPE_CHECKING:
     from recipes.translation.export.ctranslate2_engine import ExportedTranslator

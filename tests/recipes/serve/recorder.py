@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from recipes.translation.serve.models import Line
 from recipes.translation.settings.config import DecodingConfig, RunConfig
-from recipes.translation.translating.alternatives import Translation
+from recipes.translation.translating.translate import Translation
 
 
 @dataclass

@@ -19,7 +19,7 @@ from recipes.translation.serve.app import application
 from recipes.translation.serve.batching import Batcher
 from recipes.translation.serve.bodies import Limits
 from recipes.translation.serve.models import language_pairs, torch_models
-from recipes.translation.translating.alternatives import Translation
+from recipes.translation.translating.translate import Translation
 from tests.recipes.serve.recorder import Recorder, unprepared
 from tests.recipes.tiny import tiny
 
