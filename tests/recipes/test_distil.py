@@ -17,7 +17,7 @@ from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import corpora_of
 from recipes.translation.data.held_out import HeldOutSplit, has_held_out, held_out
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.distil import distil, originals_of, sentences_of, student_of
+from recipes.translation.distil import distil
 from recipes.translation.errors import ConfigError
 from recipes.translation.files.lines import read_lines
 from recipes.translation.processes.ranks import joined
@@ -26,6 +26,7 @@ from recipes.translation.run_folder.teacher import load_teacher
 from recipes.translation.settings.config import CorpusConfig, RunConfig, load_config, moved_to, save_config
 from recipes.translation.train import train
 from recipes.translation.training import teacher_translations
+from recipes.translation.training.student_data import originals_of, sentences_of, student_of
 from recipes.translation.training.teacher_translations import write_translations
 from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks

@@ -31,7 +31,6 @@ from recipes.translation.translating.search_options import SearchOptions
 if TYPE_CHECKING:
     from recipes.translation.processes.ranks import Ranks
     from recipes.translation.run_folder.checkpoint import Translator
-    from recipes.translation.scores.rerank import Utility
     from recipes.translation.translating.translate import Translation
 
 
@@ -156,7 +155,9 @@ def printed(
 
     found = alternatives(translator, sentences, translator.config.decoding, search, ranks, "translate")
     if options.mbr:
-        return chosen_by_mbr(translator, found, options.mbr)
+        from recipes.translation.scores.rerank import chosen_by_mbr
+
+        return chosen_by_mbr([[one.text for one in row] for row in found], options.mbr, translator.config.data)
     if options.n_best or options.sample or options.scores:
         return table(found, options.scores)
     return [row[0].text for row in found]
@@ -173,18 +174,6 @@ def table(found: Sequence[Sequence[Translation]], scores: bool) -> list[str]:
             # A tab in the text would be one more column
             lines.append("\t".join([*columns, one.text.replace("\t", " ")]))
     return lines
-
-
-def chosen_by_mbr(translator: Translator, found: list[list[Translation]], utility: Utility) -> list[str]:
-    """Return of each sentence's translations the one with the largest mean utility."""
-    from recipes.translation.scores.rerank import best_by_mbr
-    from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
-
-    data = translator.config.data
-    texts = [[one.text for one in row] for row in found]
-    tokenize = tokenizer_for(data.tokenize, data.target, [row[0] for row in texts])
-    check_tokenizer(tokenize)
-    return [row[best_by_mbr(row, utility, tokenize)] for row in texts]
 
 
 def write_alignments(

@@ -13,7 +13,6 @@ import torch
 
 from models import Hypothesis, length_normaliser
 from models.hypotheses import best_first
-from recipes.translation.data.model_text import finished
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import verified_folder
 from recipes.translation.run_folder.checkpoint import load_belongings
@@ -21,7 +20,7 @@ from recipes.translation.settings.config import DecodingConfig, RunConfig
 from recipes.translation.text.subwords import PAD, Subwords
 from recipes.translation.translating.search import most_steps
 from recipes.translation.translating.sentences import source_ids
-from recipes.translation.translating.translate import Translation
+from recipes.translation.translating.translate import Translation, in_words
 
 
 class ExportedTranslator(NamedTuple):
@@ -94,10 +93,7 @@ def alternatives(
     hypotheses = [[Hypothesis([], 0.0, 0.0)] for _ in ids]
     for row, some in zip(rows, found, strict=True):
         hypotheses[row] = some
-    repeated = [sentence for sentence, row in zip(sentences, hypotheses, strict=True) for _ in row]
-    texts = translator.target.decode([one.tokens for row in hypotheses for one in row])
-    each = iter(finished(texts, repeated, translator.config))
-    return [[Translation(next(each), one.score, one.log_probability) for one in row] for row in hypotheses]
+    return in_words(hypotheses, sentences, translator.target, translator.config)
 
 
 def search(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from recipes.translation.errors import ConfigError
 from recipes.translation.settings.data import DataConfig, SubwordConfig
 from recipes.translation.settings.decoding import DecodingConfig
 from recipes.translation.settings.model import DECODER_ONLY
+from recipes.translation.settings.run import RunConfig
 from recipes.translation.settings.training import PARTS, TrainingConfig
-
-if TYPE_CHECKING:
-    from recipes.translation.settings.config import RunConfig
 
 SECTIONS = {TrainingConfig: "training", DataConfig: "data", SubwordConfig: "subwords"}
 

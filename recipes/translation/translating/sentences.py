@@ -42,6 +42,21 @@ def longest_source(config: RunConfig, decoding: DecodingConfig) -> int:
     return max(config.training.max_length, decoding.max_length)
 
 
+def refusals(subwords: Subwords, config: RunConfig, lines: Sequence[str]) -> dict[int, str]:
+    """Return why lines cannot be translated, by their places: not Unicode, or longer than the model reads."""
+    found = {place: reason for place, line in enumerate(lines) if (reason := not_unicode(line))}
+    readable = [place for place in range(len(lines)) if place not in found]
+    longest = longest_source(config, config.decoding)
+    ids = subwords.encode([source_text(config, lines[place]) for place in readable])
+    for place, row in zip(readable, ids, strict=True):
+        if len(row) > longest:
+            found[place] = (
+                f"has {len(row):,} subwords, and the model reads at most {longest:,}: split it into sentences, one "
+                "a line"
+            )
+    return found
+
+
 def check_unicode(sentences: Sequence[str]) -> None:
     """Raise DataError for text that is not Unicode, which is what Python makes of an argument in another encoding."""
     for number, sentence in enumerate(sentences, start=1):

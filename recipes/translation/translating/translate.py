@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from models import ConstrainedHypothesis, Phrase
+from models import ConstrainedHypothesis, Hypothesis, Phrase
 from recipes.translation.data.model_text import finished
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
-from recipes.translation.settings.config import DecodingConfig
+from recipes.translation.settings.config import DecodingConfig, RunConfig
+from recipes.translation.text.subwords import Subwords
 from recipes.translation.translating.demands import phrases_of, prefix_ids
 from recipes.translation.translating.in_batches import in_batches
 from recipes.translation.translating.search import Task, search_rows
@@ -75,9 +76,19 @@ def alternatives(
     note_unmet(found, options.constraints or [])
     empty = [ConstrainedHypothesis([], 0.0, 0.0, [])]
     rows = [found.get(row, empty) for row in range(len(sentences))]
+    return in_words(rows, sentences, translator.target, translator.config)
+
+
+def in_words(
+    rows: Sequence[Sequence[Hypothesis | ConstrainedHypothesis]],
+    sentences: Sequence[str],
+    subwords: Subwords,
+    config: RunConfig,
+) -> list[list[Translation]]:
+    """Return the translations of each sentence as text."""
     said = [sentence for sentence, row in zip(sentences, rows, strict=True) for _ in row]
-    texts = translator.target.decode([one.tokens for row in rows for one in row])
-    each = iter(finished(texts, said, translator.config))
+    texts = subwords.decode([one.tokens for row in rows for one in row])
+    each = iter(finished(texts, said, config))
     return [[Translation(next(each), one.score, one.log_probability) for one in row] for row in rows]
 
 

@@ -16,11 +16,11 @@ from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.importing.published_model import import_model, read_model
 from recipes.translation.run_folder.checkpoint import load_weights
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import load_config
 from recipes.translation.settings.noise import NoiseConfig
 from recipes.translation.text.subwords import EOS, PAD, UNK, Subwords
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from recipes.translation.translating.forced_decoding import log_probabilities, score_pairs
 from recipes.translation.translating.search import Task, search_rows
 from recipes.translation.translating.search_options import SearchOptions
