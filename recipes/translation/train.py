@@ -23,7 +23,6 @@ import seqpar
 from models import EncoderDecoder
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
-from recipes.translation.data.mistakes import check_meant
 from recipes.translation.errors import TrainingError
 from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.processes.ranks import Ranks, joined
@@ -74,7 +73,7 @@ def train(config: RunConfig, *, fresh: bool = False, insist: bool = False, ranks
     Every process of a run must call it with the same arguments. On the CPU, a run that was stopped and resumed in the
     same layout equals an uninterrupted one bit for bit; in another layout, up to rounding. `fresh` begins anew, and
     removes an earlier run from the folder as soon as the new one can make its first step. With `insist`, data and a
-    change of steps that look like mistakes are taken as they are (`check_likely`). `ranks` are those of a caller that
+    change of steps that look like mistakes are taken as they are. `ranks` are those of a caller that
     has joined them already.
 
     Raises ConfigError, DataError or CheckpointError for mistakes of the user, TrainingError if the loss, the gradient
@@ -103,11 +102,12 @@ def train_on(
     sizes = model_sizes(config.model)
     ranks.run_on_main(lambda: check_installed(settings.trackers))
     saved = ranks.run_on_main(lambda: begin(config, fresh))
-    ranks.run_on_main(lambda: check_likely(config, saved, insist))
+    if saved and not insist:
+        ranks.run_on_main(lambda: check_steps_meant(config, saved))
     if settings.threads:
         torch.set_num_threads(settings.threads)
 
-    corpus = load_corpus(config, ranks, partial(run_subwords, fresh=fresh))
+    corpus = load_corpus(config, ranks, partial(run_subwords, fresh=fresh), insist or saved is not None)
     check_positions(config, sizes, corpus)
     ranks.agree({"the training and validation data": corpus.fingerprint})
     teacher = ranks.run_on_main(lambda: load_teacher(config, corpus.source, corpus.target))
@@ -172,13 +172,8 @@ def train_on(
     return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus))
 
 
-def check_likely(config: RunConfig, saved: SavedTraining | None, insist: bool) -> None:
-    """Raise DataError or ConfigError for what is most often a mistake in a new run's data, or a resumed one's steps."""
-    if insist:
-        return
-    if saved is None:
-        check_meant(config)
-        return
+def check_steps_meant(config: RunConfig, saved: SavedTraining) -> None:
+    """Raise ConfigError for a new number of steps that changes a resumed run's learning rate."""
     before = saved_config(Path(config.run) / "last")
     assert before is not None  # it has been read
     check_rate(before.training, config.training, saved.state.step, model_sizes(config.model).d_model)

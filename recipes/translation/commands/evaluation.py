@@ -104,7 +104,7 @@ def _table(evaluations: Sequence[Evaluation]) -> str:
 
 def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
     """Translate and score what the options name: one test set, or those of several corpora."""
-    from recipes.translation.data.held_out import held_out
+    from recipes.translation.data.corpora import Corpora
     from recipes.translation.scores.evaluate import (
         check_name,
         evaluate_each,
@@ -131,7 +131,7 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
             one = evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks, "evaluate")
             found = [replace(one, files=(sources, references))]
         else:
-            sets = held_out(translator.config, options.split or "test")
+            sets = Corpora(translator.config).held_out(options.split or "test")
             for each in sets if options.by else ():
                 _check_labels(options, each.data, len(ranks.run_on_main(each.pairs)), ranks)
             found = evaluate_each(translator, sets, decoding, options.tokenize, ranks, "evaluate")

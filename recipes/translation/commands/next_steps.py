@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipes.translation.data.held_out import has_held_out
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.training.summary import command
 
@@ -19,7 +19,7 @@ def next_steps(config: RunConfig) -> str:
     lines = []
     for name, purpose in PURPOSES.items():
         words = [name, "--run", config.run]
-        if name == "evaluate" and not has_held_out(config, "test"):
+        if name == "evaluate" and not Corpora(config).has("test"):
             words += ["--split", "valid"]
         lines.append(f"  {command(*words)}  # {purpose}")
     return "\n".join(["[train] next:", *lines])

@@ -193,7 +193,7 @@ def models_named(options: argparse.Namespace) -> list[argparse.Namespace]:
 
 def check_same_subwords(run: str, first: Translator, other_run: str, other: Translator) -> None:
     """Raise CheckpointError unless two models translate from and to the same subwords."""
-    from recipes.translation.data.corpora import with_language_tag
+    from recipes.translation.data.tags import with_language_tag
 
     facts = {
         "source subwords": (first.source.serialized(), other.source.serialized()),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from recipes.translation.data.corpora import language_pairs, with_languages
+from recipes.translation.data.corpora import Corpora, language_pairs, with_languages
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.serve.models import Model
 from recipes.translation.settings.config import RunConfig
@@ -23,7 +23,7 @@ def torch_models(name: str, translator: Translator) -> list[Model]:
     """Return a model in torch, once for each of its pairs of languages."""
     return [
         torch_model(name, replace(translator, config=with_languages(translator.config, *pair)))
-        for pair in language_pairs(translator.config)
+        for pair in language_pairs(Corpora(translator.config))
     ]
 
 
@@ -53,7 +53,7 @@ def ctranslate2_models(name: str, exported: ExportedTranslator, translator: Tran
     """Return a model in CTranslate2, once for each of its pairs of languages; `translator` aligns for it."""
     return [
         ctranslate2_model(name, exported, translator, with_languages(exported.config, *pair))
-        for pair in language_pairs(exported.config)
+        for pair in language_pairs(Corpora(exported.config))
     ]
 
 

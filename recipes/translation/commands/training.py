@@ -50,13 +50,14 @@ def prepare(argv: Sequence[str]) -> int:
     add_config_options(parser)
     config = run_config(parser.parse(argv))
 
+    from recipes.translation.data.corpora import Corpora
     from recipes.translation.processes.ranks import joined
     from recipes.translation.run_folder.lock import sole_writer
     from recipes.translation.run_folder.start import run_subwords
 
     def make() -> tuple[int, int]:
         with sole_writer(Path(config.run)):
-            source, target = run_subwords(config)
+            source, target = run_subwords(Corpora(config))
         return len(source), len(target)
 
     with joined(config.layout.timeout) as ranks:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from recipes.translation.data.held_out import HeldOut, HeldOutSplit, the_one_of
+from recipes.translation.data.corpora import Corpora
+from recipes.translation.data.held_out import HeldOut, HeldOutSplit
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.errors import DataError
 from recipes.translation.files.lines import read_lines
@@ -148,7 +149,7 @@ def evaluate(
     `tokenize` overrides the setting `data.tokenize`; `label` is as in `translate`. Raises DataError where the model has
     the data of several corpora: see `evaluate_each`.
     """
-    return evaluate_each(translator, [the_one_of(translator.config, split)], decoding, tokenize, ranks, label)[0]
+    return evaluate_each(translator, [Corpora(translator.config).the_one(split)], decoding, tokenize, ranks, label)[0]
 
 
 def evaluate_each(

@@ -6,8 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
-from recipes.translation.data.corpora import TrainingCorpus, check_training_data, corpora_of, language_tags, tags_of
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.sentence_pairs import each_training_pair
+from recipes.translation.data.tags import language_tags, tags_of
+from recipes.translation.data.training_text import TrainingCorpus
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import CorpusConfig, RunConfig
 
@@ -29,9 +31,10 @@ def sentences_of(config: RunConfig, teacher: RunConfig) -> list[Sentences]:
 
     Raises ConfigError for a corpus whose language is none of those that the teacher translates into by its tags.
     """
-    check_training_data(config)
+    corpora = Corpora(config)
+    corpora.check_training()
     found = []
-    for corpus in corpora_of(config):
+    for corpus in corpora.training:
         name = corpus.name or "train"
         pairs = each_training_pair(corpus.data, config.subwords.lowercase, config.cleaning, name)
         tag = ""
@@ -56,8 +59,9 @@ def student_of(config: RunConfig, names: list[tuple[str, ...]], originals: float
         names: the two files of each training corpus.
         originals: the weight of the original pairs, as a factor of each corpus's own.
     """
+    originally = Corpora(config).training
     corpora = {}
-    for corpus, files in zip(corpora_of(config), names, strict=True):
+    for corpus, files in zip(originally, names, strict=True):
         prefix = f"{corpus.name}." if corpus.name else ""
         corpora[f"{prefix}translations"] = CorpusConfig(
             train=files,
@@ -76,7 +80,7 @@ def student_of(config: RunConfig, names: list[tuple[str, ...]], originals: float
         if corpus_config.valid or corpus_config.test:
             corpora[name] = dataclasses.replace(corpus_config, train=(), weight=1.0)
     data = dataclasses.replace(config.data, train=())
-    if data.format == "builtin" and all(corpus.data.format != "builtin" for corpus in corpora_of(config)):
+    if data.format == "builtin" and all(corpus.data.format != "builtin" for corpus in originally):
         # The default of a run with corpora, by which it would be judged without test data of its own
         data = dataclasses.replace(data, format="text")
     return dataclasses.replace(config, data=data, corpora=corpora)

@@ -10,6 +10,7 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.mistakes import check_meant
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.train import train
@@ -62,14 +63,14 @@ def given(folder: Path, files: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("files", MEANT)
 def test_what_is_meant_is_not_asked_about(files: dict[str, Any], folder: Path) -> None:
-    check_meant(tiny(folder / "run", given(folder, files)))
+    check_meant(Corpora(tiny(folder / "run", given(folder, files))))
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_of_meaning_is_one_line_with_a_way_to_insist(name: str, folder: Path) -> None:
     files, reason = MISTAKES[name]
     with pytest.raises(DataError, match=r"if it is meant so, add --insist$") as caught:
-        check_meant(tiny(folder / "run", given(folder, files)))
+        check_meant(Corpora(tiny(folder / "run", given(folder, files))))
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -77,10 +78,10 @@ def test_a_mistake_of_meaning_is_one_line_with_a_way_to_insist(name: str, folder
 def test_a_corpus_is_named_and_one_split_of_the_hub_is_the_same(folder: Path) -> None:
     corpora = {"news": {"train": ["t.en", "t.fr"]}}
     with pytest.raises(DataError, match=r"^corpora\.news\.train names .*t\.fr as target"):
-        check_meant(tiny(folder / "run", {"data.path": str(folder), "corpora": corpora, "data.valid": VALID}))
+        check_meant(Corpora(tiny(folder / "run", {"data.path": str(folder), "corpora": corpora, "data.valid": VALID})))
     hub = {"data.format": "hub", "data.path": "a/b", "data.train": "train", "data.valid": "train"}
     with pytest.raises(DataError, match=r"the same data \(a/b/train and a/b/train\)"):
-        check_meant(tiny(folder / "run", hub))
+        check_meant(Corpora(tiny(folder / "run", hub)))
 
 
 def test_train_asks_before_it_makes_anything_and_goes_on_with_insist(

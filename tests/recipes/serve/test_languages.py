@@ -14,7 +14,7 @@ import torch
 
 from recipes.translation.commands import served_models
 from recipes.translation.commands.served_models import torch_models
-from recipes.translation.data.corpora import language_pairs
+from recipes.translation.data.corpora import Corpora, language_pairs
 from recipes.translation.data.model_text import source_text
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.serve.app import application
@@ -83,7 +83,7 @@ def test_a_pair_that_no_model_has_is_refused_in_one_line_with_those_that_there_a
 def test_only_a_model_with_language_tags_translates_into_the_other_targets_of_its_corpora(
     tags: bool, pairs: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    assert language_pairs(tiny(tmp_path, {"corpora": CORPORA, "data.language_tags": tags})) == pairs
+    assert language_pairs(Corpora(tiny(tmp_path, {"corpora": CORPORA, "data.language_tags": tags}))) == pairs
 
 
 def test_the_target_that_is_asked_for_is_the_tag_that_the_model_reads(
@@ -117,4 +117,4 @@ def test_the_target_that_is_asked_for_is_the_tag_that_the_model_reads(
 def test_a_default_that_no_corpus_has_is_no_pair_of_languages(tags: bool, tmp_path: Path) -> None:
     corpora = {"c": {"source": "fr", "target": "es"}}
     config = tiny(tmp_path / "run", {"corpora": corpora, "data.language_tags": tags})
-    assert language_pairs(config) == [("fr", "es")]
+    assert language_pairs(Corpora(config)) == [("fr", "es")]

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from recipes.translation.commands import main
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.run_folder.checkpoint import load_translator, load_weights
@@ -181,5 +182,5 @@ def test_prepare_names_where_the_subwords_are(base: Path, tmp_path: Path, capsys
     changes = {**BASE, "training.start_from": str(base)}
     assert main(["prepare", *options(tmp_path / "run", changes)]) == 0
     assert capsys.readouterr().out == f"[prepare] 360 source and 360 target subwords in {base}\n"
-    source, _ = run_subwords(tiny(tmp_path / "run", changes))
+    source, _ = run_subwords(Corpora(tiny(tmp_path / "run", changes)))
     assert len(source) == 360

@@ -19,8 +19,8 @@ import seqpar
 from recipes.translation.commands import main
 from recipes.translation.commands.next_steps import next_steps
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.held_out import held_out
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import fill_model, load_facts, load_translator, load_weights
@@ -243,7 +243,7 @@ def test_evaluate_scores_each_test_set_by_itself_and_their_mean(both: RunConfig,
     run = Path(both.run)
     translator = load_translator(run / "best")
     found = []
-    for each in held_out(both, "test"):
+    for each in Corpora(both).held_out("test"):
         pairs = each.pairs()
         texts = (run / f"test.{each.name}.translations.txt").read_text().splitlines()
         tagged = [" ".join((*each.tags, pair.source)) for pair in pairs]
@@ -274,7 +274,7 @@ def test_test_sets_are_translated_under_their_tags_and_scored_in_their_languages
         return sentences
 
     monkeypatch.setattr(evaluate, "translate", repeated)
-    forward, back = held_out(both, "test")
+    forward, back = Corpora(both).held_out("test")
     chinese = replace(forward, name="zh", data=replace(forward.data, target="zh"), tags=("<2zh>",))
     translator = load_translator(Path(both.run) / "last")
     found = evaluate.evaluate_each(translator, [forward, back, chinese], translator.config.decoding)
@@ -351,7 +351,7 @@ def test_a_corpus_may_have_validation_data_alone(folder: Path) -> None:
 def test_corpora_without_test_data_are_not_tested_on_the_built_in_corpus(folder: Path) -> None:
     config = given(folder / "untested", {"a": {**FORWARD, "valid": VALID}})
     with pytest.raises(DataError, match=r"^there is no test data: .*; without it, evaluate --split valid "):
-        held_out(config, "test")
+        Corpora(config).held_out("test")
     assert "--split valid" in next_steps(config)
     with_test = given(folder / "untested", {"a": {**FORWARD, **FORWARD_HELD_OUT}})
     assert "--split valid" not in next_steps(with_test)
