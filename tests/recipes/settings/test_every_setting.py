@@ -221,7 +221,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     ],
     "decoding.batch_sentences": [Change(2, ("sentences at once",), NUMBERS)],
     "decoding.max_length": [Change(3, ("translations",), ("weights", "metrics"))],
-    "decoding.min_length": [Change(15, ("translations that could end anywhere",), ("weights",))],
+    "decoding.min_length": [Change(7, ("translations that could end anywhere",), ("weights",))],
     "decoding.no_repeat_ngram": [
         Change(1, ("translations", "metrics"), ("weights",), beside={"training.validate_bleu": 8})
     ],
