@@ -4,7 +4,8 @@ The loss itself does not change: each rank gives the engine its own time steps, 
 all data x sequence ranks. Parameter gradients are summed over the sequence ranks as over the data ranks, by one
 DistributedDataParallel or `fully_shard` over both (`accumulate_gradients` with that group), or by hand, with
 `copy_to_group(parameter, group)`. Where every rank has all hidden states and only the loss is split, split
-`copy_to_group(hidden, group)`: its gradient is the sum of the ranks' gradients.
+`copy_to_group(hidden, group)`, and so every other tensor with one row for each token that needs a gradient: its
+gradient is the sum of the ranks' gradients.
 
 Shape suffixes: B batch, T all time steps, t this rank's.
 """

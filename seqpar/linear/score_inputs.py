@@ -5,6 +5,7 @@ Shape suffixes: N rows (batch x time), J given classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -113,7 +114,8 @@ def _facts(
         facts["ids"] = (*request.ids.shape, checksum(request.ids.long().where(counted.unsqueeze(-1), 0)))
     for name, tensor in per_token.items():
         facts[f"the shape and dtype of {name}"] = (tuple(tensor.shape), tensor.dtype)
-        rows_NC = tensor.detach().reshape(target.numel(), -1)
+        # Without tokens a size of -1 could be any
+        rows_NC = tensor.detach().reshape(target.numel(), math.prod(tensor.shape[target.dim() :]))
         facts[name] = rows_NC if rows_NC.is_floating_point() else rows_NC.double()
     return facts
 
