@@ -124,7 +124,7 @@ def chunked_gradient(
     check_loss_scale(loss_scale)
     check_chunks(chunks, len(per_token[0]), per_token[0].device)
     return differentiable_sum(
-        AutogradChunkLoss(per_chunk, params), chunks, PlainLeaves(per_token, params, empty), loss_scale
+        AutogradChunkLoss(per_chunk, leaf_copies(params)), chunks, PlainLeaves(per_token, params, empty), loss_scale
     )
 
 
@@ -199,9 +199,9 @@ class _StoredGradient(torch.autograd.Function):
         # A criterion may return a constant 0 where it has nothing to sum: that is no mistake of the caller's
         ctx.is_detached = 0 < gradients.detached_chunks == chunks and bool(loss.total != 0)
         ctx.leaves = len(leaves)
-        ctx.shapes = {
-            i: _Shape(t.shape, t.dtype, t.device) for i, t in enumerate(leaves) if t is not None and t.requires_grad
-        }
+        # Where no chunk stores a gradient
+        without = () if chunks else enumerate(leaves)
+        ctx.shapes = {i: _Shape(t.shape, t.dtype, t.device) for i, t in without if t is not None and t.requires_grad}
         # Counts and `nll` are reported, never differentiated
         ctx.mark_non_differentiable(*(t for t in loss[1:] if t is not None))
         # An unused output's gradient arrives as None, not as zeros that would cost memory
@@ -245,19 +245,23 @@ class _StoredGradient(torch.autograd.Function):
         return *constants, *grads
 
 
+def leaf_copies(params: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return detached copies at which a chunk's graph ends, so that no hook of the parameters fires once per chunk."""
+    grad_enabled = torch.is_grad_enabled()
+    return tuple([p.detach().requires_grad_(grad_enabled and p.requires_grad) for p in params])
+
+
 class AutogradChunkLoss:
     """A chunk's loss by any function of tensors, with autograd's gradient; each chunk's graph is freed immediately.
 
     Args:
         function: `(params, rows, chunk) -> TokenLoss`, the chunk's summed loss.
-        params: the parameters; those that require a gradient get one.
+        params: the leaves of its graph beside the rows; those that require a gradient get one.
     """
 
     def __init__(self, function: PerChunk, params: Sequence[Tensor]) -> None:
         self.function = function
-        # A chunk's graph ends at these detached copies, so the hooks of the real parameters do not fire once per chunk
-        grad_enabled = torch.is_grad_enabled()
-        self.params = tuple(p.detach().requires_grad_(grad_enabled and p.requires_grad) for p in params)
+        self.params = tuple(params)
         self.graph_is_checked = False
 
     def __call__(self, rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
