@@ -24,19 +24,25 @@ from seqpar.core.checks import (
     check_loss_scale,
     check_shapes,
     check_type,
+    refuse_second_backward,
+    refuse_second_derivative,
     refuse_transforms,
+    refuse_unknown_leaves,
 )
 from seqpar.core.chunks import Chunk
-from seqpar.core.graphs import graph_of_its_own, leaves_of_graph
+from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.token_loss import TokenLoss, sum_of_parts, wide
 
 Rows = tuple[Tensor | None, ...]
 """One chunk's rows of each per-token tensor; None for a tensor that was not given."""
 
-NO_SECOND_DERIVATIVE = (
-    "the chunked loss was asked for a second derivative (create_graph=True), and it keeps no graph of its chunks; use "
-    "the plain, un-chunked loss where you need one"
+THIS, INSTEAD = "the chunked loss", "the plain, un-chunked loss"
+"""What refuses a second derivative, and what has one."""
+
+UNREGISTERED = (
+    "and is neither a registered parameter nor a per-token argument; register it, or pass it as a keyword (a forward "
+    "that was set on the instance keeps the original's parameters: change the class instead)"
 )
 
 PerChunk = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Chunk], TokenLoss]
@@ -211,12 +217,8 @@ class _StoredGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_transforms((upstream,))
-        if torch.is_grad_enabled():
-            raise RuntimeError(NO_SECOND_DERIVATIVE)
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "backward went through the chunked loss a second time; call the loss again, or add the losses up before"
-            )
+        refuse_second_derivative(THIS, INSTEAD)
+        refuse_second_backward(ctx.gradients, THIS)
         if ctx.is_detached and upstream is not None:
             raise RuntimeError(
                 "the loss does not require grad, though hidden or a parameter does: something was detached in the "
@@ -237,7 +239,7 @@ class _StoredGradient(torch.autograd.Function):
                 grads[i] = shape.zeros()
             return *constants, *grads
         # d (factor x total) / d leaf = factor x (stored gradient / scale)
-        factor = upstream / _on(gradients.scale, upstream.device)
+        factor = _divided(upstream, gradients.scale)
         for i, slot in enumerate((*gradients.per_token, *gradients.params)):
             # Each slot frees its gradient before the next one is scaled
             if slot is not None:
@@ -280,7 +282,7 @@ class AutogradChunkLoss:
             loss = _checked(self.function(self.params, own, chunk))
         # Once is enough: every chunk runs the same code
         if not self.graph_is_checked:
-            _refuse_unknown_leaves(loss.total, {id(t) for t in leaves})
+            refuse_unknown_leaves(loss.total, leaves, "the generator or criterion used", UNREGISTERED)
             self.graph_is_checked = True
         if not loss.total.requires_grad:
             gradients.detached_chunks += 1
@@ -308,29 +310,12 @@ def _checked(loss: TokenLoss) -> TokenLoss:
 
 def _gradients(total: Tensor, leaves: tuple[Tensor, ...], scale: float | Tensor) -> list[Tensor | None]:
     """Return the gradient of `scale x total` with respect to each leaf; None for a leaf that requires none."""
-    wanted = {i: t for i, t in enumerate(leaves) if t.requires_grad}
+    wanted = [t for t in leaves if t.requires_grad]
     # d (scale x total) / d leaf: the scale enters at the top, before a small number can underflow
     upstream = torch.ones_like(total) * scale
     # A parameter need not take part in every chunk, such as an expert to which none of its tokens was sent
-    grads = torch.autograd.grad(total, list(wanted.values()), upstream, allow_unused=True)
-    by_position = dict(zip(wanted, grads, strict=True))
-    return [by_position.get(i) for i in range(len(leaves))]
-
-
-def _refuse_unknown_leaves(total: Tensor, known: set[int]) -> None:
-    """Raise RuntimeError if the graph of `total` has a leaf that is not `known`: its gradient would be lost silently.
-
-    Args:
-        total: the first chunk's loss.
-        known: the `id` of each tensor that has a gradient slot.
-    """
-    for leaf in leaves_of_graph(total):
-        if id(leaf) not in known:
-            raise RuntimeError(
-                f"the generator or criterion used a tensor of shape {tuple(leaf.shape)} that needs a gradient and is "
-                "neither a registered parameter nor a per-token argument; register it, or pass it as a keyword (a "
-                "forward that was set on the instance keeps the original's parameters: change the class instead)"
-            )
+    grads = iter(torch.autograd.grad(total, wanted, upstream, allow_unused=True))
+    return [next(grads) if t.requires_grad else None for t in leaves]
 
 
 class _Shape(NamedTuple):
@@ -345,8 +330,8 @@ class _Shape(NamedTuple):
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
-def _on(scale: float | Tensor, device: torch.device) -> float | Tensor:
-    """Return the scale on that device; a plain number needs none."""
+def _divided(upstream: Tensor, scale: float | Tensor) -> Tensor:
+    """Return `upstream / scale`, on upstream's device; nothing is computed for the number 1."""
     if isinstance(scale, Tensor):
-        return scale.to(device)
-    return scale
+        return upstream / scale.to(upstream.device)
+    return upstream if scale == 1 else upstream / scale
