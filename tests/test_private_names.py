@@ -31,7 +31,7 @@ LIBRARIES = {
         "_extract_corpus_statistics",
     },
     ("torch", "models/packed.py"): {"_linear_pointwise", "_reorder_linear_weight"},
-    ("torch", "seqpar/core/graphs.py"): {"_dynamo"},
+    ("torch", "seqpar/core/graphs.py"): {"_C", "_autograd", "_dynamo", "_top_saved_tensors_default_hooks"},
     ("torch", "seqpar/core/checks.py"): {"_C", "_assert_async", "_current_level", "_functorch"},
     ("torch", "seqpar/multi_device/placement.py"): {"_apply"},
     ("torch", "seqpar/linear/against_teacher.py"): {"_assert_async"},

@@ -37,7 +37,8 @@ def parts_of(module: nn.Module) -> Parts:
             continue
         modules[id(part)] = part
         own = vars(part)
-        todo += [child for child in own["_modules"].values() if child is not None]
+        if children := own["_modules"]:
+            todo += [child for child in children.values() if child is not None]
         for parameter in own["_parameters"].values():
             if parameter is not None:
                 parameters[id(parameter)] = parameter
@@ -91,14 +92,16 @@ def calls_of(modules: list[nn.Module]) -> tuple[object, ...]:
         for hooks in HOOKS:
             if own[hooks]:
                 found.append((hooks, *own[hooks]))
-        for name, value in own.items():
-            kind = type(value)
-            if kind not in is_switch:
-                is_switch[kind] = issubclass(kind, SWITCHES)
-            if is_switch[kind]:
-                found += (name, value)
+        found += [item for item in own.items() if is_switch[type(item[1])]]
     return tuple(found)
 
 
-_IS_SWITCH: dict[type, bool] = {}
-"""Of each class of attributes whether it is one of `SWITCHES`: asked thousands of times a call."""
+class _IsSwitch(dict[type, bool]):
+    """Of each class of attributes whether it is one of `SWITCHES`: asked thousands of times a call."""
+
+    def __missing__(self, kind: type) -> bool:
+        """Find out about a class that is asked for the first time."""
+        return self.setdefault(kind, issubclass(kind, SWITCHES))
+
+
+_IS_SWITCH = _IsSwitch()

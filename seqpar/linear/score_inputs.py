@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from seqpar.core.checks import (
+    check_classes,
     check_entries,
     check_floating,
     check_integer,
-    check_integer_target,
     check_one_device,
     check_per_token,
     check_shapes,
@@ -139,12 +139,6 @@ def _check_request(request: ScoreRequest, target: Tensor, ignore_index: int, voc
         check_one_device(target=target, temperature=temperature)
         good = ~counted | ((temperature > 0) & temperature.isfinite())
         check_entries(good, temperature, "temperature", " is not a finite number above 0")
-    ids = request.ids
-    if ids is not None:
-        check_integer_target(ids, "ids")
-        fits = ids.dim() == target.dim() + 1 and ids.shape[:-1] == target.shape
-        check_shapes(fits, "(target's shape, J) and target's shape", ids=ids, target=target)
-        check_one_device(target=target, ids=ids)
-        good = ~counted.unsqueeze(-1) | ((ids >= 0) & (ids < vocab_size))
-        why = f", outside the vocabulary [0, {vocab_size}); only rows whose target is ignored may have any number"
-        check_entries(good, ids, "ids has", why, IndexError)
+    if request.ids is not None:
+        why = "only rows whose target is ignored may have any number"
+        check_classes(request.ids, "ids", target, counted, range(vocab_size), why)
