@@ -46,6 +46,7 @@ LIBRARIES = {
         "_use_python_reducer",
     },
     ("torch", "seqpar/engine/loss_compute.py"): {"_Loss"},
+    ("torch", "seqpar/engine/module_calls.py"): {"_cache_enabled"},
     ("torch", "seqpar/engine/probe.py"): {"_BatchNorm"},
     ("torch", "seqpar/multi_device/replicas.py"): {
         "_C",

@@ -30,7 +30,7 @@ from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import refuse_sharded
 from seqpar.engine.formula_match import FormulaMatch, check_class_weight, match_inputs
-from seqpar.engine.module_calls import parts_of
+from seqpar.engine.module_calls import parts_of, refuse_cached
 from seqpar.engine.pair import counts_itself, criterion_loss, project
 from seqpar.engine.probe import LogitFacts, Situation, facts_in, logit_facts, situation_of
 from seqpar.engine.shards import (
@@ -91,6 +91,7 @@ def loss_over_devices(
         heads = heads_on(head, parts.parameters, shards)
         facts = LogitFacts(match.vocab_size, product_dtype(shards[0].hidden), True)
     else:
+        refuse_cached(parts)
         situation = situation_of(parts, shards[0])
         found = facts_in(known, situation)
         if found is None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
+from torch.nn.utils import parametrize
 
 from seqpar.distributed.torch_private import is_fsdp_unit
 
@@ -74,6 +75,21 @@ def _has_own_forward(module: nn.Module) -> bool:
 def what_calls_run(module: nn.Module) -> tuple[object, ...]:
     """Return what decides which code a call of the module runs, for comparison with another time."""
     return calls_of(parts_of(module).modules)
+
+
+def refuse_cached(parts: Parts) -> None:
+    """Raise RuntimeError for parametrized modules inside `torch.nn.utils.parametrize.cached()`.
+
+    It keeps the tensor of the first chunk, whose graph is freed with that chunk: the others would have no gradient.
+    """
+    if not parametrize._cache_enabled:
+        return
+    for module in parts.modules:
+        if "parametrizations" in vars(module)["_modules"]:
+            raise RuntimeError(
+                f"the {type(module).__name__} is called for each chunk inside torch.nn.utils.parametrize.cached(), "
+                "which would keep its parametrized tensors from chunk to chunk: leave that block before the loss"
+            )
 
 
 def calls_of(modules: list[nn.Module]) -> tuple[object, ...]:

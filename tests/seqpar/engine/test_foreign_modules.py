@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 import seqpar
 from seqpar.core.token_loss import TokenLoss
@@ -392,3 +392,20 @@ def test_a_hook_of_a_parameter_runs_once_however_many_chunks(accumulated: bool) 
     engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=4)
     engine(*batch()).total.backward()
     assert len(calls) == 1
+
+
+def test_a_parametrized_generator_inside_a_cache_of_its_tensors_is_refused() -> None:
+    generator = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 5)).double()
+    engine = seqpar.LossCompute(generator, nn.CrossEntropyLoss(reduction="sum"), chunk_tokens=2)
+    hidden = torch.randn(5, 4, dtype=torch.float64)
+    target = torch.arange(5)
+    with parametrize.cached(), pytest.raises(RuntimeError, match=r"inside torch.nn.utils.parametrize.cached\(\)"):
+        engine(hidden, target)
+    loss = engine(hidden, target).total
+    wanted = nn.functional.cross_entropy(generator(hidden), target, reduction="sum")
+    for own, plain in zip(
+        torch.autograd.grad(loss, list(generator.parameters())),
+        torch.autograd.grad(wanted, list(generator.parameters())),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, plain, rtol=1e-12, atol=1e-14)
