@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from recipes.translation.training.validation import NAMES
 from seqpar.testing.ranks import ranks
 from tests.recipes.tiny import tiny
