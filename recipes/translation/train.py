@@ -253,8 +253,9 @@ class Training:
         ordinary = merged(translator)
         loss_of = self.average.layout.whole_forward(ordinary.model)
         found = validate(ordinary, self.corpus, loss_of, self.state.step, self.ranks.for_steps())
-        if not math.isfinite(found.loss):
-            raise spoiled(self.state.step, f"the validation loss is {found.loss}", self.run)
+        loss = found["loss"]
+        if loss is None or not math.isfinite(loss):
+            raise spoiled(self.state.step, f"the validation loss is {loss}", self.run)
         better = note_validation(self.state, found, self.config.training.best_by)
         if self.ranks.is_main:
             save_models(self.run, ordinary, found, better)

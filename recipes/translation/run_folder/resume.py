@@ -19,6 +19,7 @@ from recipes.translation.files.atomic_folder import (
 from recipes.translation.run_folder.checkpoint import SavedTraining, load_facts, load_training, saved_config
 from recipes.translation.run_folder.kept_models import check_keepable, kept_folders, kept_in, kept_models
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.metrics import METRICS
 
 FOLDERS = ("last", "best", "subwords")
 """What training writes, besides the kept models."""
@@ -39,7 +40,7 @@ MAY_CHANGE = frozenset(
 )
 """Settings that may change when a run is resumed; changing any other one would make it a different run."""
 SCORING = frozenset({"training.validate_bleu", "data.tokenize", "decoding.max_length"})
-"""Those of them that change BLEU and chrF, so that two validations could not be compared by these."""
+"""Those of them that change translations or their scores, so that two validations could not be compared by these."""
 SAVED_WITH_MODELS = {name for name in MAY_CHANGE if name.startswith("decoding.")} | {"data.test", "data.tokenize"}
 """Those of them that a model is saved with, and that have no effect on its training."""
 
@@ -153,7 +154,7 @@ def check_same_settings(config: RunConfig, folder: Path) -> None:
     before = flat(without_paths(saved))
     now = flat(without_paths(config))
     may_change = MAY_CHANGE
-    if config.training.best_by != "loss":
+    if METRICS[config.training.best_by].of_translations:
         may_change -= SCORING
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and key not in may_change:

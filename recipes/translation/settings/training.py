@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from recipes.translation.settings.schema import Help, Range
+from recipes.translation.settings.metrics import METRICS
+from recipes.translation.settings.schedules import SCHEDULES
+from recipes.translation.settings.schema import Choices, Help, Range
 from seqpar.rows.conventions import CONVENTIONS, Convention
 
 PARTS = {
@@ -50,13 +52,18 @@ class TrainingConfig:
     ] = 1
     steps: Annotated[int, Help("Optimizer steps at most."), Range(at_least=1)] = 1_000
     schedule: Annotated[
-        Literal["inverse_sqrt", "linear", "noam", "constant"],
+        str,
         Help(
-            "inverse_sqrt | linear (to 0 at the end) | noam | constant: how the learning rate falls after the warm-up."
+            "How the learning rate falls after the warm-up: "
+            + " | ".join(f"{name} ({schedule.help})" for name, schedule in SCHEDULES.items())
+            + "."
         ),
+        Choices(tuple(SCHEDULES)),
     ] = "inverse_sqrt"
     learning_rate: Annotated[
-        float, Help("The peak (inverse_sqrt, linear), the factor (noam), or the rate (constant)."), Range(at_least=0)
+        float,
+        Help("The rate at the end of the warm-up, from which it falls; with noam a factor of it."),
+        Range(at_least=0),
     ] = 2e-3
     warmup: Annotated[int, Help("Steps of linear warm-up."), Range(at_least=0)] = 200
     betas: Annotated[tuple[float, float], Help("Adam's two decay rates."), Range(at_least=0, below=1)] = (0.9, 0.98)
@@ -130,11 +137,14 @@ class TrainingConfig:
         Range(at_least=0),
     ] = 0
     best_by: Annotated[
-        Literal["loss", "bleu", "chrf"],
+        str,
         Help(
-            "loss | bleu | chrf: which number of a validation decides which model is the best, and when the patience "
-            "ends; BLEU and chrF are those of validate_bleu sentences."
+            f"{' | '.join(METRICS)}: which number of a validation decides which model is the best, and when the "
+            "patience ends; "
+            + " and ".join(each.label for each in METRICS.values() if each.of_translations)
+            + " are those of validate_bleu sentences."
         ),
+        Choices(tuple(METRICS)),
     ] = "loss"
     report: Annotated[
         bool,

@@ -93,9 +93,11 @@ def is_hopeless(best: Validation) -> bool:
 
     BLEU alone would not do: it is 0 for perfect translations of fewer than four words.
     """
-    if best.bleu is None:
-        return best.accuracy < 20
-    return best.bleu < 1 and best.accuracy < 50
+    bleu = best["bleu"]
+    accuracy = best["accuracy"] or 0.0
+    if bleu is None:
+        return accuracy < 20
+    return bleu < 1 and accuracy < 50
 
 
 def advice(config: RunConfig, state: TrainingState) -> str:

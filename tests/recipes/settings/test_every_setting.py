@@ -28,6 +28,7 @@ from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.scores.evaluate import evaluate
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.text.subwords import EOS
 from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics
@@ -140,7 +141,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     "training.batch_tokens": [Change(300, ("weights", "batches"))],
     "training.accumulate": [Change(2, ("weights", "batches"))],
     "training.steps": [Change(3, ("weights", "metrics"))],
-    "training.schedule": [Change(value) for value in ("linear", "noam", "constant")],
+    "training.schedule": [Change(name) for name in SCHEDULES if name != "inverse_sqrt"],
     "training.learning_rate": [Change(3e-3)],
     "training.warmup": [Change(3)],
     "training.betas": [Change((0.5, 0.98)), Change((0.9, 0.7))],

@@ -280,7 +280,8 @@ def test_best_is_the_model_with_the_lowest_validation_loss(tmp_path: Path, monke
 
     def validate(translator: Translator, *arguments: Any) -> Validation:
         biases.append(translator.model.generator.bias.detach().clone())
-        return replace(validation.validate(translator, *arguments), loss=next(losses))
+        found = validation.validate(translator, *arguments)
+        return replace(found, values={**found.values, "loss": next(losses)})
 
     monkeypatch.setattr(training, "validate", validate)
     summary = train(tiny(tmp_path / "run", {"training.validate_every": 1, "training.steps": 4}))
