@@ -83,7 +83,7 @@ def _comparison(runs: Sequence[RunRecords]) -> list[str]:
 
 def _progress(run: RunRecords) -> str:
     steps = run.settings.get("training.steps")
-    if is_number(steps):
+    if steps and is_number(steps):  # 0 where epochs decide
         return f"step {run.last_step:,} of {steps:,}"
     return f"step {run.last_step:,}"
 
@@ -91,7 +91,7 @@ def _progress(run: RunRecords) -> str:
 def _numbers(run: RunRecords) -> list[tuple[str, str, str]]:
     planned = run.settings.get("training.steps")
     of = ""
-    if is_number(planned):
+    if planned and is_number(planned):
         of = f"of {planned:,}"
     found = [("steps", f"{run.last_step:,}", of)]
     seconds = sum(record["seconds"] for record in run.machine if is_number(record.get("seconds")))

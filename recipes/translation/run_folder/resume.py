@@ -33,7 +33,8 @@ MAY_CHANGE = frozenset(
         "training.teacher",  # its weights are compared by their fingerprint
         *(f"training.{name}" for name in ("devices", "chunk_tokens", "precision", "threads")),  # rounding at most
         *(f"layout.{name}" for name in ("data", "shard", "vocab", "sequence", "timeout")),
-        *(f"training.{name}" for name in ("steps", "validate_every", "validate_bleu", "keep_checkpoints", "patience")),
+        *(f"training.{name}" for name in ("steps", "epochs", "validate_every", "validate_bleu")),
+        *(f"training.{name}" for name in ("keep_checkpoints", "patience")),
         *(f"training.{name}" for name in ("report", "trackers")),
         *(f"decoding.{name}" for name in ("beam", "length_penalty", "length_norm", "batch_sentences", "max_length")),
     }
@@ -66,7 +67,8 @@ def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
         return None
     check_same_settings(config, run / "last")
     saved = load_training(run / "last")
-    check_steps(config, saved.state.step)
+    if config.training.steps:
+        check_steps(config, saved.state.step)
     check_best(saved, config)
     check_saved_with_models(config, saved.state.step)
     for folder in kept_models(run):
@@ -99,8 +101,8 @@ def check_nothing_to_lose(config: RunConfig) -> None:
         made = saved_config(folder)
         if made is None:
             continue
-        step = load_facts(folder).get("step")
-        if step != min(made.training.validate_every, made.training.steps):
+        step: int = load_facts(folder)["step"]
+        if step > made.training.validate_every:
             raise CheckpointError(
                 f"{folder} is the model of step {step}, but there is no {run / 'last'} to resume from: restore it "
                 "from a copy, choose another --run, or start over with --fresh, which removes the model"

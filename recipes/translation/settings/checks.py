@@ -26,6 +26,8 @@ def check_together(config: RunConfig) -> None:
             f"up to {total:g}: a letter has one of these errors at most, so make it 1 or less"
         )
     training = config.training
+    if not training.steps and not training.epochs:
+        raise ConfigError("training.steps is 0 and so is training.epochs: set one of them, or training has no end")
     if METRICS[training.best_by].of_translations and not training.validate_bleu:
         raise ConfigError(
             f"training.best_by is {training.best_by}, but training.validate_bleu is 0: no validation translates "

@@ -50,7 +50,21 @@ class TrainingConfig:
         ),
         Range(at_least=1),
     ] = 1
-    steps: Annotated[int, Help("Optimizer steps at most."), Range(at_least=1)] = 1_000
+    steps: Annotated[
+        int,
+        Help(
+            "Optimizer steps at most; 0 leaves the end to training.epochs, as it is where these are given and no steps."
+        ),
+        Range(at_least=0),
+    ] = 1_000
+    epochs: Annotated[
+        int,
+        Help(
+            "Passes over the training data at most, each of as many batches as the first; 0 leaves the end to "
+            "training.steps. Whichever ends first."
+        ),
+        Range(at_least=0),
+    ] = 0
     schedule: Annotated[
         str,
         Help(
@@ -67,6 +81,19 @@ class TrainingConfig:
     ] = 2e-3
     warmup: Annotated[int, Help("Steps of linear warm-up."), Range(at_least=0)] = 200
     betas: Annotated[tuple[float, float], Help("Adam's two decay rates."), Range(at_least=0, below=1)] = (0.9, 0.98)
+    adam_eps: Annotated[
+        float,
+        Help("What Adam adds to the root of the second moment, by which it divides."),
+        Range(at_least=1e-16, below=1),
+    ] = 1e-9
+    weight_decay: Annotated[
+        float,
+        Help(
+            "AdamW: every step subtracts the learning rate times this share of each matrix and embedding, and nothing "
+            "of norms and biases; 0.01 to 0.1 are usual, and 0 is Adam."
+        ),
+        Range(at_least=0, below=100),
+    ] = 0.0
     clip: Annotated[float, Help("Largest gradient norm; 0 does not clip."), Range(at_least=0)] = 1.0
     label_smoothing: Annotated[
         float,

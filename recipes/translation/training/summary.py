@@ -74,10 +74,11 @@ class Summary:
         return "\n".join(lines)
 
 
-def summarize(config: RunConfig, state: TrainingState, stopped_by: signal.Signals | None, corpus: Corpus) -> Summary:
+def summarize(
+    config: RunConfig, state: TrainingState, stopped_by: signal.Signals | None, corpus: Corpus, steps: int
+) -> Summary:
     """Summarize a run, with the best model's translations of a few validation sentences if it has learned to."""
     run = Path(config.run)
-    steps = config.training.steps
     if whole_folder(run / "best") is None:
         return Summary(run, state, steps, None, stopped_by, ())
     best = Validation.from_dict(load_facts(run / "best"))
