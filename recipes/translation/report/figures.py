@@ -10,7 +10,7 @@ import numpy as np
 from recipes.translation.report.charts import Series, attention_chart, histogram, line_chart
 from recipes.translation.report.records import Record, RunRecords, Sentences, is_number
 from recipes.translation.scores.groups import unit_of_length
-from recipes.translation.scores.statistics import Array, chrf_of_sums, measure_chrf
+from recipes.translation.scores.statistics import Array, measure_chrf
 from recipes.translation.settings.metrics import METRICS
 
 MOST_POINTS = 200
@@ -88,7 +88,8 @@ def attention_maps(run: RunRecords) -> list[tuple[Chart, Record]]:
 
 def chrf_of_sentences(newest: Sentences) -> Array:
     """Compute the chrF of each sentence."""
-    return chrf_of_sums(measure_chrf(newest.translations, newest.references).statistics)
+    measured = measure_chrf(newest.translations, newest.references)
+    return measured.of_sums(measured.statistics)
 
 
 def binned(
