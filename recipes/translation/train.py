@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -44,16 +44,17 @@ from recipes.translation.run_folder.checkpoint import (
 )
 from recipes.translation.run_folder.kept_models import keep_model
 from recipes.translation.run_folder.lock import sole_writer
-from recipes.translation.run_folder.resume import begin, check_same_data, flat, remove_run
+from recipes.translation.run_folder.resume import begin, check_same_data, check_steps, flat, remove_run
 from recipes.translation.run_folder.start import run_subwords, starting_weights
 from recipes.translation.run_folder.teacher import TeacherModel, check_same_teacher, load_teacher
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.training.announcement import announce, size_of
 from recipes.translation.training.best import note_validation, out_of_patience
 from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.frozen import freeze
 from recipes.translation.training.journal import Journal
 from recipes.translation.training.layout import Axes, Layout, axes_of, devices_of
+from recipes.translation.training.length import with_steps
 from recipes.translation.training.lora import adapt, merged
 from recipes.translation.training.machine import return_free_memory
 from recipes.translation.training.optimizer import make_optimizer, update
@@ -64,6 +65,7 @@ from recipes.translation.training.schedule import check_rate, learning_rate
 from recipes.translation.training.summary import Summary, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
 from recipes.translation.training.training_record import TrainingRecord
+from recipes.translation.training.utilization import share_of_peak
 from recipes.translation.training.validation import Validation, validate
 
 
@@ -102,20 +104,21 @@ def train_on(
     sizes = model_sizes(config.model)
     ranks.run_on_main(lambda: check_installed(settings.trackers))
     saved = ranks.run_on_main(lambda: begin(config, fresh))
-    if saved and not insist:
-        ranks.run_on_main(lambda: check_steps_meant(config, saved))
     if settings.threads:
         torch.set_num_threads(settings.threads)
 
     corpus = load_corpus(config, ranks, partial(run_subwords, fresh=fresh), insist or saved is not None)
     check_positions(config, sizes, corpus)
     ranks.agree({"the training and validation data": corpus.fingerprint})
+    settings = with_steps(settings, corpus.train)
     teacher = ranks.run_on_main(lambda: load_teacher(config, corpus.source, corpus.target))
     state = saved.state if saved else first_state(corpus, teacher)
     check_same_data(corpus, saved, run)
     check_same_teacher(teacher, state, run)
+    ranks.run_on_main(lambda: check_end(config, settings, corpus, saved, insist))
     model = first_model(config, corpus, saved, ranks)
     size = size_of(model)
+    share = share_of_peak(model, corpus, settings.precision, devices, ranks.world)
     layout = Layout(model, config, axes, devices, ranks, teacher.model if teacher else None)
     # After the layout, which replaces the parameters that it splits or shards
     optimizer = make_optimizer(model, settings)
@@ -123,7 +126,7 @@ def train_on(
     if saved:
         layout.fill_moments(optimizer, saved.moments)
         average.fill(saved.averages, run / "last")
-    announce(config, size, corpus, layout, state, teacher)
+    announce(config, settings, size, corpus, layout, state, teacher)
 
     steps = Steps(corpus.train, settings.accumulate, layout.data_rank, layout.data_ranks, layout.device)
     batches = steps.after(state.epoch, state.batch)
@@ -138,7 +141,7 @@ def train_on(
         StopSignals(ranks.world > 1) as stop,
         metrics,
         Journal(config, layout, size, ranks, resumed_at) as journal,
-        Progress(state, settings.steps) as progress,
+        Progress(state, settings.steps, share) as progress,
     ):
         record = TrainingRecord(metrics, journal, progress, Outliers(metrics.records()))
         training = Training(config, corpus, optimizer, average, state, ranks, record)
@@ -169,14 +172,22 @@ def train_on(
                 training.validate_and_save()
         if stopped_by:
             training.save({"step": state.step}, *training.good_state())
-    return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus))
+    return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus, settings.steps))
 
 
-def check_steps_meant(config: RunConfig, saved: SavedTraining) -> None:
-    """Raise ConfigError for a new number of steps that changes a resumed run's learning rate."""
+def check_end(
+    config: RunConfig, settings: TrainingConfig, corpus: Corpus, saved: SavedTraining | None, insist: bool
+) -> None:
+    """Raise ConfigError where a resumed run has no step left, or would jump to another learning rate."""
+    if saved is None:
+        return
+    if settings.epochs:
+        check_steps(replace(config, training=settings), saved.state.step)
     before = saved_config(Path(config.run) / "last")
     assert before is not None  # it has been read
-    check_rate(before.training, config.training, saved.state.step, model_sizes(config.model).d_model)
+    if not insist:
+        was = with_steps(before.training, corpus.train)
+        check_rate(was, settings, saved.state.step, model_sizes(config.model).d_model)
 
 
 def first_state(corpus: Corpus, teacher: TeacherModel | None) -> TrainingState:
@@ -248,8 +259,9 @@ class Training:
         ordinary = merged(translator)
         loss_of = self.average.layout.whole_forward(ordinary.model)
         found = validate(ordinary, self.corpus, loss_of, self.state.step, self.ranks.for_steps())
-        if not math.isfinite(found.loss):
-            raise spoiled(self.state.step, f"the validation loss is {found.loss}", self.run)
+        loss = found["loss"]
+        if loss is None or not math.isfinite(loss):
+            raise spoiled(self.state.step, f"the validation loss is {loss}", self.run)
         better = note_validation(self.state, found, self.config.training.best_by)
         if self.ranks.is_main:
             save_models(self.run, ordinary, found, better)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from recipes.translation.errors import ConfigError
 from recipes.translation.settings.data import DataConfig, SubwordConfig
 from recipes.translation.settings.decoding import DecodingConfig
+from recipes.translation.settings.metrics import METRICS
 from recipes.translation.settings.model import DECODER_ONLY
 from recipes.translation.settings.run import RunConfig
 from recipes.translation.settings.training import PARTS, TrainingConfig
@@ -23,7 +24,9 @@ def check_together(config: RunConfig) -> None:
             f"up to {total:g}: a letter has one of these errors at most, so make it 1 or less"
         )
     training = config.training
-    if training.best_by != "loss" and not training.validate_bleu:
+    if not training.steps and not training.epochs:
+        raise ConfigError("training.steps is 0 and so is training.epochs: set one of them, or training has no end")
+    if METRICS[training.best_by].of_translations and not training.validate_bleu:
         raise ConfigError(
             f"training.best_by is {training.best_by}, but training.validate_bleu is 0: no validation translates "
             "anything; set it to the number of sentences to translate, or training.best_by loss"

@@ -68,6 +68,9 @@ def load_config(path: str | Path | None, overrides: Mapping[str, object] | None 
     if "data.format" not in given:
         corpora = sections.get("", {}).get("corpora", {})
         sections.setdefault("data", {})["format"] = format_of(DataConfig(**sections.get("data", {})), bool(corpora))
+    if "training.epochs" in given and "training.steps" not in given:
+        epochs = sections["training"]["epochs"]
+        sections["training"]["steps"] = 0 if epochs else TrainingConfig.steps
     config = RunConfig(**sections.pop("", {}))
     changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
     config = dataclasses.replace(config, **changed)

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 NO_PARTS: Mapping[str, object] = MappingProxyType({})
 
 
+FIRST_STEPS = 20
+"""Steps after which the log says how long the others will take."""
+
+
 class Progress:
     """A line with step, loss, tokens/s and time left: redrawn on a terminal, printed every ten seconds in a log.
 
@@ -31,8 +35,12 @@ class Progress:
     run's seconds, in `state`.
     """
 
-    def __init__(self, state: TrainingState, steps: int) -> None:
+    def __init__(self, state: TrainingState, steps: int, share_of_peak: float = 0.0) -> None:
+        """Begin after the steps of `state`; `share_of_peak` is that of one token a second, 0 where it is unknown."""
         self.steps = steps
+        self.share_of_peak = share_of_peak
+        self.estimated = False
+        """Whether the log has said how long training will take."""
         self.recent: deque[tuple[float, int, float]] = deque(maxlen=100)
         self.status = StatusLine(sys.stdout)
         self.mark = time.monotonic()
@@ -49,8 +57,17 @@ class Progress:
         seconds = self._tick(state)
         state.train_seconds += seconds
         self.recent.append((seconds, tokens, loss))
+        if len(self.recent) == FIRST_STEPS and not self.estimated:
+            self.estimated = True
+            self.say(self.estimate(state.step))
         self.status.show(self.line(state.step))
         return seconds
+
+    def estimate(self, step: int) -> str:
+        """Return how long the steps after `step` will take; the very first ones, which are slow, do not count."""
+        counted = list(self.recent)[FIRST_STEPS // 2 :]
+        left = (self.steps - step) * sum(each[0] for each in counted) / len(counted)
+        return f"[train] the {self.steps - step:,} steps left will take about {in_words(left)}, without validations"
 
     def validated(self, state: TrainingState, found: object, parts: Mapping[str, object] = NO_PARTS) -> None:
         """Show the result of a validation and that of each corpus; its seconds do not count as training."""
@@ -68,9 +85,13 @@ class Progress:
         # The mean over tokens, as in training: a step of few tokens counts less than one of many
         loss = sum(each[1] * each[2] for each in self.recent) / tokens
         left = (self.steps - step) * seconds / len(self.recent)
+        speed = tokens / seconds
+        used = ""
+        if self.share_of_peak:
+            used = f" ({speed * self.share_of_peak:.0%} of the peak)"
         return (
             f"[train] step {step:>6,}/{self.steps:,}   loss {loss:.3f}   "
-            f"{tokens / seconds:,.0f} tokens/s   {duration(left)} left"
+            f"{speed:,.0f} tokens/s{used}   {duration(left)} left"
         )
 
     def say(self, *lines: str) -> None:
@@ -84,6 +105,15 @@ class Progress:
         self.mark = time.monotonic()
         state.seconds = self.mark - self.began
         return self.mark - before
+
+
+def in_words(seconds: float) -> str:
+    """Return a time as it is spoken of: 40 seconds, 12 minutes, 2.5 hours."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} seconds"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3_600:.1f} hours"
 
 
 class Metrics:

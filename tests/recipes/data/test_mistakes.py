@@ -13,7 +13,9 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.mistakes import check_meant
 from recipes.translation.errors import ConfigError, DataError
+from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.train import train
+from recipes.translation.training.schedule import learning_rate
 from tests.recipes.commands.test_cli import refusal
 from tests.recipes.tiny import options, tiny
 
@@ -95,15 +97,19 @@ def test_train_asks_before_it_makes_anything_and_goes_on_with_insist(
 
 
 @pytest.mark.usefixtures("short_validations")
-def test_a_resumed_run_does_not_jump_to_another_learning_rate(tmp_path: Path) -> None:
-    linear = {"training.schedule": "linear", "training.steps": 4, "training.warmup": 1}
-    train(tiny(tmp_path / "run", linear))
-    more = tiny(tmp_path / "run", {**linear, "training.steps": 6})
+@pytest.mark.parametrize("schedule", [name for name, each in SCHEDULES.items() if each.by_steps])
+def test_a_resumed_run_does_not_jump_to_another_learning_rate(schedule: str, tmp_path: Path) -> None:
+    settings = {"training.schedule": schedule, "training.steps": 4, "training.warmup": 1}
+    train(tiny(tmp_path / "run", settings))
+    more = tiny(tmp_path / "run", {**settings, "training.steps": 6})
+    rate = learning_rate(more.training, 5, 16)
+    assert rate > 4e-4
     with pytest.raises(ConfigError) as caught:
         train(more)
     assert str(caught.value) == (
-        "training.steps was 4 and is 6, on which training.schedule linear depends: the learning rate of step 5 would "
-        "be 0.00067, not 0; keep training.steps, begin another --run with training.start_from, or add --insist"
+        f"training.steps was 4 and is 6, on which training.schedule {schedule} depends: the learning rate of step 5 "
+        f"would be {rate:.2g}, not 0; keep training.steps, begin another --run with training.start_from, or add "
+        "--insist"
     )
     assert train(more, insist=True).state.step == 6
     rates = [

@@ -32,6 +32,8 @@ OPTIONS: dict[str, Any] = {
     "training.accumulate": 5,
     "training.batch_tokens": 400,
     "training.ema": 0.9,
+    "training.weight_decay": 0.1,
+    "training.adam_eps": 1e-6,
     "training.r_drop": 2.0,
     "training.freeze": ("encoder", "source_embedding"),
     "training.best_by": "chrf",

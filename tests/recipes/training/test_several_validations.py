@@ -30,11 +30,12 @@ from recipes.translation.scores import evaluate
 from recipes.translation.scores.compare import compare
 from recipes.translation.scores.scores import score
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.metrics import METRICS
 from recipes.translation.text.pair import Pair
 from recipes.translation.train import train
 from recipes.translation.training import validation
 from recipes.translation.training.earlier_samples import with_samples
-from recipes.translation.training.validation import NAMES, Validation
+from recipes.translation.training.validation import Validation
 from recipes.translation.translating.translate import translate
 from tests.recipes.tiny import tiny
 
@@ -103,7 +104,7 @@ def validations(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def figures(record: dict[str, Any], suffix: str = "") -> list[Any]:
-    return [record[f"valid_{name}{suffix}"] for name in NAMES]
+    return [record[f"valid_{name}{suffix}"] for name in METRICS]
 
 
 def test_each_corpus_has_the_figures_of_a_run_with_its_validation_data_alone(
@@ -115,7 +116,7 @@ def test_each_corpus_has_the_figures_of_a_run_with_its_validation_data_alone(
         assert len(validations(config)) == 2
         for alone, together in zip(validations(config), validations(both), strict=True):
             assert figures(alone) == figures(together, suffix)
-            assert list(alone) == ["step", *(f"valid_{name}" for name in NAMES)]
+            assert list(alone) == ["step", *(f"valid_{name}" for name in METRICS)]
     assert figures(validations(both)[0], ".forward") != figures(validations(both)[0], ".back")
 
 
@@ -170,9 +171,13 @@ def test_bleu_and_chrf_together_are_the_means_of_the_corpora(both: RunConfig, mo
     for valid in corpus.valid:
         texts = [short[pair.source] for pair in valid.pairs[:4]]
         parts.append(score(texts, [pair.target for pair in valid.pairs[:4]]))
-    assert [(part.bleu, part.chrf) for part in found.parts.values()] == [(part.bleu, part.chrf) for part in parts]
-    assert found.bleu == (parts[0].bleu + parts[1].bleu) / 2
-    assert found.chrf == (parts[0].chrf + parts[1].chrf) / 2
+    assert [(part["bleu"], part["chrf"]) for part in found.parts.values()] == [(part.bleu, part.chrf) for part in parts]
+    for name, metric in METRICS.items():
+        own = [part.values[name] for part in found.parts.values()]
+        if metric.of_translations:
+            assert found[name] == sum(own) / 2
+        else:
+            assert found[name] == metric.of_loss(loss + loss)
     assert parts[0].bleu != parts[1].bleu
 
 

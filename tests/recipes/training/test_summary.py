@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("short_validations")
 
 
 def validation(bleu: float | None, accuracy: float) -> Validation:
-    return Validation(1, 3.0, 20.0, accuracy, bleu)
+    return Validation(1, {"loss": 3.0, "perplexity": 20.0, "accuracy": accuracy, "bleu": bleu, "chrf": None})
 
 
 @pytest.mark.parametrize(
