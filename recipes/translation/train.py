@@ -28,8 +28,6 @@ from recipes.translation.errors import TrainingError
 from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals
-from recipes.translation.report.journal import Journal
-from recipes.translation.report.training_record import TrainingRecord
 from recipes.translation.run_folder.checkpoint import (
     WEIGHTS,
     SavedTraining,
@@ -55,6 +53,7 @@ from recipes.translation.training.announcement import announce, size_of
 from recipes.translation.training.best import note_validation, out_of_patience
 from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.frozen import freeze
+from recipes.translation.training.journal import Journal
 from recipes.translation.training.layout import Axes, Layout, axes_of, devices_of
 from recipes.translation.training.length import with_steps
 from recipes.translation.training.lora import adapt, merged
@@ -66,6 +65,7 @@ from recipes.translation.training.progress import Metrics, Progress
 from recipes.translation.training.schedule import check_rate, learning_rate
 from recipes.translation.training.summary import Summary, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
+from recipes.translation.training.training_record import TrainingRecord
 from recipes.translation.training.utilization import share_of_peak
 from recipes.translation.training.validation import Validation, validate
 

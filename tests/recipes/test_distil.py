@@ -17,7 +17,7 @@ from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import corpora_of
 from recipes.translation.data.held_out import HeldOutSplit, has_held_out, held_out
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.distil import distil, originals_of, sentences_of, student_of
+from recipes.translation.distil import distil
 from recipes.translation.errors import ConfigError
 from recipes.translation.files.lines import read_lines
 from recipes.translation.processes.ranks import joined
@@ -26,6 +26,7 @@ from recipes.translation.run_folder.teacher import load_teacher
 from recipes.translation.settings.config import CorpusConfig, RunConfig, load_config, moved_to, save_config
 from recipes.translation.train import train
 from recipes.translation.training import teacher_translations
+from recipes.translation.training.student_data import originals_of, sentences_of, student_of
 from recipes.translation.training.teacher_translations import write_translations
 from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
@@ -112,6 +113,11 @@ def test_translations_are_reused_only_where_they_are_made_of_the_same(
     write_translations(teacher, SENTENCES, tmp_path, "1")
     assert seen == []
     assert f"[distil] {tmp_path / '1.target.txt'}: 23 translations reused" in capsys.readouterr().out
+    record = json.loads((tmp_path / "1.json").read_text())
+    del record["decoding"]["no_repeat_ngram"]  # as of a version without it
+    (tmp_path / "1.json").write_text(json.dumps(record))
+    write_translations(teacher, SENTENCES, tmp_path, "1")
+    assert seen == []
     other = random_translator(tmp_path / "other", seed=2)
     wider = replace(other, config=tiny(tmp_path / "wider", {"decoding.beam": 2}))
     for translator, sentences, tag in (

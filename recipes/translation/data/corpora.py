@@ -77,6 +77,22 @@ def _training_corpus(name: str, config: RunConfig) -> TrainingCorpus:
     return TrainingCorpus(name, data, corpus_tags(name, config), config.corpora[name].weight)
 
 
+def language_pairs(config: RunConfig) -> list[tuple[str, str]]:
+    """Return the pairs of languages that a run was trained on, that of its section data first.
+
+    Without tags of the target language a model cannot be told to translate to another one than `data.target`.
+    """
+    trained = list(dict.fromkeys((corpus.data.source, corpus.data.target) for corpus in corpora_of(config)))
+    pairs = [pair for pair in trained if config.data.language_tags or pair[1] == config.data.target]
+    # Where no corpus has data.target, which then is a default that nobody set, the model can do what its corpora do
+    return sorted(pairs or trained, key=lambda pair: pair != (config.data.source, config.data.target))
+
+
+def with_languages(config: RunConfig, source: str, target: str) -> RunConfig:
+    """Return the settings with these languages, which decide the tag in front of a source sentence."""
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, source=source, target=target))
+
+
 def data_of(name: str, config: RunConfig) -> DataConfig:
     """Return the files and languages of the corpus of this name."""
     corpus = config.corpora[name]

@@ -9,9 +9,9 @@ import numpy as np
 
 from recipes.translation.report.charts import Series, attention_chart, histogram, line_chart
 from recipes.translation.report.records import Record, RunRecords, Sentences, is_number
+from recipes.translation.scores.groups import unit_of_length
 from recipes.translation.scores.statistics import Array, chrf_of_sums, measure_chrf
 from recipes.translation.settings.metrics import METRICS
-from recipes.translation.text.bleu_tokenizers import tokenizer_for
 
 MOST_POINTS = 200
 """Points of a curve; those of several runs share twice as many."""
@@ -271,6 +271,5 @@ def _points(runs: Sequence[RunRecords]) -> int:
 
 def _lengths(newest: Sentences) -> tuple[str, Callable[[Sequence[str]], list[float]]]:
     """Return the unit of lengths, and the function that counts it: in some scripts no spaces separate words."""
-    if tokenizer_for("auto", "", newest.references) in ("zh", "ja-mecab", "char"):
-        return "characters", lambda texts: [float(len("".join(text.split()))) for text in texts]
-    return "words", lambda texts: [float(len(text.split())) for text in texts]
+    unit, length_of = unit_of_length(newest.references)
+    return unit, lambda texts: [float(length_of(text)) for text in texts]

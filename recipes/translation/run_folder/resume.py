@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from recipes.translation.data.corpus import Corpus
@@ -18,7 +18,7 @@ from recipes.translation.files.atomic_folder import (
 )
 from recipes.translation.run_folder.checkpoint import SavedTraining, load_facts, load_training, saved_config
 from recipes.translation.run_folder.kept_models import check_keepable, kept_folders, kept_in, kept_models
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import DecodingConfig, RunConfig
 from recipes.translation.settings.metrics import METRICS
 
 FOLDERS = ("last", "best", "subwords")
@@ -36,12 +36,20 @@ MAY_CHANGE = frozenset(
         *(f"training.{name}" for name in ("steps", "epochs", "validate_every", "validate_bleu")),
         *(f"training.{name}" for name in ("keep_checkpoints", "patience")),
         *(f"training.{name}" for name in ("report", "trackers")),
-        *(f"decoding.{name}" for name in ("beam", "length_penalty", "length_norm", "batch_sentences", "max_length")),
+        *(f"decoding.{each.name}" for each in fields(DecodingConfig)),
     }
 )
 """Settings that may change when a run is resumed; changing any other one would make it a different run."""
-SCORING = frozenset({"training.validate_bleu", "data.tokenize", "decoding.max_length"})
-"""Those of them that change translations or their scores, so that two validations could not be compared by these."""
+OF_BEAM = frozenset(f"decoding.{name}" for name in ("beam", "length_penalty", "length_norm", "batch_sentences"))
+"""Settings of decoding that a greedy search does not follow."""
+SCORING = frozenset(
+    {
+        *("training.validate_bleu", "data.tokenize"),
+        *(f"decoding.{each.name}" for each in fields(DecodingConfig)),
+    }
+    - OF_BEAM
+)
+"""Those of them that change BLEU and chrF, so that two validations could not be compared by these."""
 SAVED_WITH_MODELS = {name for name in MAY_CHANGE if name.startswith("decoding.")} | {"data.test", "data.tokenize"}
 """Those of them that a model is saved with, and that have no effect on its training."""
 

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 from recipes.translation.files.writing import add_to, adding_to, check_no_link, replace_file, writing_to
 from recipes.translation.processes.status_line import StatusLine, duration
 from recipes.translation.run_folder.checkpoint import TrainingState
+from recipes.translation.run_folder.step_records import read_metrics, record_of
 
 if TYPE_CHECKING:
     from recipes.translation.training.trackers import Tracker
@@ -167,25 +168,14 @@ class Metrics:
             os.fsync(self.file.fileno())
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read all records of a `metrics.jsonl`."""
-    return list(numbered_records(path).values())
-
-
-def numbered_records(path: Path) -> dict[int, dict[str, Any]]:
-    """Do the same, by the numbers of the lines, from 1."""
-    records = enumerate(map(_record, path.read_bytes().splitlines()), start=1)
-    return {number: record for number, record in records if record is not None}
-
-
 def _remove_after(path: Path, after_step: int) -> None:
     """Replace `path` by a file with the records up to a step alone."""
     before = path.read_bytes()
     *lines, cut_off = before.split(b"\n")
     # A process that is killed while it writes may leave half a line, or a whole one without its line break
-    if _record(cut_off) is not None:
+    if record_of(cut_off) is not None:
         lines.append(cut_off)
-    records = [(line, _record(line)) for line in lines if line.strip()]
+    records = [(line, record_of(line)) for line in lines if line.strip()]
     remaining = b"".join(
         line + b"\n" for line, record in records if record is not None and record["step"] <= after_step
     )
@@ -196,14 +186,3 @@ def _remove_after(path: Path, after_step: int) -> None:
         print(f"[train] {path}: {len(odd):,} lines that are not records of steps were moved to {aside}", flush=True)
     if remaining != before:
         replace_file(path, remaining)
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    """Parse a line; return None if it is not a record."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or type(record.get("step")) is not int:  # bool is a subclass of int
-        return None
-    return record

@@ -18,7 +18,7 @@ from recipes.translation.settings.config import CorpusConfig, RunConfig, load_co
 from recipes.translation.text.subwords import Subwords
 from recipes.translation.train import train
 from recipes.translation.translating.alignments import align
-from recipes.translation.translating.translate import source_ids
+from recipes.translation.translating.sentences import source_ids
 from tests.recipes.tiny import tiny
 
 BOTH: dict[str, Any] = {

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.metrics import METRICS
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from seqpar.testing.ranks import ranks
 from tests.recipes.tiny import tiny
 

@@ -14,8 +14,8 @@ from recipes.translation import train as training
 from recipes.translation.files.atomic_folder import MANIFEST, sha256
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.run_folder.kept_models import keep_model, kept_models
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from tests.recipes.run_folder.made import MADE, contents, refused
 from tests.recipes.tiny import tiny
 

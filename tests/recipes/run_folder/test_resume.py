@@ -183,6 +183,7 @@ MAY_CHANGE = (
     "training.teacher",  # where it lies: another model, or none, is refused by its weights
     *("training.keep_checkpoints", "training.report", "training.trackers", "decoding.length_norm"),
     *("decoding.beam", "decoding.length_penalty", "decoding.batch_sentences", "decoding.max_length"),
+    *("decoding.min_length", "decoding.no_repeat_ngram"),
 )
 
 

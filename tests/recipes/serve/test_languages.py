@@ -12,14 +12,15 @@ import httpx
 import pytest
 import torch
 
+from recipes.translation.commands import served_models
+from recipes.translation.commands.served_models import torch_models
+from recipes.translation.data.corpora import language_pairs
 from recipes.translation.data.model_text import source_text
 from recipes.translation.run_folder.checkpoint import Translator
-from recipes.translation.serve import models as served
 from recipes.translation.serve.app import application
 from recipes.translation.serve.batching import Batcher
 from recipes.translation.serve.bodies import Limits
-from recipes.translation.serve.models import language_pairs, torch_models
-from recipes.translation.translating.alternatives import Translation
+from recipes.translation.translating.translate import Translation
 from tests.recipes.serve.recorder import Recorder, unprepared
 from tests.recipes.tiny import tiny
 
@@ -95,7 +96,7 @@ def test_the_target_that_is_asked_for_is_the_tag_that_the_model_reads(
         def encode(self, lines: Sequence[str]) -> list[list[int]]:
             return [[4] * len(line.split()) for line in lines]
 
-    monkeypatch.setattr(served, "alternatives", read)
+    monkeypatch.setattr(served_models, "alternatives", read)
     subwords: Any = Counting()
     model: Any = torch.nn.Linear(1, 1)
     config = tiny(tmp_path, {"corpora": CORPORA, "data.language_tags": True})

@@ -26,12 +26,12 @@ from torch.overrides import TorchFunctionMode
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.scores.evaluate import evaluate
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.text.subwords import EOS
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from tests.recipes.tiny import few_held_out, tiny
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "subwords.vocab_size": 360, "training.batch_tokens": 400}
@@ -228,6 +228,10 @@ CHANGES: dict[str, Sequence[Change]] = {
     ],
     "decoding.batch_sentences": [Change(2, ("sentences at once",), NUMBERS)],
     "decoding.max_length": [Change(3, ("translations",), ("weights", "metrics"))],
+    "decoding.min_length": [Change(15, ("translations that could end anywhere",), ("weights",))],
+    "decoding.no_repeat_ngram": [
+        Change(1, ("translations", "metrics"), ("weights",), beside={"training.validate_bleu": 8})
+    ],
 }
 CASES = [(name, change) for name, changes in CHANGES.items() for change in changes]
 

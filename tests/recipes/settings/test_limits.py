@@ -31,7 +31,7 @@ RANGES: dict[tuple[float, float], str] = {
     (0, math.inf): """
         subwords.train_pairs subwords.sampling training.learning_rate training.warmup training.clip training.r_drop
         training.teacher_weight training.validate_bleu training.keep_checkpoints training.patience training.lora_rank
-        training.threads layout.data""",
+        training.threads layout.data decoding.min_length decoding.no_repeat_ngram""",
     (0, 1): """
         noise.case noise.swap noise.drop noise.double noise.drop_words model.dropout training.betas
         training.label_smoothing training.ema""",
@@ -97,6 +97,7 @@ TOGETHER: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = [
     ({"training.best_by": "bleu"}, "training.validate_bleu", [1], [0]),
     ({"training.r_drop": 1.0}, "model.dropout", [5e-324], [0.0]),
     ({"training.r_drop": 1.0}, "layout.vocab", [1], [2]),
+    ({"decoding.max_length": 20}, "decoding.min_length", [0, 19], [20, 21]),
     ({"model.preset": "decoder_only"}, "layout.sequence", [1], [2]),
     (LORA, "layout.vocab", [1], [2]),
 ]
@@ -115,7 +116,7 @@ def test_settings_together_end_exactly_where_they_say(
 
 
 OPTIONS: dict[str, tuple[list[str], list[str]]] = {
-    "--best --last --min-length --n-best --no-repeat-ngram --sample --top-k": (["1", "2"], ["0", "-1", "1.0"]),
+    "--best --last --n-best --sample --top-k": (["1", "2"], ["0", "-1", "1.0"]),
     "--seed": (["0", "1"], ["-1"]),
     "--temperature": (["5e-324", "1e308"], ["0", "-5e-324", "inf", "nan"]),
     "--top-p": (["5e-324", repr(BELOW), "1"], ["0", repr(ABOVE), "nan"]),

@@ -16,9 +16,9 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.run_folder.checkpoint import load_translator, load_weights
 from recipes.translation.run_folder.start import run_subwords
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.training import PARTS
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from tests.recipes.tiny import options, tiny
 from tests.recipes.training.test_lstm import tiny_lstm
 

@@ -22,10 +22,10 @@ from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.held_out import held_out
 from recipes.translation.errors import ConfigError, DataError
-from recipes.translation.report.earlier import with_samples
 from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import fill_model, load_facts, load_translator, load_weights
 from recipes.translation.run_folder.resume import begin
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.scores import evaluate
 from recipes.translation.scores.compare import compare
 from recipes.translation.scores.scores import score
@@ -34,7 +34,7 @@ from recipes.translation.settings.metrics import METRICS
 from recipes.translation.text.pair import Pair
 from recipes.translation.train import train
 from recipes.translation.training import validation
-from recipes.translation.training.progress import read_metrics
+from recipes.translation.training.earlier_samples import with_samples
 from recipes.translation.training.validation import Validation
 from recipes.translation.translating.translate import translate
 from tests.recipes.tiny import tiny
@@ -357,9 +357,9 @@ def test_corpora_without_test_data_are_not_tested_on_the_built_in_corpus(folder:
     config = given(folder / "untested", {"a": {**FORWARD, "valid": VALID}})
     with pytest.raises(DataError, match=r"^there is no test data: .*; without it, evaluate --split valid "):
         held_out(config, "test")
-    assert "--split valid" in next_steps(config, ["evaluate"])
+    assert "--split valid" in next_steps(config)
     with_test = given(folder / "untested", {"a": {**FORWARD, **FORWARD_HELD_OUT}})
-    assert "--split valid" not in next_steps(with_test, ["evaluate"])
+    assert "--split valid" not in next_steps(with_test)
 
 
 def test_the_test_files_of_a_corpus_may_change_on_resuming_and_the_others_may_not(

@@ -16,8 +16,9 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.errors import ConfigError
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.training import trackers
-from recipes.translation.training.progress import Metrics, read_metrics
+from recipes.translation.training.progress import Metrics
 from recipes.translation.training.trackers import check_installed, numbers, open_trackers
 from tests.recipes.tiny import options, tiny
 

@@ -24,10 +24,11 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError, TrainingError
 from recipes.translation.processes.stop import StopSignals
 from recipes.translation.run_folder.checkpoint import Translator, build_model, load_facts, load_translator, model_sizes
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.scores.evaluate import score
 from recipes.translation.train import train
 from recipes.translation.training import validation
-from recipes.translation.training.progress import Metrics, Progress, in_words, read_metrics
+from recipes.translation.training.progress import Metrics, Progress, in_words
 from recipes.translation.training.summary import Summary
 from recipes.translation.training.validation import Validation
 from tests.recipes.tiny import options, tiny

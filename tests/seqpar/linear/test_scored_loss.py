@@ -158,6 +158,22 @@ def test_a_split_vocabulary_has_the_loss_of_one_device(data):
         torch.testing.assert_close(joined, right[name], rtol=1e-12, atol=1e-12 * scale)
 
 
+def without_tokens(rank, world):
+    hidden, weight = torch.zeros(1, 0, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    vocab, old = seqpar.VocabShard.of(2, dist.group.WORLD), torch.zeros(1, 0, 2, requires_grad=True)
+    target = torch.zeros(1, 0, dtype=torch.long)
+    loss = seqpar.scored_loss(hidden, weight, target, lambda s, old: s.lse - old[:, 0], vocab=vocab, old=old)
+    loss.total.backward()
+    return int(loss.tokens), float(loss.total.detach()), weight.grad.numpy(), tuple(old.grad.shape)
+
+
+def test_a_split_vocabulary_without_tokens_has_the_loss_0():
+    """As on a sequence rank that has no time steps."""
+    for tokens, total, grad, shape in ranks(2, without_tokens):
+        assert (tokens, total, shape) == (0, 0.0, (1, 0, 2))
+        assert not grad.any()
+
+
 class Policy(nn.Module):
     """A trunk, a projection and the loss inside, as DDP and FSDP2 wrap them."""
 
