@@ -61,7 +61,7 @@ def test_a_run_killed_between_its_first_best_and_its_first_last_begins_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "save", killed)
+        patch.setattr(training.Training, "save", killed)
         with pytest.raises(KeyboardInterrupt):
             train(tiny(tmp_path / "run", SHORT))
     assert load_facts(tmp_path / "run" / "best")["step"] == 2
@@ -179,7 +179,7 @@ MAY_CHANGE = (
         "training.precision",
     ),
     *("training.threads", "layout.data", "layout.shard", "layout.vocab", "layout.sequence", "layout.timeout"),
-    *("training.steps", "training.validate_every", "training.validate_bleu", "training.patience"),
+    *("training.steps", "training.epochs", "training.validate_every", "training.validate_bleu", "training.patience"),
     "training.teacher",  # where it lies: another model, or none, is refused by its weights
     *("training.keep_checkpoints", "training.report", "training.trackers", "decoding.length_norm"),
     *("decoding.beam", "decoding.length_penalty", "decoding.batch_sentences", "decoding.max_length"),
