@@ -138,19 +138,6 @@ class Plain:
         return mean
 
 
-class OursWithPlainLoss(Plain):
-    """Train `models/` with the loss as it is usually written."""
-
-    name = "seqpar's model, plain loss"
-
-    def __init__(self, config: TransformerConfig, vocab_size: int, precision: str, device: str = "cpu") -> None:
-        super().__init__(make_transformer(config, vocab_size, vocab_size, PAD), precision, device)
-
-    def logits(self, batch: Batch) -> Tensor:
-        """Return logits (B, T, V)."""
-        return self.model.generator(self.model(batch.src, batch.tgt_in))
-
-
 class Marian(Plain):
     """Train Hugging Face's MarianMTModel, made from a configuration, with its default attention (sdpa)."""
 
