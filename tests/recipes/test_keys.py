@@ -45,7 +45,7 @@ class Keys:
         self.translator = translator
 
     def subwords(self, config: RunConfig) -> object:
-        return prepare._settings(Corpora(config))
+        return prepare.made_from(Corpora(config))
 
     def tokens(self, config: RunConfig) -> object:
         return store_key(Corpora(config), self.translator.source, self.translator.target)

@@ -56,3 +56,19 @@ def few_held_out() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
         yield patch
+
+
+OTHERS = ("model.d_ff", "model.heads")
+"""Settings of the tiny Transformer that an LSTM does not have."""
+
+
+def tiny_lstm(run: Path, changes: dict[str, Any] | None = None) -> RunConfig:
+    """A tiny run of an LSTM."""
+    settings = {name: value for name, value in SETTINGS.items() if name not in OTHERS}
+    return load_config(None, {**settings, "model.preset": "lstm", "run": str(run), **(changes or {})})
+
+
+def tiny_decoder_only(run: Path, changes: dict[str, Any] | None = None) -> RunConfig:
+    """A tiny run of a language model that translates by prompt."""
+    settings = {name: value for name, value in SETTINGS.items() if name != "model.encoder_layers"}
+    return load_config(None, {**settings, "model.preset": "decoder_only", "run": str(run), **(changes or {})})

@@ -34,7 +34,7 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
     folder = Path(config.run) / "subwords"
     if not folder.exists():
         corpora.text.read()  # which then is not read once for its identity, and once for the subwords
-    settings = _settings(corpora)
+    settings = made_from(corpora)
     ready = _reusable(folder, settings)
     if ready is None:
         _train(corpora, folder, settings)
@@ -53,7 +53,7 @@ def _names(subwords: SubwordConfig) -> tuple[str, str]:
     return "source", "target"
 
 
-def _settings(corpora: Corpora) -> dict[str, object]:
+def made_from(corpora: Corpora) -> dict[str, object]:
     """Return everything on which the models depend: the training text, and the subword settings.
 
     Files are identified by their contents: a file that was written again may have the same name, size and time.

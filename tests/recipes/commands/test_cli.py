@@ -18,27 +18,8 @@ from recipes.translation.scores.rerank import best_by_mbr
 from recipes.translation.settings.config import SCHEMA, load_config
 from recipes.translation.translating.alignments import align, pharaoh
 from recipes.translation.translating.translate import translate
+from tests.recipes.command_line import SENTENCE, refusal, run_main
 from tests.recipes.tiny import LEARNS, SETTINGS, options, tiny
-
-SENTENCE = "The train to Vienna leaves at half past seven."
-
-
-def run_main(*argv: str) -> int:
-    """The exit status, whether main returns it or argparse exits with it."""
-    try:
-        return main(list(argv))
-    except SystemExit as ended:
-        return int(str(ended.code))
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The one line on stderr that a mistake is answered with."""
-    assert run_main(*argv) == 2
-    output, error = capsys.readouterr()
-    assert output == ""
-    assert error.count("\n") == 1
-    assert error.startswith("error: ")
-    return error.strip()
 
 
 def test_an_error_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:

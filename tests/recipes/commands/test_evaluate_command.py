@@ -25,7 +25,7 @@ from recipes.translation.files.atomic_folder import sha256
 from recipes.translation.run_folder.checkpoint import load_translator, save_model, weights_digest
 from recipes.translation.scores.evaluate import Evaluation, labels_of, score
 from recipes.translation.translating.translate import translate
-from tests.recipes.commands.test_cli import SENTENCE, refusal, run_main
+from tests.recipes.command_line import SENTENCE, refusal, run_main
 from tests.recipes.random_translator import random_translator
 from tests.recipes.tiny import tiny
 

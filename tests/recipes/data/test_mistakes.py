@@ -16,7 +16,7 @@ from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.train import train
 from recipes.translation.training.schedule import learning_rate
-from tests.recipes.commands.test_cli import refusal
+from tests.recipes.command_line import refusal
 from tests.recipes.tiny import options, tiny
 
 

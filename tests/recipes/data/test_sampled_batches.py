@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,9 +55,9 @@ def batches(subwords: Subwords, amount: float = 0.2, target: float | None = None
 def assert_distribution(subwords: Subwords, word: str, amount: float, expected: dict[tuple[str, ...], float]) -> None:
     """Segmentations are drawn as often as expected, within five standard deviations."""
     draws = 4_000
+    pieces = subwords.pieces()
     found = Counter(
-        tuple(subwords._processor.id_to_piece(each) for each in ids)
-        for ids in subwords.sample([word] * draws, range(draws), amount)
+        tuple(pieces[each] for each in ids) for ids in subwords.sample([word] * draws, range(draws), amount)
     )
     assert_as_often(found, expected)
 
@@ -79,9 +80,14 @@ def segmentations(text: str, scores: dict[str, float]) -> Iterator[tuple[str, ..
             yield from ((text[:end], *rest) for rest in segmentations(text[end:], scores))
 
 
+def processor_of(subwords: Subwords) -> sentencepiece.SentencePieceProcessor:
+    """sentencepiece's own reading of the same model."""
+    return sentencepiece.SentencePieceProcessor(model_proto=subwords.serialized())
+
+
 def scores_of(subwords: Subwords) -> dict[str, float]:
     """The score of each subword but the special ones and the bytes."""
-    processor = subwords._processor
+    processor = processor_of(subwords)
     return {
         processor.id_to_piece(each): processor.get_score(each)
         for each in range(len(subwords))
@@ -149,7 +155,7 @@ def test_a_bpe_model_leaves_out_each_merge_with_the_probability(models: dict[str
 
 def test_sentencepiece_leaves_out_as_many_merges(models: dict[str, Subwords]) -> None:
     """The paper's algorithm 1 draws again after each merge, and leaves out fewer."""
-    processor = models["bpe"]._processor
+    processor = processor_of(models["bpe"])
     drawn = [
         processor.encode("Haus", out_type=str, enable_sampling=True, alpha=0.3, nbest_size=-1) for _ in range(4_000)
     ]
@@ -327,7 +333,7 @@ def test_a_dropout_of_every_merge_is_refused(tmp_path: Path) -> None:
 def test_what_is_kept_of_the_words_does_not_grow_with_the_text(
     models: dict[str, Subwords], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    processor = models["unigram"]._processor
+    processor = processor_of(models["unigram"])
     plain = models["unigram"].encode(SOURCES)
     expected = [Sampler(processor).draw(ids, 3, 0.2, []) for ids in plain]
     monkeypatch.setattr("recipes.translation.text.segmentations.REMEMBERED", 10)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import ctranslate2
 import pytest
@@ -16,16 +15,14 @@ from models import length_normaliser
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import CheckpointError
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model
-from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
+from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
 from recipes.translation.translating.forced_decoding import log_probabilities
 from recipes.translation.translating.translate import translate
-from tests.recipes.tiny import tiny
+from tests.recipes.export.translators import SENTENCES, random_translator
 
 pytestmark = pytest.mark.formats
-
-SENTENCES = [pair.source for pair in pairs(64, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +30,6 @@ def subwords(tmp_path_factory: pytest.TempPathFactory) -> Subwords:
     folder = tmp_path_factory.mktemp("subwords")
     train_subwords([side for pair in pairs(200, 1) for side in pair], folder / "joint", SubwordConfig(vocab_size=360))
     return Subwords.load(folder / "joint.model")
-
-
-def random_translator(subwords: Subwords, run: Path, changes: dict[str, Any], end: float = 2.0) -> Translator:
-    """Random weights large enough that translations differ; `end` is added to the end symbol's logit."""
-    settings = {"model.encoder_layers": 2, "model.decoder_layers": 3, "decoding.max_length": 12, **changes}
-    config = tiny(run, settings)
-    torch.manual_seed(1)
-    model = build_model(model_sizes(config.model), subwords, subwords)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-        for layer in model.decoder.layers:
-            layer.memory_attention.output.weight.mul_(4)  # the source has a say
-        model.generator.bias[EOS] += end
-        bytes_ = [number for number, piece in enumerate(subwords.pieces()) if piece.startswith("<0x")]
-        model.generator.bias[bytes_] = -1e4  # text that differs is then seen to differ
-    return Translator(config, model.eval(), subwords, subwords)
 
 
 def exported(

@@ -13,8 +13,7 @@ from recipes.translation.commands.arguments import require
 from recipes.translation.errors import ConfigError
 from recipes.translation.train import train
 from tests.recipes.run_folder.made import contents
-from tests.recipes.tiny import tiny
-from tests.recipes.training.test_lstm import tiny_lstm
+from tests.recipes.tiny import tiny, tiny_lstm
 
 pytestmark = pytest.mark.formats
 

@@ -17,7 +17,7 @@ from recipes.translation.run_folder.checkpoint import Translator, build_model, m
 from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
 from recipes.translation.translating.translate import translate
-from tests.recipes.export.test_ctranslate2 import SENTENCES, random_translator
+from tests.recipes.export.translators import SENTENCES, random_translator
 from tests.recipes.tiny import tiny
 
 pytestmark = pytest.mark.formats

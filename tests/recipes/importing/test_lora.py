@@ -18,7 +18,7 @@ from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import load_config
 from recipes.translation.train import train
 from tests.recipes.importing import published
-from tests.recipes.importing.test_imported_run import PAIRS, tuning
+from tests.recipes.importing.tuned import PAIRS, tuning
 
 pytestmark = pytest.mark.formats
 

@@ -10,7 +10,7 @@ import pytest
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from seqpar.testing.ranks import ranks
-from tests.recipes.processes.test_recipe import LAYOUTS, assert_same_weights, records
+from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights, records
 from tests.recipes.tiny import few_held_out, tiny
 
 pytestmark = [pytest.mark.launched, pytest.mark.usefixtures("short_validations")]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import OtherRankError
@@ -25,61 +24,15 @@ from recipes.translation.train import train
 from recipes.translation.training.layout import Layout
 from seqpar.rows.conventions import CONVENTIONS
 from seqpar.testing.ranks import ranks
+from tests.recipes.processes.layouts import EXACT, LAYOUTS, assert_same_weights, records
 from tests.recipes.tiny import tiny
 from tests.seqpar.published import Smoothing
 
 pytestmark = pytest.mark.launched
 
-EXACT: dict[str, Any] = {
-    "training.precision": "float64",
-    "training.devices": "auto",
-    "training.batch_tokens": 300,
-    "training.steps": 20,
-    "training.accumulate": 2,
-    "training.chunk_tokens": 50,
-    "training.validate_bleu": 20,
-    "model.dropout": 0,
-    "model.tie": "all",
-}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "data 2": (2, {}),
-    "data 3": (3, {}),
-    "shard 2": (2, {"layout.shard": 2}),
-    "data 2 x shard 2": (4, {"layout.shard": 2}),
-    "vocab 2": (2, {"layout.vocab": 2}),
-    "sequence 2": (2, {"layout.sequence": 2}),
-    "data 2 x vocab 2": (4, {"layout.vocab": 2}),
-    "shard 2 x vocab 2": (4, {"layout.shard": 2, "layout.vocab": 2}),
-    "shard 2 x sequence 2": (4, {"layout.shard": 2, "layout.sequence": 2}),
-    "sequence 2 x vocab 2": (4, {"layout.sequence": 2, "layout.vocab": 2}),
-}
-
 
 def trained(rank: int, world: int, config: RunConfig) -> int:
     return train(config).state.step
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    """The weights and moments of a run."""
-    return load_file(run / "last" / "model.safetensors") | load_file(run / "last" / "training.safetensors")
-
-
-def assert_same_weights(run: Path, other: Path, tolerance: float) -> None:
-    """Each tensor within `tolerance` of its largest number.
-
-    A key's bias moves all scores of a query alike, so its true gradient is zero. What rounding leaves, Adam divides
-    by its own size: those numbers (a half of `key_value.bias`) are held against the weights' size instead.
-    """
-    found, expected = weights(run), weights(other)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        theirs, ours = tensor, found[name]
-        assert ours.dtype == theirs.dtype, name
-        if name.endswith(("key_value.bias", "key_value.bias/exp_avg", "key_value.bias/exp_avg_sq")):
-            (key, ours), (true_key, theirs) = ours.chunk(2), theirs.chunk(2)
-            assert float((key - true_key).abs().max()) <= tolerance, name
-        apart, size = float((ours - theirs).abs().max()), float(theirs.abs().max())
-        assert apart <= tolerance * size, f"{name} is off by {apart:.3g} where it is {size:.3g} large"
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +41,6 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("layouts") / "one"
     train(tiny(run, {**EXACT, "training.devices": "[cpu]"}))
     return run
-
-
-def records(run: Path, kind: str) -> list[float]:
-    """What `metrics.jsonl` has of one kind."""
-    return [record[kind] for record in read_metrics(run / "metrics.jsonl") if kind in record]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

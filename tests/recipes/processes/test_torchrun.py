@@ -19,7 +19,8 @@ from recipes.translation.commands import main
 from recipes.translation.errors import CheckpointError
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
-from tests.recipes.processes.test_recipe import EXACT, assert_same_weights
+from tests.recipes.processes.layouts import EXACT, assert_same_weights
+from tests.recipes.processes.started import ended, wait_for_steps, workers_of
 from tests.recipes.tiny import LEARNS, options, tiny
 
 pytestmark = pytest.mark.launched
@@ -40,38 +41,6 @@ def torchrun(command: str, *words: str, launcher: Sequence[str] = (), **keywords
         env=QUIET,
         **keywords,
     )
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Exit status, output and errors."""
-    with process:
-        output, errors = process.communicate(timeout=120)
-    return process.returncode, output, errors
-
-
-def wait_for_steps(run: Path, process: subprocess.Popen[str], steps: int) -> None:
-    """Until that many steps are done and one validation is saved."""
-    deadline = time.monotonic() + 100
-    metrics = run / "metrics.jsonl"
-    while not (run / "last").exists() or not metrics.exists() or metrics.read_text().count("\n") < steps:
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-
-
-def workers_of(process: subprocess.Popen[str], rank: int = 1) -> list[int]:
-    """The process id of a rank; none once it has ended."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                environment = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if int(parent) == process.pid and f"LOCAL_RANK={rank}".encode() in environment:
-                found.append(int(entry.name))
-    return found
 
 
 def test_training_and_evaluation_under_torchrun_are_those_of_one_process(tmp_path: Path) -> None:

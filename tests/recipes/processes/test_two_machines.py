@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes.translation.commands import DEMO_CONFIG, main
-from tests.recipes.processes.test_recipe import assert_same_weights, records
+from tests.recipes.processes.layouts import assert_same_weights, records
 
 pytestmark = pytest.mark.launched
 

@@ -13,7 +13,7 @@ from recipes.translation.commands import main
 from recipes.translation.report.draw import report
 from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import save_model, weights_digest
-from tests.recipes.commands.test_cli import refusal
+from tests.recipes.command_line import refusal
 from tests.recipes.random_translator import random_translator
 from tests.recipes.report.made import SENTENCES, make_run
 

@@ -32,6 +32,7 @@ from recipes.translation.run_folder.checkpoint import (
 )
 from recipes.translation.train import train
 from tests.recipes.random_translator import random_translator
+from tests.recipes.run_folder.made import resealed
 from tests.recipes.tiny import tiny
 
 
@@ -40,14 +41,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run."""
     folder = tmp_path_factory.mktemp("files") / "run"
     train(tiny(folder, {"training.validate_every": 2}))
-    return folder
-
-
-def resealed(folder: Path) -> Path:
-    """The folder with a manifest that lists its files as they are."""
-    (folder / MANIFEST).unlink()
-    files = {path.name: {"bytes": 0, "sha256": sha256(path)} for path in folder.iterdir()}
-    (folder / MANIFEST).write_text(json.dumps({"files": files}))
     return folder
 
 

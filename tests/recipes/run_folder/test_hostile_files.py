@@ -27,7 +27,7 @@ from recipes.translation.files.atomic_folder import MANIFEST, sha256
 from recipes.translation.run_folder.checkpoint import fingerprint, save_model
 from recipes.translation.settings.config import load_config
 from recipes.translation.text.sentencepiece_file import OURS, _field, fields_of
-from tests.recipes.commands.test_cli import refusal
+from tests.recipes.command_line import refusal
 from tests.recipes.random_translator import random_translator
 
 pytestmark = pytest.mark.faults

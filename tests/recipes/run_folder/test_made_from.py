@@ -14,7 +14,7 @@ from recipes.translation.commands import main
 from recipes.translation.run_folder.checkpoint import save_model, weights_digest
 from recipes.translation.run_folder.made_from import exported_from
 from recipes.translation.translating.translate import translate
-from tests.recipes.commands.test_cli import refusal
+from tests.recipes.command_line import refusal
 from tests.recipes.random_translator import random_translator
 
 EXPORT = import_module("recipes.translation.commands.export")

@@ -17,7 +17,7 @@ from recipes.translation.report.draw import report
 from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.outputs import owner_of, write_output
-from tests.recipes.commands.test_cli import refusal
+from tests.recipes.command_line import refusal
 from tests.recipes.random_translator import random_translator
 from tests.recipes.report.made import make_run
 from tests.recipes.run_folder.made import contents

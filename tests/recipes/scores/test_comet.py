@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from recipes.translation.commands import main
-from tests.recipes.commands.test_cli import refusal
+from tests.recipes.command_line import refusal
 
 CALLS: list[Any] = []
 

@@ -16,7 +16,7 @@ from recipes.translation.scores.compare import compare
 from recipes.translation.scores.paired_tests import compared
 from recipes.translation.scores.scores import measure
 from recipes.translation.train import train
-from tests.recipes.commands.test_cli import refusal
+from tests.recipes.command_line import refusal
 from tests.recipes.random_translator import random_translator
 from tests.recipes.scores.examples import damaged, references
 from tests.recipes.tiny import tiny

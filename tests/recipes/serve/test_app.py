@@ -4,45 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
 from recipes.translation.serve import bodies
-from recipes.translation.serve.app import application
-from recipes.translation.serve.batching import Batcher
-from recipes.translation.serve.bodies import Limits
 from recipes.translation.serve.guard import Guard
-from tests.recipes.serve.recorder import Recorder, unprepared
-
-GOOD = {"q": "a", "source": "en", "target": "de"}
-
-
-@contextmanager
-def serving(model: Recorder, **limits: Any) -> Iterator[Guard]:
-    """The application around one model."""
-    models: Any = [model]
-    bounds = Limits(**limits)
-    batcher = Batcher(models, bounds.queued_lines, unprepared)
-    try:
-        yield application(models, batcher, bounds, loopback=False)
-    finally:
-        model.gate.set()
-        batcher.close(20)
-
-
-def client_of(app: Guard) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://service", timeout=30)
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
+from tests.recipes.serve.recorder import Recorder
+from tests.recipes.serve.serving import GOOD, client_of, serving, until
 
 
 def test_a_full_queue_and_too_many_requests_are_told_to_try_again() -> None:

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
 from recipes.translation.errors import DataError
-from recipes.translation.serve.batching import Batcher, QueueFullError, StoppedError, Wanted
+from recipes.translation.serve.batching import QueueFullError, StoppedError, Wanted
 from recipes.translation.serve.models import Line
-from tests.recipes.serve.recorder import Recorder, unprepared
-
-
-@contextmanager
-def batching(model: Recorder, most: int = 100) -> Iterator[Batcher]:
-    """A batcher whose thread is busy with a first line, so that what follows waits."""
-    models: Any = [model, model]
-    batcher = Batcher(models, most, unprepared)
-    try:
-        batcher.submit(Wanted(0), ["first"])
-        assert model.begun.wait(20)
-        yield batcher
-    finally:
-        model.gate.set()
-        batcher.close(20)
+from tests.recipes.serve.recorder import Recorder
+from tests.recipes.serve.serving import batching
 
 
 def texts(lines: Sequence[Line]) -> list[str]:

@@ -21,8 +21,7 @@ from recipes.translation.serve.bodies import Limits, RefusedError, body_of
 from recipes.translation.serve.models import Line
 from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.recorder import Recorder
-from tests.recipes.serve.test_app import GOOD, client_of, serving
-from tests.recipes.serve.test_batching import batching
+from tests.recipes.serve.serving import GOOD, batching, client_of, serving
 
 LIMIT = 200
 

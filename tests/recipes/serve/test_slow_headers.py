@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from recipes.translation.serve.server import Connection, bound, server_of
 from tests.recipes.serve.recorder import Recorder
-from tests.recipes.serve.test_app import serving, until
+from tests.recipes.serve.serving import serving, until
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BODY = b'{"q": "a", "source": "en", "target": "de"}'

@@ -252,7 +252,7 @@ def test_lower_case_is_applied_before_training(tmp_path: Path) -> None:
     subwords, _ = prepare(Corpora(run_config(tmp_path, lowercase=True)))
     lower, upper = subwords.encode(["die zahl", "DIE ZAHL"])
     assert len(lower) < len(upper)
-    pieces = [subwords._processor.id_to_piece(id) for id in range(4 + 256, len(subwords))]
+    pieces = [subwords.pieces()[id] for id in range(4 + 256, len(subwords))]
     assert pieces == [piece.lower() for piece in pieces]
 
 

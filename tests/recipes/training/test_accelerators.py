@@ -19,9 +19,7 @@ from recipes.translation.run_folder.checkpoint import build_model, model_sizes
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
 from recipes.translation.training.layout import Layout, axes_of, devices_of
-from tests.recipes.tiny import tiny
-from tests.recipes.training.test_decoder_only import tiny_decoder_only
-from tests.recipes.training.test_lstm import tiny_lstm
+from tests.recipes.tiny import tiny, tiny_decoder_only, tiny_lstm
 
 pytestmark = pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two GPUs")
 STEPS = {"training.steps": 4, "training.validate_every": 2, "training.validate_bleu": 4, "model.dropout": 0.0}

@@ -14,19 +14,14 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import Translator, load_translator, load_weights, model_sizes
 from recipes.translation.run_folder.step_records import read_metrics
-from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
+from recipes.translation.settings.config import ModelConfig, RunConfig
 from recipes.translation.settings.model import DECODER_ONLY
 from recipes.translation.text.subwords import BOS, EOS
 from recipes.translation.train import train
 from recipes.translation.training.frozen import freeze
 from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
-from tests.recipes.tiny import SETTINGS
-
-
-def tiny_decoder_only(run: Path, changes: dict[str, Any] | None = None) -> RunConfig:
-    settings = {name: value for name, value in SETTINGS.items() if name != "model.encoder_layers"}
-    return load_config(None, {**settings, "model.preset": "decoder_only", "run": str(run), **(changes or {})})
+from tests.recipes.tiny import tiny_decoder_only
 
 
 def trained(rank: int, world: int, config: RunConfig) -> None:

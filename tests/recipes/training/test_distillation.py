@@ -27,9 +27,8 @@ from recipes.translation.train import dropout_seed, first_model, train
 from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
 from recipes.translation.training.layout import Axes, Layout
 from seqpar.testing.ranks import ranks
-from tests.recipes.processes.test_recipe import LAYOUTS, assert_same_weights
-from tests.recipes.tiny import tiny
-from tests.recipes.training.test_lstm import tiny_lstm
+from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights
+from tests.recipes.tiny import tiny, tiny_lstm
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "training.batch_tokens": 300, "training.steps": 2}
 

@@ -27,9 +27,7 @@ from recipes.translation.train import train
 from recipes.translation.training import journal, machine
 from recipes.translation.training.earlier_samples import with_samples
 from recipes.translation.training.samples import attention_map, sample_rows
-from tests.recipes.tiny import few_held_out, tiny
-from tests.recipes.training.test_decoder_only import tiny_decoder_only
-from tests.recipes.training.test_lstm import tiny_lstm
+from tests.recipes.tiny import few_held_out, tiny, tiny_decoder_only, tiny_lstm
 
 CHANGES: dict[str, Any] = {
     "training.report": True,

@@ -24,8 +24,7 @@ from recipes.translation.run_folder.start import run_subwords
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.options import add_config_options
 from recipes.translation.train import train
-from tests.recipes.tiny import options, tiny
-from tests.recipes.training.test_lstm import tiny_lstm
+from tests.recipes.tiny import options, tiny, tiny_lstm
 
 pytestmark = pytest.mark.usefixtures("short_validations")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,19 +10,11 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import load_translator, load_weights, model_sizes
 from recipes.translation.run_folder.step_records import read_metrics
-from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
+from recipes.translation.settings.config import ModelConfig, RunConfig
 from recipes.translation.train import train
 from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
-from tests.recipes.tiny import SETTINGS
-
-OTHERS = ("model.d_ff", "model.heads")
-"""Settings of the tiny Transformer that an LSTM does not have."""
-
-
-def tiny_lstm(run: Path, changes: dict[str, Any] | None = None) -> RunConfig:
-    settings = {name: value for name, value in SETTINGS.items() if name not in OTHERS}
-    return load_config(None, {**settings, "model.preset": "lstm", "run": str(run), **(changes or {})})
+from tests.recipes.tiny import tiny_lstm
 
 
 def trained(rank: int, world: int, config: RunConfig) -> None:

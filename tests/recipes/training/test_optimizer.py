@@ -12,9 +12,7 @@ from torch import nn
 from recipes.translation.settings.config import TrainingConfig
 from recipes.translation.train import train
 from recipes.translation.training.optimizer import make_optimizer, update
-from tests.recipes.tiny import tiny
-from tests.recipes.training.test_decoder_only import tiny_decoder_only
-from tests.recipes.training.test_lstm import tiny_lstm
+from tests.recipes.tiny import tiny, tiny_decoder_only, tiny_lstm
 
 RATE = 0.01
 ONE_STEP = {

@@ -22,7 +22,7 @@ from recipes.translation.text.subwords import PAD
 from recipes.translation.train import dropout_seed, train
 from recipes.translation.training.r_drop import BothLogits, RDrop, TwoPasses
 from seqpar.testing.ranks import ranks
-from tests.recipes.processes.test_recipe import LAYOUTS, assert_same_weights
+from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights
 from tests.recipes.tiny import few_held_out, tiny
 
 pytestmark = pytest.mark.usefixtures("short_validations")

@@ -18,9 +18,8 @@ from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training import outliers
-from tests.recipes.run_folder.test_checkpoint_files import resealed
-from tests.recipes.tiny import tiny
-from tests.recipes.training.test_lstm import tiny_lstm
+from tests.recipes.run_folder.made import resealed
+from tests.recipes.tiny import tiny, tiny_lstm
 
 pytestmark = pytest.mark.usefixtures("short_validations")
 

@@ -14,8 +14,7 @@ from recipes.translation.run_folder.checkpoint import TrainingState, build_model
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.training.progress import Progress
 from recipes.translation.training.utilization import PEAKS, flops_of_token, peak_of, share_of_peak
-from tests.recipes.tiny import tiny
-from tests.recipes.training.test_decoder_only import tiny_decoder_only
+from tests.recipes.tiny import tiny, tiny_decoder_only
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 H100 = "NVIDIA H100 80GB HBM3"

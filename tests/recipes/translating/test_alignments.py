@@ -14,9 +14,6 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.text.subwords import BOS, EOS
 from recipes.translation.translating.alignments import align, links, pharaoh
-from tests.recipes.translating.test_translate import translator
-
-__all__ = ["translator"]  # a fixture
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.data())
@@ -41,13 +38,14 @@ def test_the_words_of_a_pair_are_those_between_spaces(translator: Translator) ->
     sources = [pair.source for pair in pairs(7, 5, "test")]
     targets = [pair.target for pair in pairs(7, 5, "test")]
     found = align(translator, sources, targets, replace(translator.config.decoding, batch_sentences=3))
+    source_pieces, target_pieces = translator.source.pieces(), translator.target.pieces()
     for source, target, linked in zip(sources, targets, found, strict=True):
         assert {word for _, word in linked} == set(range(len(target.split())))
         assert all(0 <= word < len(source.split()) for word, _ in linked)
         ids, said = translator.source.encode([source])[0], translator.target.encode([target])[0]
         weights = attention_weights(translator.model, torch.tensor([[*ids, EOS]]), torch.tensor([[BOS, *said[:-1]]]))[0]
-        starts = [translator.source._processor.id_to_piece(piece).startswith("▁") for piece in ids]
-        begins = [translator.target._processor.id_to_piece(piece).startswith("▁") for piece in said]
+        starts = [source_pieces[piece].startswith("▁") for piece in ids]
+        begins = [target_pieces[piece].startswith("▁") for piece in said]
         words = [sum(starts[: at + 1]) - 1 for at in range(len(ids))]
         others = [sum(begins[: at + 1]) - 1 for at in range(len(said))]
         expected = {(words[int(weights[t, : len(ids)].argmax())], others[t]) for t in range(len(said))}

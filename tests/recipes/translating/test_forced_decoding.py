@@ -22,7 +22,7 @@ from recipes.translation.translating.alignments import align
 from recipes.translation.translating.forced_decoding import PairScore, log_probabilities, score_pairs
 from seqpar.testing.ranks import ranks
 from tests.models.examples import small_transformer
-from tests.recipes.commands.test_cli import refusal
+from tests.recipes.command_line import refusal
 from tests.recipes.tiny import tiny
 
 SENTENCE = st.lists(st.integers(4, 10), max_size=6)

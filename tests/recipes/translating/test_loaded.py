@@ -33,8 +33,7 @@ from recipes.translation.text.subwords import BOS, EOS, Subwords, train_subwords
 from recipes.translation.translating.loaded import LoadedTranslator
 from recipes.translation.translating.translate import translate
 from tests.recipes.random_translator import random_translator
-from tests.recipes.tiny import tiny
-from tests.recipes.training.test_lstm import tiny_lstm
+from tests.recipes.tiny import tiny, tiny_lstm
 
 ROOT = Path(__file__).parents[3]
 SENTENCES = ["The number is six.", "", "Two trains leave.", "The number is four."]

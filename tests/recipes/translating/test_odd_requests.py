@@ -24,7 +24,7 @@ from recipes.translation.translating.demands import phrases_of
 from recipes.translation.translating.loaded import LoadedTranslator
 from recipes.translation.translating.search_options import Sampling, SearchOptions
 from recipes.translation.translating.translate import alternatives, translate
-from tests.recipes.commands.test_cli import refusal
+from tests.recipes.command_line import refusal
 from tests.recipes.random_translator import random_translator
 from tests.recipes.tiny import tiny
 

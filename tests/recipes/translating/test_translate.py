@@ -17,14 +17,8 @@ from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD
 from recipes.translation.translating import search as search_module
 from recipes.translation.translating.translate import translate
-from tests.recipes.random_translator import random_translator
 
 WORDS = "The number is six."
-
-
-@pytest.fixture(scope="module")
-def translator(tmp_path_factory: pytest.TempPathFactory) -> Translator:
-    return random_translator(tmp_path_factory.mktemp("translate"))
 
 
 @pytest.fixture
@@ -103,7 +97,7 @@ BREAKS = ["\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u202
 def test_a_translation_is_one_line_whatever_the_model_says(
     translator: Translator, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    piece = translator.target._processor.piece_to_id
+    piece = translator.target.pieces().index
     spelled = [piece(f"<0x{byte:02X}>") for byte in broken.encode()]
     word = translator.target.encode(["six"])[0]
     searched(monkeypatch, "greedy", [*spelled, *word, *spelled, *word, *spelled])

@@ -1,0 +1,39 @@
+"""Commands that run as processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit status, output and errors."""
+    with process:
+        output, errors = process.communicate(timeout=120)
+    return process.returncode, output, errors
+
+
+def wait_for_steps(run: Path, process: subprocess.Popen[str], steps: int) -> None:
+    """Until that many steps are done and one validation is saved."""
+    deadline = time.monotonic() + 100
+    metrics = run / "metrics.jsonl"
+    while not (run / "last").exists() or not metrics.exists() or metrics.read_text().count("\n") < steps:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def workers_of(process: subprocess.Popen[str], rank: int = 1) -> list[int]:
+    """The process id of a rank; none once it has ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                environment = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if int(parent) == process.pid and f"LOCAL_RANK={rank}".encode() in environment:
+                found.append(int(entry.name))
+    return found

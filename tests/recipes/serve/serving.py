@@ -1,0 +1,56 @@
+"""The application around a model of the tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from recipes.translation.serve.app import application
+from recipes.translation.serve.batching import Batcher, Wanted
+from recipes.translation.serve.bodies import Limits
+from recipes.translation.serve.guard import Guard
+from tests.recipes.serve.recorder import Recorder, unprepared
+
+GOOD = {"q": "a", "source": "en", "target": "de"}
+
+
+@contextmanager
+def serving(model: Recorder, **limits: Any) -> Iterator[Guard]:
+    """The application around one model."""
+    models: Any = [model]
+    bounds = Limits(**limits)
+    batcher = Batcher(models, bounds.queued_lines, unprepared)
+    try:
+        yield application(models, batcher, bounds, loopback=False)
+    finally:
+        model.gate.set()
+        batcher.close(20)
+
+
+def client_of(app: Guard) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://service", timeout=30)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@contextmanager
+def batching(model: Recorder, most: int = 100) -> Iterator[Batcher]:
+    """A batcher whose thread is busy with a first line, so that what follows waits."""
+    models: Any = [model, model]
+    batcher = Batcher(models, most, unprepared)
+    try:
+        batcher.submit(Wanted(0), ["first"])
+        assert model.begun.wait(20)
+        yield batcher
+    finally:
+        model.gate.set()
+        batcher.close(20)
