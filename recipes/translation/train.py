@@ -24,7 +24,6 @@ from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.data.mistakes import check_meant
 from recipes.translation.errors import TrainingError
-from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals
 from recipes.translation.report.journal import Journal
@@ -39,13 +38,12 @@ from recipes.translation.run_folder.checkpoint import (
     fill_model,
     model_sizes,
     model_to_fill,
-    save_model,
-    save_training,
     saved_config,
 )
-from recipes.translation.run_folder.kept_models import keep_model
+from recipes.translation.run_folder.jumps import check_jumps
 from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.run_folder.resume import begin, check_same_data, flat, remove_run
+from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.start import run_subwords, starting_weights
 from recipes.translation.run_folder.teacher import TeacherModel, check_same_teacher, load_teacher
 from recipes.translation.settings.config import RunConfig
@@ -61,7 +59,7 @@ from recipes.translation.training.progress import Metrics, Progress
 from recipes.translation.training.schedule import check_rate, learning_rate
 from recipes.translation.training.summary import Summary, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
-from recipes.translation.training.validation import Validation, validate
+from recipes.translation.training.validation import validate
 
 
 def train(config: RunConfig, *, fresh: bool = False, insist: bool = False, ranks: Ranks | None = None) -> Summary:
@@ -134,6 +132,7 @@ def train_on(
         StopSignals(ranks.world > 1) as stop,
         metrics,
         Journal(config, layout, size, ranks, resumed_at) as journal,
+        Saver(run, settings, resumed_at, writes=ranks.is_main, main_says=ranks.main_says) as saver,
         Progress(state, settings.steps) as progress,
     ):
         outliers = Outliers(metrics.records())
@@ -154,7 +153,7 @@ def train_on(
             )
             norm = layout.clip(settings.clip)
             loss_mean = loss.mean.item()
-            check_finite(state.step + 1, loss_mean, norm, run)
+            check_finite(state.step + 1, loss_mean, norm, saver)
             rate = learning_rate(settings, state.step + 1, sizes.d_model)
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
@@ -170,27 +169,30 @@ def train_on(
             record = {"loss": loss_mean, "learning_rate": rate, "gradient_norm": norm, "tokens": tokens}
             metrics.write(step=state.step, **record, **outliers.record())
             journal.step_done(state.step, seconds)
+            saver.check()
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
-                translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
+                translator, moments = good_state(config, corpus, average, optimizer, state, saver)
                 ordinary = merged(translator)
                 loss_of = layout.whole_forward(ordinary.model)
                 found = validate(ordinary, corpus, loss_of, state.step, ranks.for_steps())
                 if not math.isfinite(found.loss):
-                    raise spoiled(state.step, f"the validation loss is {found.loss}", run)
+                    raise spoiled(state.step, f"the validation loss is {found.loss}", saver)
                 better = note_validation(state, found, settings.best_by)
-                if ranks.is_main:
-                    save_models(run, ordinary, found, better)
                 # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
                 metrics.write(**found.as_dict())
                 metrics.flush()
                 journal.keep(ordinary, found)
-                save(translator, found.as_dict(), moments, state, ranks)
+                saver.save(translator, found.as_dict(), moments, state, validated=True, better=better)
                 journal.validated(state.step)
                 progress.validated(state, found, found.parts)
                 return_free_memory()
-        if stopped_by:
-            translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
-            save(translator, {"step": state.step}, moments, state, ranks)
+            elif saver.is_due(state.step):
+                translator, moments = good_state(config, corpus, average, optimizer, state, saver)
+                metrics.flush()
+                saver.save(translator, {"step": state.step}, moments, state)
+        if stopped_by and state.step != saver.saved_step:
+            translator, moments = good_state(config, corpus, average, optimizer, state, saver)
+            saver.save(translator, {"step": state.step}, moments, state)
     return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus))
 
 
@@ -203,6 +205,7 @@ def check_likely(config: RunConfig, saved: SavedTraining | None, insist: bool) -
         return
     before = saved_config(Path(config.run) / "last")
     assert before is not None  # it has been read
+    check_jumps(before, config, saved.state)
     check_rate(before.training, config.training, saved.state.step, model_sizes(config.model).d_model)
 
 
@@ -266,22 +269,6 @@ def dropout_seed(seed: int, step: int, token_rank: int) -> int:
     return int(numpy.random.SeedSequence([seed, step, token_rank]).generate_state(1, numpy.uint64)[0])
 
 
-def save(
-    translator: Translator, facts: dict[str, object], moments: dict[str, Tensor], state: TrainingState, ranks: Ranks
-) -> None:
-    """Write, on rank 0 alone, the checkpoint from which the run can be resumed."""
-    if ranks.is_main:
-        save_training(Path(translator.config.run) / "last", translator, facts, moments, state)
-
-
-def save_models(run: Path, translator: Translator, found: Validation, better: bool) -> None:
-    """Write a validated model to `best` if none was better so far, and add it to the models kept for averaging."""
-    if better:
-        save_model(run / "best", translator, found.as_dict())
-    if most := translator.config.training.keep_checkpoints:
-        keep_model(run, translator, found.as_dict(), found.step, most)
-
-
 @torch.no_grad()
 def whole_translator(config: RunConfig, corpus: Corpus, average: WeightAverage) -> Translator:
     """Return the model in training, or its average, as a plain torch model with all its weights, on every rank."""
@@ -301,7 +288,7 @@ def good_state(
     average: WeightAverage,
     optimizer: torch.optim.Optimizer,
     state: TrainingState,
-    ranks: Ranks,
+    saver: Saver,
 ) -> tuple[Translator, dict[str, Tensor]]:
     """Return the whole weights, on every rank, and the whole moments, on rank 0 alone (elsewhere none).
 
@@ -309,36 +296,35 @@ def good_state(
 
     Raise TrainingError, on every rank, where any of these numbers is not finite.
     """
-    run = Path(config.run)
     translator = whole_translator(config, corpus, average)
     if not all(bool(tensor.isfinite().all()) for tensor in translator.model.state_dict().values()):
-        raise spoiled(state.step, "the weights are no longer finite", run)
+        raise spoiled(state.step, "the weights are no longer finite", saver)
     moments = {}
     # Every rank sees the same whole tensors, so that all of them raise at the same moment, or none
     for name, moment in chain(average.layout.moments(optimizer), average.whole_weights()):
         if not moment.isfinite().all():
-            raise spoiled(state.step, "the optimizer's moments are no longer finite", run)
-        if ranks.is_main:
-            moments[name] = moment.cpu()
+            raise spoiled(state.step, "the optimizer's moments are no longer finite", saver)
+        if saver.writes:
+            moments[name] = moment.to("cpu", copy=True)  # which the next step leaves as it is
     return translator, moments
 
 
-def check_finite(step: int, loss: float, norm: float, run: Path) -> None:
+def check_finite(step: int, loss: float, norm: float, saver: Saver) -> None:
     """Raise TrainingError for a loss or gradient norm that is not finite, before the optimizer's step."""
     if not math.isfinite(loss):
-        raise spoiled(step, f"the loss is {loss}", run)
+        raise spoiled(step, f"the loss is {loss}", saver)
     if not math.isfinite(norm):
-        raise spoiled(step, f"the loss is {loss:.3f} but its gradient is {norm}", run)
+        raise spoiled(step, f"the loss is {loss:.3f} but its gradient is {norm}", saver)
 
 
-def spoiled(step: int, what: str, run: Path) -> TrainingError:
+def spoiled(step: int, what: str, saver: Saver) -> TrainingError:
     """Return the error for numbers that are nan or infinite, with advice."""
     message = (
         f"step {step}: {what}: try a smaller training.learning_rate, a longer training.warmup, training.clip 1, "
         "or training.precision float32"
     )
-    if whole_folder(run / "last"):
-        message += f"; {run / 'last'} has the last good state"
+    if last := saver.last():
+        message += f"; {last} has the last good state"
     return TrainingError(message)
 
 

@@ -25,6 +25,7 @@ from recipes.translation.training.layout import Layout
 from recipes.translation.training.progress import read_metrics
 from seqpar.rows.conventions import CONVENTIONS
 from seqpar.testing.ranks import ranks
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny
 from tests.seqpar.published import Smoothing
 
@@ -61,7 +62,9 @@ def trained(rank: int, world: int, config: RunConfig) -> int:
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """The weights and moments of a run."""
-    return load_file(run / "last" / "model.safetensors") | load_file(run / "last" / "training.safetensors")
+    return load_file(saved_file(run, "last", "model.safetensors")) | load_file(
+        saved_file(run, "last", "training.safetensors")
+    )
 
 
 def assert_same_weights(run: Path, other: Path, tolerance: float) -> None:
@@ -179,7 +182,7 @@ def test_a_resumed_run_in_the_same_layout_is_the_uninterrupted_one_bit_for_bit(l
         for steps in ends:
             ranks(world, trained, tiny(tmp_path / run, {**dropout, "training.steps": steps}))
     for name in ("model.safetensors", "training.safetensors"):
-        through, resumed = ((tmp_path / run / "last" / name).read_bytes() for run in ("through", "resumed"))
+        through, resumed = (saved_file(tmp_path / run, "last", name).read_bytes() for run in ("through", "resumed"))
         assert through == resumed
     assert records(tmp_path / "through", "loss") == records(tmp_path / "resumed", "loss")
 
@@ -335,7 +338,7 @@ def test_only_rank_0_prints_and_only_once(tmp_path: Path) -> None:
     assert first.count("[valid] step") == 1
     assert others == [("", "")]
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 4]
-    assert json.loads((tmp_path / "run" / "last" / "training.json").read_text())["step"] == 4
+    assert json.loads(saved_file(tmp_path / "run", "last", "training.json").read_text())["step"] == 4
     assert os.environ.get("RANK") is None
 
 

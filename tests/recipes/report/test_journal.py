@@ -28,6 +28,7 @@ from recipes.translation.train import train
 from recipes.translation.training import machine
 from recipes.translation.training.progress import read_metrics
 from recipes.translation.training.samples import attention_map, sample_rows
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import few_held_out, tiny
 from tests.recipes.training.test_decoder_only import tiny_decoder_only
 from tests.recipes.training.test_lstm import tiny_lstm
@@ -179,7 +180,7 @@ def test_the_best_model_of_a_run_that_kept_no_samples_makes_them_for_the_command
     assert found.newest == kept.newest
     assert list(found.samples) == [kept.samples[-1]]
     assert "Training kept no translations: its best model, of step 4, made these" in report([found])
-    (earlier / "best" / "config.yaml").write_text("damaged")
+    saved_file(earlier, "best", "config.yaml").write_text("damaged")
     assert "now there can be none" in report([with_samples(read_run(earlier), earlier)])
     assert with_samples(kept, run) is kept
 

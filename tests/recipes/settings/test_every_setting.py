@@ -31,6 +31,7 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import EOS
 from recipes.translation.train import train
 from recipes.translation.training.progress import read_metrics
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import few_held_out, tiny
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "subwords.vocab_size": 360, "training.batch_tokens": 400}
@@ -303,7 +304,7 @@ class Runs:
         records = read_metrics(run / "metrics.jsonl")
         return seen | {
             "weights": [digest(run / name / "model.safetensors") for name in ("last", "best")],
-            "last weights": digest(run / "last" / "model.safetensors"),
+            "last weights": digest(saved_file(run, "last", "model.safetensors")),
             "best": load_facts(run / "best")["step"],
             "kept": {path.parent.name: digest(path) for path in run.glob("checkpoints/*/model.safetensors")},
             "metrics": records,

@@ -27,6 +27,7 @@ from recipes.translation.training.minimum_risk import RiskLoss, Rows, SentenceBl
 from recipes.translation.training.progress import read_metrics
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.test_recipe import LAYOUTS, assert_same_weights
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import LEARNS, few_held_out, tiny
 from tests.recipes.training.test_lstm import tiny_lstm
 
@@ -257,7 +258,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(made: Any, tmp_path:
     train(made(tmp_path / "resumed", {**changes, "training.steps": 1}))
     train(made(tmp_path / "resumed", {**changes, "training.steps": 2}))
     for name in ("model.safetensors", "training.safetensors"):
-        one, other = ((tmp_path / run / "last" / name).read_bytes() for run in ("through", "resumed"))
+        one, other = (saved_file(tmp_path / run, "last", name).read_bytes() for run in ("through", "resumed"))
         assert one == other, name
 
 
