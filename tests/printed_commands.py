@@ -244,11 +244,7 @@ def stand_in(words: Sequence[str], base: Path, *, trains: bool) -> None:
     named = [*words, *(str(training.get(key, "")) for key in ("start_from", "teacher"))]
     for word in named:
         run = re.sub(r"/(averaged|best|last)(/config\.yaml)?$", "", word)
-        if (
-            (run == "RUN" or re.match(r"runs/|.*/seed\d|.*/risk_", run))
-            and word not in output
-            and not Path(run).exists()
-        ):
+        if (run == "RUN" or re.match(r"runs/|.*/seed\d", run)) and word not in output and not Path(run).exists():
             shutil.copytree(base, run)
     folder = after("--data.path", words) or os.path.expandvars(str(data.get("path", "")))
     files = [name for key in ("train", "valid", "test") for name in data.get(key, ())]

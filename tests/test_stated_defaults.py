@@ -74,7 +74,6 @@ def test_the_ways_of_stating_a_default_are_all_found() -> None:
         ("training.betas", "0.9 0.98"),
         ("training.warmup", "200"),
         ("layout.timeout", "300"),
-        ("training.risk_temperature", "0.5"),
         ("training.teacher_weight", "0.9"),
         ("training.lora_alpha", "16"),
         ("subwords.joint", "true"),

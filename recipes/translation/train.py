@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -27,6 +28,7 @@ from recipes.translation.errors import TrainingError
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals
 from recipes.translation.report.journal import Journal
+from recipes.translation.report.training_record import TrainingRecord
 from recipes.translation.run_folder.checkpoint import (
     WEIGHTS,
     SavedTraining,
@@ -47,12 +49,14 @@ from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.start import run_subwords, starting_weights
 from recipes.translation.run_folder.teacher import TeacherModel, check_same_teacher, load_teacher
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.training.announcement import announce, size_of
 from recipes.translation.training.best import note_validation, out_of_patience
 from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.frozen import freeze
 from recipes.translation.training.layout import Axes, Layout, axes_of, devices_of
 from recipes.translation.training.lora import adapt, merged
 from recipes.translation.training.machine import return_free_memory
+from recipes.translation.training.optimizer import make_optimizer, update
 from recipes.translation.training.outliers import Outliers
 from recipes.translation.training.positions import check_positions
 from recipes.translation.training.progress import Metrics, Progress
@@ -110,9 +114,9 @@ def train_on(
     check_same_teacher(teacher, state, run)
     model = first_model(config, corpus, saved, ranks)
     size = size_of(model)
-    layout = Layout(model, config, axes, devices, ranks, teacher.model if teacher else None, corpus.target)
+    layout = Layout(model, config, axes, devices, ranks, teacher.model if teacher else None)
     # After the layout, which replaces the parameters that it splits or shards
-    optimizer = torch.optim.Adam(model.parameters(), betas=settings.betas, eps=1e-9, fused=True)
+    optimizer = make_optimizer(model, settings)
     average = WeightAverage(layout, settings.ema)
     if saved:
         layout.fill_moments(optimizer, saved.moments)
@@ -135,7 +139,8 @@ def train_on(
         Saver(run, settings, resumed_at, writes=ranks.is_main, main_says=ranks.main_says) as saver,
         Progress(state, settings.steps) as progress,
     ):
-        outliers = Outliers(metrics.records())
+        record = TrainingRecord(metrics, journal, progress, Outliers(metrics.records()))
+        training = Training(config, corpus, optimizer, average, state, ranks, record, saver)
         while state.step < settings.steps and not out_of_patience(state, settings):
             if stopped_by := ranks.stopped_by(stop.signal):
                 break
@@ -152,47 +157,18 @@ def train_on(
                 agree={"the step": state.step, "the position in the data": (state.epoch, state.batch)},
             )
             norm = layout.clip(settings.clip)
-            loss_mean = loss.mean.item()
-            check_finite(state.step + 1, loss_mean, norm, saver)
-            rate = learning_rate(settings, state.step + 1, sizes.d_model)
-            optimizer.param_groups[0]["lr"] = rate
-            optimizer.step()
-            optimizer.zero_grad()
-            average.update(state.step + 1)
-
-            tokens = int(loss.tokens)
             state.step += 1
-            state.tokens += tokens
-            seconds = progress.step_done(state, loss=loss_mean, tokens=tokens)
-            outliers.judge(loss=loss_mean, gradient_norm=norm)
-            progress.say(*outliers.lines(state.step))
-            record = {"loss": loss_mean, "learning_rate": rate, "gradient_norm": norm, "tokens": tokens}
-            metrics.write(step=state.step, **record, **outliers.record())
-            journal.step_done(state.step, seconds)
-            saver.check()
+            check_finite(state.step, float(loss.mean), norm, saver)
+            rate = learning_rate(settings, state.step, sizes.d_model)
+            update(optimizer, rate)
+            average.update(state.step)
+            state.tokens += int(loss.tokens)
+            record.step_done(state, loss, rate, norm)
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
-                translator, moments = good_state(config, corpus, average, optimizer, state, saver)
-                ordinary = merged(translator)
-                loss_of = layout.whole_forward(ordinary.model)
-                found = validate(ordinary, corpus, loss_of, state.step, ranks.for_steps())
-                if not math.isfinite(found.loss):
-                    raise spoiled(state.step, f"the validation loss is {found.loss}", saver)
-                better = note_validation(state, found, settings.best_by)
-                # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
-                metrics.write(**found.as_dict())
-                metrics.flush()
-                journal.keep(ordinary, found)
-                saver.save(translator, found.as_dict(), moments, state, validated=True, better=better)
-                journal.validated(state.step)
-                progress.validated(state, found, found.parts)
-                return_free_memory()
-            elif saver.is_due(state.step):
-                translator, moments = good_state(config, corpus, average, optimizer, state, saver)
-                metrics.flush()
-                saver.save(translator, {"step": state.step}, moments, state)
+                training.validate_and_save()
+            training.save_if_due()
         if stopped_by and state.step != saver.saved_step:
-            translator, moments = good_state(config, corpus, average, optimizer, state, saver)
-            saver.save(translator, {"step": state.step}, moments, state)
+            training.save_between()
     return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus))
 
 
@@ -240,20 +216,6 @@ def first_model(config: RunConfig, corpus: Corpus, saved: SavedTraining | None, 
     return model
 
 
-def size_of(model: EncoderDecoder) -> str:
-    """Return the number of parameters, and how many of them are trained, as text."""
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    size = f"{parameters_of(model)} parameters"
-    if trained < sum(parameter.numel() for parameter in model.parameters()):
-        size += f" ({trained / 1e6:.2f} M trained)"
-    return size
-
-
-def parameters_of(model: EncoderDecoder) -> str:
-    """Return the number of parameters as text."""
-    return f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M"
-
-
 def must_agree(config: RunConfig) -> dict[str, object]:
     """Return the settings that must be equal on all processes."""
     differ = {"run", "data.path", "data.cache", "training.devices", "training.threads"}
@@ -269,6 +231,66 @@ def dropout_seed(seed: int, step: int, token_rank: int) -> int:
     return int(numpy.random.SeedSequence([seed, step, token_rank]).generate_state(1, numpy.uint64)[0])
 
 
+@dataclass
+class Training:
+    """A training that has begun, as far as its validations and checkpoints are made of it: all that writes models."""
+
+    config: RunConfig
+    corpus: Corpus
+    optimizer: torch.optim.Optimizer
+    average: WeightAverage
+    state: TrainingState
+    ranks: Ranks
+    record: TrainingRecord
+    saver: Saver
+
+    def validate_and_save(self) -> None:
+        """Validate, and begin to save the model and the state. Every rank calls this."""
+        translator, moments = self.good_state()
+        ordinary = merged(translator)
+        loss_of = self.average.layout.whole_forward(ordinary.model)
+        found = validate(ordinary, self.corpus, loss_of, self.state.step, self.ranks.for_steps())
+        if not math.isfinite(found.loss):
+            raise spoiled(self.state.step, f"the validation loss is {found.loss}", self.saver)
+        better = note_validation(self.state, found, self.config.training.best_by)
+        # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
+        self.record.keep(ordinary, found)
+        self.saver.save(translator, found.as_dict(), moments, self.state, validated=True, better=better)
+        self.record.validated(self.state, found)
+        return_free_memory()
+
+    def save_if_due(self) -> None:
+        """Begin to save the state by `training.save_every`; raise the error of a save before. Every rank calls this."""
+        self.saver.check()
+        if self.saver.is_due(self.state.step):
+            self.save_between()
+
+    def save_between(self) -> None:
+        """Begin to save the state without a validation. Every rank calls this."""
+        translator, moments = self.good_state()
+        self.record.flush()
+        self.saver.save(translator, {"step": self.state.step}, moments, self.state)
+
+    def good_state(self) -> tuple[Translator, dict[str, Tensor]]:
+        """Return the whole weights, on every rank, and the whole moments, on rank 0 alone (elsewhere none).
+
+        With `training.ema` the average takes the place of the weights, which join the moments.
+
+        Raise TrainingError, on every rank, where any of these numbers is not finite.
+        """
+        translator = whole_translator(self.config, self.corpus, self.average)
+        if not all(bool(tensor.isfinite().all()) for tensor in translator.model.state_dict().values()):
+            raise spoiled(self.state.step, "the weights are no longer finite", self.saver)
+        moments = {}
+        # Every rank sees the same whole tensors, so that all of them raise at the same moment, or none
+        for name, moment in chain(self.average.layout.moments(self.optimizer), self.average.whole_weights()):
+            if not moment.isfinite().all():
+                raise spoiled(self.state.step, "the optimizer's moments are no longer finite", self.saver)
+            if self.ranks.is_main:
+                moments[name] = moment.to("cpu", copy=True)  # which the next step leaves as it is
+        return translator, moments
+
+
 @torch.no_grad()
 def whole_translator(config: RunConfig, corpus: Corpus, average: WeightAverage) -> Translator:
     """Return the model in training, or its average, as a plain torch model with all its weights, on every rank."""
@@ -280,33 +302,6 @@ def whole_translator(config: RunConfig, corpus: Corpus, average: WeightAverage) 
     adapt(model, config)
     fill_model(model, dict(average.whole_averages()), "the layout")
     return Translator(config, model, corpus.source, corpus.target)
-
-
-def good_state(
-    config: RunConfig,
-    corpus: Corpus,
-    average: WeightAverage,
-    optimizer: torch.optim.Optimizer,
-    state: TrainingState,
-    saver: Saver,
-) -> tuple[Translator, dict[str, Tensor]]:
-    """Return the whole weights, on every rank, and the whole moments, on rank 0 alone (elsewhere none).
-
-    With `training.ema` the average takes the place of the weights, which join the moments.
-
-    Raise TrainingError, on every rank, where any of these numbers is not finite.
-    """
-    translator = whole_translator(config, corpus, average)
-    if not all(bool(tensor.isfinite().all()) for tensor in translator.model.state_dict().values()):
-        raise spoiled(state.step, "the weights are no longer finite", saver)
-    moments = {}
-    # Every rank sees the same whole tensors, so that all of them raise at the same moment, or none
-    for name, moment in chain(average.layout.moments(optimizer), average.whole_weights()):
-        if not moment.isfinite().all():
-            raise spoiled(state.step, "the optimizer's moments are no longer finite", saver)
-        if saver.writes:
-            moments[name] = moment.to("cpu", copy=True)  # which the next step leaves as it is
-    return translator, moments
 
 
 def check_finite(step: int, loss: float, norm: float, saver: Saver) -> None:
@@ -326,31 +321,3 @@ def spoiled(step: int, what: str, saver: Saver) -> TrainingError:
     if last := saver.last():
         message += f"; {last} has the last good state"
     return TrainingError(message)
-
-
-def announce(
-    config: RunConfig, size: str, corpus: Corpus, layout: Layout, state: TrainingState, teacher: TeacherModel | None
-) -> None:
-    """Print the size of model, data and teacher, the layout, and the step from which training resumes."""
-    dropped = ""
-    if corpus.train.dropped:
-        dropped = f" ({corpus.train.dropped:,} pairs that are too long left out)"
-    print(
-        f"[train] {size}, {len(corpus.target):,} target subwords, "
-        f"{corpus.train.count(state.epoch):,} batches an epoch{dropped}, {layout}",
-        flush=True,
-    )
-    if teacher is not None:
-        settings = config.training
-        print(
-            f"[train] learning from {teacher.folder}, {parameters_of(teacher.model)} parameters: weight "
-            f"{settings.teacher_weight:g}, temperature {settings.teacher_temperature:g}",
-            flush=True,
-        )
-    if config.training.label_smoothing:
-        print(
-            f"[train] losses are with label smoothing {config.training.label_smoothing:g}, perplexities without it",
-            flush=True,
-        )
-    if state.step:
-        print(f"[train] resuming from step {state.step:,} of {config.run}", flush=True)

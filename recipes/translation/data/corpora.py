@@ -179,8 +179,6 @@ def check_symbols(symbols: Sequence[str]) -> None:
 def check_known(config: RunConfig, source: Subwords, target: Subwords) -> None:
     """Raise ConfigError if a tag or symbol is not one subword, as in those of a model to start from."""
     symbols = symbols_of(config.subwords)
-    if config.subwords.kind == "word":
-        symbols = [BLANK + symbol for symbol in symbols]
     needed = ((source, [*(BLANK + tag for tag in tags_of(config)), *symbols]), (target, symbols))
     for side, words in needed:
         if missing := set(words) - set(side.pieces()):

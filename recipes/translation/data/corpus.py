@@ -109,8 +109,6 @@ def check_data(config: RunConfig) -> list[str]:
     _check_temperature(config)
     pairs = check_held_out(config)
     tokenizers = [_tokenizer(each, valid) for each, valid in zip(held_out(config, "valid"), pairs, strict=True)]
-    if config.training.risk_samples:
-        check_tokenizer(_tokenizer_of_samples(config))
     names = list(dict.fromkeys(tokenizers))
     if config.training.validate_bleu:
         for tokenize in names:
@@ -136,17 +134,6 @@ def _check_symbols(config: RunConfig) -> None:
 
 def _tokenizer(held_out: HeldOut, valid: Sequence[Pair]) -> str:
     return tokenizer_for(held_out.data.tokenize, held_out.data.target, [pair.target for pair in valid])
-
-
-def _tokenizer_of_samples(config: RunConfig) -> str:
-    """Return the tokeniser by which minimum-risk training scores samples; raise ConfigError if corpora need several."""
-    names = {tokenizer_for(each.data.tokenize, each.data.target, []) for each in corpora_of(config)}
-    if len(names) > 1:
-        raise ConfigError(
-            f"training.risk_samples scores the samples of all corpora by one tokeniser, and their targets have several "
-            f"({', '.join(sorted(names))}): choose one with data.tokenize, such as char"
-        )
-    return names.pop()
 
 
 def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | None) -> Corpus:

@@ -15,10 +15,10 @@ from recipes.translation.files.atomic_folder import replaced_folder, verified_fo
 from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import RunConfig, SubwordConfig
 from recipes.translation.text.pair import Pair
-from recipes.translation.text.subwords import UNK, Subwords, symbols_of, train_subwords
+from recipes.translation.text.subwords import Subwords, symbols_of, train_subwords
 
 SETTINGS = "settings.json"
-SHAPING = ("vocab_size", "joint", "kind", "min_count", "lowercase")
+SHAPING = ("vocab_size", "joint", "kind", "lowercase")
 """The settings of `subwords` on which the models depend; those of sampling only use them."""
 
 
@@ -56,9 +56,6 @@ def _settings(config: RunConfig) -> dict[str, object]:
     """
     subwords = {name: getattr(config.subwords, name) for name in SHAPING}
     settings: dict[str, object] = {"data": identity(config), "subwords": subwords}
-    # What is not set is left out: models of earlier versions, which did not have it, are still good
-    if config.subwords.min_count == SubwordConfig().min_count:
-        del subwords["min_count"]
     if symbols := symbols_of(config.subwords):
         settings["symbols"] = symbols
     if config.subwords.train_pairs:
@@ -106,36 +103,14 @@ def _train(config: RunConfig, folder: Path, settings: dict[str, object]) -> None
     texts = {"source": sources, "target": targets}
     if config.subwords.joint:
         texts = {"joint": sources + targets}
-    print(f"[prepare] {' and '.join(texts)}: {_what(config.subwords)} from {len(pairs):,} pairs", flush=True)
+    what = f"{config.subwords.vocab_size:,} {config.subwords.kind} subwords"
+    print(f"[prepare] {' and '.join(texts)}: {what} from {len(pairs):,} pairs", flush=True)
     with replaced_folder(folder) as new:
         for name, sentences in texts.items():
             # Only sources have tags
             train_subwords(sentences, new / name, config.subwords, () if name == "target" else tags)
-        if config.subwords.kind == "word":
-            of_source, of_target = _names(config.subwords)
-            print(f"[prepare] source: {_unknown(new / f'{of_source}.model', sources)}", flush=True)
-            print(f"[prepare] target: {_unknown(new / f'{of_target}.model', targets)}", flush=True)
         (new / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     print(f"[prepare] written to {folder} in {time.monotonic() - start:.1f} s", flush=True)
-
-
-def _what(subwords: SubwordConfig) -> str:
-    if subwords.kind == "word":
-        return f"at most {subwords.vocab_size:,} words that occur {subwords.min_count:,} times or more"
-    return f"{subwords.vocab_size:,} {subwords.kind} subwords"
-
-
-def _unknown(model: Path, sentences: list[str]) -> str:
-    """Describe how many words a vocabulary has, and how many of the text's it does not have."""
-    subwords = Subwords.load(model)
-    rows = subwords.encode(sentences)
-    total = sum(len(row) for row in rows)
-    unknown = sum(row.count(UNK) for row in rows)
-    share = 100 * unknown / max(total, 1)
-    return (
-        f"{len(subwords):,} words, special ones included; {unknown:,} of {total:,} running words ({share:.2f} %) are "
-        "outside, <unk>"
-    )
 
 
 def drawn(pairs: Iterable[Pair], count: int) -> list[Pair]:

@@ -49,13 +49,8 @@ class Entry(NamedTuple):
 def write(translator: Translator, folder: Path) -> None:
     """Replace `folder` by one with the model, its generation settings and its tokenizer.
 
-    Raises ConfigError for a pre-norm model with two vocabularies: Pegasus has one, and for a vocabulary of words.
+    Raises ConfigError for a pre-norm model with two vocabularies: Pegasus has one.
     """
-    if translator.source.by_words:
-        raise ConfigError(
-            "subwords.kind is word, and transformers' tokenizer reads unknown words that follow each other as a single "
-            "one, which this model was not trained on: use --to safetensors, ctranslate2 or onnx"
-        )
     model = huggingface_model(translator)
     with replaced_folder(folder) as new:
         model.save_pretrained(new)

@@ -100,16 +100,5 @@ STATE = fields(
 """`training.json`, without the hashes."""
 FACTS = fields({"step": STEP, "valid_*": maybe(NUMBER), "averaged_steps": maybe(each(STEP))})
 """`model.json`, likewise."""
-MARK = value(
-    "a step, and whether the record is of a validation",
-    lambda found: isinstance(found, list) and [type(one) for one in found] == [int, bool],
-)
-TRACKERS = fields(
-    {
-        "id": TEXT,
-        "begun": TEXTS,
-        "sent": maybe(fields({"*": each(MARK)})),
-        "stopped": maybe(fields({"*": MARK})),
-    }
-)
+TRACKERS = fields({"id": TEXT})
 """`trackers.json`."""

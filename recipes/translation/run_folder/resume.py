@@ -51,10 +51,6 @@ MAY_CHANGE = frozenset(
 """Settings that may change when a run is resumed; changing any other one would make it a different run."""
 SCORING = frozenset({"training.validate_bleu", "data.tokenize", "decoding.max_length"})
 """Those of them that change BLEU and chrF, so that two validations could not be compared by these."""
-RISKING = frozenset({"data.tokenize", "decoding.max_length"})
-"""Those of them that change which samples minimum-risk training draws, or how good they are."""
-
-
 SAVED_WITH_MODELS = {name for name in MAY_CHANGE if name.startswith("decoding.")} | {"data.test", "data.tokenize"}
 """Those of them that a model is saved with, and that have no effect on its training."""
 
@@ -173,8 +169,6 @@ def check_same_settings(config: RunConfig, folder: Path) -> None:
     may_change = MAY_CHANGE
     if config.training.best_by != "loss":
         may_change -= SCORING
-    if config.training.risk_samples:
-        may_change -= RISKING
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and key not in may_change:
             raise ConfigError(

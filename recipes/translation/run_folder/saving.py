@@ -52,6 +52,8 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         """Return whether `training.save_every` asks for a checkpoint of this step; all ranks get the same answer."""
+        if step == self.saved_step:
+            return False
         if self._interval.seconds:  # whose clocks differ
             return self._main_says(time.monotonic() - self._saved_at >= self._interval.seconds)
         return self._interval.steps > 0 and step % self._interval.steps == 0

@@ -52,11 +52,6 @@ def measure_bleu(
     return _measured("bleu", "BLEU", metric, hypotheses, references, bleu_of_sums)
 
 
-def sentence_bleu(hypotheses: Sequence[str], references: Sequence[str], tokenize: str) -> Array:
-    """Compute sacreBLEU's sentence-BLEU in percent: of N sentences, (N,)."""
-    return sentence_bleu_of_sums(measure_bleu(hypotheses, references, tokenize=tokenize).statistics)
-
-
 def measure_bleu_lowercase(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str) -> Measured:
     """Compute BLEU-4 of the lower-cased text."""
     found = measure_bleu(hypotheses, references, tokenize=tokenize, lowercase=True)

@@ -45,7 +45,6 @@ def check_together(config: RunConfig) -> None:
         check_decoder_only(config)
     check_teacher(training)
     check_lora(config)
-    check_risk(config)
     for name in training.freeze:
         if name not in PARTS:
             raise ConfigError(f"training.freeze names {name!r}; it can name {', '.join(PARTS)}")
@@ -67,30 +66,6 @@ def check_subwords(config: RunConfig) -> None:
         raise ConfigError(
             f"subwords.symbols has {', '.join(capitals)}, but subwords.lowercase is true: such a word never occurs; "
             "write it in lower case"
-        )
-    check_words(config)
-
-
-def check_words(config: RunConfig) -> None:
-    """Raise ConfigError for settings that a vocabulary of whole words excludes, or needs."""
-    subwords = config.subwords
-    if subwords.kind != "word":
-        if subwords.min_count > 1:
-            raise ConfigError(
-                f"subwords.min_count is {subwords.min_count}, but subwords.kind is {subwords.kind}, which spells rare "
-                "words in pieces: set subwords.kind word, or leave subwords.min_count out"
-            )
-        return
-    if subwords.sampling:
-        raise ConfigError(
-            f"subwords.sampling is {subwords.sampling:g}, but subwords.kind is word: a word is never divided, so there "
-            "is nothing to sample; set subwords.sampling 0, or subwords.kind bpe or unigram"
-        )
-    if config.training.risk_samples:
-        raise ConfigError(
-            f"training.risk_samples is {config.training.risk_samples}, but subwords.kind is word: an <unk> would be "
-            "right wherever the reference has a word outside the vocabulary; set training.risk_samples 0, or "
-            "subwords.kind bpe or unigram"
         )
 
 
@@ -126,43 +101,6 @@ def check_teacher(training: TrainingConfig) -> None:
             f"training.r_drop is {training.r_drop:g} and training.teacher {training.teacher}: each has a loss of its "
             "own; set training.r_drop 0, or training.teacher_weight 0"
         )
-
-
-def check_risk(config: RunConfig) -> None:
-    """Raise ConfigError for settings of minimum-risk training that do not go together."""
-    training = config.training
-    samples = training.risk_samples
-    if not samples:
-        why = "training.risk_samples is 0: set the number of samples"
-        check_unset(training, ("risk_weight", "risk_temperature"), why)
-        return
-    if samples == 1:
-        raise ConfigError(
-            "training.risk_samples is 1: a sample is compared with the others of its sentence; set 2 or more"
-        )
-    if not 0 < training.risk_weight <= 1:
-        raise ConfigError(
-            f"training.risk_weight is {training.risk_weight:g}: it is the share of the risk in the loss, above 0 and "
-            "at most 1; training.risk_samples 0 has no risk"
-        )
-    if not training.start_from:
-        raise ConfigError(
-            f"training.risk_samples is {samples}, but training.start_from names no model: random weights sample no "
-            "translations to learn from; name a run, or set training.risk_samples 0"
-        )
-    if training.r_drop or training.teacher:
-        other = f"training.teacher {training.teacher}"
-        if training.r_drop:
-            other = f"training.r_drop {training.r_drop:g}"
-        raise ConfigError(
-            f"training.risk_samples is {samples} and {other}: each has a loss of its own; leave one of the two out"
-        )
-    for axis in ("shard", "sequence", "vocab"):
-        if (size := getattr(config.layout, axis)) > 1:
-            raise ConfigError(
-                f"training.risk_samples is {samples} and layout.{axis} {size}: translations are sampled from a whole "
-                "model; use layout.data, or set training.risk_samples 0"
-            )
 
 
 def check_unset(settings: TrainingConfig | DataConfig | SubwordConfig, names: tuple[str, ...], why: str) -> None:

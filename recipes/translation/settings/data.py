@@ -107,8 +107,7 @@ class SubwordConfig:
     vocab_size: Annotated[
         int,
         Help(
-            "Number of subwords, the four special ones (padding 0, unknown 1, start 2, end 3) and 256 bytes included. "
-            "For subwords.kind word: the most there may be, the four special ones included."
+            "Number of subwords, the four special ones (padding 0, unknown 1, start 2, end 3) and 256 bytes included."
         ),
         Range(at_least=261),  # the 4 special subwords, the 256 bytes, and one to spell with
     ] = 1_000
@@ -129,15 +128,7 @@ class SubwordConfig:
         Help("Training pairs from which the subwords are made, drawn at random; 0 takes all of them."),
         Range(at_least=0),
     ] = 0
-    kind: Annotated[
-        Literal["unigram", "bpe", "word"],
-        Help("unigram | bpe | word (what blanks separate in the text; words outside the vocabulary are <unk>)."),
-    ] = "unigram"
-    min_count: Annotated[
-        int,
-        Help("For subwords.kind word: words that occur less often in the training text are <unk>."),
-        Range(at_least=1),
-    ] = 1
+    kind: Annotated[Literal["unigram", "bpe"], Help("unigram | bpe.")] = "unigram"
     lowercase: Annotated[
         bool, Help("Lower-case the text before anything else (BLEU is then computed on lower-case text too).")
     ] = False

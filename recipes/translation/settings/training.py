@@ -102,31 +102,6 @@ class TrainingConfig:
         ),
         Range(at_least=0),
     ] = 0.0
-    risk_samples: Annotated[
-        int,
-        Help(
-            "Minimum-risk training, in continuation of training.start_from: so many translations of each sentence are "
-            "sampled at every step, and those with a higher sentence-BLEU than the others become likelier; 8 is usual, "
-            "and 0 samples none."
-        ),
-        Range(at_least=0),
-    ] = 0
-    risk_weight: Annotated[
-        float,
-        Help(
-            "The share of the risk (1 - BLEU of the samples) in the loss, above 0 and at most 1; the rest is the usual "
-            "loss, which is not computed for 1."
-        ),
-        Range(at_least=0),
-    ] = 0.9
-    risk_temperature: Annotated[
-        float,
-        Help(
-            "Divides the logits from which the samples are drawn: below 1 they are nearer to what a search would find, "
-            "and training lowers the risk of these."
-        ),
-        Range(at_least=0.01),
-    ] = 0.5
     teacher: Annotated[
         str,
         Help(

@@ -6,7 +6,7 @@ import hashlib
 import io
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -18,8 +18,7 @@ from recipes.translation.files.json_fields import WrongFieldError, each, fields,
 from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.text.placeholders import placeholder_symbols
 from recipes.translation.text.segmentations import BLANK, Sampler
-from recipes.translation.text.sentencepiece_file import kind_of_model, notes_of
-from recipes.translation.text.word_vocabulary import SPECIAL, UNKNOWN, as_training_text, chosen_words
+from recipes.translation.text.sentencepiece_file import notes_of
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 """Ids of padding, the unknown subword, start and end symbol, the same in every model that `train_subwords` makes."""
@@ -62,18 +61,10 @@ def train_subwords(
     (256 of the subwords), so that no text is ever unknown. Each symbol and placeholder of the settings is one subword,
     and each of the `tags` together with the blank before it. Sentences above MAX_BYTES are left out, with a note on
     stderr. For a vocabulary that does not fit the text, ConfigError gives the size that would.
-
-    With `subwords.kind: word` the subwords are whole words, those of `chosen_words`, and every other word is unknown.
     """
     model = io.BytesIO()
     sentences = list(sentences)
-    if config.kind == "word":
-        words = chosen_words(sentences, config, [*tags, *symbols_of(config)])
-        sentences = as_training_text(words)
-        options = _options_of_words(words)
-    else:
-        _note_long(sentences)
-        options = _options_of_subwords(config, tags)
+    _note_long(sentences)
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),
@@ -83,7 +74,10 @@ def train_subwords(
             unk_id=UNK,
             bos_id=BOS,
             eos_id=EOS,
-            **options,
+            vocab_size=config.vocab_size,
+            user_defined_symbols=[*(BLANK + tag for tag in tags), *symbols_of(config)],
+            byte_fallback=True,
+            character_coverage=0.9999,  # leaves out rare characters of a large corpus, and none of a small one
             max_sentence_length=MAX_BYTES,
             num_threads=4,  # fixed, because the rounding of sums over threads changes the result
             minloglevel=2,
@@ -100,28 +94,6 @@ def _note_long(sentences: Sequence[str]) -> None:
         print(
             f"[prepare] sentences above {MAX_BYTES:,} bytes, left out of the subwords' text: {long:,}", file=sys.stderr
         )
-
-
-def _options_of_subwords(config: SubwordConfig, tags: Sequence[str]) -> dict[str, Any]:
-    """Return the options of sentencepiece's trainer for pieces of words."""
-    return {
-        "vocab_size": config.vocab_size,
-        "user_defined_symbols": [*(BLANK + tag for tag in tags), *symbols_of(config)],
-        "byte_fallback": True,
-        "character_coverage": 0.9999,  # leaves out rare characters of a large corpus, and none of a small one
-    }
-
-
-def _options_of_words(words: Mapping[str, int]) -> dict[str, Any]:
-    """Return the options of sentencepiece's trainer for all of these words, given with their counts."""
-    return {
-        "vocab_size": SPECIAL + len(words),
-        "hard_vocab_limit": False,
-        "use_all_vocab": True,
-        "input_format": "tsv",
-        "character_coverage": 1.0,
-        "unk_surface": f" {UNKNOWN}",
-    }
 
 
 def symbols_of(config: SubwordConfig) -> list[str]:
@@ -179,7 +151,6 @@ class Subwords:
         self.symbols = ORDINARY
         self._size = int(processor.get_piece_size())
         self._imported = bool(notes)
-        self.by_words = not notes and kind_of_model(self.serialized()) == "word"
         if notes:
             self.symbols = Symbols(*(tuple(cast(list[int], notes[name])) for name in Symbols._fields))
             self._size = cast(int, notes["size"])
@@ -221,23 +192,10 @@ class Subwords:
 
     def encode(self, sentences: list[str], threads: int = 1) -> list[list[int]]:
         """Encode each sentence as ids, without start and end symbol."""
-        if self.by_words:
-            rows: list[list[str]] = self._processor.encode(sentences, out_type=str, num_threads=threads)
-            return [self._word_ids(row) for row in rows]
         ids: list[list[int]] = self._processor.encode(sentences, num_threads=threads)
         if not self._imported:
             return ids
         return [self._by_text(sentence, row) for sentence, row in zip(sentences, ids, strict=True)]
-
-    def _word_ids(self, pieces: Sequence[str]) -> list[int]:
-        """Return one id for each word: sentencepiece has a single piece for unknown words that follow each other."""
-        found: list[int] = []
-        for piece in pieces:
-            if piece in self._ids:
-                found.append(self._ids[piece])
-            else:
-                found += [UNK] * piece.count(BLANK)
-        return found
 
     def _by_text(self, sentence: str, ids: list[int]) -> list[int]:
         """Return the ids of an imported model's subwords by their text, as those who trained it have found them.
@@ -275,12 +233,10 @@ class Subwords:
         return Sampler(self._processor)
 
     def decode(self, ids: list[list[int]]) -> list[str]:
-        """Decode each list of ids; padding, start and end symbol are ignored, and an unknown word is `<unk>`."""
+        """Decode each list of ids; padding, start and end symbol are ignored."""
         if not ids:
             return []
         sentences: list[str] = self._processor.decode(ids, num_threads=1)
-        if self.by_words:
-            return [sentence.removeprefix(" ") for sentence in sentences]  # an unknown word has its blank before it
         return sentences
 
     def pieces(self) -> list[str]:

@@ -24,7 +24,6 @@ from torch.distributed import ProcessGroup
 import seqpar
 from models import EncoderDecoder
 from recipes.translation.text.subwords import PAD
-from recipes.translation.training.by_device import summed_by_device
 
 
 class Teacher:
@@ -132,12 +131,24 @@ class DistillationLoss(nn.Module):
         else:
             assert not isinstance(teacher, Tensor)
             shares = _by_device(hidden, target, teacher)
-            divergence = summed_by_device(self._divergence, self.generator, shares)
+            divergence = self._summed(shares)
         total = self.weight * self.temperature**2 * divergence.total
         if self.weight == 1:
             return seqpar.TokenLoss(total, divergence.tokens)
         usual: seqpar.TokenLoss = self.usual(hidden, target)
         return usual._replace(total=(1 - self.weight) * usual.total + total)
+
+    def _summed(self, shares: Sequence[_Rows]) -> seqpar.TokenLoss:
+        """Return the divergence of all shares on the first one's device, each computed where its share is.
+
+        The generator's gradient is that of all shares. The sum has no `nll` and no `correct`.
+        """
+        devices = [share.hidden_BTD.device for share in shares]
+        generators = seqpar.replicate(self.generator, devices)
+        arguments = [(replica, *share) for replica, share in zip(generators, shares, strict=True)]
+        losses = seqpar.parallel_apply([self._divergence] * len(shares), arguments, devices=devices)
+        moved = [seqpar.TokenLoss(loss.total.to(devices[0]), loss.tokens.to(devices[0])) for loss in losses]
+        return sum(moved[1:], start=moved[0])
 
     def _divergence(
         self, generator: nn.Linear, hidden_BTD: Tensor, target_BT: Tensor, teacher_BTE: Tensor

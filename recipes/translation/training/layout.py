@@ -32,7 +32,7 @@ from recipes.translation.data.batches import Batch
 from recipes.translation.errors import ConfigError
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.settings.config import LayoutConfig, RunConfig, TrainingConfig
-from recipes.translation.text.subwords import PAD, Subwords
+from recipes.translation.text.subwords import PAD
 from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.objective import CrossEntropyObjective, Objective, objective_of
 from seqpar.distributed.collectives import group_sum, rank_in, world_size
@@ -154,7 +154,6 @@ class Layout:
         devices: from `devices_of`.
         ranks: the processes.
         teacher: the model to learn from, whole, with the same weights on every rank.
-        target: the target's subwords, for training with minimum risk.
 
     Raises:
         ConfigError: a layout that does not fit the model.
@@ -168,7 +167,6 @@ class Layout:
         devices: list[torch.device],
         ranks: Ranks,
         teacher: EncoderDecoder | None = None,
-        target: Subwords | None = None,
     ) -> None:
         self.settings = config.training
         self.axes = axes
@@ -187,7 +185,7 @@ class Layout:
         beside = None
         if teacher is not None:
             beside = Teacher(teacher, devices, self.groups.sequence)
-        objective = objective_of(config, beside, target)
+        objective = objective_of(config.training, beside)
         if ranks.world == 1:
             self.forward = self.whole_forward(model, objective)
         else:

@@ -14,11 +14,9 @@ from torch import nn
 
 import seqpar
 from models import EncoderDecoder
-from recipes.translation.data.corpora import corpora_of
-from recipes.translation.settings.config import RunConfig, TrainingConfig
-from recipes.translation.text.subwords import PAD, Subwords
+from recipes.translation.settings.config import TrainingConfig
+from recipes.translation.text.subwords import PAD
 from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
-from recipes.translation.training.minimum_risk import RiskLoss, SentenceBleu, Utility, WithSamples
 from recipes.translation.training.r_drop import BothLogits, RDrop, TwoPasses
 
 
@@ -82,35 +80,6 @@ class RDropObjective(CrossEntropyObjective):
         return self.of(BothLogits(model.generator), criterion, devices, vocab)
 
 
-class MinimumRiskObjective(CrossEntropyObjective):
-    """The usual loss, and the risk of translations that the model samples."""
-
-    def __init__(self, settings: TrainingConfig, utility: Utility, start: tuple[int, ...], max_length: int) -> None:
-        super().__init__(settings)
-        self.utility = utility
-        self.start = start
-        self.max_length = max_length
-
-    def passes(self, model: EncoderDecoder) -> nn.Module:
-        """Return passes of the targets and of the samples."""
-        settings = self.settings
-        return WithSamples(
-            model, self.utility, settings.risk_samples, settings.risk_temperature, self.start, self.max_length
-        )
-
-    def loss(
-        self, model: EncoderDecoder, devices: Sequence[torch.device] | None, vocab: seqpar.VocabShard | None
-    ) -> nn.Module:
-        """Return the weighted sum of loss and risk."""
-        return RiskLoss(
-            self.of(model.generator, self.criterion(), devices, vocab),
-            model.generator,
-            weight=self.settings.risk_weight,
-            temperature=self.settings.risk_temperature,
-            chunk_tokens=self.settings.chunk_tokens,
-        )
-
-
 class DistillationObjective(CrossEntropyObjective):
     """The usual loss, and the divergence from a teacher's predictions."""
 
@@ -137,16 +106,10 @@ class DistillationObjective(CrossEntropyObjective):
         )
 
 
-def objective_of(config: RunConfig, teacher: Teacher | None, target: Subwords | None) -> Objective:
-    """Return the objective of the settings; minimum risk needs the target's subwords."""
-    settings = config.training
+def objective_of(settings: TrainingConfig, teacher: Teacher | None) -> Objective:
+    """Return the objective of the settings."""
     if teacher is not None:
         return DistillationObjective(settings, teacher)
     if settings.r_drop:
         return RDropObjective(settings)
-    if settings.risk_samples:
-        assert target is not None
-        # All corpora have the same tokeniser (`load_corpus`)
-        utility = SentenceBleu(target, corpora_of(config)[0].data)
-        return MinimumRiskObjective(settings, utility, target.symbols.start, config.decoding.max_length)
     return CrossEntropyObjective(settings)

@@ -1,23 +1,25 @@
 """Trackers: TensorBoard, Weights & Biases and trackio, which get every number that `metrics.jsonl` gets.
 
-None is used unless `training.trackers` names it. A run is one run of a tracker, however often it is stopped and
-resumed, and with which trackers: `tracker_record.py` keeps account of what each of them has.
+None is used unless `training.trackers` names it. A run is one run of a tracker, by the name in `trackers.json`, however
+often it is stopped and resumed. A tracker is sent the records from where the run begins or resumes, no earlier ones.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import suppress
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.files.writing import check_no_link
+from recipes.translation.files.json_fields import WrongFieldError
+from recipes.translation.files.writing import check_no_link, replace_file
+from recipes.translation.run_folder.fields import TRACKERS
 from recipes.translation.run_folder.resume import flat
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.training.tracker_record import Mark, TrackerRecord, mark_of
 
 PROJECT = "seqpar"
 """The project of wandb and trackio, where WANDB_PROJECT or TRACKIO_PROJECT does not name another one."""
@@ -54,14 +56,11 @@ class TensorBoard:
 class Logged:
     """A run of wandb or trackio, whose objects are alike."""
 
-    def __init__(self, run: Any, sent: Container[Mark]) -> None:
-        """Log to `run`, except what an earlier process of the same run has `sent`."""
+    def __init__(self, run: Any) -> None:
         self.run = run
-        self.sent = sent
 
     def log(self, values: Mapping[str, object]) -> None:
-        if mark_of(values) not in self.sent:
-            self.run.log(numbers(values), step=values["step"])
+        self.run.log(numbers(values), step=values["step"])
 
     def close(self) -> None:
         self.run.finish()
@@ -70,32 +69,25 @@ class Logged:
 class Forgiving:
     """A tracker that is left out after its first error, so that a lost network or a full disk ends no training."""
 
-    def __init__(self, name: str, tracker: Tracker, record: TrackerRecord) -> None:
+    def __init__(self, name: str, tracker: Tracker) -> None:
         self.name = name
         self.tracker: Tracker | None = tracker
-        self.record = record
 
     def log(self, values: Mapping[str, object]) -> None:
-        if self._try(lambda tracker: tracker.log(values)):
-            return
-        with suppress(OSError):  # a full disk, which the next record of the run's own reports
-            self.record.stop(self.name, mark_of(values))
+        self._try(lambda tracker: tracker.log(values))
 
     def close(self) -> None:
         self._try(lambda tracker: tracker.close())
 
-    def _try(self, call: Callable[[Tracker], None]) -> bool:
-        """Return False for the first error."""
+    def _try(self, call: Callable[[Tracker], None]) -> None:
         if self.tracker is None:
-            return True
+            return
         try:
             call(self.tracker)
         except Exception as error:  # each package has errors of its own
             self.tracker = None
             what = f"{type(error).__name__}: {error}"
             print(f"[train] {self.name} gets no more numbers ({what}); metrics.jsonl has them all", flush=True)
-            return False
-        return True
 
 
 def check_installed(names: Iterable[str]) -> None:
@@ -108,37 +100,46 @@ def check_installed(names: Iterable[str]) -> None:
 def open_trackers(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
     """Begin the trackers of `training.trackers`, or go on with those of the run that resumes after a step.
 
-    Each is sent what it lacks of the records up to there. It must be called before `metrics.jsonl` is cut at that step.
     Raises ConfigError for a tracker that cannot begin, as wandb without a key.
     """
+    run = Path(config.run)
     names = list(dict.fromkeys(config.training.trackers))
-    record = TrackerRecord(Path(config.run), resumed_at)
-    if not names and not record.path.exists():
+    if not names and not (run / "trackers.json").exists():
         return []
     for name in names:
-        check_no_link(Path(config.run) / name)
-    missing = {name: record.missing(name) for name in names}
+        check_no_link(run / name)
+    in_trackers = _name_of(run, resumed_at is not None)
     found: list[Tracker] = []
     for name in names:
         try:
             if name == "tensorboard":
-                first = min((one["step"] for one in missing[name]), default=record.resumed_at + 1)
-                missing[name] = [one for one in record.kept if one["step"] >= first]
-                record.forget(name, first)
-                tracker: Tracker = TensorBoard(Path(config.run), first)
+                tracker: Tracker = TensorBoard(run, (resumed_at or 0) + 1)
             elif name == "wandb":
-                tracker = Logged(_wandb_run(config, record.id), record.sent.get(name, ()))
+                tracker = Logged(_wandb_run(config, in_trackers))
             else:
-                tracker = Logged(_trackio_run(config, record.id), record.sent.get(name, ()))
+                tracker = Logged(_trackio_run(config, in_trackers))
         except Exception as error:  # each package has errors of its own
             raise ConfigError(f"training.trackers: {name} does not begin: {type(error).__name__}: {error}") from error
-        found.append(Forgiving(name, tracker, record))
-    record.begin(names)
-    for name, one in zip(names, found, strict=True):
-        for values in missing[name]:
-            one.log(values)
-    record.write()
+        found.append(Forgiving(name, tracker))
     return found
+
+
+def _name_of(run: Path, resumed: bool) -> str:
+    """Return the name by which trackers find the run again: that in `trackers.json`, or a new one, also for a new run.
+
+    Raises ConfigError for a file that is damaged.
+    """
+    path = run / "trackers.json"
+    if resumed and path.exists():
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+            TRACKERS(known, "")
+        except (ValueError, RecursionError, WrongFieldError) as error:
+            raise ConfigError(f"{path} is damaged ({error}): remove it, and the trackers begin anew") from None
+        return str(known["id"])
+    name = uuid.uuid4().hex[:12]
+    replace_file(path, (json.dumps({"id": name}) + "\n").encode())
+    return name
 
 
 def numbers(values: Mapping[str, object]) -> dict[str, float]:

@@ -9,7 +9,6 @@ from models import Phrase
 from recipes.translation.data.model_text import target_text
 from recipes.translation.errors import DataError
 from recipes.translation.run_folder.checkpoint import Translator
-from recipes.translation.text.subwords import BOS, EOS, PAD, UNK
 
 BLANK = "▁"
 """What sentencepiece writes for a blank; a piece that begins with it begins a word."""
@@ -18,18 +17,7 @@ BLANK = "▁"
 def prefix_ids(translator: Translator, prefixes: Sequence[str], sentences: Sequence[str]) -> list[list[int]]:
     """Return the subwords of each beginning, that of the translation of its sentence."""
     config = translator.config
-    found = translator.target.encode([target_text(config, *each) for each in zip(prefixes, sentences, strict=True)])
-    for number, (ids, prefix) in enumerate(zip(found, prefixes, strict=True), start=1):
-        check_in_vocabulary(translator, ids, f"the beginning {prefix!r} of sentence {number:,}")
-    return found
-
-
-def check_in_vocabulary(translator: Translator, ids: Sequence[int], what: str) -> None:
-    """Raise DataError for a text that a model of whole words could only write as `<unk>`."""
-    if translator.target.by_words and UNK in ids:
-        raise DataError(
-            f"{what} has a word outside the vocabulary, which this model can only write as <unk>: leave the word out"
-        )
+    return translator.target.encode([target_text(config, *each) for each in zip(prefixes, sentences, strict=True)])
 
 
 def phrases_of(
@@ -50,7 +38,6 @@ def phrases_of(
 def phrase_of(translator: Translator, text: str, sentence: str, pieces: Sequence[str], where: str) -> Phrase:
     """Return one phrase of the sentence's translation as subwords."""
     ids = translator.target.encode([target_text(translator.config, text, sentence)])[0]
-    check_in_vocabulary(translator, ids, f"--constraints: {text!r} of {where}")
     # As sentencepiece reads it: a letter and its accent may be two characters before, and are one after
     normal = unicodedata.normalize("NFKC", text)
     if ids and pieces[ids[0]] == BLANK and not in_words(normal[0]):
@@ -63,9 +50,6 @@ def phrase_of(translator: Translator, text: str, sentence: str, pieces: Sequence
 def word_boundaries(translator: Translator) -> list[int]:
     """Return the subwords that do not continue the word before them."""
     pieces = translator.target.pieces()
-    if translator.target.by_words:
-        # <unk> too is a word of its own
-        return [number for number in range(len(pieces)) if number not in (PAD, BOS, EOS)]
     return [number for number, piece in enumerate(pieces) if begins_anew(piece)]
 
 

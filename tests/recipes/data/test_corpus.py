@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -73,32 +72,6 @@ def test_a_target_language_that_no_tag_was_trained_for_is_refused(target: str, t
         ConfigError, match=r"data\.target is fr, into which translate would translate, but no corpus does: set it to es"
     ):
         check_data(config)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data.tokenize": "flores200", "training.validate_bleu": 0}, "flores200 needs .* which is not downloaded"),
-        (
-            {"corpora": {"a": {"train": ["a", "a"]}, "b": {"train": ["a", "a"], "target": "zh"}}},
-            r"samples of all corpora by one tokeniser, and their targets have several \(13a, zh\): choose one",
-        ),
-    ],
-)
-def test_the_tokeniser_of_minimum_risk_is_checked_before_training(
-    changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "a").write_text("one\ntwo\n")
-    files = {
-        "data.path": str(tmp_path),
-        "data.train": [] if "corpora" in changes else ["a", "a"],
-        "data.valid": ["a", "a"],
-    }
-    config = tiny(tmp_path / "run", {**files, **changes})
-    check_data(config)
-    samples = {"training.risk_samples": 2, "training.start_from": "elsewhere"}
-    with pytest.raises(ConfigError, match=message):
-        check_data(tiny(tmp_path / "run", {**files, **changes, **samples}))
 
 
 @pytest.mark.parametrize("placeholders", [["number"], ["url"]])

@@ -106,11 +106,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     "subwords.train_pairs": [Change(100, ("weights", "subwords"))],
     "subwords.symbols": [Change(("<url>",), ("weights", "subwords"))],
     "subwords.joint": [Change(False, ("weights", "subwords"), beside={"model.tie": "target"})],
-    "subwords.kind": [Change("bpe", ("weights", "subwords")), Change("word", ("weights", "subwords", "said"))],
-    "subwords.min_count": [
-        Change(2, ("weights", "subwords", "said"), beside={"subwords.kind": "word"}),
-        Change(2, refused="subwords.min_count is 2, but subwords.kind is unigram"),
-    ],
+    "subwords.kind": [Change("bpe", ("weights", "subwords"))],
     "subwords.lowercase": [Change(True, ("weights", "subwords", "scores"))],
     "subwords.sampling": [
         Change(0.3, ("weights", "metrics"), ("subwords",)),
@@ -153,19 +149,6 @@ CHANGES: dict[str, Sequence[Change]] = {
     "training.label_smoothing": [Change(0.0), Change(0.3)],
     "training.smoothing_convention": [Change("fairseq"), Change("harvard", ("weights", "metrics"))],
     "training.r_drop": [Change(5.0, ("weights", "metrics"), ("batches",))],
-    "training.risk_samples": [
-        Change(2, ("weights", "metrics"), ("batches", "subwords"), beside={"training.start_from": "start"}),
-        Change(4, ("weights",), ("batches",), beside={"training.start_from": "start", "training.risk_samples": 2}),
-        Change(2, refused="training.start_from names no model"),
-    ],
-    "training.risk_weight": [
-        Change(value, ("weights", "metrics"), beside={"training.start_from": "start", "training.risk_samples": 2})
-        for value in (0.3, 1.0)
-    ],
-    "training.risk_temperature": [
-        Change(1.0, ("weights", "metrics"), beside={"training.start_from": "start", "training.risk_samples": 2}),
-        Change(1.0, refused="training.risk_samples is 0"),
-    ],
     "training.teacher": [Change("start", ("weights", "metrics", "said"), ("batches", "subwords"))],
     "training.teacher_weight": [
         Change(0.3, ("weights", "metrics"), ("batches",), beside={"training.teacher": "start"}),

@@ -24,20 +24,19 @@ LIMITED = {name: setting for name, setting in SCHEMA.settings.items() if setting
 RANGES: dict[tuple[float, float], str] = {
     (1, math.inf): """
         data.temperature data.builtin_pairs cleaning.max_words cleaning.max_characters cleaning.max_ratio
-        subwords.min_count model.d_model model.d_ff model.heads model.encoder_layers model.decoder_layers
+        model.d_model model.d_ff model.heads model.encoder_layers model.decoder_layers
         model.max_positions training.chunk_tokens training.batch_tokens training.accumulate training.steps
         training.max_length training.validate_every layout.shard layout.vocab layout.sequence
         decoding.batch_sentences decoding.max_length""",
     (0, math.inf): """
         subwords.train_pairs subwords.sampling training.learning_rate training.warmup training.clip training.r_drop
-        training.risk_samples training.risk_weight training.teacher_weight training.validate_bleu
-        training.keep_checkpoints training.patience training.lora_rank training.threads layout.data""",
+        training.teacher_weight training.validate_bleu training.keep_checkpoints training.patience training.lora_rank
+        training.threads layout.data""",
     (0, 1): """
         noise.case noise.swap noise.drop noise.double noise.drop_words model.dropout training.betas
         training.label_smoothing training.ema""",
     (1, 1_001): "decoding.beam",
     (261, math.inf): "subwords.vocab_size",
-    (0.01, math.inf): "training.risk_temperature",
     (0.01, 1000): "training.teacher_temperature",
     (0.01, 1e6): "training.lora_alpha",
     (0, 2**63): "training.seed",
@@ -88,24 +87,18 @@ def test_a_setting_ends_exactly_where_its_range_does(name: str) -> None:
 BELOW, ABOVE, BIT = math.nextafter(1, 0), math.nextafter(1, 2), 2.0**-20
 BPE = {"subwords.kind": "bpe"}
 LORA: dict[str, Any] = {"training.start_from": "run", "training.lora_rank": 4}
-RISK: dict[str, Any] = {"training.start_from": "run", "training.risk_samples": 2}
 TEACHER: dict[str, Any] = {"training.teacher": "run"}
 TOGETHER: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = [
     ({"noise.swap": 0.5, "noise.drop": 0.25}, "noise.double", [0.25 - BIT, 0.25], [0.25 + BIT]),
     ({"noise.drop": 0.5, "noise.double": 0.25}, "noise.swap", [0.25 - BIT, 0.25], [0.25 + BIT]),
     (BPE, "subwords.sampling", [0.0, BELOW], [1.0, ABOVE]),
     ({}, "subwords.sampling", [1.0, ABOVE], []),
-    ({}, "subwords.min_count", [1], [2]),
-    (RISK, "training.risk_weight", [5e-324, BELOW, 1.0], [0.0, ABOVE]),
-    ({"training.start_from": "run"}, "training.risk_samples", [0, 2], [1]),
     (TEACHER, "training.teacher_weight", [0.0, 1.0], [ABOVE]),
     ({"training.best_by": "bleu"}, "training.validate_bleu", [1], [0]),
     ({"training.r_drop": 1.0}, "model.dropout", [5e-324], [0.0]),
     ({"training.r_drop": 1.0}, "layout.vocab", [1], [2]),
     ({"model.preset": "decoder_only"}, "layout.sequence", [1], [2]),
     (LORA, "layout.vocab", [1], [2]),
-    *((RISK, f"layout.{axis}", [1], [2]) for axis in ("shard", "sequence", "vocab")),
-    (RISK, "layout.data", [0, 1, 2], []),
 ]
 """Beside these settings, the numbers that another one may have, and those that it may not."""
 

@@ -15,10 +15,10 @@ from recipes.translation.settings.training import TrainingConfig
 from recipes.translation.training import objective
 from recipes.translation.training.distillation import Teacher
 from recipes.translation.training.objective import CrossEntropyObjective
-from tests.models.examples import BOS, EOS, random_batch, small_transformer
+from tests.models.examples import EOS, random_batch, small_transformer
 
 CHUNK, VOCAB = 9, 41
-SETTINGS = TrainingConfig(chunk_tokens=CHUNK, r_drop=1.0, risk_samples=3, risk_weight=0.5, teacher_weight=0.5)
+SETTINGS = TrainingConfig(chunk_tokens=CHUNK, r_drop=1.0, teacher_weight=0.5)
 
 
 def kinds(kind: type[CrossEntropyObjective]) -> Iterator[type[CrossEntropyObjective]]:
@@ -29,8 +29,6 @@ def kinds(kind: type[CrossEntropyObjective]) -> Iterator[type[CrossEntropyObject
 
 def made(kind: type[CrossEntropyObjective], settings: TrainingConfig) -> CrossEntropyObjective:
     """The objective, with what else it needs."""
-    if kind is objective.MinimumRiskObjective:
-        return objective.MinimumRiskObjective(settings, lambda drawn, _: torch.rand(len(drawn)), (BOS,), 6)
     if kind is objective.DistillationObjective:
         teacher = Teacher(small_transformer(9, VOCAB, d_model=2, heads=2), [torch.device("cpu")])
         return objective.DistillationObjective(settings, teacher)

@@ -18,10 +18,10 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes, save_model
 from recipes.translation.settings.config import load_config
-from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
+from recipes.translation.text.subwords import EOS, Subwords, train_subwords
 from recipes.translation.translating.alignments import align
 from recipes.translation.translating.alternatives import alternatives
-from recipes.translation.translating.demands import phrases_of, word_boundaries
+from recipes.translation.translating.demands import phrases_of
 from recipes.translation.translating.loaded import LoadedTranslator
 from recipes.translation.translating.search_options import Sampling, SearchOptions
 from recipes.translation.translating.translate import translate
@@ -39,9 +39,9 @@ def translator(tmp_path: Path) -> Translator:
     return random_translator(tmp_path)
 
 
-def tagged(folder: Path, kind: str = "unigram") -> Translator:
+def tagged(folder: Path) -> Translator:
     """One with language tags, which translates any other sentence into something."""
-    config = tiny(folder / "run", {"data.language_tags": True, "subwords.kind": kind, "subwords.vocab_size": 360})
+    config = tiny(folder / "run", {"data.language_tags": True, "subwords.vocab_size": 360})
     texts = [side for pair in pairs(200, 1) for side in pair]
     train_subwords(texts, folder / "joint", replace(config.subwords, symbols=("<2de>",)))
     subwords = Subwords.load(folder / "joint.model")
@@ -91,16 +91,6 @@ def test_results_never_replace_those_of_the_runs_own_data(
     assert f"would replace {name}.scores.json, the scores of the run's own data: rename the file" in told
     assert not list((tmp_path / "run").glob("*.scores.json"))
     assert main(["evaluate", *words, str(tmp_path / f"{name}.en")]) == 0
-
-
-def test_phrases_are_demanded_of_a_model_of_whole_words(tmp_path: Path) -> None:
-    model = tagged(tmp_path, "word")
-    pieces = model.target.pieces()
-    assert word_boundaries(model) == [n for n in range(len(pieces)) if n not in (PAD, BOS, EOS)]
-    word = SENTENCES[0].split()[0]
-    options = SearchOptions(constraints=[[word]] * len(SENTENCES))
-    for (found,) in alternatives(model, SENTENCES, replace(model.config.decoding, beam=3), options):
-        assert word in found.text.split()
 
 
 def test_a_line_without_subwords_stays_empty_in_a_model_with_tags(tmp_path: Path) -> None:
