@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
-from safetensors.torch import load_file
 
 from benchmarks.loss.results import hardware
+from recipes.translation.run_folder.checkpoint import load_weights
 from seqpar.testing.markdown_table import markdown_table
 from seqpar.testing.peak_memory import process_peak_bytes
 
@@ -96,7 +96,7 @@ def measure(layout: str, steps: int, precision: str) -> Measured:
         # New processes each time: peak memory never falls within one
         mp.spawn(rank, (world, _free_port(), settings, folder), nprocs=world)
         found = [json.loads(Path(folder, f"{number}.json").read_text()) for number in range(world)]
-        weights = load_file(f"{folder}/run/last/model.safetensors")
+        weights = load_weights(Path(folder, "run", "last"))
     return Measured(found[0]["steps"], max(each["peak"] for each in found), weights)
 
 

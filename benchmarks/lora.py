@@ -97,7 +97,7 @@ def measured(folder: Path, settings: Mapping[str, object]) -> list[str]:
     steps, whole = alone(tuned, folder, dict(settings))
     last = steps[-1]
     seconds = [after.seconds - before.seconds for before, after in itertools.pairwise(steps)]
-    size = sum(file.stat().st_size for file in (folder / "tuned" / "last").iterdir())
+    size = sum(file.stat().st_size for file in (folder / "tuned" / "checkpoints").glob("*/*"))
     return [
         f"{last.trained / 1e6:.1f} M",
         f"{statistics.median(seconds):.1f} s",

@@ -301,7 +301,7 @@ def test_a_path_with_a_nul_is_one_line(argv: list[str], capsys: pytest.CaptureFi
 
 def test_a_model_without_its_manifest_is_said_to_be_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run" / "best").mkdir(parents=True)
-    saved_file(tmp_path / "run", "best", "model.safetensors").write_bytes(b"")
+    (tmp_path / "run" / "best" / "model.safetensors").write_bytes(b"")
     for words in (["translate", SENTENCE], ["evaluate"]):
         said = refusal(capsys, *words, "--run", str(tmp_path / "run"))
         assert "best has no manifest.json: it is damaged, or was not made here" in said

@@ -28,7 +28,7 @@ from recipes.translation.train import train
 from recipes.translation.training import machine
 from recipes.translation.training.progress import read_metrics
 from recipes.translation.training.samples import attention_map, sample_rows
-from tests.recipes.saved import saved_file
+from tests.recipes.saved import model_in
 from tests.recipes.tiny import few_held_out, tiny
 from tests.recipes.training.test_decoder_only import tiny_decoder_only
 from tests.recipes.training.test_lstm import tiny_lstm
@@ -172,7 +172,7 @@ def test_the_best_model_of_a_run_that_kept_no_samples_makes_them_for_the_command
     earlier = tmp_path / "earlier"
     earlier.mkdir()
     shutil.copy(run / "metrics.jsonl", earlier)
-    shutil.copytree(run / "best", earlier / "best")
+    shutil.copytree(model_in(run, "best"), earlier / "best")
     found = with_samples(read_run(earlier), earlier)
     assert found.settings["training.steps"] in (2, 4)  # of the checkpoint
     assert load_facts(run / "best")["step"] == 4
@@ -180,7 +180,7 @@ def test_the_best_model_of_a_run_that_kept_no_samples_makes_them_for_the_command
     assert found.newest == kept.newest
     assert list(found.samples) == [kept.samples[-1]]
     assert "Training kept no translations: its best model, of step 4, made these" in report([found])
-    saved_file(earlier, "best", "config.yaml").write_text("damaged")
+    (earlier / "best" / "config.yaml").write_text("damaged")
     assert "now there can be none" in report([with_samples(read_run(earlier), earlier)])
     assert with_samples(kept, run) is kept
 
