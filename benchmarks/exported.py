@@ -36,7 +36,8 @@ from recipes.translation.run_folder.checkpoint import Translator, load_translato
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
 from recipes.translation.text.subwords import BOS, EOS, PAD
-from recipes.translation.translating.translate import source_ids, translate
+from recipes.translation.translating.sentences import source_ids
+from recipes.translation.translating.translate import translate
 from seqpar.testing.markdown_table import markdown_table
 
 TORCH = "torch"

@@ -66,13 +66,13 @@ def rank(number: int, world: int, port: int, settings: dict[str, Any], answers: 
         def step_done(self, state: Any, **values: Any) -> None:
             times.append(time.perf_counter())
 
-        def validated(self, state: Any, found: object) -> None:
+        def validated(self, *_: object) -> None:
             pass
 
     # Only the steps are of interest: no progress line, no validation, no summary
     training.Progress = Timed
     training.summarize = lambda *_: None
-    training.validate = lambda *_: training.Validation(0, 0.0, 0.0, 0.0, None)
+    training.validate = lambda *_: training.Validation(0, {"loss": 0.0})
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         training.train(load_config(None, settings), fresh=True)
     steps = [after - before for before, after in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)]

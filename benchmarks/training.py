@@ -57,6 +57,7 @@ from benchmarks.seq2seq_peers import (
 from models import attention, beam_search, evaluating, make_transformer
 from models.dropout import Dropout
 from recipes.translation.data.batches import Batch, TokenBatches
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.sentence_pairs import load_pairs
@@ -251,7 +252,7 @@ def loading() -> list[Row]:
             name = "Multi30k"
         config = load_config(multi30k, {"run": f"{folder}/run"})
         report(f"loading {name}")
-        prepare(config)
+        prepare(Corpora(config))
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the figure is for one core
         tokens, seconds = read_epoch(config)
@@ -265,7 +266,7 @@ def loading() -> list[Row]:
 
 def read_epoch(config: RunConfig) -> tuple[int, float]:
     """Return the target tokens of an epoch, and the seconds to cut its text into subwords and make its batches."""
-    source, target = prepare(config)
+    source, target = prepare(Corpora(config))
     text = load_pairs(config.data, "train", config.subwords.lowercase)
     start = time.perf_counter()
     sources = source.encode([pair.source for pair in text])

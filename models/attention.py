@@ -100,7 +100,8 @@ def attend(query_BHQK: Tensor, lookup: KeyValues, mask: Tensor | None, causal: b
         raise ValueError("attention got a mask and causal=True: give the mask alone, combined with subsequent_mask")
     batch, heads, queries, width = query_BHQK.shape
     keys = lookup.keys.size(2)
-    if query_BHQK.device.type != "cpu" or keys > SHORT or not batch:
+    # A graph that is exported is for any number of keys
+    if query_BHQK.device.type != "cpu" or torch.compiler.is_exporting() or keys > SHORT or not batch:
         return F.scaled_dot_product_attention(query_BHQK, lookup.keys, lookup.values, attn_mask=mask, is_causal=causal)
     # Sentences and heads become one batch: softmax(Q K^T / sqrt(d_k)) V is a product, a softmax and a product of each
     query_AQK, keys_ASK, values_ASK = (x.flatten(0, 1) for x in (query_BHQK, lookup.keys, lookup.values))

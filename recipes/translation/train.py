@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,12 +23,9 @@ import seqpar
 from models import EncoderDecoder
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
-from recipes.translation.data.mistakes import check_meant
 from recipes.translation.errors import TrainingError
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals
-from recipes.translation.report.journal import Journal
-from recipes.translation.report.training_record import TrainingRecord
 from recipes.translation.run_folder.checkpoint import (
     WEIGHTS,
     SavedTraining,
@@ -44,16 +41,18 @@ from recipes.translation.run_folder.checkpoint import (
 )
 from recipes.translation.run_folder.jumps import check_jumps
 from recipes.translation.run_folder.lock import sole_writer
-from recipes.translation.run_folder.resume import begin, check_same_data, flat, remove_run
+from recipes.translation.run_folder.resume import begin, check_same_data, check_steps, flat, remove_run
 from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.start import run_subwords, starting_weights
 from recipes.translation.run_folder.teacher import TeacherModel, check_same_teacher, load_teacher
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.training.announcement import announce, size_of
 from recipes.translation.training.best import note_validation, out_of_patience
 from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.frozen import freeze
+from recipes.translation.training.journal import Journal
 from recipes.translation.training.layout import Axes, Layout, axes_of, devices_of
+from recipes.translation.training.length import with_steps
 from recipes.translation.training.lora import adapt, merged
 from recipes.translation.training.machine import return_free_memory
 from recipes.translation.training.optimizer import make_optimizer, update
@@ -63,6 +62,8 @@ from recipes.translation.training.progress import Metrics, Progress
 from recipes.translation.training.schedule import check_rate, learning_rate
 from recipes.translation.training.summary import Summary, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
+from recipes.translation.training.training_record import TrainingRecord
+from recipes.translation.training.utilization import share_of_peak
 from recipes.translation.training.validation import validate
 
 
@@ -72,7 +73,7 @@ def train(config: RunConfig, *, fresh: bool = False, insist: bool = False, ranks
     Every process of a run must call it with the same arguments. On the CPU, a run that was stopped and resumed in the
     same layout equals an uninterrupted one bit for bit; in another layout, up to rounding. `fresh` begins anew, and
     removes an earlier run from the folder as soon as the new one can make its first step. With `insist`, data and a
-    change of steps that look like mistakes are taken as they are (`check_likely`). `ranks` are those of a caller that
+    change of steps that look like mistakes are taken as they are. `ranks` are those of a caller that
     has joined them already.
 
     Raises ConfigError, DataError or CheckpointError for mistakes of the user, TrainingError if the loss, the gradient
@@ -101,19 +102,21 @@ def train_on(
     sizes = model_sizes(config.model)
     ranks.run_on_main(lambda: check_installed(settings.trackers))
     saved = ranks.run_on_main(lambda: begin(config, fresh))
-    ranks.run_on_main(lambda: check_likely(config, saved, insist))
     if settings.threads:
         torch.set_num_threads(settings.threads)
 
-    corpus = load_corpus(config, ranks, partial(run_subwords, fresh=fresh))
+    corpus = load_corpus(config, ranks, partial(run_subwords, fresh=fresh), insist or saved is not None)
     check_positions(config, sizes, corpus)
     ranks.agree({"the training and validation data": corpus.fingerprint})
+    settings = with_steps(settings, corpus.train)
     teacher = ranks.run_on_main(lambda: load_teacher(config, corpus.source, corpus.target))
     state = saved.state if saved else first_state(corpus, teacher)
     check_same_data(corpus, saved, run)
     check_same_teacher(teacher, state, run)
+    ranks.run_on_main(lambda: check_end(config, settings, corpus, saved, insist))
     model = first_model(config, corpus, saved, ranks)
     size = size_of(model)
+    share = share_of_peak(model, corpus, settings.precision, devices, ranks.world)
     layout = Layout(model, config, axes, devices, ranks, teacher.model if teacher else None)
     # After the layout, which replaces the parameters that it splits or shards
     optimizer = make_optimizer(model, settings)
@@ -121,7 +124,7 @@ def train_on(
     if saved:
         layout.fill_moments(optimizer, saved.moments)
         average.fill(saved.averages, run / "last")
-    announce(config, size, corpus, layout, state, teacher)
+    announce(config, settings, size, corpus, layout, state, teacher)
 
     steps = Steps(corpus.train, settings.accumulate, layout.data_rank, layout.data_ranks, layout.device)
     batches = steps.after(state.epoch, state.batch)
@@ -137,7 +140,7 @@ def train_on(
         metrics,
         Journal(config, layout, size, ranks, resumed_at) as journal,
         Saver(run, settings, resumed_at, writes=ranks.is_main, main_says=ranks.main_says) as saver,
-        Progress(state, settings.steps) as progress,
+        Progress(state, settings.steps, share) as progress,
     ):
         record = TrainingRecord(metrics, journal, progress, Outliers(metrics.records()))
         training = Training(config, corpus, optimizer, average, state, ranks, record, saver)
@@ -169,20 +172,23 @@ def train_on(
             training.save_if_due()
         if stopped_by and state.step != saver.saved_step:
             training.save_between()
-    return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus))
+    return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus, settings.steps))
 
 
-def check_likely(config: RunConfig, saved: SavedTraining | None, insist: bool) -> None:
-    """Raise DataError or ConfigError for what is most often a mistake in a new run's data, or a resumed one's steps."""
-    if insist:
-        return
+def check_end(
+    config: RunConfig, settings: TrainingConfig, corpus: Corpus, saved: SavedTraining | None, insist: bool
+) -> None:
+    """Raise ConfigError where a resumed run has no step left, or would jump to another learning rate."""
     if saved is None:
-        check_meant(config)
         return
+    if settings.epochs:
+        check_steps(replace(config, training=settings), saved.state.step)
     before = saved_config(Path(config.run) / "last")
     assert before is not None  # it has been read
-    check_jumps(before, config, saved.state)
-    check_rate(before.training, config.training, saved.state.step, model_sizes(config.model).d_model)
+    if not insist:
+        check_jumps(before, config, saved.state)
+        was = with_steps(before.training, corpus.train)
+        check_rate(was, settings, saved.state.step, model_sizes(config.model).d_model)
 
 
 def first_state(corpus: Corpus, teacher: TeacherModel | None) -> TrainingState:
@@ -250,8 +256,9 @@ class Training:
         ordinary = merged(translator)
         loss_of = self.average.layout.whole_forward(ordinary.model)
         found = validate(ordinary, self.corpus, loss_of, self.state.step, self.ranks.for_steps())
-        if not math.isfinite(found.loss):
-            raise spoiled(self.state.step, f"the validation loss is {found.loss}", self.saver)
+        loss = found["loss"]
+        if loss is None or not math.isfinite(loss):
+            raise spoiled(self.state.step, f"the validation loss is {loss}", self.saver)
         better = note_validation(self.state, found, self.config.training.best_by)
         # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
         self.record.keep(ordinary, found)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PACKAGES = {
     "safetensors": ["safetensors"],
     "ctranslate2": ["ctranslate2"],
-    "onnx": ["onnx", "onnxruntime"],
+    "onnx": ["onnxruntime", "onnxscript"],
     "hf": ["transformers"],
 }
 """What each format needs."""

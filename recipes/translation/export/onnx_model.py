@@ -15,54 +15,42 @@ import copy
 import json
 from pathlib import Path
 
-from models import EncoderDecoder, TransformerConfig
-from models.recurrent import RecurrentEncoderDecoder
 from recipes.translation.errors import ConfigError
-from recipes.translation.export import onnx_recurrent, onnx_transformer
-from recipes.translation.export.architecture import check_encoder
+from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.export.onnx_check import check
-from recipes.translation.export.onnx_interface import Graphs
+from recipes.translation.export.onnx_graphs import Names, save
 from recipes.translation.files.atomic_folder import replaced_folder
-from recipes.translation.run_folder.checkpoint import Translator, model_sizes, save_belongings, subword_names
+from recipes.translation.run_folder.checkpoint import Translator, save_belongings, subword_names
 from recipes.translation.text.subwords import BOS, EOS, PAD, UNK
 
 
 def write(translator: Translator, folder: Path) -> None:
     """Replace `folder` by one with the model in float32, after a check in ONNX Runtime.
 
-    Raises ConfigError for a model with options that the graphs do not know.
+    Raises ConfigError for a model that is no Transformer, or an imported one.
     """
-    check_encoder(translator)
     check_architecture(translator)
     model = copy.deepcopy(translator.model).cpu().float()  # the caller keeps its own
-    graphs = graphs_of(model)
+    names = Names.of(model)
     with replaced_folder(folder) as new:
-        graphs.encoder.save(new)
-        graphs.decoder.save(new)
-        check(new, graphs, model)
+        save(model, names, new)
+        check(new, names, model)
         save_belongings(new, translator)
-        facts = json.dumps(facts_of(translator, graphs), indent=2)
+        facts = json.dumps(facts_of(translator, names), indent=2)
         (new / "onnx.json").write_text(facts + "\n", encoding="utf-8")
 
 
 def check_architecture(translator: Translator) -> None:
-    """Raise ConfigError for a Transformer with the positions or the activation of an imported one."""
-    sizes = model_sizes(translator.config.model)
-    if isinstance(sizes, TransformerConfig) and (sizes.architecture, sizes.activation) != ("vaswani", "relu"):
+    """Raise ConfigError for what is no Transformer, or has the positions or the activation of an imported one."""
+    sizes = transformer_sizes(translator)
+    if (sizes.architecture, sizes.activation) != ("vaswani", "relu"):
         raise ConfigError(
             f"model.preset {translator.config.model.preset} has the architecture {sizes.architecture} with activation "
             f"{sizes.activation}; as ONNX only vaswani with relu is exported"
         )
 
 
-def graphs_of(model: EncoderDecoder) -> Graphs:
-    """Return a float32 model as graphs."""
-    if isinstance(model, RecurrentEncoderDecoder):
-        return onnx_recurrent.graphs_of(model)
-    return onnx_transformer.graphs_of(model)
-
-
-def facts_of(translator: Translator, graphs: Graphs) -> dict[str, object]:
+def facts_of(translator: Translator, names: Names) -> dict[str, object]:
     """Return what a program that drives the graphs must know."""
     source, target = subword_names(translator.config)
     facts: dict[str, object] = {
@@ -74,7 +62,4 @@ def facts_of(translator: Translator, graphs: Graphs) -> dict[str, object]:
         "target_subwords": f"{target}.model",
         "max_length": translator.config.decoding.max_length,
     }
-    for graph in (graphs.encoder, graphs.decoder):
-        inputs = [value.name for value in graph.inputs]
-        facts[graph.name] = {"inputs": inputs, "outputs": [value.name for value in graph.outputs]}
-    return {**facts, "state": graphs.state}
+    return {**facts, "encoder": names.encoder, "decoder": names.decoder, "state": names.state}

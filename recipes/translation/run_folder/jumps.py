@@ -30,7 +30,7 @@ def jumps(before: RunConfig, now: RunConfig, state: TrainingState) -> Iterator[s
             f"training.validate_every was {was.validate_every:,} and is {will_be.validate_every:,}: training.patience "
             f"{will_be.patience} counts validations, and would end the run after another number of steps"
         )
-    asked = [(each.patience, each.steps) for each in (was, will_be)]
+    asked = [(each.patience, each.steps, each.epochs) for each in (was, will_be)]
     if asked[0] != asked[1] and 0 < will_be.patience <= state.stale:
         yield (
             f"training.patience is {will_be.patience}, and the last {state.stale} validations were not better than "

@@ -6,18 +6,31 @@ Shapes: N candidates, G n-grams that occur in any of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.metrics.helpers import extract_all_char_ngrams, extract_all_word_ngrams
 
-from recipes.translation.scores.statistics import Array, chrf_of_sums, sentence_bleu_of_sums
+from recipes.translation.scores.statistics import Array, scores_of_sums
+from recipes.translation.settings.config import DataConfig
+from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
 
 Utility = Literal["chrf", "bleu"]
 """What likeness is measured by: chrF2, or sentence-BLEU as sacreBLEU computes it."""
 CHARACTER_ORDERS = 6
+
+
+def chosen_by_mbr(texts: Sequence[Sequence[str]], utility: Utility, data: DataConfig) -> list[str]:
+    """Return of each sentence's translations the one with the largest mean utility, by the tokeniser of the settings.
+
+    Raises ConfigError for a tokeniser that is not installed.
+    """
+    tokenize = tokenizer_for(data.tokenize, data.target, [row[0] for row in texts])
+    check_tokenizer(tokenize)
+    return [row[best_by_mbr(row, utility, tokenize)] for row in texts]
 
 
 def best_by_mbr(candidates: Sequence[str], utility: Utility, tokenize: str = "13a") -> int:
@@ -60,7 +73,7 @@ def pairwise_chrf(texts: Sequence[str]) -> Array:
         counts_NG = _counts([found[order] for found in ngrams])
         matches_NN = _matches(counts_NG)
         columns += [*_totals(counts_NG), matches_NN]
-    return _of_pairs(columns, chrf_of_sums)
+    return _of_pairs(columns, CHRF())
 
 
 def pairwise_bleu(texts: Sequence[str]) -> Array:
@@ -73,7 +86,7 @@ def pairwise_bleu(texts: Sequence[str]) -> Array:
     length_NN, reference_NN = _totals(counts[0])
     matches = [_matches(counts_NG) for counts_NG in counts]
     totals = [_totals(counts_NG)[0] for counts_NG in counts]
-    return _of_pairs([length_NN, reference_NN, *matches, *totals], sentence_bleu_of_sums)
+    return _of_pairs([length_NN, reference_NN, *matches, *totals], BLEU(effective_order=True))
 
 
 def _counts(ngrams: Sequence[Counter[object]]) -> Array:
@@ -97,8 +110,8 @@ def _totals(counts_NG: Array) -> tuple[Array, Array]:
     return np.broadcast_to(total_N[:, None], square), np.broadcast_to(total_N, square)
 
 
-def _of_pairs(columns: Sequence[Array], of_sums: Callable[[Array], Array]) -> Array:
+def _of_pairs(columns: Sequence[Array], metric: Any) -> Array:
     """Apply a metric to the statistics of all pairs: columns of (N, N) -> (N, N)."""
     statistics_NNK = np.stack(columns, axis=-1)
-    scores: Array = of_sums(statistics_NNK.reshape(-1, len(columns))).reshape(statistics_NNK.shape[:2])
-    return scores
+    scores = scores_of_sums(metric, statistics_NNK.reshape(-1, len(columns)))
+    return scores.reshape(statistics_NNK.shape[:2])

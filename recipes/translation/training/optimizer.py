@@ -9,8 +9,17 @@ from recipes.translation.settings.config import TrainingConfig
 
 
 def make_optimizer(model: nn.Module, settings: TrainingConfig) -> torch.optim.Optimizer:
-    """Return Adam for the parameters of a model, which its layout has split or sharded already."""
-    return torch.optim.Adam(model.parameters(), betas=settings.betas, eps=1e-9, fused=True)
+    """Return AdamW for the parameters of a model, which its layout has split or sharded already.
+
+    Weight decay is decoupled from the gradient (Loshchilov and Hutter 2019, algorithm 2), and without it this is Adam
+    bit for bit. Norms and biases have none: what they scale and shift would be drawn to 0.
+    """
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [each for each in parameters if each.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [each for each in parameters if each.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.adam_eps, fused=True)
 
 
 def update(optimizer: torch.optim.Optimizer, rate: float) -> None:

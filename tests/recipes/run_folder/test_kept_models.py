@@ -13,8 +13,8 @@ from recipes.translation.files import atomic_folder, writing
 from recipes.translation.files.atomic_folder import MANIFEST, sha256
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.run_folder.numbered import kept_models
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from tests.recipes.conftest import KilledError
 from tests.recipes.run_folder.made import MADE, contents, refused
 from tests.recipes.saved import keep_model, model_in, saved_file

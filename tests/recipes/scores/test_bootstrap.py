@@ -18,18 +18,14 @@ from recipes.translation.scores.bootstrap import interval, intervals, resampled_
 from recipes.translation.scores.scores import measure
 from recipes.translation.scores.statistics import (
     Array,
-    bleu_of_sums,
-    chrf_of_sums,
     mean_of,
     measure_bleu,
     measure_chrf,
     measure_multi_bleu_lowercase,
     measure_ter,
-    ter_of_sums,
 )
 from tests.recipes.scores.examples import damaged, references
 
-COUNT = st.integers(0, 4)
 REFERENCES = references(40)
 HYPOTHESES = damaged(REFERENCES, 0.3, seed=1)
 METRICS: dict[str, tuple[Any, Any]] = {
@@ -37,30 +33,6 @@ METRICS: dict[str, tuple[Any, Any]] = {
     "chrf": (CHRF(), measure_chrf(HYPOTHESES, REFERENCES)),
     "ter": (TER(), measure_ter(HYPOTHESES, REFERENCES)),
 }
-
-
-@given(st.lists(st.tuples(COUNT, COUNT), min_size=4, max_size=4), COUNT, st.booleans())
-def test_bleu_of_sums_is_sacrebleus(orders: list[tuple[int, int]], reference: int, smooth: bool) -> None:
-    matches = [min(pair) for pair in orders]
-    total = [max(pair) for pair in orders]
-    length = total[0]  # a word is an n-gram of order 1
-    method = "exp" if smooth else "none"
-    expected = BLEU.compute_bleu(matches[:], total[:], length, reference, smooth_method=method).score
-    found = bleu_of_sums(np.array([[length, reference, *matches, *total]], dtype=float), smooth)
-    assert found[0] == pytest.approx(expected, rel=1e-12, abs=1e-300)
-
-
-@given(st.lists(st.tuples(COUNT, COUNT, COUNT), min_size=6, max_size=6))
-def test_chrf_of_sums_is_sacrebleus(orders: list[tuple[int, int, int]]) -> None:
-    sums = [n for hypothesis, reference, match in orders for n in (hypothesis, reference, min(match, hypothesis))]
-    expected = CHRF()._compute_score_from_stats(sums).score
-    assert chrf_of_sums(np.array([sums], dtype=float))[0] == pytest.approx(expected, rel=1e-12)
-
-
-@given(st.integers(0, 3), st.integers(0, 3))
-def test_ter_of_sums_is_sacrebleus(edits: int, words: int) -> None:
-    expected = TER()._compute_score_from_stats([edits, words]).score
-    assert ter_of_sums(np.array([[edits, words]], dtype=float))[0] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", METRICS)

@@ -19,8 +19,8 @@ from recipes.translation.run_folder.checkpoint import (
     tensors_of,
 )
 from recipes.translation.run_folder.numbered import kept_models
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import seqpar
-from recipes.translation.report.journal import Journal
 from recipes.translation.run_folder.checkpoint import TrainingState, Translator
+from recipes.translation.training.journal import Journal
 from recipes.translation.training.outliers import Outliers
 from recipes.translation.training.progress import Metrics, Progress
 from recipes.translation.training.validation import Validation
