@@ -24,7 +24,6 @@ from models import EncoderDecoder
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.errors import TrainingError
-from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals
 from recipes.translation.run_folder.checkpoint import (
@@ -38,13 +37,12 @@ from recipes.translation.run_folder.checkpoint import (
     fill_model,
     model_sizes,
     model_to_fill,
-    save_model,
-    save_training,
     saved_config,
 )
-from recipes.translation.run_folder.kept_models import keep_model
+from recipes.translation.run_folder.jumps import check_jumps
 from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.run_folder.resume import begin, check_same_data, check_steps, flat, remove_run
+from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.start import run_subwords, starting_weights
 from recipes.translation.run_folder.teacher import TeacherModel, check_same_teacher, load_teacher
 from recipes.translation.settings.config import RunConfig, TrainingConfig
@@ -66,7 +64,7 @@ from recipes.translation.training.summary import Summary, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
 from recipes.translation.training.training_record import TrainingRecord
 from recipes.translation.training.utilization import share_of_peak
-from recipes.translation.training.validation import Validation, validate
+from recipes.translation.training.validation import validate
 
 
 def train(config: RunConfig, *, fresh: bool = False, insist: bool = False, ranks: Ranks | None = None) -> Summary:
@@ -141,10 +139,11 @@ def train_on(
         StopSignals(ranks.world > 1) as stop,
         metrics,
         Journal(config, layout, size, ranks, resumed_at) as journal,
+        Saver(run, settings, resumed_at, writes=ranks.is_main, main_says=ranks.main_says) as saver,
         Progress(state, settings.steps, share) as progress,
     ):
         record = TrainingRecord(metrics, journal, progress, Outliers(metrics.records()))
-        training = Training(config, corpus, optimizer, average, state, ranks, record)
+        training = Training(config, corpus, optimizer, average, state, ranks, record, saver)
         while state.step < settings.steps and not out_of_patience(state, settings):
             if stopped_by := ranks.stopped_by(stop.signal):
                 break
@@ -162,7 +161,7 @@ def train_on(
             )
             norm = layout.clip(settings.clip)
             state.step += 1
-            check_finite(state.step, float(loss.mean), norm, run)
+            check_finite(state.step, float(loss.mean), norm, saver)
             rate = learning_rate(settings, state.step, sizes.d_model)
             update(optimizer, rate)
             average.update(state.step)
@@ -170,8 +169,9 @@ def train_on(
             record.step_done(state, loss, rate, norm)
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
                 training.validate_and_save()
-        if stopped_by:
-            training.save({"step": state.step}, *training.good_state())
+            training.save_if_due()
+        if stopped_by and state.step != saver.saved_step:
+            training.save_between()
     return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus, settings.steps))
 
 
@@ -186,6 +186,7 @@ def check_end(
     before = saved_config(Path(config.run) / "last")
     assert before is not None  # it has been read
     if not insist:
+        check_jumps(before, config, saved.state)
         was = with_steps(before.training, corpus.train)
         check_rate(was, settings, saved.state.step, model_sizes(config.model).d_model)
 
@@ -247,34 +248,35 @@ class Training:
     state: TrainingState
     ranks: Ranks
     record: TrainingRecord
-
-    @property
-    def run(self) -> Path:
-        """Return the run's folder."""
-        return Path(self.config.run)
+    saver: Saver
 
     def validate_and_save(self) -> None:
-        """Validate; write `best` if it is, the kept model, and `last`. Every rank calls this."""
+        """Validate, and begin to save the model and the state. Every rank calls this."""
         translator, moments = self.good_state()
         ordinary = merged(translator)
         loss_of = self.average.layout.whole_forward(ordinary.model)
         found = validate(ordinary, self.corpus, loss_of, self.state.step, self.ranks.for_steps())
         loss = found["loss"]
         if loss is None or not math.isfinite(loss):
-            raise spoiled(self.state.step, f"the validation loss is {loss}", self.run)
+            raise spoiled(self.state.step, f"the validation loss is {loss}", self.saver)
         better = note_validation(self.state, found, self.config.training.best_by)
-        if self.ranks.is_main:
-            save_models(self.run, ordinary, found, better)
         # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
         self.record.keep(ordinary, found)
-        self.save(found.as_dict(), translator, moments)
+        self.saver.save(translator, found.as_dict(), moments, self.state, validated=True, better=better)
         self.record.validated(self.state, found)
         return_free_memory()
 
-    def save(self, facts: dict[str, object], translator: Translator, moments: dict[str, Tensor]) -> None:
-        """Write, on rank 0 alone, the checkpoint from which the run can be resumed."""
-        if self.ranks.is_main:
-            save_training(self.run / "last", translator, facts, moments, self.state)
+    def save_if_due(self) -> None:
+        """Begin to save the state by `training.save_every`; raise the error of a save before. Every rank calls this."""
+        self.saver.check()
+        if self.saver.is_due(self.state.step):
+            self.save_between()
+
+    def save_between(self) -> None:
+        """Begin to save the state without a validation. Every rank calls this."""
+        translator, moments = self.good_state()
+        self.record.flush()
+        self.saver.save(translator, {"step": self.state.step}, moments, self.state)
 
     def good_state(self) -> tuple[Translator, dict[str, Tensor]]:
         """Return the whole weights, on every rank, and the whole moments, on rank 0 alone (elsewhere none).
@@ -285,23 +287,15 @@ class Training:
         """
         translator = whole_translator(self.config, self.corpus, self.average)
         if not all(bool(tensor.isfinite().all()) for tensor in translator.model.state_dict().values()):
-            raise spoiled(self.state.step, "the weights are no longer finite", self.run)
+            raise spoiled(self.state.step, "the weights are no longer finite", self.saver)
         moments = {}
         # Every rank sees the same whole tensors, so that all of them raise at the same moment, or none
         for name, moment in chain(self.average.layout.moments(self.optimizer), self.average.whole_weights()):
             if not moment.isfinite().all():
-                raise spoiled(self.state.step, "the optimizer's moments are no longer finite", self.run)
+                raise spoiled(self.state.step, "the optimizer's moments are no longer finite", self.saver)
             if self.ranks.is_main:
-                moments[name] = moment.cpu()
+                moments[name] = moment.to("cpu", copy=True)  # which the next step leaves as it is
         return translator, moments
-
-
-def save_models(run: Path, translator: Translator, found: Validation, better: bool) -> None:
-    """Write a validated model to `best` if none was better so far, and add it to the models kept for averaging."""
-    if better:
-        save_model(run / "best", translator, found.as_dict())
-    if most := translator.config.training.keep_checkpoints:
-        keep_model(run, translator, found.as_dict(), found.step, most)
 
 
 @torch.no_grad()
@@ -317,20 +311,20 @@ def whole_translator(config: RunConfig, corpus: Corpus, average: WeightAverage) 
     return Translator(config, model, corpus.source, corpus.target)
 
 
-def check_finite(step: int, loss: float, norm: float, run: Path) -> None:
+def check_finite(step: int, loss: float, norm: float, saver: Saver) -> None:
     """Raise TrainingError for a loss or gradient norm that is not finite, before the optimizer's step."""
     if not math.isfinite(loss):
-        raise spoiled(step, f"the loss is {loss}", run)
+        raise spoiled(step, f"the loss is {loss}", saver)
     if not math.isfinite(norm):
-        raise spoiled(step, f"the loss is {loss:.3f} but its gradient is {norm}", run)
+        raise spoiled(step, f"the loss is {loss:.3f} but its gradient is {norm}", saver)
 
 
-def spoiled(step: int, what: str, run: Path) -> TrainingError:
+def spoiled(step: int, what: str, saver: Saver) -> TrainingError:
     """Return the error for numbers that are nan or infinite, with advice."""
     message = (
         f"step {step}: {what}: try a smaller training.learning_rate, a longer training.warmup, training.clip 1, "
         "or training.precision float32"
     )
-    if whole_folder(run / "last"):
-        message += f"; {run / 'last'} has the last good state"
+    if last := saver.last():
+        message += f"; {last} has the last good state"
     return TrainingError(message)

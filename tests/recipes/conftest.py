@@ -37,7 +37,7 @@ def killed_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[]
 
         return call
 
-    for name in ("fsync", "unlink", "rmdir", "rename", "replace"):
+    for name in ("write", "fsync", "unlink", "rmdir", "rename", "replace"):
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
     for name in ("mkdir", "rename", "write_text", "unlink", "rmdir", "chmod"):
         monkeypatch.setattr(Path, name, counted(getattr(Path, name)))

@@ -32,6 +32,7 @@ from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
 from tests.recipes.random_translator import random_translator
 from tests.recipes.run_folder.made import contents
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny
 
 SENTENCES = [pair.source for pair in builtin_pairs(23, 4)]
@@ -352,7 +353,7 @@ def test_several_processes_share_the_sentences_and_write_them_in_order(run: Path
     changes = {"model.d_model": 16, "model.d_ff": 16, "model.heads": 2, "training.steps": 1, "training.devices": "auto"}
     given = {**STUDENT, **changes, "training.teacher": str(run)}
     for name, world in (("one", 1), ("two", 2)):
-        config = load_config(run / "best" / "config.yaml", {**given, "run": str(tmp_path / name)})
+        config = load_config(saved_file(run, "best", "config.yaml"), {**given, "run": str(tmp_path / name)})
         assert ranks(world, told, config) == [1] * world
     one, two = (read_lines(tmp_path / name / "translations" / "1.target.txt") for name in ("one", "two"))
     assert one == two

@@ -92,8 +92,9 @@ def test_every_command_of_the_page_works_in_its_order(
     files, of_model = re.findall(r"^\| path \| .*?(?=\n\n)|^\| file \| .*?(?=\n\n)", PAGE, re.MULTILINE | re.DOTALL)
     for name in re.findall(r"`([\w.]+\.(?:jsonl|txt|json))`|`(\w+)/`", files):
         assert (folder / "runs" / "larger" / "".join(name)).exists(), name
-    last = {path.name for path in (folder / "runs" / "larger" / "last").iterdir()}
-    assert last <= set(re.findall(r"`([\w.]+)`", of_model))
+    saved = {path.name for path in (folder / "runs" / "larger" / "checkpoints").glob("*/*")}
+    assert saved <= set(re.findall(r"`([\w.]+)`", of_model))
+    assert {"model.safetensors", "training.safetensors"} <= saved
 
 
 def test_the_page_shows_every_stage() -> None:

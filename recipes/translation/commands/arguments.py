@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, whole_folder
+from recipes.translation.files.pointers import through_pointer
 from recipes.translation.run_folder.outputs import check_run
 from recipes.translation.settings.config import SCHEMA, DecodingConfig, RunConfig, load_config, moved_to
 from recipes.translation.settings.options import ALSO, METAVARS, OneLineParser, overrides
@@ -120,7 +121,7 @@ def run_config(options: argparse.Namespace) -> RunConfig:
     A run without a checkpoint to resume from is begun anew: where no data is given, with its own settings, too.
     """
     given: dict[str, object] = {**overrides(options)}
-    path = options.config
+    path = config_file(options)
     if path is None:
         run = str(given.get("run", RunConfig().run))
         if begun := whole_folder(Path(run) / "last"):
@@ -128,6 +129,13 @@ def run_config(options: argparse.Namespace) -> RunConfig:
         if any((Path(run) / name).exists() for name in ("resources.jsonl", "subwords")):
             given = {**unsaved_settings(Path(run), given), **given, "run": run}
     return with_folder(load_config(path, given))
+
+
+def config_file(options: argparse.Namespace) -> Path | None:
+    """Return the file that --config names, which may be in a run's `best`."""
+    if options.config is None:
+        return None
+    return through_pointer(Path(options.config))
 
 
 def unsaved_settings(run: Path, given: Mapping[str, object]) -> Mapping[str, object]:

@@ -12,6 +12,7 @@ from recipes.translation.commands.arguments import (
     PROGRAM,
     add_config_file,
     add_processes,
+    config_file,
     parser_of,
     path,
     run_config,
@@ -109,7 +110,7 @@ def student_config(options: argparse.Namespace, resumed: bool) -> RunConfig:
     if resumed:
         return run_config(options)
     given: dict[str, object] = {**overrides(options)}
-    file = options.config
+    file = config_file(options)
     if file is None and (teacher := given.get("training.teacher")):
         file = teacher_folder(str(teacher)) / "config.yaml"
         given = {**STUDENT, **given}

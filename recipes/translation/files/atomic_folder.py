@@ -3,6 +3,8 @@
 The files are written to a temporary folder next to the target, flushed to the disk, listed with their SHA-256 in
 `manifest.json`, and only then renamed to the target. A process that is killed at any moment leaves the old folder or
 the new one. Files that the manifest does not list belong to someone else, and are never deleted.
+
+A folder can also be named by a pointer (see `pointers`): whatever reads it accepts either.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from recipes.translation.errors import CheckpointError
+from recipes.translation.files.pointers import pointed_at
 from recipes.translation.files.writing import beside, by_name, claimed, flush, put
 
 MANIFEST = "manifest.json"
@@ -27,11 +30,12 @@ Found = TypeVar("Found")
 
 
 @contextmanager
-def replaced_folder(target: Path) -> Iterator[Path]:
+def replaced_folder(target: Path, digests: Mapping[str, str] | None = None) -> Iterator[Path]:
     """Yield an empty folder to write files to, which replaces `target` at the end of the block.
 
     If the block raises, `target` does not change. Other people's files in `target` are moved to the new folder. Of two
-    processes at once one waits for the other, and the later one's folder stays.
+    processes at once one waits for the other, and the later one's folder stays. To `digests` the block can add the
+    SHA-256 of files that it has computed while writing them, by name; the others are read again.
 
     Raises CheckpointError if `target` was not made by this function, or cannot be written.
     """
@@ -44,7 +48,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         with claimed(new, folder=True):
             yield new
             # Listed before it is renamed: a folder with a manifest is complete
-            _write_manifest(new)
+            _write_manifest(new, digests or {})
             for path in [*new.iterdir(), new]:
                 flush(path)
             # A folder cannot be renamed to one that is not empty. Between the two renames below there is no `target`;
@@ -64,11 +68,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 def check_replaceable(target: Path) -> None:
     """Raise CheckpointError unless `target` is missing, an empty folder, or one made by `replaced_folder`."""
     for folder in (target, beside(target, "new"), beside(target, "previous")):
-        if folder.is_symlink():
-            raise CheckpointError(
-                f"{folder} is a symbolic link, which cannot be replaced as a whole: put the folder itself there, or "
-                "link the folder it is in"
-            )
+        check_itself(folder)
     if not target.exists():
         return
     if not target.is_dir():
@@ -77,11 +77,22 @@ def check_replaceable(target: Path) -> None:
         listed_files(target)
 
 
+def check_itself(path: Path) -> None:
+    """Raise CheckpointError for a symbolic link where a folder or a pointer is replaced."""
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link, which cannot be replaced as a whole: put the folder itself there, or "
+            "link the folder it is in"
+        )
+
+
 def whole_folder(target: Path) -> Path | None:
-    """Return the folder with the last complete contents of `target`; None if there is none."""
+    """Return the folder with the last complete contents of `target`, or at which it points; None if there is none."""
     folder = target
-    if not target.exists():  # a process was killed between the two renames of `replaced_folder`
-        folder = beside(target, "previous")
+    with suppress(CheckpointError):
+        folder = pointed_at(target) or target
+    if not folder.exists():  # a process was killed between the two renames of `replaced_folder`
+        folder = beside(folder, "previous")
     if not (folder / MANIFEST).is_file():
         return None
     return folder
@@ -95,17 +106,26 @@ def model_folder(named: str | Path, model: str = "best") -> Path:
     return folder
 
 
-def verified_folder(target: Path) -> Path:
-    """Return `whole_folder(target)` after a check of every file's hash; raise CheckpointError if any is damaged."""
+def verified_folder(target: Path, names: Collection[str] | None = None) -> Path:
+    """Return `whole_folder(target)` after a check of its files' hashes; raise CheckpointError if any is damaged.
+
+    With `names`, those files alone are checked that are there.
+    """
     folder = whole_folder(target)
-    if folder is None and not target.exists():
-        raise CheckpointError(f"there is no checkpoint at {target}")
-    folder = folder or target
-    for name, digest in listed_files(folder).items():
+    if folder is None:
+        if named := pointed_at(target):
+            raise CheckpointError(f"{target} names {named}, which is missing or incomplete: restore it from a copy")
+        if not target.exists():
+            raise CheckpointError(f"there is no checkpoint at {target}")
+        folder = target
+    listed = listed_files(folder)
+    for name in listed if names is None else names:
         path = folder / name
+        if name not in listed and not path.exists():
+            continue
         if not path.is_file():
             raise CheckpointError(f"{folder} is damaged: {name} is missing; restore the folder from a copy")
-        if sha256(path) != digest:
+        if listed.get(name) != sha256(path):
             raise CheckpointError(
                 f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; restore the folder from a copy"
             )
@@ -150,6 +170,18 @@ def remove_folder(target: Path) -> None:
     if target.exists():
         target.rename(gone)
         shutil.rmtree(gone)
+
+
+def set_aside(target: Path) -> None:
+    """Move a folder away from where a pointer is to be; `whole_folder` finds it until the pointer is there."""
+    if target.is_dir():
+        _remove_own(beside(target, "previous"))
+        target.rename(beside(target, "previous"))
+
+
+def drop_set_aside(target: Path) -> None:
+    """Remove the folder that `set_aside` has moved away."""
+    _remove_own(beside(target, "previous"))
 
 
 def sha256(path: Path) -> str:
@@ -203,9 +235,11 @@ def _remove_own(folder: Path) -> None:
         folder.rmdir()
 
 
-def _write_manifest(folder: Path) -> None:
+def _write_manifest(folder: Path, known: Mapping[str, str]) -> None:
     paths = sorted(folder.iterdir())
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": known.get(path.name) or sha256(path)} for path in paths
+    }
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
     usual = manifest.stat().st_mode  # by the umask; some libraries make files that only their owner can read

@@ -110,6 +110,10 @@ class Ranks:
 
         self.run_on_all(check)
 
+    def main_says(self, value: bool) -> bool:
+        """Return, on every rank, what rank 0 says; all ranks ask between the same steps."""
+        return bool(gather_numbers([value], self.step_group)[0][0])
+
     def stopped_by(self, noted: signal.Signals | None) -> signal.Signals | None:
         """Return the signal that any rank has noted, so that all ranks stop after the same step."""
         number = max(row[0] for row in gather_numbers([noted or 0], self.step_group))

@@ -24,7 +24,7 @@ from recipes.translation.run_folder.checkpoint import (
     saved_config,
     subword_names,
 )
-from recipes.translation.run_folder.kept_models import kept_in, kept_models
+from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.run_folder.resume import MAY_CHANGE, flat, without_paths
 from recipes.translation.run_folder.start import sizes_and_subwords
@@ -90,11 +90,11 @@ def average_of_runs(run: Path, models: Sequence[str]) -> Averaged:
 def check_enough(kept: Sequence[Path], last: int | None, best: int | None, run: Path) -> None:
     """Raise CheckpointError if no model is kept, or fewer than are to be averaged."""
     if not kept:
-        raise CheckpointError(f"there are no models in {kept_in(run)}: train with --training.keep_checkpoints 10")
+        raise CheckpointError(f"{run} keeps no models: train with --training.keep_checkpoints 10")
     for option, count in (("--last", last), ("--best", best)):
         if count is not None and count > len(kept):
             raise CheckpointError(
-                f"{option} asks for {count} models, but {kept_in(run)} has {len(kept)}: ask for fewer, or train with "
+                f"{option} asks for {count} models, but {run} keeps {len(kept)}: ask for fewer, or train with "
                 f"--training.keep_checkpoints {count}"
             )
 

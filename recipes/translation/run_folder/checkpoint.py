@@ -1,19 +1,26 @@
-"""Checkpoints: models that can be used on their own, and the state from which training resumes.
+"""Checkpoints: models that can be used on their own, and the states from which training resumes.
 
-`<run>/best`, `<run>/last` and `<run>/averaged` are folders that are replaced as a whole (see `atomic_folder`):
+A model's folder, such as `<run>/averaged` or `<run>/checkpoints/step-00000200`:
 
-    config.yaml              every setting, resolved
-    joint.model              the subwords, or source.model and target.model
-    model.safetensors        the weights; a tied one is stored once. With training.lora_rank `last` has LoRA's matrices
-                             beside the weights, and they are added up when it is read, except to train on
-    model.json               the step, its validation, and the SHA-256 of settings, subwords and weights
-    training.safetensors     last only: the optimizer's moments; with training.ema also the weights, of which
-                             model.safetensors has the average
-    training.json            last only: the training state, and the SHA-256 of weights and moments
+    config.yaml          every setting, resolved
+    joint.model          the subwords, or source.model and target.model
+    model.safetensors    the weights; a tied one is stored once. With training.lora_rank LoRA's matrices are beside the
+                         weights, and are added up when the model is read, except to train on
+    model.json           the step, its validation, and the SHA-256 of the three above
 
-Weights and moments are whole, whatever the layout that trained them. The hashes in the two JSON files are taken from
-memory, so that files of two runs, or of two steps of one run, are refused. Tensors are safetensors, the rest is JSON,
-YAML and sentencepiece's own format: reading a checkpoint never runs code from it.
+The folder of the state that belongs to it, `<run>/checkpoints/state-00000200`:
+
+    training.safetensors the optimizer's moments; with training.ema also the weights, of which model.safetensors has the
+                         average
+    training.json        the progress, and the SHA-256 of weights and moments
+
+Weights and moments are whole, whatever the layout that trained them. A file's SHA-256 is taken once, while it is
+written, and stands in the manifest of its folder (see `atomic_folder`), which proves that the bytes are those, and in
+one of the two JSON files, which proves that they belong together: files of two runs, or of two steps of one run, are
+refused. When the folder is read each file is hashed once, and the result compared with both. Tensors are safetensors,
+the rest is JSON, YAML and sentencepiece's own format: reading a checkpoint never runs code from it.
+
+Earlier versions had a state's files in the folder of its model, `<run>/last`, and hashes of tensors in the JSON files.
 """
 
 from __future__ import annotations
@@ -21,16 +28,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from models import (
@@ -46,8 +49,16 @@ from models.lora import has_lora, merged_tensors
 from models.presets import Sizes
 from models.undrawn import undrawn
 from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.files.atomic_folder import replaced_folder, sha256, undisturbed, verified_folder, whole_folder
+from recipes.translation.files.atomic_folder import (
+    listed_files,
+    replaced_folder,
+    sha256,
+    undisturbed,
+    verified_folder,
+    whole_folder,
+)
 from recipes.translation.files.json_fields import Check, WrongFieldError
+from recipes.translation.files.tensors import MIXED, read_tensors, write_tensors
 from recipes.translation.run_folder.fields import FACTS, STATE
 from recipes.translation.settings.config import ModelConfig, RunConfig, load_config, save_config
 from recipes.translation.text.subwords import PAD, Subwords
@@ -163,22 +174,32 @@ WEIGHTS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.flo
 
 def save_model(folder: Path, translator: Translator, facts: Mapping[str, object]) -> None:
     """Replace `folder` by one with everything that translation needs."""
-    with replaced_folder(folder) as new:
-        _write_model(new, translator, facts)
+    write_model(folder, translator, tensors_of(translator.model), facts)
 
 
-def save_training(
-    folder: Path,
-    translator: Translator,
-    facts: Mapping[str, object],
-    moments: Mapping[str, Tensor],
-    state: TrainingState,
-) -> None:
-    """Replace `folder` by one with the model and everything else that training needs to resume."""
-    with replaced_folder(folder) as new:
-        of = {"weights": _write_model(new, translator, facts), "moments": fingerprint(moments)}
-        _write_tensors(new / "training.safetensors", moments)
-        _write_json(new / "training.json", {**asdict(state), "of": of})
+def write_model(
+    folder: Path, translator: Translator, weights: Mapping[str, Tensor], facts: Mapping[str, object]
+) -> str:
+    """Replace `folder` by one with these weights in place of the translator's own; return their SHA-256."""
+    of: dict[str, str] = {}
+    with replaced_folder(folder, of) as new:
+        save_belongings(new, translator)
+        of.update({path.name: sha256(path) for path in new.iterdir()})
+        of[WEIGHTS_FILE] = write_tensors(new / WEIGHTS_FILE, weights)
+        _write_json(new / "model.json", {**facts, "of": of})
+    return of[WEIGHTS_FILE]
+
+
+def write_state(folder: Path, weights: str, moments: Mapping[str, Tensor], state: TrainingState) -> None:
+    """Replace `folder` by one with what training needs, besides the weights with this SHA-256, to resume."""
+    of: dict[str, str] = {}
+    with replaced_folder(folder, of) as new:
+        of[MOMENTS_FILE] = write_tensors(new / MOMENTS_FILE, moments)
+        _write_json(new / "training.json", {**asdict(state), "of": {WEIGHTS_FILE: weights, **of}})
+
+
+WEIGHTS_FILE = "model.safetensors"
+MOMENTS_FILE = "training.safetensors"
 
 
 @dataclass(frozen=True)
@@ -192,17 +213,35 @@ class SavedTraining:
     """The moving averages of the weights, with `training.ema`."""
 
 
+def state_of(model: Path) -> Path:
+    """Return the folder of the state that belongs to a model's."""
+    if (model / "training.json").exists():  # of an earlier version
+        return model
+    return model.with_name(model.name.replace("step-", "state-"))
+
+
 def load_training(folder: Path) -> SavedTraining:
-    """Read and verify a checkpoint that `save_training` wrote."""
+    """Read and verify a model and the state that belongs to it."""
     whole = verified_folder(folder)
-    record = _read_json(whole / "training.json")
-    weights, _ = _read_weights(whole)
-    moments = _read_tensors(whole / "training.safetensors")
-    if record.pop("of", None) != {"weights": fingerprint(weights), "moments": fingerprint(moments)}:
+    weights, digest = _read_weights(whole)
+    there = state_of(whole)
+    if not there.exists():
         raise CheckpointError(
-            f"{whole / 'training.json'} belongs to other weights or moments than those beside it; {MIXED}"
+            f"{there}, the state that belongs to {folder}, is missing: restore it from a copy, choose another --run, "
+            "or start over with --fresh"
         )
-    state = _as_state(record, whole / "training.json")
+    if there != whole:
+        verified_folder(there)
+    record = _read_json(there / "training.json")
+    moments = read_tensors(there / MOMENTS_FILE)
+    of = {WEIGHTS_FILE: digest, MOMENTS_FILE: listed_files(there).get(MOMENTS_FILE)}
+    if there == whole:  # of an earlier version
+        of = {"weights": digest, "moments": fingerprint(moments)}
+    if record.pop("of", None) != of:
+        raise CheckpointError(
+            f"{there / 'training.json'} belongs to other weights or moments than those beside it; {MIXED}"
+        )
+    state = _as_state(record, there / "training.json")
     trained = {name.removeprefix(TRAINED): moments.pop(name) for name in list(moments) if name.startswith(TRAINED)}
     if not trained:
         return SavedTraining(weights, moments, state)
@@ -250,8 +289,13 @@ def load_translator(
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Read and verify the weights of the model in `folder`, in the dtype in which they were saved."""
-    weights, _ = undisturbed(folder, lambda: _merged_weights(verified_folder(folder)))
+    weights, _ = load_weights_with_digest(folder)
     return weights
+
+
+def load_weights_with_digest(folder: Path) -> tuple[dict[str, Tensor], str]:
+    """Do the same, and return the SHA-256 of the weights as they were saved, too."""
+    return undisturbed(folder, lambda: _merged_weights(verified_folder(folder)))
 
 
 def _merged_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
@@ -269,7 +313,7 @@ def _merged_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
 
 def load_facts(folder: Path) -> dict[str, Any]:
     """Read the facts that were saved with the model in `folder`: its step and its validation."""
-    facts = undisturbed(folder, lambda: _read_json(verified_folder(folder) / "model.json"))
+    facts = undisturbed(folder, lambda: _read_json(verified_folder(folder, ["model.json"]) / "model.json"))
     facts.pop("of", None)
     _check(facts, FACTS, folder / "model.json")
     return facts
@@ -277,15 +321,15 @@ def load_facts(folder: Path) -> dict[str, Any]:
 
 def weights_digest(folder: Path) -> str:
     """Return the SHA-256 of the weights of the model in `folder`, as it was saved with them."""
-    whole = whole_folder(folder) or folder
-    return _listed_in(whole)["weights"]
+    of = _listed_in(whole_folder(folder) or folder)
+    return of.get(WEIGHTS_FILE) or of["weights"]
 
 
 def saved_config(folder: Path) -> RunConfig | None:
     """Read the settings of a checkpoint; None if there is no checkpoint."""
     if whole_folder(folder) is None:
         return None
-    return undisturbed(folder, lambda: load_config(verified_folder(folder) / "config.yaml"))
+    return undisturbed(folder, lambda: load_config(verified_folder(folder, ["config.yaml"]) / "config.yaml"))
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -355,9 +399,6 @@ def subword_names(config: RunConfig) -> tuple[str, str]:
     return "source", "target"
 
 
-MIXED = "restore the folder from a copy: files of two checkpoints have been mixed, or changed"
-
-
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """Compute the SHA-256 of names, dtypes, shapes and every bit."""
     digest = hashlib.sha256()
@@ -367,6 +408,10 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         # As bytes, since numpy has no bfloat16
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+BELONGINGS = ("config.yaml", "joint.model", "source.model", "target.model")
+"""What belongs to weights, whatever their format; of the three models it is either the first or the others."""
 
 
 def save_belongings(folder: Path, translator: Translator) -> None:
@@ -385,16 +430,6 @@ def load_belongings(
     return config, source, target
 
 
-def _write_model(folder: Path, translator: Translator, facts: Mapping[str, object]) -> str:
-    tensors = tensors_of(translator.model)
-    save_belongings(folder, translator)
-    of = {name: sha256(folder / name) for name in ("config.yaml", *_subwords_of(translator))}
-    of["weights"] = fingerprint(tensors)
-    _write_tensors(folder / "model.safetensors", tensors)
-    _write_json(folder / "model.json", {**facts, "of": of})
-    return of["weights"]
-
-
 def _subwords_of(translator: Translator) -> dict[str, Subwords]:
     """Return the subword models by file name; in memory, since those in the run's folder may have been replaced."""
     source, target = subword_names(translator.config)
@@ -407,19 +442,23 @@ def _read_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
     Settings, subwords and weights must be those that `model.json` lists.
     """
     of = _listed_in(folder)
+    hashed = listed_files(folder)
     for name, digest in of.items():
-        if name != "weights" and (not (folder / name).is_file() or sha256(folder / name) != digest):
+        if name not in ("weights", WEIGHTS_FILE) and hashed.get(name) != digest:
             raise CheckpointError(f"{folder / 'model.json'} belongs to another {name} than the one beside it; {MIXED}")
-    weights = _read_tensors(folder / "model.safetensors")
+    weights = read_tensors(folder / WEIGHTS_FILE)
     for name, tensor in weights.items():
         if not bool((tensor < math.inf).all()):  # a bias may be -inf: a token that is never to come
             raise CheckpointError(
-                f"{folder / 'model.safetensors'}: {name} has values that are nan or inf, with which nothing can be "
+                f"{folder / WEIGHTS_FILE}: {name} has values that are nan or inf, with which nothing can be "
                 "translated: restore the folder from a copy, or train or import the model again"
             )
-    if fingerprint(weights) != of["weights"]:
+    found = hashed.get(WEIGHTS_FILE)
+    if "weights" in of:  # of an earlier version
+        found = fingerprint(weights)
+    if found != (digest := weights_digest(folder)):
         raise CheckpointError(f"{folder / 'model.json'} belongs to other weights than those beside it; {MIXED}")
-    return weights, of["weights"]
+    return weights, digest
 
 
 def _listed_in(folder: Path) -> dict[str, str]:
@@ -430,27 +469,9 @@ def _listed_in(folder: Path) -> dict[str, str]:
             "it, or a folder that export --to safetensors wrote; a folder of CTranslate2 needs --engine ctranslate2"
         )
     of = _read_json(folder / "model.json").get("of")
-    if not isinstance(of, dict) or "weights" not in of:
+    if not isinstance(of, dict) or not of.keys() & {"weights", WEIGHTS_FILE}:
         raise CheckpointError(f"{folder / 'model.json'} is not what this version writes; {MIXED}")
     return of
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    try:
-        save_file(dict(tensors), path)
-    except SafetensorError as error:
-        # One type for every failure: the system's error number, such as that of a full disk, is in the text alone
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; {MIXED}") from error
 
 
 def _write_json(path: Path, values: Mapping[str, object]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import MANIFEST, MODELS, listed_files, whole_folder
+from recipes.translation.files.pointers import NUMBERED
 from recipes.translation.files.writing import by_name, replace_file, writing_to
 
 RECORDS = ("metrics.jsonl", "resources.jsonl")
@@ -20,7 +21,7 @@ WHOLE = (*MODELS, "subwords")
 OWN = (
     *(*RECORDS, "samples.jsonl", "validation.json", "report.html", "trackers.json", ".lock", *WHOLE),
     *("*.scores.json", "*.translations.txt", "*.odd.txt"),
-    *("checkpoints", "checkpoints/step-*"),
+    *("kept", NUMBERED, f"{NUMBERED}/step-*", f"{NUMBERED}/state-*"),
     *("translations", "translations/*.source.txt", "translations/*.target.txt", "translations/*.json"),
 )
 """The files and folders of a run."""
@@ -112,7 +113,7 @@ def is_own(path: Path) -> bool:
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder has the records, a model or the subwords of a run."""
-    whole = (*(folder / name for name in WHOLE), *(folder / "checkpoints").glob("step-*"))
+    whole = (*(folder / name for name in WHOLE), *(folder / NUMBERED).glob("step-*"))
     return any((folder / name).is_file() for name in RECORDS) or any(map(whole_folder, whole))
 
 

@@ -16,13 +16,23 @@ from recipes.translation.files.atomic_folder import (
     verified_folder,
     whole_folder,
 )
+from recipes.translation.files.pointers import pointed_at, pointer_to
+from recipes.translation.files.writing import replace_file
 from recipes.translation.run_folder.checkpoint import SavedTraining, load_facts, load_training, saved_config
-from recipes.translation.run_folder.kept_models import check_keepable, kept_folders, kept_in, kept_models
+from recipes.translation.run_folder.numbered import (
+    POINTERS,
+    check_ours,
+    check_replaced_by_pointers,
+    kept_models,
+    model_at,
+    models_in,
+    numbered_folders,
+    numbered_in,
+    step_of,
+)
 from recipes.translation.settings.config import DecodingConfig, RunConfig
 from recipes.translation.settings.metrics import METRICS
 
-FOLDERS = ("last", "best", "subwords")
-"""What training writes, besides the kept models."""
 MAY_CHANGE = frozenset(
     {
         "run",
@@ -34,7 +44,7 @@ MAY_CHANGE = frozenset(
         *(f"training.{name}" for name in ("devices", "chunk_tokens", "precision", "threads")),  # rounding at most
         *(f"layout.{name}" for name in ("data", "shard", "vocab", "sequence", "timeout")),
         *(f"training.{name}" for name in ("steps", "epochs", "validate_every", "validate_bleu")),
-        *(f"training.{name}" for name in ("keep_checkpoints", "patience")),
+        *(f"training.{name}" for name in ("save_every", "keep_checkpoints", "patience")),
         *(f"training.{name}" for name in ("report", "trackers")),
         *(f"decoding.{each.name}" for each in fields(DecodingConfig)),
     }
@@ -62,10 +72,8 @@ def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
     """
     run = Path(config.run)
     # Now, and not hours later when the first checkpoint is to be written
-    for name in FOLDERS:
-        check_replaceable(run / name)
-    if config.training.keep_checkpoints:
-        check_keepable(run)
+    check_ours(run)
+    check_replaceable(run / "subwords")
     if fresh:
         check_others_stay(config)
         check_run_removable(run)
@@ -73,6 +81,7 @@ def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
     if whole_folder(run / "last") is None:
         check_nothing_to_lose(config)
         return None
+    check_replaced_by_pointers(run)
     check_same_settings(config, run / "last")
     saved = load_training(run / "last")
     if config.training.steps:
@@ -99,18 +108,22 @@ def check_others_stay(config: RunConfig) -> None:
 def check_nothing_to_lose(config: RunConfig) -> None:
     """Raise CheckpointError if a new run would replace a model, unless it is that of the same run's first validation.
 
-    A run that is killed between its first `best` and its first `last` leaves only the former, and a kept model of the
-    same step.
+    A run that is killed before its first `last` leaves only that model, which may be named by `best` already.
     """
     run = Path(config.run)
+    if named := pointed_at(run / "last"):
+        raise CheckpointError(
+            f"{run / 'last'} names {named}, which is missing: restore it from a copy, or start over with --fresh"
+        )
     if (run / "last").exists():
         raise CheckpointError(f"{run / 'last'} is empty: restore it from a copy, or start over with --fresh")
-    for folder in (run / "best", *kept_models(run)):
+    for folder in (run / "best", *models_in(run)):
         made = saved_config(folder)
         if made is None:
             continue
-        step: int = load_facts(folder)["step"]
-        if step > made.training.validate_every:
+        facts = load_facts(folder)
+        step: int = facts["step"]
+        if "valid_loss" in facts and step > made.training.validate_every:
             raise CheckpointError(
                 f"{folder} is the model of step {step}, but there is no {run / 'last'} to resume from: restore it "
                 "from a copy, choose another --run, or start over with --fresh, which removes the model"
@@ -180,9 +193,12 @@ def check_best(saved: SavedTraining, config: RunConfig) -> None:
     If it is missing, its loss is forgotten, so that the next validation saves a new one.
     """
     state = saved.state
-    best = Path(config.run) / "best"
-    if whole_folder(best) is not None:
-        verified_folder(best)
+    run = Path(config.run)
+    best = run / "best"
+    restore_best(run, state.step, state.best_step)
+    if (whole := whole_folder(best)) is not None:
+        if whole != whole_folder(run / "last"):  # whose files have been read
+            verified_folder(best)
         check_same_settings(config, best)
     elif state.best_loss is not None:
         print(f"[train] {best}, found at step {state.best_step:,}, is gone: the next validation replaces it")
@@ -190,6 +206,13 @@ def check_best(saved: SavedTraining, config: RunConfig) -> None:
         state.best_score = None
         state.best_step = 0
         state.stale = 0
+
+
+def restore_best(run: Path, made: int, best_step: int) -> None:
+    """Let `best` name the best model of the `made` steps again, where a process was killed before it had saved more."""
+    found = pointed_at(run / "best")
+    if found and step_of(found) > made and whole_folder(model_at(run, best_step)):
+        replace_file(run / "best", pointer_to([model_at(run, best_step)]))
 
 
 def check_same_data(corpus: Corpus, saved: SavedTraining | None, run: Path) -> None:
@@ -203,7 +226,7 @@ def check_same_data(corpus: Corpus, saved: SavedTraining | None, run: Path) -> N
 
 def check_run_removable(run: Path) -> None:
     """Raise CheckpointError if the folders of an earlier run contain files of others."""
-    for folder in (*_models(run), run / "subwords"):
+    for folder in (*_folders(run), run / "subwords"):
         check_removable(folder)
 
 
@@ -214,16 +237,20 @@ def remove_run(config: RunConfig) -> None:
     """
     run = Path(config.run)
     check_run_removable(run)
-    for folder in _models(run):
+    for name in POINTERS:
+        if (run / name).is_file():
+            (run / name).unlink()
+    for folder in _folders(run):
         remove_folder(folder)
     if config.training.start_from or config.training.teacher:
         remove_folder(run / "subwords")
     with suppress(OSError):  # there is none, or other files are in it
-        kept_in(run).rmdir()
+        numbered_in(run).rmdir()
 
 
-def _models(run: Path) -> list[Path]:
-    return [run / "last", run / "best", run / "averaged", *kept_folders(run)]
+def _folders(run: Path) -> list[Path]:
+    """Return the folders of a run's models and states; earlier versions had some in the pointers' place."""
+    return [*(run / name for name in POINTERS if not (run / name).is_file()), run / "averaged", *numbered_folders(run)]
 
 
 def without_paths(config: RunConfig) -> RunConfig:

@@ -14,6 +14,7 @@ from recipes.translation.data.prepare import SHAPING, prepare
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, verified_folder, whole_folder
 from recipes.translation.run_folder.checkpoint import (
+    BELONGINGS,
     check_layers,
     load_belongings,
     load_weights,
@@ -72,7 +73,7 @@ def run_subwords(corpora: Corpora, *, fresh: bool = False) -> tuple[Subwords, Su
         folder = whole_folder(Path(config.run) / "last")
     if folder is None and not settings.start_from:
         return teacher_subwords(config)
-    _, source, target = load_belongings(verified_folder(folder or fitting_start(config)))
+    _, source, target = load_belongings(verified_folder(folder or fitting_start(config), BELONGINGS))
     return source, target
 
 

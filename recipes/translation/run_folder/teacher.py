@@ -10,13 +10,13 @@ from recipes.translation.data.prepare import SHAPING
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, verified_folder, whole_folder
 from recipes.translation.run_folder.checkpoint import (
+    BELONGINGS,
     WEIGHTS,
     TrainingState,
     check_sizes,
     fill_model,
-    fingerprint,
     load_belongings,
-    load_weights,
+    load_weights_with_digest,
     model_sizes,
     model_to_fill,
     saved_config,
@@ -31,7 +31,7 @@ class TeacherModel(NamedTuple):
     folder: Path
     model: EncoderDecoder
     digest: str
-    """SHA-256 of its weights, which a resumed run compares."""
+    """SHA-256 of its weights, as they were saved, which a resumed run compares."""
 
 
 def teacher_folder(name: str) -> Path:
@@ -58,7 +58,7 @@ def teacher_subwords(config: RunConfig) -> tuple[Subwords, Subwords]:
                 f"subwords.{name} is {own!r}, but the teacher {folder} has {other!r}, and a student has its teacher's "
                 "subwords: set it to the same"
             )
-    _, source, target = load_belongings(verified_folder(folder))
+    _, source, target = load_belongings(verified_folder(folder, BELONGINGS))
     return source, target
 
 
@@ -71,8 +71,8 @@ def load_teacher(config: RunConfig, source: Subwords, target: Subwords) -> Teach
     if not settings.teacher or not settings.teacher_weight:
         return None
     folder = teacher_folder(settings.teacher)
-    weights = load_weights(folder)
-    theirs, *subwords = load_belongings(verified_folder(folder))
+    weights, digest = load_weights_with_digest(folder)
+    theirs, *subwords = load_belongings(verified_folder(folder, BELONGINGS))
     if theirs.data.language_tags != config.data.language_tags:
         raise ConfigError(
             f"data.language_tags is {config.data.language_tags}, and {theirs.data.language_tags} of the teacher "
@@ -90,7 +90,7 @@ def load_teacher(config: RunConfig, source: Subwords, target: Subwords) -> Teach
     check_sizes(sizes, source, target, weights, folder)
     model = model_to_fill(sizes, source, target).to(WEIGHTS[settings.precision])
     fill_model(model, weights, folder)
-    return TeacherModel(folder, model, fingerprint(weights))
+    return TeacherModel(folder, model, digest)
 
 
 def check_same_teacher(teacher: TeacherModel | None, state: TrainingState, run: Path) -> None:

@@ -8,7 +8,7 @@ from recipes.translation.settings.decoding import DecodingConfig
 from recipes.translation.settings.metrics import METRICS
 from recipes.translation.settings.model import DECODER_ONLY
 from recipes.translation.settings.run import RunConfig
-from recipes.translation.settings.training import PARTS, TrainingConfig
+from recipes.translation.settings.training import PARTS, TrainingConfig, save_interval
 
 SECTIONS = {TrainingConfig: "training", DataConfig: "data", SubwordConfig: "subwords"}
 
@@ -31,6 +31,7 @@ def check_together(config: RunConfig) -> None:
             f"training.best_by is {training.best_by}, but training.validate_bleu is 0: no validation translates "
             "anything; set it to the number of sentences to translate, or training.best_by loss"
         )
+    save_interval(training.save_every)
     if training.r_drop and config.model.dropout == 0:
         raise ConfigError(
             f"training.r_drop is {training.r_drop:g}, but model.dropout is 0: both passes would be the same; set "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
+from recipes.translation.errors import ConfigError
 from recipes.translation.settings.metrics import METRICS
 from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.settings.schema import Choices, Help, Range
@@ -18,6 +20,25 @@ PARTS = {
     "generator": "generator",
 }
 """The parts of a model that `training.freeze` can name, and what the model calls them."""
+
+
+class SaveInterval(NamedTuple):
+    """What `training.save_every` says; both are 0 where nothing is saved between validations."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+
+def save_interval(text: str) -> SaveInterval:
+    """Return what a value of `training.save_every` says; raise ConfigError if it says nothing."""
+    found = re.fullmatch(r"(\d{1,9})(min)?", text)
+    if found is None:
+        raise ConfigError(
+            f"training.save_every is {text!r}: it is a number of steps, such as 500, or of minutes, such as 30min"
+        )
+    if found[2]:
+        return SaveInterval(seconds=60.0 * int(found[1]))
+    return SaveInterval(steps=int(found[1]))
 
 
 @dataclass(frozen=True)
@@ -153,6 +174,13 @@ class TrainingConfig:
         Help("Validation sentences translated greedily for BLEU at each validation; 0 leaves BLEU out."),
         Range(at_least=0),
     ] = 200
+    save_every: Annotated[
+        str,
+        Help(
+            "Save what is needed to resume between validations, too: every so many steps, such as 500, or minutes, "
+            "such as 30min; 0 saves it at validations alone."
+        ),
+    ] = "0"
     keep_checkpoints: Annotated[
         int,
         Help("Keep the models of this many last validations in <run>/checkpoints, to be averaged; 0 keeps none."),

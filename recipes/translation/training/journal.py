@@ -76,6 +76,10 @@ class Journal:
         if self.ranks.is_main and found.translations:
             self.samples.write(step=found.step, samples=samples_of(translator, found.sentences, found.translations))
             write_newest(self.run / "validation.json", found.step, found.sentences, found.translations)
+        self.flush()
+
+    def flush(self) -> None:
+        """Flush all records so far to the disk."""
         for records in (self.machine, self.samples):
             records.flush()
 

@@ -38,6 +38,11 @@ class TrainingRecord:
         self.metrics.flush()
         self.journal.keep(translator, found)
 
+    def flush(self) -> None:
+        """Flush all records to the disk, before a state is saved without a validation."""
+        self.metrics.flush()
+        self.journal.flush()
+
     def validated(self, state: TrainingState, found: Validation) -> None:
         """Say a validation whose state is saved; every rank calls this."""
         self.journal.validated(state.step)

@@ -19,6 +19,7 @@ from recipes.translation.settings.config import SCHEMA, load_config
 from recipes.translation.translating.alignments import align, pharaoh
 from recipes.translation.translating.translate import translate
 from tests.recipes.command_line import SENTENCE, refusal, run_main
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import LEARNS, SETTINGS, options, tiny
 
 
@@ -305,7 +306,7 @@ def test_the_command_line_wins_over_yaml_and_yaml_over_defaults(tmp_path: Path) 
         del settings[name]
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     assert main(["train", "--config", str(yaml), *words]) == 0
-    saved = load_config(tmp_path / "run" / "best" / "config.yaml")
+    saved = load_config(saved_file(tmp_path / "run", "best", "config.yaml"))
     assert (saved.training.steps, saved.training.learning_rate, saved.model.d_ff) == (2, 0.25, 8)
     assert saved.training.clip == 1.0
 
@@ -313,7 +314,7 @@ def test_the_command_line_wins_over_yaml_and_yaml_over_defaults(tmp_path: Path) 
 def test_several_values_of_one_setting_stand_after_one_option(tmp_path: Path) -> None:
     words = options(tmp_path / "run", {"training.steps": 1})
     assert main(["train", *words, "--training.devices", "cpu", "cpu", "--training.betas", "0.8", "0.9"]) == 0
-    saved = load_config(tmp_path / "run" / "last" / "config.yaml").training
+    saved = load_config(saved_file(tmp_path / "run", "last", "config.yaml")).training
     assert (saved.devices, saved.betas) == (("cpu", "cpu"), (0.8, 0.9))
 
 
@@ -323,7 +324,7 @@ def test_a_run_that_was_begun_keeps_its_settings(tmp_path: Path, capsys: pytest.
     assert main(["train", "--run", str(tmp_path / "b"), "--training.steps", "3"]) == 0
     assert "resuming from step 2" in capsys.readouterr().out
     expected = tiny(tmp_path / "b", {"training.steps": 3})
-    assert load_config(tmp_path / "b" / "last" / "config.yaml") == expected
+    assert load_config(saved_file(tmp_path / "b", "last", "config.yaml")) == expected
 
 
 def test_prepare_makes_the_subwords_and_nothing_else(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from recipes.translation.commands.arguments import require
 from recipes.translation.errors import ConfigError
 from recipes.translation.train import train
 from tests.recipes.run_folder.made import contents
+from tests.recipes.saved import model_in, saved_file
 from tests.recipes.tiny import tiny, tiny_lstm
 
 pytestmark = pytest.mark.formats
@@ -115,7 +116,7 @@ def test_an_export_never_replaces_the_model_that_it_reads(
     format: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "copied"
-    shutil.copytree(run / "last", folder)
+    shutil.copytree(model_in(run, "last"), folder)
     before = contents(folder)
     assert main(["export", "--run", str(folder), "--to", format, "--out", str(folder / ".." / "copied")]) == 2
     assert f"--out: {folder / '..' / 'copied'} is read, and would be replaced" in capsys.readouterr().err
@@ -134,7 +135,7 @@ def test_an_export_never_replaces_a_part_of_a_run(
 ) -> None:
     folder = tmp_path / "run" / name
     folder.parent.mkdir(parents=True)
-    shutil.copytree(run / "last", folder)
+    shutil.copytree(model_in(run, "last"), folder)
     before = contents(folder)
     assert main(["export", "--run", str(run), "--to", format, "--out", str(folder)]) == 2
     assert f"error: --out: {folder} belongs to {tmp_path / 'run'}, and would be replaced" in capsys.readouterr().err
@@ -154,13 +155,13 @@ def test_translating_by_an_export_older_than_the_best_model_says_so(
     assert main(translating) == 0
     best, exported = (tmp_path / "run" / name for name in ("best", "ctranslate2"))
     later = best.stat().st_mtime + 3600
-    os.utime(best / "manifest.json", (later, later))  # as copying may leave it
+    os.utime(saved_file(tmp_path / "run", "best", "manifest.json"), (later, later))  # as copying may leave it
     assert main(translating) == 0
     assert "earlier model" not in capsys.readouterr().err
     train(tiny(tmp_path / "other", {"training.seed": 9, "training.steps": 1}))
-    for name in ("best", "last"):
-        shutil.rmtree(tmp_path / "run" / name)
-        shutil.copytree(tmp_path / "other" / name, tmp_path / "run" / name)
+    for name in ("best", "last", "checkpoints/step-00000001"):
+        (tmp_path / "run" / name).rename(tmp_path / Path(name).name)
+        (tmp_path / "other" / name).rename(tmp_path / "run" / name)
     assert main(translating) == 0
     line = f"[translate] {exported} was made from an earlier model than {best}: export it again\n"
     assert line == capsys.readouterr().err
@@ -170,7 +171,7 @@ def test_an_export_of_a_model_that_is_named_by_its_own_folder_is_current(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     best = tmp_path / "run" / "best"
-    shutil.copytree(run / "best", best)
+    shutil.copytree(model_in(run, "best"), best)
     words = ["--run", str(best)]
     assert main(["export", *words, "--to", "ctranslate2"]) == 0
     translating = ["translate", *words, "--engine", "ctranslate2", "Two trains leave."]
@@ -178,7 +179,7 @@ def test_an_export_of_a_model_that_is_named_by_its_own_folder_is_current(
     assert main(translating) == 0
     assert capsys.readouterr().err == ""
     train(tiny(tmp_path / "other", {"training.seed": 9, "training.steps": 1}))
-    shutil.copytree(tmp_path / "other" / "best", best, dirs_exist_ok=True)
+    shutil.copytree(model_in(tmp_path / "other", "best"), best, dirs_exist_ok=True)
     assert main(translating) == 0
     assert f"{best / 'ctranslate2'} was made from an earlier model than {best}" in capsys.readouterr().err
 

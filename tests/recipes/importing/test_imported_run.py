@@ -27,6 +27,7 @@ from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.translate import alternatives
 from tests.recipes.importing import published
 from tests.recipes.importing.tuned import PAIRS, files, tuning
+from tests.recipes.saved import saved_file
 
 pytestmark = pytest.mark.formats
 
@@ -43,7 +44,7 @@ def test_training_goes_on_from_an_imported_run_with_the_loss_of_transformers(
 
     folder = make(tmp_path / "model")  # type: ignore[operator]
     import_model(folder, tmp_path / "run", *languages)
-    config = load_config(tmp_path / "run" / "best" / "config.yaml", tuning(tmp_path / "run", tmp_path))
+    config = load_config(saved_file(tmp_path / "run", "best", "config.yaml"), tuning(tmp_path / "run", tmp_path))
     train(config, insist=True)
     found, before = load_weights(tmp_path / "tuned" / "last"), load_weights(tmp_path / "run" / "best")
     assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
@@ -96,7 +97,7 @@ def test_the_score_of_a_translation_is_that_of_the_search(tmp_path: Path) -> Non
 def test_a_sentence_longer_than_the_learned_positions_is_refused_before_training(tmp_path: Path) -> None:
     import_model(published.mbart(tmp_path / "model"), tmp_path / "run", "en_XX", "de_DE")
     given = tuning(tmp_path / "run", tmp_path)
-    best = tmp_path / "run" / "best" / "config.yaml"
+    best = saved_file(tmp_path / "run", "best", "config.yaml")
     with pytest.raises(
         ConfigError, match=r"^training\.max_length is 63, but the model has learned positions for 62 subwords"
     ):

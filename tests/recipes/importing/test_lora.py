@@ -19,6 +19,7 @@ from recipes.translation.settings.config import load_config
 from recipes.translation.train import train
 from tests.recipes.importing import published
 from tests.recipes.importing.tuned import PAIRS, tuning
+from tests.recipes.saved import saved_file
 
 pytestmark = pytest.mark.formats
 
@@ -44,7 +45,7 @@ def their_names(name: str) -> list[str]:
 
 
 def lora_of(run: Path) -> dict[str, Tensor]:
-    tensors = load_file(run / "last" / "model.safetensors")
+    tensors = load_file(saved_file(run, "last", "model.safetensors"))
     return {name: tensor for name, tensor in tensors.items() if "lora" in name}
 
 
@@ -100,7 +101,7 @@ def test_lora_on_an_imported_model_is_peft_on_the_model_of_transformers(
         "training.validate_every": STEPS,
         "training.steps": STEPS,
     }
-    best = tmp_path / "run" / "best" / "config.yaml"
+    best = saved_file(tmp_path / "run", "best", "config.yaml")
     for name, rate in (("first", 0.0), ("tuned", RATE)):
         run = {"run": str(tmp_path / name), "training.learning_rate": rate}
         train(load_config(best, {**tuning(tmp_path / "run", tmp_path), **changes, **run}), insist=True)

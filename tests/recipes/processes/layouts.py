@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.translation.run_folder.step_records import read_metrics
+from tests.recipes.saved import saved_file
 
 EXACT: dict[str, Any] = {
     "training.precision": "float64",
@@ -39,7 +40,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """The weights and moments of a run."""
-    return load_file(run / "last" / "model.safetensors") | load_file(run / "last" / "training.safetensors")
+    return load_file(saved_file(run, "last", "model.safetensors")) | load_file(
+        saved_file(run, "last", "training.safetensors")
+    )
 
 
 def assert_same_weights(run: Path, other: Path, tolerance: float) -> None:

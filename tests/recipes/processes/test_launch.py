@@ -17,6 +17,7 @@ from recipes.translation.commands import main
 from recipes.translation.processes import launch
 from recipes.translation.run_folder.step_records import read_metrics
 from tests.recipes.processes.started import ended, wait_for_steps, workers_of
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import options
 
 pytestmark = pytest.mark.launched
@@ -84,7 +85,7 @@ def test_a_step_that_takes_longer_than_half_a_minute_is_saved_after_a_signal(tmp
     assert status == 128 + signal.SIGINT
     assert output.count("stopping after this step and saving") == 1
     steps = [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in record]
-    assert json.loads((tmp_path / "run" / "last" / "training.json").read_text())["step"] == steps[-1]
+    assert json.loads(saved_file(tmp_path / "run", "last", "training.json").read_text())["step"] == steps[-1]
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
@@ -122,7 +123,7 @@ def test_a_launcher_that_is_killed_in_training_ends_its_processes_which_save(tmp
     wait_for_end(ranks)
     ended(process)
     steps = [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in record]
-    assert json.loads((tmp_path / "run" / "last" / "training.json").read_text())["step"] == steps[-1]
+    assert json.loads(saved_file(tmp_path / "run", "last", "training.json").read_text())["step"] == steps[-1]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from recipes.translation.training.layout import Layout
 from seqpar.rows.conventions import CONVENTIONS
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import EXACT, LAYOUTS, assert_same_weights, records
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny
 from tests.seqpar.published import Smoothing
 
@@ -127,7 +128,7 @@ def test_a_resumed_run_in_the_same_layout_is_the_uninterrupted_one_bit_for_bit(l
         for steps in ends:
             ranks(world, trained, tiny(tmp_path / run, {**dropout, "training.steps": steps}))
     for name in ("model.safetensors", "training.safetensors"):
-        through, resumed = ((tmp_path / run / "last" / name).read_bytes() for run in ("through", "resumed"))
+        through, resumed = (saved_file(tmp_path / run, "last", name).read_bytes() for run in ("through", "resumed"))
         assert through == resumed
     assert records(tmp_path / "through", "loss") == records(tmp_path / "resumed", "loss")
 
@@ -283,7 +284,7 @@ def test_only_rank_0_prints_and_only_once(tmp_path: Path) -> None:
     assert first.count("[valid] step") == 1
     assert others == [("", "")]
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 4]
-    assert json.loads((tmp_path / "run" / "last" / "training.json").read_text())["step"] == 4
+    assert json.loads(saved_file(tmp_path / "run", "last", "training.json").read_text())["step"] == 4
     assert os.environ.get("RANK") is None
 
 

@@ -21,6 +21,7 @@ from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
 from tests.recipes.processes.layouts import EXACT, assert_same_weights
 from tests.recipes.processes.started import ended, wait_for_steps, workers_of
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import LEARNS, options, tiny
 
 pytestmark = pytest.mark.launched
@@ -78,7 +79,7 @@ def test_a_signal_to_torchrun_saves_the_step_at_hand(number: signal.Signals, tmp
     assert output.count("stopping after this step and saving") == 1
     assert "resume with:" in output
     steps = [record["step"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
-    assert json.loads((run / "last" / "training.json").read_text())["step"] == steps[-1] == len(steps)
+    assert json.loads(saved_file(run, "last", "training.json").read_text())["step"] == steps[-1] == len(steps)
 
 
 def test_a_killed_rank_ends_the_others_with_one_line_and_loses_no_checkpoint(tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_a_killed_rank_ends_the_others_with_one_line_and_loses_no_checkpoint(tmp
     assert time.monotonic() - began < 40
     (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
     assert line.startswith("error: rank 0 lost another one, which ended or did not come:")
-    step = json.loads((run / "last" / "training.json").read_text())["step"]
+    step = json.loads(saved_file(run, "last", "training.json").read_text())["step"]
     assert step % 5 == 0
     assert main(["train", *options(run, {**ENDLESS, "training.steps": step + 1, "training.devices": "[cpu]"})]) == 0
 

@@ -30,9 +30,10 @@ from recipes.translation.run_folder.checkpoint import (
     model_sizes,
     save_model,
 )
-from recipes.translation.run_folder.kept_models import keep_model, kept_models
+from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.text.subwords import Subwords, train_subwords
 from recipes.translation.translating.translate import translate
+from tests.recipes.saved import keep_model
 from tests.recipes.tiny import tiny
 
 LOSSES = {1: 3.0, 2: 1.0, 3: 4.0, 5: 2.0}
@@ -183,8 +184,8 @@ def refused(run: Path, last: int | None = None, best: int | None = None) -> str:
 
 
 def test_fewer_models_than_asked_for_are_refused_with_both_numbers(run: Path) -> None:
-    assert f"--last asks for 5 models, but {run / 'checkpoints'} has 4: ask for fewer" in refused(run, last=5)
-    assert f"--best asks for 7 models, but {run / 'checkpoints'} has 4: ask for fewer" in refused(run, best=7)
+    assert f"--last asks for 5 models, but {run} keeps 4: ask for fewer" in refused(run, last=5)
+    assert f"--best asks for 7 models, but {run} keeps 4: ask for fewer" in refused(run, best=7)
 
 
 def test_a_run_without_kept_models_is_refused_with_the_setting_that_keeps_them(tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ def test_a_run_without_kept_models_is_refused_with_the_setting_that_keeps_them(t
 def test_models_of_different_shapes_are_refused_by_tensor_and_both_shapes(run: Path) -> None:
     own = load_translator(kept_models(run)[0])
     wide = translator(run, 9, model__d_ff=24)
-    save_model(run / "checkpoints" / "step-00000009", replace(wide, config=own.config), {"step": 9})
+    keep(run, 9, replace(wide, config=own.config))
     said = refused(run)
     there, here = (rf"\({size},\) torch\.float\d+ in \S+{step}" for size, step in ((24, "09"), (16, "01")))
     assert re.match(rf"decoder\S+ is {there} and {here}: only models of one run can be averaged", said)
@@ -223,7 +224,7 @@ def test_a_damaged_model_is_never_averaged(run: Path) -> None:
 
 
 def test_without_a_validation_loss_there_is_no_best(run: Path) -> None:
-    save_model(run / "checkpoints" / "step-00000009", translator(run, 9), {"step": 9})
+    keep_model(run, translator(run, 9), {"step": 9}, 9, 10)
     assert "model.json has no valid_loss: use --last instead of --best" in refused(run, best=2)
 
 

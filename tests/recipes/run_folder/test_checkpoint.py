@@ -22,11 +22,13 @@ from recipes.translation.files.atomic_folder import MANIFEST, replaced_folder, v
 from recipes.translation.run_folder import checkpoint
 from recipes.translation.run_folder.checkpoint import (
     fill_model,
+    load_training,
     load_translator,
     tensors_of,
 )
 from recipes.translation.train import train
 from recipes.translation.translating.translate import translate
+from tests.recipes.saved import model_in, saved_file
 from tests.recipes.tiny import tiny
 
 # Writes folder after folder, every file of one holding the same number. With a number as second argument it kills
@@ -148,23 +150,30 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_flipped_bit_in_any_file_is_one_clear_error(run: Path, tmp_path: Path) -> None:
     draw = random.Random(2)
-    whole = whole_folder(run / "last")
-    assert whole is not None
-    names = sorted(path.name for path in whole.iterdir() if path.name != MANIFEST)
-    assert len(names) == 6
-    for name in names:
-        folder = shutil.copytree(whole, tmp_path / name)
-        data = bytearray((folder / name).read_bytes())
+    files = [path for path in (run / "checkpoints").glob("*/*") if path.name != MANIFEST]
+    assert {path.parent.name.partition("-")[0] for path in files} == {"step", "state"}
+    seen = set()
+    for number, path in enumerate(files):
+        copy = shutil.copytree(run, tmp_path / str(number))
+        damaged = copy / path.relative_to(run)
+        data = bytearray(damaged.read_bytes())
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-        (folder / name).write_bytes(data)
-        with pytest.raises(CheckpointError, match=rf"{name} is damaged: its SHA-256") as caught:
-            load_translator(folder)
-        assert "\n" not in str(caught.value)
+        damaged.write_bytes(data)
+        readers = [lambda copy=copy: load_training(copy / "last")]
+        if not path.name.startswith("training."):
+            readers.append(lambda damaged=damaged: load_translator(damaged.parent))
+        for read in readers:
+            if damaged.parent.name in ((copy / "last").read_text().strip(), damaged.parent.name):
+                with pytest.raises(CheckpointError, match=rf"{path.name} is damaged: its SHA-256") as caught:
+                    read()
+                assert "\n" not in str(caught.value)
+        seen.add(path.name)
+    assert len(seen) == 6
 
 
 def test_a_flipped_bit_in_the_manifest_never_goes_unseen_where_it_matters(run: Path, tmp_path: Path) -> None:
     draw = random.Random(3)
-    folder = shutil.copytree(run / "best", tmp_path / "best")
+    folder = shutil.copytree(model_in(run, "best"), tmp_path / "best")
     original = (folder / MANIFEST).read_bytes()
     listed = json.loads(original)["files"]
     refused = 0
@@ -185,14 +194,14 @@ def test_a_flipped_bit_in_the_manifest_never_goes_unseen_where_it_matters(run: P
 
 
 def test_a_missing_file_is_named(run: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(run / "best", tmp_path / "best")
+    folder = shutil.copytree(model_in(run, "best"), tmp_path / "best")
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
         load_translator(folder)
 
 
 def test_a_best_folder_alone_translates_as_the_run_did(run: Path, tmp_path: Path) -> None:
-    alone = shutil.copytree(run / "best", tmp_path / "alone")
+    alone = shutil.copytree(model_in(run, "best"), tmp_path / "alone")
     sentences = ["The number is six.", "The teacher is thirty years old."]
     there, here = load_translator(run / "best"), load_translator(alone)
     assert translate(here, sentences, here.config.decoding) == translate(there, sentences, there.config.decoding)
@@ -217,7 +226,7 @@ def test_a_model_is_verified_once_and_its_settings_are_read_once(run: Path, monk
 
 
 def test_a_tied_weight_is_stored_once_and_still_tied_when_read(run: Path) -> None:
-    stored = load_file(run / "best" / "model.safetensors")
+    stored = load_file(saved_file(run, "best", "model.safetensors"))
     model = load_translator(run / "best").model
     assert sum(tensor.numel() for tensor in stored.values()) == sum(each.numel() for each in model.parameters())
     assert model.generator.weight is model.src_embed.lookup.weight

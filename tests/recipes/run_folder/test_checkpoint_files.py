@@ -33,6 +33,7 @@ from recipes.translation.run_folder.checkpoint import (
 from recipes.translation.train import train
 from tests.recipes.random_translator import random_translator
 from tests.recipes.run_folder.made import resealed
+from tests.recipes.saved import model_in, saved_file
 from tests.recipes.tiny import tiny
 
 
@@ -60,11 +61,12 @@ def test_files_of_two_runs_are_refused_even_under_one_manifest(
     name: str, run: Path, other_run: Path, tmp_path: Path
 ) -> None:
     mixed = shutil.copytree(run, tmp_path / "run")
-    shutil.copyfile(other_run / "last" / name, mixed / "last" / name)
+    shutil.copyfile(saved_file(other_run, "last", name), saved_file(mixed, "last", name))
+    resealed(saved_file(mixed, "last", name).parent)
     with pytest.raises(
         CheckpointError, match=r"belongs to (an)?other .* than (the one|those) beside it; restore .* mixed, or changed"
     ) as caught:
-        load_training(resealed(mixed / "last"))
+        load_training(mixed / "last")
     assert "\n" not in str(caught.value)
     if not name.startswith("training."):
         with pytest.raises(CheckpointError, match=r"than (the one|those) beside it"):
@@ -75,9 +77,10 @@ def test_files_of_two_steps_of_one_run_are_refused(run: Path, tmp_path: Path) ->
     mixed = shutil.copytree(run, tmp_path / "run")
     config = tiny(mixed, {"training.validate_every": 2, "training.steps": 6})
     train(config)
-    shutil.copyfile(run / "last" / "training.safetensors", mixed / "last" / "training.safetensors")
+    shutil.copyfile(saved_file(run, "last", "training.safetensors"), saved_file(mixed, "last", "training.safetensors"))
+    resealed(saved_file(mixed, "last", "training.safetensors").parent)
     with pytest.raises(CheckpointError, match="belongs to other weights or moments than those beside it"):
-        load_training(resealed(mixed / "last"))
+        load_training(mixed / "last")
 
 
 def changed_header(data: bytes, change: str) -> bytes:
@@ -106,10 +109,12 @@ def changed_header(data: bytes, change: str) -> bytes:
 def test_a_resealed_header_is_one_line_and_never_other_weights(
     name: str, change: str, run: Path, tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(run / "last", tmp_path / "last")
-    (folder / name).write_bytes(changed_header((folder / name).read_bytes(), change))
+    copy = shutil.copytree(run, tmp_path / "run")
+    path = saved_file(copy, "last", name)
+    path.write_bytes(changed_header(path.read_bytes(), change))
+    resealed(path.parent)
     with pytest.raises(CheckpointError) as caught:
-        load_training(resealed(folder))
+        load_training(copy / "last")
     assert "\n" not in str(caught.value)
     assert "restore the folder from a copy" in str(caught.value)
 
@@ -117,10 +122,12 @@ def test_a_resealed_header_is_one_line_and_never_other_weights(
 @pytest.mark.parametrize("name", ["model.json", "training.json"])
 @pytest.mark.parametrize("text", ["[]", "{}", "{", "[" * 100_000, '{"of": 3}', '{"of": {}, "step": "many"}'])
 def test_resealed_json_of_another_kind_is_one_line(name: str, text: str, run: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(run / "last", tmp_path / "last")
-    (folder / name).write_text(text)
+    copy = shutil.copytree(run, tmp_path / "run")
+    path = saved_file(copy, "last", name)
+    path.write_text(text)
+    resealed(path.parent)
     with pytest.raises(CheckpointError, match=rf"{name} (is|belongs to other weights|cannot)") as caught:
-        load_training(resealed(folder))
+        load_training(copy / "last")
     assert "\n" not in str(caught.value)
 
 
@@ -139,7 +146,7 @@ def test_moments_that_do_not_fit_are_refused_by_name(run: Path) -> None:
 
 
 def test_a_manifest_that_names_files_elsewhere_is_refused(run: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(run / "best", tmp_path / "run" / "best")
+    folder = shutil.copytree(model_in(run, "best"), tmp_path / "run" / "best")
     (tmp_path / "run" / "notes.txt").write_text("mine")
     listed = json.loads((folder / MANIFEST).read_text())
     listed["files"]["../notes.txt"] = {"bytes": 4, "sha256": sha256(tmp_path / "run" / "notes.txt")}
@@ -183,7 +190,7 @@ def test_every_file_of_a_checkpoint_follows_the_umask(mask: int, run: Path, tmp_
 @pytest.mark.parametrize("room", [100, 2_000, 20_000])
 def test_a_disk_that_is_full_is_one_line_that_names_what_was_written(room: int, run: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands in for the disk."""
-    folder = shutil.copytree(run / "best", tmp_path / "best")
+    folder = shutil.copytree(model_in(run, "best"), tmp_path / "best")
     translator = load_translator(folder)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
@@ -199,7 +206,7 @@ def test_a_disk_that_is_full_is_one_line_that_names_what_was_written(room: int, 
 
 @pytest.mark.parametrize(
     "moment",
-    ["files.atomic_folder.sha256", "run_folder.checkpoint._read_tensors", "run_folder.checkpoint.load_belongings"],
+    ["files.atomic_folder.sha256", "run_folder.checkpoint.read_tensors", "run_folder.checkpoint.load_belongings"],
 )
 def test_a_model_that_training_replaces_while_it_is_read_is_read_again(
     moment: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,17 +6,18 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from recipes.translation import train as training
+from recipes.translation.files import atomic_folder, writing
 from recipes.translation.files.atomic_folder import MANIFEST, sha256
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
-from recipes.translation.run_folder.kept_models import keep_model, kept_models
+from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
+from tests.recipes.conftest import KilledError
 from tests.recipes.run_folder.made import MADE, contents, refused
+from tests.recipes.saved import keep_model, model_in, saved_file
 from tests.recipes.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("short_validations")
@@ -35,6 +36,7 @@ def weights(run: Path) -> dict[str, bytes]:
 
 def test_the_models_of_the_last_validations_are_kept_with_their_facts(made: Path) -> None:
     assert sorted(path.name for path in (made / "checkpoints").iterdir()) == [
+        "state-00000004",
         "step-00000002",
         "step-00000003",
         "step-00000004",
@@ -46,9 +48,12 @@ def test_the_models_of_the_last_validations_are_kept_with_their_facts(made: Path
 def test_a_kept_model_is_that_of_its_step(made: Path, tmp_path: Path) -> None:
     assert len(set(weights(made).values())) == 3
     train(tiny(tmp_path / "three", {**MADE, "training.steps": 3, "training.keep_checkpoints": 0}))
-    assert not (tmp_path / "three" / "checkpoints").exists()
-    assert (tmp_path / "three" / "last" / "model.safetensors").read_bytes() == weights(made)["step-00000003"]
-    assert (made / "last" / "model.safetensors").read_bytes() == weights(made)["step-00000004"]
+    assert not (tmp_path / "three" / "kept").exists()
+    assert {path.name for path in (tmp_path / "three" / "checkpoints").glob("step-*")} == {
+        model_in(tmp_path / "three", name).name for name in ("best", "last")
+    }
+    assert saved_file(tmp_path / "three", "last", "model.safetensors").read_bytes() == weights(made)["step-00000003"]
+    assert saved_file(made, "last", "model.safetensors").read_bytes() == weights(made)["step-00000004"]
 
 
 def test_fewer_are_kept_when_fewer_are_asked_for_on_resuming(run: Path) -> None:
@@ -70,52 +75,71 @@ def test_a_kill_at_any_moment_loses_no_model_that_was_to_stay(
     translator = load_translator(made / "last")
     seen = []
     for number in range(1, 200):
-        run = tmp_path / str(number)
-        shutil.copytree(made / "checkpoints", run / "checkpoints")
+        run = shutil.copytree(made, tmp_path / str(number))
         killed = killed_before(number, lambda run=run: keep_model(run, translator, {"step": step}, step, 2))  # type: ignore[misc]
         seen.append(steps(run))
+        assert all(load_translator(run / name).digests for name in ("best", "last"))
         keep_model(run, translator, {"step": 6}, 6, 1)  # what was left behind is no obstacle, and goes
+        (run / "best").unlink()
+        keep_model(run, translator, {"step": 6}, 6, 1)
         assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000006"]
         if not killed:
             break
     assert not killed
     assert len(seen) > 15
-    possible = [[2, 3, 4], [3, 4]] if step == 4 else [[2, 3, 4], [2, 3, 4, 5], [3, 4, 5], [4, 5]]
+    possible = [[2, 3, 4], [3, 4]] if step == 4 else [[2, 3, 4], [4, 5]]
     assert [each for index, each in enumerate(seen) if index == 0 or each != seen[index - 1]] == possible
 
 
-def test_a_run_killed_before_it_saved_its_state_keeps_the_same_models_after_all(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["model", "state", "kept", "best", "removed"])
+def test_a_run_killed_while_it_saves_keeps_the_same_models_after_all(
+    moment: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(*given: Any) -> None:
-        if given[0].state.step == 4:
-            raise KeyboardInterrupt
-        save(*given)
-
-    save = training.Training.save
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(training.Training, "save", killed)
-        with pytest.raises(KeyboardInterrupt):
+        killed_at(patch, moment, 4)
+        with pytest.raises(KilledError):
             train(tiny(run, MADE))
-    assert (steps(run), load_facts(run / "last")["step"]) == ([2, 3, 4], 3)
+    assert steps(run) == ([1, 2, 3] if moment in ("model", "state") else [2, 3, 4])
+    assert load_facts(run / "last")["step"] == (4 if moment == "removed" else 3)
     train(tiny(run, MADE))
     assert weights(run) == weights(made)
+    if moment != "removed":  # after the last save
+        assert contents(run / "checkpoints").keys() == contents(made / "checkpoints").keys()
+    for name in ("best", "last"):
+        assert (run / name).read_bytes() == (made / name).read_bytes()
 
 
+@pytest.mark.parametrize("moment", ["model", "state", "kept", "best"])
 def test_a_run_killed_before_its_first_state_begins_again(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moment: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(training.Training, "save", killed)
-        with pytest.raises(KeyboardInterrupt):
+        killed_at(patch, moment, 1)
+        with pytest.raises(KilledError):
             train(tiny(tmp_path / "run", MADE))
-    assert steps(tmp_path / "run") == [1]
+    assert not (tmp_path / "run" / "last").exists()
     train(tiny(tmp_path / "run", MADE))
     assert weights(tmp_path / "run") == weights(made)
+
+
+def killed_at(patch: pytest.MonkeyPatch, moment: str, step: int) -> None:
+    """End the process at a moment of the saving of a step, after the folder or pointer of this name got its own."""
+    put = writing.put
+    target = {"model": f"step-{step:08d}", "state": f"state-{step:08d}", "removed": "last"}.get(moment, moment)
+    dead = []
+
+    def killing(new: Path, path: Path) -> None:
+        if dead:
+            raise KilledError
+        put(new, path)
+        saved = path.parent if path.parent.name != "checkpoints" else path.parent.parent
+        if path.name == target and (saved / "checkpoints" / f"step-{step:08d}").exists():
+            dead.append(path)
+            raise KilledError
+
+    patch.setattr(writing, "put", killing)
+    patch.setattr(atomic_folder, "put", killing)
 
 
 def test_a_model_of_a_later_step_than_the_newest_validation_is_stale_and_goes(run: Path) -> None:
@@ -132,13 +156,14 @@ def test_what_else_is_in_the_folder_is_left_alone(run: Path) -> None:
     assert steps(run) == [3, 4, 5]
     assert others.items() <= contents(run / "checkpoints").items()
     train(tiny(run, {**MADE, "training.keep_checkpoints": 0}), fresh=True)
-    assert contents(run / "checkpoints") == others
+    assert others.items() <= contents(run / "checkpoints").items()
 
 
 def test_a_kept_model_with_a_file_of_others_is_never_removed(run: Path) -> None:
     (run / "checkpoints" / "step-00000002" / "valid.scores.json").write_text("{}")
     train(tiny(run, {**MADE, "training.steps": 6}))
-    assert steps(run) == [2, 4, 5, 6]
+    assert steps(run) == [4, 5, 6]
+    assert load_facts(run / "checkpoints" / "step-00000002")["step"] == 2
     said = refused(run, LONGER, fresh=True)
     assert "step-00000002/valid.scores.json was not written here, and would be removed: move it away first" in said
 
@@ -147,9 +172,9 @@ def test_a_step_folder_that_is_not_ours_is_refused_before_anything_is_trained(ru
     (run / "checkpoints" / "step-00000005").mkdir()
     (run / "checkpoints" / "step-00000005" / "thesis.tex").write_text("mine")
     for fresh in (False, True):
-        assert f"{run / 'checkpoints' / 'step-00000005'} has no {MANIFEST}" in refused(run, LONGER, fresh=fresh)
-    train(tiny(run, {**MADE, "training.steps": 5, "training.keep_checkpoints": 0}))
-    assert (run / "checkpoints" / "step-00000005" / "thesis.tex").read_text() == "mine"
+        for keep in (3, 0):
+            said = refused(run, {**LONGER, "training.keep_checkpoints": keep}, fresh=fresh)
+            assert f"{run / 'checkpoints' / 'step-00000005'} has no {MANIFEST}" in said
 
 
 def test_a_file_in_the_folders_place_is_refused_before_anything_is_trained(run: Path) -> None:
@@ -159,8 +184,8 @@ def test_a_file_in_the_folders_place_is_refused_before_anything_is_trained(run: 
 
 
 def test_kept_models_without_a_state_are_not_overwritten(run: Path) -> None:
-    shutil.rmtree(run / "last")
-    shutil.rmtree(run / "best")
+    (run / "last").unlink()
+    (run / "best").unlink()
     assert "step-00000002 is the model of step 2, but there is no" in refused(run, LONGER)
 
 
@@ -172,17 +197,18 @@ def test_kept_models_of_another_run_are_named_before_anything_is_trained(run: Pa
 
 
 def test_fresh_removes_the_kept_models_and_their_average(run: Path) -> None:
-    shutil.copytree(run / "best", run / "averaged")
+    shutil.copytree(model_in(run, "best"), run / "averaged")
     (run / "checkpoints" / "step-00000003").rename(run / "checkpoints" / ".step-00000003.previous")
     train(tiny(run, {**MADE, "training.keep_checkpoints": 0}), fresh=True)
     assert not (run / "averaged").exists()
-    assert not (run / "checkpoints").exists()
+    assert not (run / "kept").exists()
+    assert {model_in(run, name) for name in ("best", "last")} == set((run / "checkpoints").glob("step-*"))
 
 
 def test_a_run_whose_saved_settings_lack_the_new_ones_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(tiny(run, {**MADE, "training.keep_checkpoints": 0}))
-    for folder in (run / "last", run / "best"):
+    for folder in {model_in(run, name) for name in ("last", "best")}:
         without(folder, "keep_checkpoints", "length_norm", *SINCE)
     train(tiny(run, {**MADE, "training.steps": 6}))
     assert steps(run) == [5, 6]

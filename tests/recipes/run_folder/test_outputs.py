@@ -94,7 +94,12 @@ def test_files_of_an_export_are_not_replaced_wherever_it_is(
 
 def test_what_a_command_has_made_itself_and_files_of_others_may_be_replaced(run: Path, tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text("of no run\n")
-    for output in (run / "report.html", run / "short.html", run / "best" / "mine.html", tmp_path / "samples.jsonl"):
+    for output in (
+        run / "report.html",
+        run / "short.html",
+        run / "best" / "mine.html",
+        tmp_path / "samples.jsonl",
+    ):
         for _ in range(2):
             assert main(["report", str(run), "--output", str(output)]) == 0
         assert output.read_text(encoding="utf-8").startswith("<!doctype html>")

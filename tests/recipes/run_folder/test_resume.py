@@ -15,7 +15,7 @@ import torch
 from recipes.translation import train as training
 from recipes.translation.commands import main
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
-from recipes.translation.files.atomic_folder import MANIFEST, sha256
+from recipes.translation.files.atomic_folder import MANIFEST, sha256, verified_folder
 from recipes.translation.report.records import begun_settings
 from recipes.translation.run_folder.checkpoint import (
     TrainingState,
@@ -24,10 +24,12 @@ from recipes.translation.run_folder.checkpoint import (
     load_translator,
     load_weights,
 )
+from recipes.translation.run_folder.numbered import POINTERS
 from recipes.translation.run_folder.resume import check_best, flat
 from recipes.translation.settings.config import SCHEMA, CorpusConfig, RunConfig, load_config
 from recipes.translation.train import begin, train
 from tests.recipes.run_folder.made import MADE, contents, refused
+from tests.recipes.saved import model_in, saved_file
 from tests.recipes.tiny import options, tiny
 
 pytestmark = pytest.mark.usefixtures("short_validations")
@@ -36,39 +38,23 @@ LONGER: dict[str, Any] = {**SHORT, "training.steps": 6}
 
 
 def test_last_without_its_manifest_is_an_error_and_best_stays(run: Path) -> None:
-    (run / "last" / MANIFEST).unlink()
-    assert f"{run / 'last'} has no manifest.json: it is damaged" in refused(run, LONGER)
+    last = model_in(run, "last")
+    (last / MANIFEST).unlink()
+    assert f"{last} has no manifest.json: it is damaged" in refused(run, LONGER)
     assert "has no manifest.json" in refused(run, LONGER, fresh=True)
 
 
 def test_an_empty_last_is_an_error_and_best_stays(run: Path) -> None:
-    shutil.rmtree(run / "last")
+    (run / "last").unlink()
     (run / "last").mkdir()
     assert "is empty: restore it from a copy, or start over with --fresh" in refused(run, LONGER)
     assert train(tiny(run, SHORT), fresh=True).state.step == 4
 
 
 def test_best_without_last_is_never_overwritten(run: Path) -> None:
-    shutil.rmtree(run / "last")
+    (run / "last").unlink()
     assert "is the model of step 4, but there is no" in refused(run, LONGER)
     assert train(tiny(run, SHORT), fresh=True).state.step == 4
-
-
-def test_a_run_killed_between_its_first_best_and_its_first_last_begins_again(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training.Training, "save", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train(tiny(tmp_path / "run", SHORT))
-    assert load_facts(tmp_path / "run" / "best")["step"] == 2
-    assert train(tiny(tmp_path / "run", {**SHORT, "training.validate_every": 1})).state.step == 4
-    for name in ("last", "best"):
-        there, here = ((folder / name / "model.safetensors").read_bytes() for folder in (made, tmp_path / "run"))
-        assert there == here
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -91,53 +77,79 @@ def test_a_folder_that_is_not_ours_is_kept_by_the_demo_and_by_prepare(
     assert contents(tmp_path / "run") == {f"{name}/thesis.tex": b"mine"}
 
 
-def test_a_file_of_others_in_a_checkpoint_moves_with_it_and_is_never_removed(run: Path) -> None:
-    for name in ("last", "best"):
-        (run / name / "notes.txt").write_text(name)
-        (run / name / "plots").mkdir()
-        (run / name / "plots" / "a.svg").write_text(name)
+def test_a_file_of_others_in_a_checkpoint_keeps_it_from_being_removed(run: Path) -> None:
+    folder = model_in(run, "last")
+    assert folder == model_in(run, "best")
+    (folder / "notes.txt").write_text("mine")
+    (folder / "plots").mkdir()
+    (folder / "plots" / "a.svg").write_text("mine")
     train(tiny(run, {**SHORT, "training.steps": 8}))
     assert load_facts(run / "last")["step"] == load_facts(run / "best")["step"] == 8
-    for name in ("last", "best"):
-        assert (run / name / "notes.txt").read_text() == (run / name / "plots" / "a.svg").read_text() == name
+    assert (folder / "notes.txt").read_text() == (folder / "plots" / "a.svg").read_text() == "mine"
+    assert load_facts(folder)["step"] == 4
     said = refused(run, {**SHORT, "training.steps": 10}, fresh=True)
-    assert f"{run / 'last' / 'notes.txt'} was not written here, and would be removed: move it away first" in said
+    assert f"{folder / 'notes.txt'} was not written here, and would be removed: move it away first" in said
 
 
 def test_last_as_a_link_is_one_line(run: Path, tmp_path: Path) -> None:
-    (run / "last").rename(tmp_path / "elsewhere")
-    (run / "last").symlink_to(tmp_path / "elsewhere")
+    moved = run.rename(tmp_path / "moved")
+    run.mkdir()
+    (run / "last").symlink_to(moved / "last")
     for fresh in (False, True):
         assert f"{run / 'last'} is a symbolic link, which cannot be replaced" in refused(run, LONGER, fresh=fresh)
     assert load_translator(run / "last").model is not None  # reading through it is no harm
-    (tmp_path / "link").symlink_to(run)
-    (run / "last").unlink()
-    (tmp_path / "elsewhere").rename(run / "last")
+    (tmp_path / "link").symlink_to(moved)
     assert train(tiny(tmp_path / "link", {**SHORT, "training.steps": 5})).state.step == 5
 
 
-def test_last_as_a_file_is_one_line(run: Path) -> None:
-    shutil.rmtree(run / "last")
-    (run / "last").write_text("")
-    assert f"{run / 'last'} is not a folder" in refused(run, LONGER)
+@pytest.mark.parametrize(
+    "text", ["", "mine", "../elsewhere", "checkpoints/step-00000004/../..", "/etc", "checkpoints/step-4", "\0" * 99]
+)
+@pytest.mark.parametrize("name", ["last", "best", "kept"])
+def test_a_pointer_that_names_anything_else_is_one_line(name: str, text: str, run: Path) -> None:
+    (run / name).write_text(text)
+    if name == "kept" and not text:  # names nothing
+        return
+    for fresh in (False, True):
+        assert f"{run / name} is damaged: " in refused(run, LONGER, fresh=fresh)
+    if name == "best":
+        with pytest.raises(CheckpointError, match=rf"{run / name} is damaged: its lines are to name folders such as"):
+            load_translator(run / name)
+
+
+@pytest.mark.parametrize("name", ["last", "best"])
+def test_a_pointer_to_a_folder_that_is_gone_is_one_line(name: str, run: Path) -> None:
+    (run / name).write_text("checkpoints/step-00000009\n")
+    for read in (load_translator, load_facts, verified_folder):
+        with pytest.raises(CheckpointError, match=r"names .*step-00000009, which is missing or incomplete: restore it"):
+            read(run / name)
+    if name == "last":
+        assert f"names {run / 'checkpoints' / 'step-00000009'}, which is missing" in refused(run, LONGER)
+
+
+def test_a_state_that_is_gone_is_one_line(run: Path) -> None:
+    shutil.rmtree(saved_file(run, "last", "training.json").parent)
+    assert f"{run / 'checkpoints' / 'state-00000004'}, the state that belongs to {run / 'last'}, is missing" in refused(
+        run, LONGER
+    )
 
 
 def test_a_damaged_best_is_named_before_anything_is_trained(run: Path) -> None:
-    (run / "best" / "model.json").write_text("{}")
+    saved_file(run, "best", "model.json").write_text("{}")
     assert "model.json is damaged" in refused(run, LONGER)
 
 
 def test_the_best_of_another_run_is_named_before_anything_is_trained(run: Path, tmp_path: Path) -> None:
     train(tiny(tmp_path / "other", {**SHORT, "training.seed": 2}))
-    shutil.rmtree(run / "best")
-    shutil.copytree(tmp_path / "other" / "best", run / "best")
+    shutil.copytree(model_in(tmp_path / "other", "best"), run / "checkpoints" / "step-00000009")
+    (run / "best").write_text("checkpoints/step-00000009\n")
     assert "training.seed is 1 but" in refused(run, LONGER)
 
 
 def test_a_best_that_is_gone_is_said_and_replaced_by_the_next_validation(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.rmtree(run / "best")
+    (run / "best").unlink()
     validate = training.validate
     monkeypatch.setattr(training, "validate", lambda *given: replace(validate(*given), values={"loss": 99.0}))
     summary = train(tiny(run, {**SHORT, "training.steps": 6}))
@@ -152,7 +164,7 @@ def test_nothing_is_remembered_of_a_best_that_is_gone(run: Path) -> None:
     kept = replace(saved.state)
     check_best(saved, tiny(run, SHORT))
     assert saved.state == kept
-    shutil.rmtree(run / "best")
+    (run / "best").unlink()
     check_best(saved, tiny(run, SHORT))
     assert saved.state == TrainingState(**progress)
 
@@ -181,7 +193,13 @@ MAY_CHANGE = (
     *("training.threads", "layout.data", "layout.shard", "layout.vocab", "layout.sequence", "layout.timeout"),
     *("training.steps", "training.epochs", "training.validate_every", "training.validate_bleu", "training.patience"),
     "training.teacher",  # where it lies: another model, or none, is refused by its weights
-    *("training.keep_checkpoints", "training.report", "training.trackers", "decoding.length_norm"),
+    *(
+        "training.keep_checkpoints",
+        "training.save_every",
+        "training.report",
+        "training.trackers",
+        "decoding.length_norm",
+    ),
     *("decoding.beam", "decoding.length_penalty", "decoding.batch_sentences", "decoding.max_length"),
     *("decoding.min_length", "decoding.no_repeat_ngram"),
 )
@@ -283,24 +301,26 @@ def test_fresh_keeps_the_models_until_the_new_run_can_begin(
     with pytest.raises((CheckpointError, ConfigError, DataError), match=re.escape(message)):
         train(tiny(run, {**SHORT, **given}), fresh=True)
     shutil.rmtree(run / "averaged")
-    for name in ("last", "best"):
-        assert contents(run / name) == contents(made / name)
+    assert contents(run / "checkpoints") == contents(made / "checkpoints")
+    for name in POINTERS:
+        assert (run / name).read_bytes() == (made / name).read_bytes()
     train(tiny(run, LONGER))
     train(tiny(tmp_path / "other", LONGER))
-    assert (run / "last" / "model.safetensors").read_bytes() == (
-        tmp_path / "other" / "last" / "model.safetensors"
-    ).read_bytes()
+    assert (
+        saved_file(run, "last", "model.safetensors").read_bytes()
+        == (saved_file(tmp_path / "other", "last", "model.safetensors")).read_bytes()
+    )
 
 
 def test_steps_that_are_made_already_are_refused_unless_the_last_one_was_validated(run: Path, tmp_path: Path) -> None:
     said = refused(run, {**SHORT, "training.steps": 3})
     assert said.startswith(f"training.steps is 3, but {run} has made 4 steps: set training.steps to 5 or more to go on")
     assert train(tiny(run, SHORT)).state.step == 4  # a finished run, which was validated at its end
-    state = json.loads((run / "last" / "model.json").read_text())
-    (run / "last" / "model.json").write_text(json.dumps({"step": 4, "of": state["of"]}))  # as Ctrl-C leaves it
-    listed = json.loads((run / "last" / MANIFEST).read_text())
-    listed["files"]["model.json"]["sha256"] = sha256(run / "last" / "model.json")
-    (run / "last" / MANIFEST).write_text(json.dumps(listed))
+    state = json.loads(saved_file(run, "last", "model.json").read_text())
+    saved_file(run, "last", "model.json").write_text(json.dumps({"step": 4, "of": state["of"]}))  # as Ctrl-C leaves it
+    listed = json.loads(saved_file(run, "last", MANIFEST).read_text())
+    listed["files"]["model.json"]["sha256"] = sha256(saved_file(run, "last", "model.json"))
+    saved_file(run, "last", MANIFEST).write_text(json.dumps(listed))
     assert "training.steps is 4" in refused(run, SHORT)
     assert train(tiny(run, {**SHORT, "training.steps": 5})).state.step == 5
 
@@ -308,8 +328,9 @@ def test_steps_that_are_made_already_are_refused_unless_the_last_one_was_validat
 def test_a_run_that_ended_before_its_first_checkpoint_is_begun_again_with_its_own_settings(
     run: Path, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("best", "last", "checkpoints"):
-        shutil.rmtree(run / name)
+    shutil.rmtree(run / "checkpoints")
+    for name in POINTERS:
+        (run / name).unlink()
     begun: list[RunConfig] = []
 
     def begin_only(config: RunConfig, **_: object) -> None:
@@ -326,7 +347,10 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_begun_again_with_its_ow
             assert begun[-1] == tiny(run, {**MADE, **given})
     monkeypatch.undo()
     assert main(["train", "--run", str(run)]) == 0
-    assert (run / "last" / "model.safetensors").read_bytes() == (made / "last" / "model.safetensors").read_bytes()
+    assert (
+        saved_file(run, "last", "model.safetensors").read_bytes()
+        == (saved_file(made, "last", "model.safetensors")).read_bytes()
+    )
 
 
 def test_the_settings_of_a_start_are_those_that_were_recorded_whatever_they_are(tmp_path: Path) -> None:
@@ -363,6 +387,6 @@ def test_fresh_takes_the_subwords_of_the_new_start_and_not_those_of_the_earlier_
     started = {**SHORT, "subwords.vocab_size": 340, "training.start_from": str(tmp_path / "other")}
     train(tiny(run, started), fresh=True)
     for name in ("best", "last"):
-        there, here = ((folder / name / "joint.model").read_bytes() for folder in (tmp_path / "other", run))
+        there, here = (saved_file(folder, name, "joint.model").read_bytes() for folder in (tmp_path / "other", run))
         assert there == here
     assert not (run / "subwords").exists()

@@ -25,13 +25,16 @@ from torch.overrides import TorchFunctionMode
 
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.errors import ConfigError, DataError
+from recipes.translation.run_folder import saving
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
+from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.scores.evaluate import evaluate
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.text.subwords import EOS
 from recipes.translation.train import train
+from tests.recipes.saved import model_in, saved_file
 from tests.recipes.tiny import few_held_out, tiny
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "subwords.vocab_size": 360, "training.batch_tokens": 400}
@@ -169,6 +172,10 @@ CHANGES: dict[str, Sequence[Change]] = {
     "training.max_length": [Change(20, ("weights", "said"))],
     "training.validate_every": [Change(2, ("metrics",), ("last weights",))],
     "training.validate_bleu": [Change(3, ("metrics",), ("weights", "translations"))],
+    "training.save_every": [
+        Change("1", ("saved",), (*NUMBERS, "subwords")),
+        Change("often", refused="training.save_every is 'often': it is a number of steps, such as 500, or of minutes"),
+    ],
     "training.keep_checkpoints": [
         Change(2, ("kept",), (*NUMBERS, "subwords"), beside={"training.validate_every": 1}),
         Change(1, ("kept",), (*NUMBERS, "subwords")),
@@ -296,15 +303,15 @@ class Runs:
             ended = evaluate(translator, "test", config.decoding)
         records = read_metrics(run / "metrics.jsonl")
         return seen | {
-            "weights": [digest(run / name / "model.safetensors") for name in ("last", "best")],
-            "last weights": digest(run / "last" / "model.safetensors"),
+            "weights": [digest(saved_file(run, name, "model.safetensors")) for name in ("last", "best")],
+            "last weights": digest(saved_file(run, "last", "model.safetensors")),
             "best": load_facts(run / "best")["step"],
-            "kept": {path.parent.name: digest(path) for path in run.glob("checkpoints/*/model.safetensors")},
+            "kept": {folder.name: digest(folder / "model.safetensors") for folder in kept_models(run)},
             "metrics": records,
             "report": (run / "report.html").exists(),
             "tracked": (run / "tensorboard").exists(),
             "batches": [record["tokens"] for record in records if "tokens" in record],
-            "subwords": [digest(path) for path in sorted((run / "last").glob("*.model"))],
+            "subwords": [digest(path) for path in sorted(model_in(run, "last").glob("*.model"))],
             "translations": list(found.translations),
             "translations that could end anywhere": list(ended.translations),
             "scores": dataclasses.asdict(found.scores),
@@ -334,6 +341,8 @@ def observed(seen: Outcome) -> Iterator[None]:
     """What a run prints, the threads it leaves, its logits, and how long its groups wait."""
     before, said, made, logits = torch.get_num_threads(), io.StringIO(), [], LargestLogits()
     new_group = dist.new_group
+    saves: list[str] = []
+    write_state = saving.write_state
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         made.append(new_group(*args, **kwargs))
@@ -343,12 +352,14 @@ def observed(seen: Outcome) -> Iterator[None]:
     try:
         with few_held_out() as patch, contextlib.redirect_stdout(said), logits:
             patch.setattr(dist, "new_group", noted)
+            patch.setattr(saving, "write_state", lambda *given: (saves.append(given[0].name), write_state(*given)))
             yield
         seen["threads"] = torch.get_num_threads()
         seen["waits"] = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in made]
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(before)
+    seen["saved"] = saves
     seen["logits at once"] = logits.rows
     seen["said"] = re.sub(r"\S*/runs/\S+|[\d.,:]+ s\b|in \d+:\d+|[\d,]+ (target )?tokens/s", "", said.getvalue())
 

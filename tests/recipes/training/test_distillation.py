@@ -28,6 +28,7 @@ from recipes.translation.training.distillation import DistillationLoss, Teacher,
 from recipes.translation.training.layout import Axes, Layout
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny, tiny_lstm
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "training.batch_tokens": 300, "training.steps": 2}
@@ -204,7 +205,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit_though_its_teacher_w
     moved = shutil.copytree(teacher, tmp_path / "moved")
     train(made(tmp_path / "resumed", {**distilled(moved), **changes, "training.steps": 3}))
     for name in ("model.safetensors", "training.safetensors", "joint.model"):
-        one, other = ((tmp_path / run / "last" / name).read_bytes() for run in ("through", "resumed"))
+        one, other = (saved_file(tmp_path / run, "last", name).read_bytes() for run in ("through", "resumed"))
         assert one == other, name
 
 

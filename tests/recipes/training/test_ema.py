@@ -18,9 +18,10 @@ from recipes.translation.run_folder.checkpoint import (
     model_sizes,
     tensors_of,
 )
-from recipes.translation.run_folder.kept_models import kept_models
+from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("short_validations")
@@ -71,7 +72,7 @@ def test_the_average_is_the_recursion_and_training_is_as_without_it(plain: Path,
         assert found.keys() == average.keys()
         for name, tensor in average.items():
             assert float((found[name] - tensor).abs().max()) <= 1e-12 * max(1.0, float(tensor.abs().max())), name
-    trained = load_file(run / "last" / "training.safetensors")
+    trained = load_file(saved_file(run, "last", "training.safetensors"))
     for name, tensor in load_weights(plain / "last").items():
         assert torch.equal(trained[f"weights/{name}"], tensor)
         assert f"optimizer/{name}/exp_avg" in trained

@@ -20,6 +20,7 @@ from recipes.translation.run_folder.start import run_subwords
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.training import PARTS
 from recipes.translation.train import train
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import options, tiny, tiny_lstm
 
 pytestmark = pytest.mark.usefixtures("short_validations")
@@ -44,10 +45,15 @@ def test_it_begins_with_the_weights_and_subwords_of_the_other_run(base: Path, tm
         found, expected = load_weights(run / "last"), load_weights(base / ("best" if start == base else "last"))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        assert (run / "last" / "joint.model").read_bytes() == (base / "best" / "joint.model").read_bytes()
+        assert (
+            saved_file(run, "last", "joint.model").read_bytes() == saved_file(base, "best", "joint.model").read_bytes()
+        )
         assert not (run / "subwords").exists()
     train(tiny(tmp_path / "own", OTHER))
-    assert (tmp_path / "own" / "last" / "joint.model").read_bytes() != (base / "best" / "joint.model").read_bytes()
+    assert (
+        saved_file(tmp_path / "own", "last", "joint.model").read_bytes()
+        != (saved_file(base, "best", "joint.model")).read_bytes()
+    )
 
 
 def test_a_resumed_fine_tuning_goes_on_without_the_other_run(base: Path, tmp_path: Path) -> None:
@@ -58,7 +64,7 @@ def test_a_resumed_fine_tuning_goes_on_without_the_other_run(base: Path, tmp_pat
     shutil.rmtree(start)
     train(tiny(tmp_path / "resumed", {**tuned, "training.steps": 4}))
     for name in ("model.safetensors", "training.safetensors", "joint.model"):
-        one, other = ((tmp_path / run / "last" / name).read_bytes() for run in ("through", "resumed"))
+        one, other = (saved_file(tmp_path / run, "last", name).read_bytes() for run in ("through", "resumed"))
         assert one == other, name
     with pytest.raises(
         CheckpointError, match=r"^training\.start_from is .*, but there is no trained model in .*best: "
@@ -81,7 +87,7 @@ def test_a_frozen_part_keeps_its_bits_and_has_no_moments_and_the_rest_is_trained
     names = {name for name, _ in load_translator(run / "last").model.named_parameters()}
     for name in names:
         assert torch.equal(first[name], trained[name]) == name.startswith(kept), name
-    moments = load_file(run / "last" / "training.safetensors")
+    moments = load_file(saved_file(run, "last", "training.safetensors"))
     assert {key.split("/")[1] for key in moments} == {name for name in names if not name.startswith(kept)}
 
     translator = load_translator(tmp_path / "first" / "last")

@@ -27,6 +27,7 @@ from recipes.translation.train import train
 from recipes.translation.training import journal, machine
 from recipes.translation.training.earlier_samples import with_samples
 from recipes.translation.training.samples import attention_map, sample_rows
+from tests.recipes.saved import model_in
 from tests.recipes.tiny import few_held_out, tiny, tiny_decoder_only, tiny_lstm
 
 CHANGES: dict[str, Any] = {
@@ -168,7 +169,7 @@ def test_the_best_model_of_a_run_that_kept_no_samples_makes_them_for_the_command
     earlier = tmp_path / "earlier"
     earlier.mkdir()
     shutil.copy(run / "metrics.jsonl", earlier)
-    shutil.copytree(run / "best", earlier / "best")
+    shutil.copytree(model_in(run, "best"), earlier / "best")
     found = with_samples(read_run(earlier), earlier)
     assert found.settings["training.steps"] in (2, 4)  # of the checkpoint
     assert load_facts(run / "best")["step"] == 4

@@ -19,11 +19,12 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.average import average
 from recipes.translation.run_folder.checkpoint import fill_model, load_translator, load_weights
-from recipes.translation.run_folder.kept_models import kept_models
+from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.start import run_subwords
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.options import add_config_options
 from recipes.translation.train import train
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import options, tiny, tiny_lstm
 
 pytestmark = pytest.mark.usefixtures("short_validations")
@@ -62,7 +63,7 @@ def tuned(base: Path) -> Path:
 
 def in_training(run: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights that `last` is trained on from: those that are kept, and the A and B of LoRA."""
-    tensors = load_file(run / "last" / "model.safetensors")
+    tensors = load_file(saved_file(run, "last", "model.safetensors"))
     lora = {name: tensor for name, tensor in tensors.items() if "lora" in name}
     return {name: tensor for name, tensor in tensors.items() if name not in lora}, lora
 
@@ -94,7 +95,7 @@ def test_the_weights_keep_their_bits_and_models_have_the_sum(base: Path, tuned: 
     assert kept.keys() == before.keys()
     assert all(torch.equal(kept[name], tensor) for name, tensor in before.items())
     assert all(float(tensor.abs().max()) > 0 for tensor in lora.values())
-    assert {key.split("/")[1] for key in load_file(tuned / "last" / "training.safetensors")} == lora.keys()
+    assert {key.split("/")[1] for key in load_file(saved_file(tuned, "last", "training.safetensors"))} == lora.keys()
     expected = summed(kept, lora)
     for found in (load_weights(tuned / "last"), load_weights(kept_models(tuned)[-1])):
         assert_close(found, expected)
@@ -188,7 +189,7 @@ def test_a_resumed_run_with_every_option_is_the_uninterrupted_one_bit_for_bit(ba
     kept, lora = in_training(tmp_path / "through")
     weights = {name: tensor.float() for name, tensor in load_weights(base / "best").items()}
     assert all(torch.equal(kept[name], tensor) for name, tensor in weights.items())
-    trained = load_file(tmp_path / "through" / "last" / "training.safetensors")
+    trained = load_file(saved_file(tmp_path / "through", "last", "training.safetensors"))
     assert not any(torch.equal(trained[f"weights/{name}"], tensor) for name, tensor in lora.items())
 
 

@@ -19,6 +19,7 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training import outliers
 from tests.recipes.run_folder.made import resealed
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny, tiny_lstm
 
 pytestmark = pytest.mark.usefixtures("short_validations")
@@ -55,7 +56,7 @@ def test_a_resumed_run_with_every_option_is_the_uninterrupted_one_bit_for_bit(
     for run, ends in (("through", [8]), ("resumed", [3, 8])):
         for steps in ends:
             train(made(tmp_path / run, {**OPTIONS, "subwords.kind": kind, "training.steps": steps}))
-            state = json.loads((tmp_path / run / "last" / "training.json").read_text())
+            state = json.loads(saved_file(tmp_path / run, "last", "training.json").read_text())
             assert run == "through" or state["batch"] > 0  # in the middle of an epoch
     assert state["epoch"] > 1
     through, resumed = tmp_path / "through", tmp_path / "resumed"
@@ -81,7 +82,7 @@ def test_a_state_of_a_version_without_scores_is_resumed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     changes = {"data.builtin_pairs": 120, "training.steps": 1}
     train(tiny(run, changes))
-    path = run / "last" / "training.json"
+    path = saved_file(run, "last", "training.json")
     state = json.loads(path.read_text())
     del state["best_score"]
     path.write_text(json.dumps(state))

@@ -31,6 +31,7 @@ from recipes.translation.training import validation
 from recipes.translation.training.progress import Metrics, Progress, in_words
 from recipes.translation.training.summary import Summary
 from recipes.translation.training.validation import Validation
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import options, tiny
 
 DROPOUT = {
@@ -56,10 +57,13 @@ def validations_of(run: Path) -> list[dict[str, Any]]:
 def assert_same_run(one: Path, other: Path) -> None:
     """Weights, moments, random states, position and every number logged are the same bits."""
     for name in ("model.safetensors", "training.safetensors"):
-        assert (one / "last" / name).read_bytes() == (other / "last" / name).read_bytes()
-    assert (one / "best" / "model.safetensors").read_bytes() == (other / "best" / "model.safetensors").read_bytes()
+        assert saved_file(one, "last", name).read_bytes() == saved_file(other, "last", name).read_bytes()
+    assert (
+        saved_file(one, "best", "model.safetensors").read_bytes()
+        == (saved_file(other, "best", "model.safetensors")).read_bytes()
+    )
     assert read_metrics(one / "metrics.jsonl") == read_metrics(other / "metrics.jsonl")
-    states = [json.loads((run / "last" / "training.json").read_text()) for run in (one, other)]
+    states = [json.loads(saved_file(run, "last", "training.json").read_text()) for run in (one, other)]
     for state in states:
         del state["seconds"], state["train_seconds"]
     assert states[0] == states[1]
@@ -97,7 +101,7 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one_bit_for_bit(
         assert (summary.state.step, summary.stopped_by) == (step, number)
         assert summary.state.epoch == epoch  # an epoch ends in what is resumed
         assert f"train --run {run}" in str(summary)
-        assert json.loads((run / "last" / "training.json").read_text())["step"] == step
+        assert json.loads(saved_file(run, "last", "training.json").read_text())["step"] == step
         torch.rand(1000)  # whatever the process does in between
     assert summary.state.batch > 0  # in the middle of an epoch
     monkeypatch.undo()
@@ -165,7 +169,7 @@ def test_sigterm_from_outside_saves_and_says_how_to_go_on(tmp_path: Path) -> Non
         output = process.communicate(timeout=60)[0]
     assert process.returncode == 128 + signal.SIGTERM
     assert "resume with:" in output
-    saved = json.loads((run / "last" / "training.json").read_text())["step"]
+    saved = json.loads(saved_file(run, "last", "training.json").read_text())["step"]
     assert saved == len(steps_of(run)) > 0
 
 
@@ -300,10 +304,10 @@ def test_best_is_the_model_with_the_lowest_validation_loss(tmp_path: Path, monke
 def test_resuming_with_a_setting_that_makes_it_another_run_names_it(
     uninterrupted: Path, change: str, value: int
 ) -> None:
-    before = (uninterrupted / "last" / "training.json").read_bytes()
+    before = saved_file(uninterrupted, "last", "training.json").read_bytes()
     with pytest.raises(ConfigError, match=rf"^{change} is {value} but .* --fresh$"):
         train(tiny(uninterrupted, {**DROPOUT, change: value}))
-    assert (uninterrupted / "last" / "training.json").read_bytes() == before
+    assert saved_file(uninterrupted, "last", "training.json").read_bytes() == before
 
 
 def test_resuming_with_other_data_is_refused(tmp_path: Path) -> None:
@@ -348,7 +352,7 @@ def test_both_betas_are_those_of_the_settings(tmp_path: Path) -> None:
     for betas in ((0.5, 0.75), (0.875, 0.9375)):
         run = tmp_path / str(betas)
         train(tiny(run, {"training.steps": 1, "training.betas": list(betas), "training.precision": "float64"}))
-        moments = load_file(run / "last" / "training.safetensors")
+        moments = load_file(saved_file(run, "last", "training.safetensors"))
         for name, first in moments.items():
             if name.endswith("/exp_avg"):
                 gradient = first / (1 - betas[0])

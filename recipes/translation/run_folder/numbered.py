@@ -1,0 +1,143 @@
+"""The numbered folders of a run, and the pointers to them (see `pointers`): `best`, `last` and `kept`.
+
+    <run>/checkpoints/step-00000200     the model after step 200 (see `checkpoint`)
+    <run>/checkpoints/state-00000200    the state that belongs to it; of the newest model alone
+    <run>/best, <run>/last              name the model of the best validation, and the newest one
+    <run>/kept                          names the models of the last validations, to be averaged
+
+A model is written once, whichever of these it is, and does not change any more. Its folders are whole before a pointer
+names them, and are removed after the last pointer to them has moved: a process that is killed in between leaves folders
+too many, which the next save removes. Whatever else is in `checkpoints` belongs to someone else and is left alone.
+
+Earlier versions had copies in the place of the pointers, and in `checkpoints` nothing but the kept models.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from recipes.translation.errors import CheckpointError
+from recipes.translation.files.atomic_folder import (
+    check_itself,
+    check_removable,
+    check_replaceable,
+    drop_set_aside,
+    remove_folder,
+    set_aside,
+    whole_folder,
+)
+from recipes.translation.files.pointers import NUMBERED, all_pointed_at, pointed_at, pointer_to
+from recipes.translation.files.writing import check_no_link, replace_files
+
+POINTERS = ("last", "best", "kept")
+"""In the order in which they must be found: a model is the best, or kept, before it is what a run resumes from."""
+NAME = re.compile(r"\.?(step|state)-(\d{8,20})(\.new|\.previous)?")
+"""A numbered folder, and those that `atomic_folder` puts beside it while it is replaced or removed."""
+
+
+def numbered_in(run: Path) -> Path:
+    """Return the folder of a run's numbered folders; raise OSError for a link, which could lead out of the run."""
+    folder = run / NUMBERED
+    check_no_link(folder)
+    return folder
+
+
+def model_at(run: Path, step: int) -> Path:
+    """Return the folder of the model after a step."""
+    return numbered_in(run) / f"step-{step:08d}"
+
+
+def state_at(run: Path, step: int) -> Path:
+    """Return the folder of the state after a step."""
+    return numbered_in(run) / f"state-{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    """Return the step in the name of a numbered folder."""
+    return int(folder.name.partition("-")[2])
+
+
+def numbered_folders(run: Path) -> list[Path]:
+    """Return all numbered folders by kind and step, also those whose saving or removal was interrupted."""
+    if not numbered_in(run).is_dir():
+        return []
+    names = (NAME.fullmatch(path.name) for path in numbered_in(run).iterdir())
+    found = {(name[1], int(name[2])) for name in names if name}
+    return [numbered_in(run) / f"{kind}-{step:08d}" for kind, step in sorted(found)]
+
+
+def models_in(run: Path) -> list[Path]:
+    """Return the folders of all complete models by step."""
+    return [folder for folder in numbered_folders(run) if folder.name.startswith("step-") and whole_folder(folder)]
+
+
+def kept_models(run: Path) -> list[Path]:
+    """Return the folders of the kept models that are complete, by step."""
+    if of_earlier_version(run):
+        return models_in(run)
+    return [folder for folder in all_pointed_at(run / "kept") if whole_folder(folder)]
+
+
+def of_earlier_version(run: Path) -> bool:
+    """Return whether the run has been written by an earlier version alone, which had no pointers."""
+    return not any((run / name).is_file() for name in POINTERS)
+
+
+def point_at(run: Path, step: int, *, better: bool = False, keep: int = 0) -> None:
+    """Let the pointers name the whole folders of a step, then remove those that no pointer names any longer.
+
+    `last` names the model in any case; `best`, if it is `better` than the one before; and `kept`, if `keep` models are
+    to be kept of which it is one. Those of later steps are kept no longer: a process saved them and was killed before
+    it could save the state to resume from.
+    """
+    model = model_at(run, step)
+    contents = {run / "last": [model]}
+    if better:
+        contents[run / "best"] = [model]
+    kept = [folder for folder in kept_models(run) if step_of(folder) < step]
+    if keep:
+        kept = [*kept, model][-keep:]
+    if kept or (run / "kept").exists():
+        contents[run / "kept"] = kept
+    for pointer in contents:
+        set_aside(pointer)
+    # The last one is replaced first
+    replace_files({pointer: pointer_to(folders) for pointer, folders in contents.items()})
+    for pointer in contents:
+        drop_set_aside(pointer)
+    remove_unnamed(run)
+
+
+def remove_unnamed(run: Path) -> None:
+    """Remove the numbered folders that no pointer names, except those to which others have added files."""
+    models = [folder for name in POINTERS for folder in all_pointed_at(run / name)]
+    needed = {*models, *(state_at(run, step_of(folder)) for folder in all_pointed_at(run / "last"))}
+    for folder in numbered_folders(run):
+        if folder not in needed:
+            with suppress(CheckpointError):  # it is not ours, or not ours alone
+                remove_folder(folder)
+
+
+def check_ours(run: Path) -> None:
+    """Raise CheckpointError if saving would replace a file or folder that was not made here."""
+    for name in POINTERS:
+        pointer = run / name
+        check_itself(pointer)
+        if pointer.is_dir():  # of an earlier version
+            check_replaceable(pointer)
+    for name in ("last", "best"):
+        pointed_at(run / name)
+    all_pointed_at(run / "kept")
+    if numbered_in(run).exists() and not numbered_in(run).is_dir():
+        raise CheckpointError(f"{numbered_in(run)} is not a folder, and was not made here: move it away")
+    for folder in numbered_folders(run):
+        check_replaceable(folder)
+
+
+def check_replaced_by_pointers(run: Path) -> None:
+    """Raise CheckpointError if folders of an earlier version, in whose place pointers come, have files of others."""
+    for name in POINTERS:
+        if (run / name).is_dir():
+            check_removable(run / name)

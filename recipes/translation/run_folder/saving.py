@@ -1,0 +1,132 @@
+"""Saving beside the training: the tensors are copied in memory, and a thread writes the copy during the next steps."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from recipes.translation.files.atomic_folder import whole_folder
+from recipes.translation.run_folder.checkpoint import TrainingState, Translator, tensors_of, write_model, write_state
+from recipes.translation.run_folder.numbered import model_at, point_at, state_at
+from recipes.translation.settings.training import TrainingConfig, save_interval
+
+
+class Saver:
+    """Writes a run's checkpoints, one after the other, in a thread of its own.
+
+    An error of the thread is raised by the next call of `check`, `wait` or `save`, or at the end of the block, which
+    waits for the thread.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        settings: TrainingConfig,
+        saved_step: int | None,
+        *,
+        writes: bool = True,
+        main_says: Callable[[bool], bool] = bool,
+    ) -> None:
+        """Save for the run that was resumed from `saved_step`, if this is the process that `writes`.
+
+        Of several processes, all call `is_due` and `save` at the same steps; `main_says` tells them what rank 0 says.
+        """
+        self.run = run
+        self.writes = writes
+        self._main_says = main_says
+        self.keep = settings.keep_checkpoints
+        self.saved_step = saved_step
+        """The step whose checkpoint was last begun to be saved, or was resumed from."""
+        self._interval = save_interval(settings.save_every)
+        self._saved_at = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `training.save_every` asks for a checkpoint of this step; all ranks get the same answer."""
+        if step == self.saved_step:
+            return False
+        if self._interval.seconds:  # whose clocks differ
+            return self._main_says(time.monotonic() - self._saved_at >= self._interval.seconds)
+        return self._interval.steps > 0 and step % self._interval.steps == 0
+
+    def save(
+        self,
+        translator: Translator,
+        facts: Mapping[str, object],
+        moments: Mapping[str, Tensor],
+        state: TrainingState,
+        *,
+        validated: bool = False,
+        better: bool = False,
+    ) -> None:
+        """Begin to save what training needs to resume, once the save before has ended.
+
+        The model is copied before this returns; the moments must be the caller's copy already.
+        """
+        self.saved_step = state.step
+        if not self.writes:
+            return
+        self.wait()
+        weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors_of(translator.model).items()}
+        state = replace(state)
+        facts = dict(facts)
+        keep = self.keep if validated else 0
+
+        def write() -> None:
+            digest = write_model(model_at(self.run, state.step), translator, weights, facts)
+            write_state(state_at(self.run, state.step), digest, moments, state)
+            point_at(self.run, state.step, better=better, keep=keep)
+
+        self._saved_at = time.monotonic()
+        # A daemon, which does not hold up a process that is told to end at once
+        self._thread = threading.Thread(target=self._run, args=(write,), name="saving", daemon=True)
+        self._thread.start()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._error = error
+
+    def check(self) -> None:
+        """Raise the error of a save that has failed."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def wait(self) -> None:
+        """Wait until the save that has begun is on the disk; raise its error."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def last(self) -> Path | None:
+        """Return `<run>/last` if it is there after the save that has begun, whether or not that fails."""
+        if self._thread is not None:
+            self._thread.join()
+        if whole_folder(self.run / "last") is None:
+            return None
+        return self.run / "last"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.wait()
+        except Exception as failed:
+            if kind is None:
+                raise
+            print(f"[train] {failed}", file=sys.stderr)  # besides the error that ends the run
