@@ -7,7 +7,7 @@ import pytest
 
 from tests.guarding_lines import count, count_package, total
 
-CEILING = 0.146
+CEILING = 0.144
 """It was 0.211 while every file had checks of its own; lower it where you can."""
 
 

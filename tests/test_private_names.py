@@ -31,7 +31,7 @@ LIBRARIES = {
         "_extract_corpus_statistics",
     },
     ("torch", "models/packed.py"): {"_linear_pointwise", "_reorder_linear_weight"},
-    ("torch", "seqpar/core/graphs.py"): {"_dynamo"},
+    ("torch", "seqpar/core/graphs.py"): {"_C", "_autograd", "_dynamo", "_top_saved_tensors_default_hooks"},
     ("torch", "seqpar/core/checks.py"): {"_C", "_assert_async", "_current_level", "_functorch"},
     ("torch", "seqpar/multi_device/placement.py"): {"_apply"},
     ("torch", "seqpar/linear/against_teacher.py"): {"_assert_async"},
@@ -46,6 +46,7 @@ LIBRARIES = {
         "_use_python_reducer",
     },
     ("torch", "seqpar/engine/loss_compute.py"): {"_Loss"},
+    ("torch", "seqpar/engine/module_calls.py"): {"_cache_enabled"},
     ("torch", "seqpar/engine/probe.py"): {"_BatchNorm"},
     ("torch", "seqpar/multi_device/replicas.py"): {
         "_C",

@@ -27,6 +27,7 @@ from torch import Tensor
 
 import seqpar
 from benchmarks.loss.results import hardware
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.prepare import prepare
 from recipes.translation.settings.config import load_config
 from recipes.translation.train import train
@@ -103,7 +104,7 @@ def table(steps: int, batch_tokens: int, device: str) -> str:
     """Return the table, with ratios to one rank with the engine in the same precision, and what it was measured on."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        prepare(settings(str(Path(folder, "subwords")), steps, batch_tokens, "float32", [device]))
+        prepare(Corpora(settings(str(Path(folder, "subwords")), steps, batch_tokens, "float32", [device])))
         for precision in ("float32", "bf16"):
             found: dict[str, float] = {}
             for how in ("one rank", "plain loss", "two ranks"):

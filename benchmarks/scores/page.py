@@ -43,7 +43,8 @@ def document(results: Results, source: str) -> list[str]:
     """Return the lines of the whole page."""
     entries = list(results["parts"].values())
     page = ["# Log-probabilities and entropies of tokens, forward and backward", "", *findings(entries), ""]
-    page += [disturbance(entries), "", LEGEND]
+    # What a reader must know of figures that were measured before a change, and what was measured since
+    page += [disturbance(entries), "", *results.get("remarks", []), LEGEND]
     for case in CASES:
         of_case = [entry for entry in entries if str(case) in entry["cases"]]
         if of_case:

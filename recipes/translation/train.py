@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,12 +23,10 @@ import seqpar
 from models import EncoderDecoder
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
-from recipes.translation.data.mistakes import check_meant
 from recipes.translation.errors import TrainingError
 from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals
-from recipes.translation.report.journal import Journal
 from recipes.translation.run_folder.checkpoint import (
     WEIGHTS,
     SavedTraining,
@@ -45,22 +44,28 @@ from recipes.translation.run_folder.checkpoint import (
 )
 from recipes.translation.run_folder.kept_models import keep_model
 from recipes.translation.run_folder.lock import sole_writer
-from recipes.translation.run_folder.resume import begin, check_same_data, flat, remove_run
+from recipes.translation.run_folder.resume import begin, check_same_data, check_steps, flat, remove_run
 from recipes.translation.run_folder.start import run_subwords, starting_weights
 from recipes.translation.run_folder.teacher import TeacherModel, check_same_teacher, load_teacher
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import RunConfig, TrainingConfig
+from recipes.translation.training.announcement import announce, size_of
 from recipes.translation.training.best import note_validation, out_of_patience
 from recipes.translation.training.ema import WeightAverage
 from recipes.translation.training.frozen import freeze
+from recipes.translation.training.journal import Journal
 from recipes.translation.training.layout import Axes, Layout, axes_of, devices_of
+from recipes.translation.training.length import with_steps
 from recipes.translation.training.lora import adapt, merged
 from recipes.translation.training.machine import return_free_memory
+from recipes.translation.training.optimizer import make_optimizer, update
 from recipes.translation.training.outliers import Outliers
 from recipes.translation.training.positions import check_positions
 from recipes.translation.training.progress import Metrics, Progress
 from recipes.translation.training.schedule import check_rate, learning_rate
 from recipes.translation.training.summary import Summary, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
+from recipes.translation.training.training_record import TrainingRecord
+from recipes.translation.training.utilization import share_of_peak
 from recipes.translation.training.validation import Validation, validate
 
 
@@ -70,7 +75,7 @@ def train(config: RunConfig, *, fresh: bool = False, insist: bool = False, ranks
     Every process of a run must call it with the same arguments. On the CPU, a run that was stopped and resumed in the
     same layout equals an uninterrupted one bit for bit; in another layout, up to rounding. `fresh` begins anew, and
     removes an earlier run from the folder as soon as the new one can make its first step. With `insist`, data and a
-    change of steps that look like mistakes are taken as they are (`check_likely`). `ranks` are those of a caller that
+    change of steps that look like mistakes are taken as they are. `ranks` are those of a caller that
     has joined them already.
 
     Raises ConfigError, DataError or CheckpointError for mistakes of the user, TrainingError if the loss, the gradient
@@ -99,27 +104,29 @@ def train_on(
     sizes = model_sizes(config.model)
     ranks.run_on_main(lambda: check_installed(settings.trackers))
     saved = ranks.run_on_main(lambda: begin(config, fresh))
-    ranks.run_on_main(lambda: check_likely(config, saved, insist))
     if settings.threads:
         torch.set_num_threads(settings.threads)
 
-    corpus = load_corpus(config, ranks, partial(run_subwords, fresh=fresh))
+    corpus = load_corpus(config, ranks, partial(run_subwords, fresh=fresh), insist or saved is not None)
     check_positions(config, sizes, corpus)
     ranks.agree({"the training and validation data": corpus.fingerprint})
+    settings = with_steps(settings, corpus.train)
     teacher = ranks.run_on_main(lambda: load_teacher(config, corpus.source, corpus.target))
     state = saved.state if saved else first_state(corpus, teacher)
     check_same_data(corpus, saved, run)
     check_same_teacher(teacher, state, run)
+    ranks.run_on_main(lambda: check_end(config, settings, corpus, saved, insist))
     model = first_model(config, corpus, saved, ranks)
     size = size_of(model)
+    share = share_of_peak(model, corpus, settings.precision, devices, ranks.world)
     layout = Layout(model, config, axes, devices, ranks, teacher.model if teacher else None)
     # After the layout, which replaces the parameters that it splits or shards
-    optimizer = torch.optim.Adam(model.parameters(), betas=settings.betas, eps=1e-9, fused=True)
+    optimizer = make_optimizer(model, settings)
     average = WeightAverage(layout, settings.ema)
     if saved:
         layout.fill_moments(optimizer, saved.moments)
         average.fill(saved.averages, run / "last")
-    announce(config, size, corpus, layout, state, teacher)
+    announce(config, settings, size, corpus, layout, state, teacher)
 
     steps = Steps(corpus.train, settings.accumulate, layout.data_rank, layout.data_ranks, layout.device)
     batches = steps.after(state.epoch, state.batch)
@@ -134,9 +141,10 @@ def train_on(
         StopSignals(ranks.world > 1) as stop,
         metrics,
         Journal(config, layout, size, ranks, resumed_at) as journal,
-        Progress(state, settings.steps) as progress,
+        Progress(state, settings.steps, share) as progress,
     ):
-        outliers = Outliers(metrics.records())
+        record = TrainingRecord(metrics, journal, progress, Outliers(metrics.records()))
+        training = Training(config, corpus, optimizer, average, state, ranks, record)
         while state.step < settings.steps and not out_of_patience(state, settings):
             if stopped_by := ranks.stopped_by(stop.signal):
                 break
@@ -153,57 +161,33 @@ def train_on(
                 agree={"the step": state.step, "the position in the data": (state.epoch, state.batch)},
             )
             norm = layout.clip(settings.clip)
-            loss_mean = loss.mean.item()
-            check_finite(state.step + 1, loss_mean, norm, run)
-            rate = learning_rate(settings, state.step + 1, sizes.d_model)
-            optimizer.param_groups[0]["lr"] = rate
-            optimizer.step()
-            optimizer.zero_grad()
-            average.update(state.step + 1)
-
-            tokens = int(loss.tokens)
             state.step += 1
-            state.tokens += tokens
-            seconds = progress.step_done(state, loss=loss_mean, tokens=tokens)
-            outliers.judge(loss=loss_mean, gradient_norm=norm)
-            progress.say(*outliers.lines(state.step))
-            record = {"loss": loss_mean, "learning_rate": rate, "gradient_norm": norm, "tokens": tokens}
-            metrics.write(step=state.step, **record, **outliers.record())
-            journal.step_done(state.step, seconds)
+            check_finite(state.step, float(loss.mean), norm, run)
+            rate = learning_rate(settings, state.step, sizes.d_model)
+            update(optimizer, rate)
+            average.update(state.step)
+            state.tokens += int(loss.tokens)
+            record.step_done(state, loss, rate, norm)
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
-                translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
-                ordinary = merged(translator)
-                loss_of = layout.whole_forward(ordinary.model)
-                found = validate(ordinary, corpus, loss_of, state.step, ranks.for_steps())
-                if not math.isfinite(found.loss):
-                    raise spoiled(state.step, f"the validation loss is {found.loss}", run)
-                better = note_validation(state, found, settings.best_by)
-                if ranks.is_main:
-                    save_models(run, ordinary, found, better)
-                # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
-                metrics.write(**found.as_dict())
-                metrics.flush()
-                journal.keep(ordinary, found)
-                save(translator, found.as_dict(), moments, state, ranks)
-                journal.validated(state.step)
-                progress.validated(state, found, found.parts)
-                return_free_memory()
+                training.validate_and_save()
         if stopped_by:
-            translator, moments = good_state(config, corpus, average, optimizer, state, ranks)
-            save(translator, {"step": state.step}, moments, state, ranks)
-    return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus))
+            training.save({"step": state.step}, *training.good_state())
+    return ranks.run_on_main(lambda: summarize(config, state, stopped_by, corpus, settings.steps))
 
 
-def check_likely(config: RunConfig, saved: SavedTraining | None, insist: bool) -> None:
-    """Raise DataError or ConfigError for what is most often a mistake in a new run's data, or a resumed one's steps."""
-    if insist:
-        return
+def check_end(
+    config: RunConfig, settings: TrainingConfig, corpus: Corpus, saved: SavedTraining | None, insist: bool
+) -> None:
+    """Raise ConfigError where a resumed run has no step left, or would jump to another learning rate."""
     if saved is None:
-        check_meant(config)
         return
+    if settings.epochs:
+        check_steps(replace(config, training=settings), saved.state.step)
     before = saved_config(Path(config.run) / "last")
     assert before is not None  # it has been read
-    check_rate(before.training, config.training, saved.state.step, model_sizes(config.model).d_model)
+    if not insist:
+        was = with_steps(before.training, corpus.train)
+        check_rate(was, settings, saved.state.step, model_sizes(config.model).d_model)
 
 
 def first_state(corpus: Corpus, teacher: TeacherModel | None) -> TrainingState:
@@ -237,20 +221,6 @@ def first_model(config: RunConfig, corpus: Corpus, saved: SavedTraining | None, 
     return model
 
 
-def size_of(model: EncoderDecoder) -> str:
-    """Return the number of parameters, and how many of them are trained, as text."""
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    size = f"{parameters_of(model)} parameters"
-    if trained < sum(parameter.numel() for parameter in model.parameters()):
-        size += f" ({trained / 1e6:.2f} M trained)"
-    return size
-
-
-def parameters_of(model: EncoderDecoder) -> str:
-    """Return the number of parameters as text."""
-    return f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M"
-
-
 def must_agree(config: RunConfig) -> dict[str, object]:
     """Return the settings that must be equal on all processes."""
     differ = {"run", "data.path", "data.cache", "training.devices", "training.threads"}
@@ -266,12 +236,64 @@ def dropout_seed(seed: int, step: int, token_rank: int) -> int:
     return int(numpy.random.SeedSequence([seed, step, token_rank]).generate_state(1, numpy.uint64)[0])
 
 
-def save(
-    translator: Translator, facts: dict[str, object], moments: dict[str, Tensor], state: TrainingState, ranks: Ranks
-) -> None:
-    """Write, on rank 0 alone, the checkpoint from which the run can be resumed."""
-    if ranks.is_main:
-        save_training(Path(translator.config.run) / "last", translator, facts, moments, state)
+@dataclass
+class Training:
+    """A training that has begun, as far as its validations and checkpoints are made of it: all that writes models."""
+
+    config: RunConfig
+    corpus: Corpus
+    optimizer: torch.optim.Optimizer
+    average: WeightAverage
+    state: TrainingState
+    ranks: Ranks
+    record: TrainingRecord
+
+    @property
+    def run(self) -> Path:
+        """Return the run's folder."""
+        return Path(self.config.run)
+
+    def validate_and_save(self) -> None:
+        """Validate; write `best` if it is, the kept model, and `last`. Every rank calls this."""
+        translator, moments = self.good_state()
+        ordinary = merged(translator)
+        loss_of = self.average.layout.whole_forward(ordinary.model)
+        found = validate(ordinary, self.corpus, loss_of, self.state.step, self.ranks.for_steps())
+        loss = found["loss"]
+        if loss is None or not math.isfinite(loss):
+            raise spoiled(self.state.step, f"the validation loss is {loss}", self.run)
+        better = note_validation(self.state, found, self.config.training.best_by)
+        if self.ranks.is_main:
+            save_models(self.run, ordinary, found, better)
+        # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
+        self.record.keep(ordinary, found)
+        self.save(found.as_dict(), translator, moments)
+        self.record.validated(self.state, found)
+        return_free_memory()
+
+    def save(self, facts: dict[str, object], translator: Translator, moments: dict[str, Tensor]) -> None:
+        """Write, on rank 0 alone, the checkpoint from which the run can be resumed."""
+        if self.ranks.is_main:
+            save_training(self.run / "last", translator, facts, moments, self.state)
+
+    def good_state(self) -> tuple[Translator, dict[str, Tensor]]:
+        """Return the whole weights, on every rank, and the whole moments, on rank 0 alone (elsewhere none).
+
+        With `training.ema` the average takes the place of the weights, which join the moments.
+
+        Raise TrainingError, on every rank, where any of these numbers is not finite.
+        """
+        translator = whole_translator(self.config, self.corpus, self.average)
+        if not all(bool(tensor.isfinite().all()) for tensor in translator.model.state_dict().values()):
+            raise spoiled(self.state.step, "the weights are no longer finite", self.run)
+        moments = {}
+        # Every rank sees the same whole tensors, so that all of them raise at the same moment, or none
+        for name, moment in chain(self.average.layout.moments(self.optimizer), self.average.whole_weights()):
+            if not moment.isfinite().all():
+                raise spoiled(self.state.step, "the optimizer's moments are no longer finite", self.run)
+            if self.ranks.is_main:
+                moments[name] = moment.cpu()
+        return translator, moments
 
 
 def save_models(run: Path, translator: Translator, found: Validation, better: bool) -> None:
@@ -295,34 +317,6 @@ def whole_translator(config: RunConfig, corpus: Corpus, average: WeightAverage) 
     return Translator(config, model, corpus.source, corpus.target)
 
 
-def good_state(
-    config: RunConfig,
-    corpus: Corpus,
-    average: WeightAverage,
-    optimizer: torch.optim.Optimizer,
-    state: TrainingState,
-    ranks: Ranks,
-) -> tuple[Translator, dict[str, Tensor]]:
-    """Return the whole weights, on every rank, and the whole moments, on rank 0 alone (elsewhere none).
-
-    With `training.ema` the average takes the place of the weights, which join the moments.
-
-    Raise TrainingError, on every rank, where any of these numbers is not finite.
-    """
-    run = Path(config.run)
-    translator = whole_translator(config, corpus, average)
-    if not all(bool(tensor.isfinite().all()) for tensor in translator.model.state_dict().values()):
-        raise spoiled(state.step, "the weights are no longer finite", run)
-    moments = {}
-    # Every rank sees the same whole tensors, so that all of them raise at the same moment, or none
-    for name, moment in chain(average.layout.moments(optimizer), average.whole_weights()):
-        if not moment.isfinite().all():
-            raise spoiled(state.step, "the optimizer's moments are no longer finite", run)
-        if ranks.is_main:
-            moments[name] = moment.cpu()
-    return translator, moments
-
-
 def check_finite(step: int, loss: float, norm: float, run: Path) -> None:
     """Raise TrainingError for a loss or gradient norm that is not finite, before the optimizer's step."""
     if not math.isfinite(loss):
@@ -340,31 +334,3 @@ def spoiled(step: int, what: str, run: Path) -> TrainingError:
     if whole_folder(run / "last"):
         message += f"; {run / 'last'} has the last good state"
     return TrainingError(message)
-
-
-def announce(
-    config: RunConfig, size: str, corpus: Corpus, layout: Layout, state: TrainingState, teacher: TeacherModel | None
-) -> None:
-    """Print the size of model, data and teacher, the layout, and the step from which training resumes."""
-    dropped = ""
-    if corpus.train.dropped:
-        dropped = f" ({corpus.train.dropped:,} pairs that are too long left out)"
-    print(
-        f"[train] {size}, {len(corpus.target):,} target subwords, "
-        f"{corpus.train.count(state.epoch):,} batches an epoch{dropped}, {layout}",
-        flush=True,
-    )
-    if teacher is not None:
-        settings = config.training
-        print(
-            f"[train] learning from {teacher.folder}, {parameters_of(teacher.model)} parameters: weight "
-            f"{settings.teacher_weight:g}, temperature {settings.teacher_temperature:g}",
-            flush=True,
-        )
-    if config.training.label_smoothing:
-        print(
-            f"[train] losses are with label smoothing {config.training.label_smoothing:g}, perplexities without it",
-            flush=True,
-        )
-    if state.step:
-        print(f"[train] resuming from step {state.step:,} of {config.run}", flush=True)

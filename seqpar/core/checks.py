@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from seqpar.core.chunks import Chunk, recording
+from seqpar.core.graphs import leaves_of_graph
 from seqpar.core.token_loss import wide
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -329,11 +330,33 @@ def check_segments(segment_ids: object, sequences: int | None = None, **scores: 
         check_entries(segment_ids.long() < sequences, segment_ids, "segment_ids has", why, IndexError)
 
 
+def check_classes(ids: object, name: str, target: Tensor, counted: Tensor, classes: range, why: str) -> None:
+    """Raise unless `ids` are class indices for each target, and within `classes` where the mask `counted` is true.
+
+    Args:
+        classes: a range below 0 is for what fills up a row, and then a row has at least one.
+        why: the end of the message about one outside the vocabulary.
+    """
+    check_integer_target(ids, name)
+    assert isinstance(ids, Tensor)
+    fewest = 1 if classes.start < 0 else 0
+    fits = ids.dim() == target.dim() + 1 and ids.shape[:-1] == target.shape and ids.size(-1) >= fewest
+    wanted = f"(target's shape, k) with k of at least {fewest}, and target's shape"
+    check_shapes(fits, wanted, **{name: ids}, target=target)
+    check_one_device(target=target, **{name: ids})
+    if recording(target.device):
+        return
+    ids = ids.detach().long()
+    good = ~counted.unsqueeze(-1) | ((ids >= classes.start) & (ids < classes.stop))
+    outside = f", outside the vocabulary [0, {classes.stop}); {why}"
+    check_entries(good, ids, f"{name} has", outside, IndexError)
+
+
 def check_range(target: Tensor, counted: Tensor, vocab_size: int, above: int = 0) -> None:
     """Raise IndexError if a target that is not ignored, where the mask `counted` is true, is no class."""
     if recording(target.device):
         return
-    good = ~counted | ((target >= 0) & (target < vocab_size))
+    good = ~counted | (target.clamp(0, vocab_size - 1) == target)
     why = f" is outside the vocabulary [0, {vocab_size}) and is not the ignored one; check its size and ignore_index"
     check_entries(good, target, "target", why, IndexError, above)
 
@@ -407,3 +430,25 @@ def refuse_transforms(tensors: Iterable[object] = ()) -> None:
     for tensor in given if forward_ad._current_level >= 0 else ():
         if forward_ad.unpack_dual(tensor).tangent is not None:
             raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} has a forward-mode derivative; {instead}")
+
+
+def refuse_second_derivative(what: str, instead: str) -> None:
+    """Raise RuntimeError in a backward that is recorded: what forward has stored for it has no graph."""
+    if torch.is_grad_enabled():
+        asked = f"{what} was asked for a second derivative (create_graph=True), and it keeps no graph of what it stores"
+        raise RuntimeError(f"{asked}; use {instead} where you need one")
+
+
+def refuse_second_backward(stored: object, what: str) -> None:
+    """Raise RuntimeError if a backward has taken what forward stored."""
+    if stored is None:
+        again = f"backward went through {what} a second time"
+        raise RuntimeError(f"{again}; call it again, or add the losses up before")
+
+
+def refuse_unknown_leaves(result: Tensor, known: Iterable[Tensor], used: str, instead: str) -> None:
+    """Raise RuntimeError if the graph of a result has a leaf that is not known: its gradient would be lost silently."""
+    ids = {id(t) for t in known}
+    for leaf in leaves_of_graph(result):
+        if id(leaf) not in ids:
+            raise RuntimeError(f"{used} a tensor of shape {tuple(leaf.shape)} that needs a gradient {instead}")

@@ -24,19 +24,25 @@ from seqpar.core.checks import (
     check_loss_scale,
     check_shapes,
     check_type,
+    refuse_second_backward,
+    refuse_second_derivative,
     refuse_transforms,
+    refuse_unknown_leaves,
 )
 from seqpar.core.chunks import Chunk
-from seqpar.core.graphs import graph_of_its_own, leaves_of_graph
+from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.stored_gradients import Gradients
 from seqpar.core.token_loss import TokenLoss, sum_of_parts, wide
 
 Rows = tuple[Tensor | None, ...]
 """One chunk's rows of each per-token tensor; None for a tensor that was not given."""
 
-NO_SECOND_DERIVATIVE = (
-    "the chunked loss was asked for a second derivative (create_graph=True), and it keeps no graph of its chunks; use "
-    "the plain, un-chunked loss where you need one"
+THIS, INSTEAD = "the chunked loss", "the plain, un-chunked loss"
+"""What refuses a second derivative, and what has one."""
+
+UNREGISTERED = (
+    "and is neither a registered parameter nor a per-token argument; register it, or pass it as a keyword (a forward "
+    "that was set on the instance keeps the original's parameters: change the class instead)"
 )
 
 PerChunk = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Chunk], TokenLoss]
@@ -124,7 +130,7 @@ def chunked_gradient(
     check_loss_scale(loss_scale)
     check_chunks(chunks, len(per_token[0]), per_token[0].device)
     return differentiable_sum(
-        AutogradChunkLoss(per_chunk, params), chunks, PlainLeaves(per_token, params, empty), loss_scale
+        AutogradChunkLoss(per_chunk, leaf_copies(params)), chunks, PlainLeaves(per_token, params, empty), loss_scale
     )
 
 
@@ -199,9 +205,9 @@ class _StoredGradient(torch.autograd.Function):
         # A criterion may return a constant 0 where it has nothing to sum: that is no mistake of the caller's
         ctx.is_detached = 0 < gradients.detached_chunks == chunks and bool(loss.total != 0)
         ctx.leaves = len(leaves)
-        ctx.shapes = {
-            i: _Shape(t.shape, t.dtype, t.device) for i, t in enumerate(leaves) if t is not None and t.requires_grad
-        }
+        # Where no chunk stores a gradient
+        without = () if chunks else enumerate(leaves)
+        ctx.shapes = {i: _Shape(t.shape, t.dtype, t.device) for i, t in without if t is not None and t.requires_grad}
         # Counts and `nll` are reported, never differentiated
         ctx.mark_non_differentiable(*(t for t in loss[1:] if t is not None))
         # An unused output's gradient arrives as None, not as zeros that would cost memory
@@ -211,12 +217,8 @@ class _StoredGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_transforms((upstream,))
-        if torch.is_grad_enabled():
-            raise RuntimeError(NO_SECOND_DERIVATIVE)
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "backward went through the chunked loss a second time; call the loss again, or add the losses up before"
-            )
+        refuse_second_derivative(THIS, INSTEAD)
+        refuse_second_backward(ctx.gradients, THIS)
         if ctx.is_detached and upstream is not None:
             raise RuntimeError(
                 "the loss does not require grad, though hidden or a parameter does: something was detached in the "
@@ -237,7 +239,7 @@ class _StoredGradient(torch.autograd.Function):
                 grads[i] = shape.zeros()
             return *constants, *grads
         # d (factor x total) / d leaf = factor x (stored gradient / scale)
-        factor = upstream / _on(gradients.scale, upstream.device)
+        factor = _divided(upstream, gradients.scale)
         for i, slot in enumerate((*gradients.per_token, *gradients.params)):
             # Each slot frees its gradient before the next one is scaled
             if slot is not None:
@@ -245,19 +247,23 @@ class _StoredGradient(torch.autograd.Function):
         return *constants, *grads
 
 
+def leaf_copies(params: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return detached copies at which a chunk's graph ends, so that no hook of the parameters fires once per chunk."""
+    grad_enabled = torch.is_grad_enabled()
+    return tuple([p.detach().requires_grad_(grad_enabled and p.requires_grad) for p in params])
+
+
 class AutogradChunkLoss:
     """A chunk's loss by any function of tensors, with autograd's gradient; each chunk's graph is freed immediately.
 
     Args:
         function: `(params, rows, chunk) -> TokenLoss`, the chunk's summed loss.
-        params: the parameters; those that require a gradient get one.
+        params: the leaves of its graph beside the rows; those that require a gradient get one.
     """
 
     def __init__(self, function: PerChunk, params: Sequence[Tensor]) -> None:
         self.function = function
-        # A chunk's graph ends at these detached copies, so the hooks of the real parameters do not fire once per chunk
-        grad_enabled = torch.is_grad_enabled()
-        self.params = tuple(p.detach().requires_grad_(grad_enabled and p.requires_grad) for p in params)
+        self.params = tuple(params)
         self.graph_is_checked = False
 
     def __call__(self, rows: Rows, chunk: Chunk, gradients: Gradients | None) -> TokenLoss:
@@ -276,7 +282,7 @@ class AutogradChunkLoss:
             loss = _checked(self.function(self.params, own, chunk))
         # Once is enough: every chunk runs the same code
         if not self.graph_is_checked:
-            _refuse_unknown_leaves(loss.total, {id(t) for t in leaves})
+            refuse_unknown_leaves(loss.total, leaves, "the generator or criterion used", UNREGISTERED)
             self.graph_is_checked = True
         if not loss.total.requires_grad:
             gradients.detached_chunks += 1
@@ -304,29 +310,12 @@ def _checked(loss: TokenLoss) -> TokenLoss:
 
 def _gradients(total: Tensor, leaves: tuple[Tensor, ...], scale: float | Tensor) -> list[Tensor | None]:
     """Return the gradient of `scale x total` with respect to each leaf; None for a leaf that requires none."""
-    wanted = {i: t for i, t in enumerate(leaves) if t.requires_grad}
+    wanted = [t for t in leaves if t.requires_grad]
     # d (scale x total) / d leaf: the scale enters at the top, before a small number can underflow
     upstream = torch.ones_like(total) * scale
     # A parameter need not take part in every chunk, such as an expert to which none of its tokens was sent
-    grads = torch.autograd.grad(total, list(wanted.values()), upstream, allow_unused=True)
-    by_position = dict(zip(wanted, grads, strict=True))
-    return [by_position.get(i) for i in range(len(leaves))]
-
-
-def _refuse_unknown_leaves(total: Tensor, known: set[int]) -> None:
-    """Raise RuntimeError if the graph of `total` has a leaf that is not `known`: its gradient would be lost silently.
-
-    Args:
-        total: the first chunk's loss.
-        known: the `id` of each tensor that has a gradient slot.
-    """
-    for leaf in leaves_of_graph(total):
-        if id(leaf) not in known:
-            raise RuntimeError(
-                f"the generator or criterion used a tensor of shape {tuple(leaf.shape)} that needs a gradient and is "
-                "neither a registered parameter nor a per-token argument; register it, or pass it as a keyword (a "
-                "forward that was set on the instance keeps the original's parameters: change the class instead)"
-            )
+    grads = iter(torch.autograd.grad(total, wanted, upstream, allow_unused=True))
+    return [next(grads) if t.requires_grad else None for t in leaves]
 
 
 class _Shape(NamedTuple):
@@ -341,8 +330,8 @@ class _Shape(NamedTuple):
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
-def _on(scale: float | Tensor, device: torch.device) -> float | Tensor:
-    """Return the scale on that device; a plain number needs none."""
+def _divided(upstream: Tensor, scale: float | Tensor) -> Tensor:
+    """Return `upstream / scale`, on upstream's device; nothing is computed for the number 1."""
     if isinstance(scale, Tensor):
-        return scale.to(device)
-    return scale
+        return upstream / scale.to(upstream.device)
+    return upstream if scale == 1 else upstream / scale

@@ -102,10 +102,9 @@ class SummedGradient:
         self.total = None
         if total is None:
             return None
-        if factor is not None and self.shared:
-            total = total * factor.to(total.device)
-        elif factor is not None:
-            total = total.mul_(factor.to(total.device))
+        if factor is not None:
+            factor = factor.to(total.device)
+            total = total * factor if self.shared else total.mul_(factor)
         return narrowed(total, self.dtype)
 
 

@@ -4,7 +4,8 @@ The loss itself does not change: each rank gives the engine its own time steps, 
 all data x sequence ranks. Parameter gradients are summed over the sequence ranks as over the data ranks, by one
 DistributedDataParallel or `fully_shard` over both (`accumulate_gradients` with that group), or by hand, with
 `copy_to_group(parameter, group)`. Where every rank has all hidden states and only the loss is split, split
-`copy_to_group(hidden, group)`: its gradient is the sum of the ranks' gradients.
+`copy_to_group(hidden, group)`, and so every other tensor with one row for each token that needs a gradient: its
+gradient is the sum of the ranks' gradients.
 
 Shape suffixes: B batch, T all time steps, t this rank's.
 """
@@ -31,7 +32,7 @@ from seqpar.core.checks import (
     check_type,
 )
 from seqpar.core.chunks import even_sizes
-from seqpar.distributed.collectives import gather_numbers, group_gather, rank_in, world_size
+from seqpar.distributed.collectives import check_agreement, group_gather, rank_in, world_size
 
 Order = Literal["contiguous", "zigzag"]
 """The time steps that each rank has.
@@ -164,10 +165,8 @@ def next_token_targets(
     tokens = tokens.long()
     rank = rank_in(group)
     world = world_size(group)
-    everyone = gather_numbers(list(tokens.shape), group)
-    if len({batch for batch, _ in everyone}) > 1:
-        raise RuntimeError(f"ranks disagree on the batch size: ranks 0 to {world - 1} have {[b for b, _ in everyone]}")
-    times = [time for _, time in everyone]
+    batch, time = tokens.shape
+    times = [theirs for (theirs,) in check_agreement({"the batch size": batch}, group, [time])]
     # Which piece follows which is then known only for the sizes of `split_time`; contiguous pieces may have any
     if order == "zigzag":
         _check_sizes(times, [len(time_steps(sum(times), r, world, order)) for r in range(world)], order)

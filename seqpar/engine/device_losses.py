@@ -15,14 +15,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.chunked_gradient import AutogradChunkLoss, ChunkLoss, Leaves, PlainLeaves, differentiable_sum
+from seqpar.core.chunked_gradient import (
+    AutogradChunkLoss,
+    ChunkLoss,
+    Leaves,
+    PlainLeaves,
+    differentiable_sum,
+    leaf_copies,
+)
 from seqpar.core.chunks import Chunk, cut_rows, cut_time, rows_per_chunk
 from seqpar.core.structures import map_tensors
 from seqpar.core.token_loss import TokenLoss
+from seqpar.distributed.torch_private import is_fsdp_unit
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.distributed.wrappers import refuse_sharded
 from seqpar.engine.formula_match import FormulaMatch, check_class_weight, match_inputs
-from seqpar.engine.module_calls import parts_of
+from seqpar.engine.module_calls import parts_of, refuse_cached
 from seqpar.engine.pair import counts_itself, criterion_loss, project
 from seqpar.engine.probe import LogitFacts, Situation, facts_in, logit_facts, situation_of
 from seqpar.engine.shards import (
@@ -83,6 +91,7 @@ def loss_over_devices(
         heads = heads_on(head, parts.parameters, shards)
         facts = LogitFacts(match.vocab_size, product_dtype(shards[0].hidden), True)
     else:
+        refuse_cached(parts)
         situation = situation_of(parts, shards[0])
         found = facts_in(known, situation)
         if found is None:
@@ -98,7 +107,8 @@ def loss_over_devices(
             jobs.append((*_linear_job(match.of_replica(replica), shard, chunks), loss_scale))
         else:
             params = parts.parameters if replica is head else list(replica.parameters())
-            jobs.append((*_autograd_job(replica, params, shard, chunks), loss_scale))
+            call_itself = replica is head and facts.keeps_nothing and not _fires_hooks(head, params)
+            jobs.append((*_autograd_job(replica, params, shard, chunks, call_itself), loss_scale))
     if cut.devices is None and heads[0] is head:
         return differentiable_sum(*jobs[0])
     # One thread per device; the losses are added on the first one, and autograd sends the gradients back
@@ -152,25 +162,39 @@ def _linear_job(here: FormulaMatch, shard: Shard, chunks: list[Chunk]) -> Job:
     return plan(inputs, settings, given, chunks)
 
 
-def _autograd_job(head: nn.ModuleDict, params: Sequence[Tensor], shard: Shard, chunks: list[Chunk]) -> Job:
+def _fires_hooks(head: nn.ModuleDict, params: Sequence[Tensor]) -> bool:
+    """Return whether a call of the head, or a gradient of these parameters, would run hooks that belong to the step."""
+    # `inside_unit` has run a unit's, and calls this loss as its forward. Those that run once a parameter's gradient has
+    # been accumulated, as DDP's, do not run for `torch.autograd.grad`; those of the tensor itself do
+    return is_fsdp_unit(head["generator"]) or any(p._backward_hooks or not p.is_leaf for p in params)
+
+
+def _autograd_job(
+    head: nn.ModuleDict, params: Sequence[Tensor], shard: Shard, chunks: list[Chunk], call_itself: bool
+) -> Job:
     """Return what a device adds up with autograd's gradients.
 
     Args:
         params: the head's parameters. A tied one is listed once, and its gradient is the sum over all of its uses.
+        call_itself: whether to call the head for each chunk, and not a structural copy of it, which costs as much as
+            the layers of a small generator.
     """
     names = tuple(shard.per_token)
     target_N = shard.target.flatten()
+    ends = params if call_itself else leaf_copies(params)
 
     def per_chunk(leaves: tuple[Tensor, ...], rows: tuple[Tensor, ...], chunk: Chunk) -> TokenLoss:
-        # A copy of the head whose parameters are the leaves of this chunk's graph
-        bound = bind(head, {id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
+        bound = head
+        if not call_itself:
+            # A copy of the head whose parameters are the leaves of this chunk's graph
+            bound = bind(head, {id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
         # As many dimensions as hidden had: the generator may expect (batch, time, D)
         shape = (*(1,) * (shard.target.dim() - 1), len(rows[0]))
         logits_KV = project(bound["generator"], names, shape, rows)
         return criterion_loss(bound["criterion"], logits_KV, target_N[chunk])
 
     empty = TokenLoss.zero(shard.hidden.dtype, shard.hidden.device, counts_itself(head["criterion"]))
-    return AutogradChunkLoss(per_chunk, params), chunks, PlainLeaves(rows_of(shard), params, empty)
+    return AutogradChunkLoss(per_chunk, ends), chunks, PlainLeaves(rows_of(shard), params, empty)
 
 
 def sum_on_first(losses: Sequence[TokenLoss]) -> TokenLoss:

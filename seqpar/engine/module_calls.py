@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
+from torch.nn.utils import parametrize
 
 from seqpar.distributed.torch_private import is_fsdp_unit
 
@@ -37,7 +38,8 @@ def parts_of(module: nn.Module) -> Parts:
             continue
         modules[id(part)] = part
         own = vars(part)
-        todo += [child for child in own["_modules"].values() if child is not None]
+        if children := own["_modules"]:
+            todo += [child for child in children.values() if child is not None]
         for parameter in own["_parameters"].values():
             if parameter is not None:
                 parameters[id(parameter)] = parameter
@@ -75,6 +77,21 @@ def what_calls_run(module: nn.Module) -> tuple[object, ...]:
     return calls_of(parts_of(module).modules)
 
 
+def refuse_cached(parts: Parts) -> None:
+    """Raise RuntimeError for parametrized modules inside `torch.nn.utils.parametrize.cached()`.
+
+    It keeps the tensor of the first chunk, whose graph is freed with that chunk: the others would have no gradient.
+    """
+    if not parametrize._cache_enabled:
+        return
+    for module in parts.modules:
+        if "parametrizations" in vars(module)["_modules"]:
+            raise RuntimeError(
+                f"the {type(module).__name__} is called for each chunk inside torch.nn.utils.parametrize.cached(), "
+                "which would keep its parametrized tensors from chunk to chunk: leave that block before the loss"
+            )
+
+
 def calls_of(modules: list[nn.Module]) -> tuple[object, ...]:
     """Return what decides which code calls of these modules run, for comparison with another time.
 
@@ -91,14 +108,16 @@ def calls_of(modules: list[nn.Module]) -> tuple[object, ...]:
         for hooks in HOOKS:
             if own[hooks]:
                 found.append((hooks, *own[hooks]))
-        for name, value in own.items():
-            kind = type(value)
-            if kind not in is_switch:
-                is_switch[kind] = issubclass(kind, SWITCHES)
-            if is_switch[kind]:
-                found += (name, value)
+        found += [item for item in own.items() if is_switch[type(item[1])]]
     return tuple(found)
 
 
-_IS_SWITCH: dict[type, bool] = {}
-"""Of each class of attributes whether it is one of `SWITCHES`: asked thousands of times a call."""
+class _IsSwitch(dict[type, bool]):
+    """Of each class of attributes whether it is one of `SWITCHES`: asked thousands of times a call."""
+
+    def __missing__(self, kind: type) -> bool:
+        """Find out about a class that is asked for the first time."""
+        return self.setdefault(kind, issubclass(kind, SWITCHES))
+
+
+_IS_SWITCH = _IsSwitch()

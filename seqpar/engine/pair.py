@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from seqpar.core.checks import check_type
 from seqpar.core.chunks import recording
 from seqpar.core.token_loss import TokenLoss
 from seqpar.engine.module_calls import extra_in_call
@@ -63,8 +64,7 @@ def criterion_loss(criterion: nn.Module, logits: Tensor, target: Tensor) -> Toke
     if counts_itself(criterion):
         return _checked_token_loss(criterion.token_loss(logits, target))  # type: ignore[operator]
     total = criterion(logits, target)
-    if not isinstance(total, Tensor):
-        raise TypeError(f"the criterion returned a {type(total).__name__}; it must return a tensor, the summed loss")
+    check_type(total, "the criterion", Tensor, "a tensor, the summed loss", verb="returned")
     # Chunks contain ignored rows only while a CUDA graph is recorded
     ignored = None
     if recording(target.device):
@@ -76,8 +76,8 @@ def criterion_loss(criterion: nn.Module, logits: Tensor, target: Tensor) -> Toke
 
 def _checked_token_loss(loss: object) -> TokenLoss:
     """Return what a criterion's `token_loss` returned; raise TypeError unless it is a TokenLoss of tensors."""
-    if not isinstance(loss, TokenLoss):
-        raise TypeError(f"the criterion's token_loss returned a {type(loss).__name__}; it must return a TokenLoss")
+    check_type(loss, "the criterion's token_loss", TokenLoss, "a TokenLoss", verb="returned")
+    assert isinstance(loss, TokenLoss)
     for name, value in loss._asdict().items():
         if not isinstance(value, Tensor) and (value is not None or name in ("total", "tokens")):
             kind = type(value).__name__

@@ -39,7 +39,7 @@ from seqpar.core.chunks import recording
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.engine.at_fault import first_scores
 from seqpar.engine.formula_match import check_class_weight
-from seqpar.engine.module_calls import Parts, calls_of
+from seqpar.engine.module_calls import Parts, calls_of, parts_of
 from seqpar.engine.pair import Project, criterion_loss, project
 from seqpar.engine.shards import Shard, check_targets, rows_of
 from seqpar.linear.leaves import product_dtype
@@ -66,6 +66,10 @@ MOST_SITUATIONS = 256
 one with a hook that is made anew for each step never comes back."""
 
 
+OF_A_COPY = {"_parameters", "_buffers", "_modules", "_is_replica"}
+"""The attributes that a structural copy has for itself."""
+
+
 class LogitFacts(NamedTuple):
     """What a probe has found about the logits."""
 
@@ -73,6 +77,8 @@ class LogitFacts(NamedTuple):
     dtype: torch.dtype
     criterion_is_checked: bool
     """False if the probed rows cannot show it, for example because their loss is 0; the next call probes again."""
+    keeps_nothing: bool = False
+    """Whether calls have set no attribute of a module, which might be a tensor of the size of a chunk's logits."""
 
 
 class Situation(NamedTuple):
@@ -219,14 +225,17 @@ class _Probe:
                 check_class_weight(self.head["criterion"], logits_KV.size(-1))
                 is_checked = self._criterion_adds_up(copy["criterion"], logits_KV)
                 self._buffers_add_up(before, copy)
-            mixed = self._mixed_by_gradient(scores) or self._mixed_by_value(copy["generator"], scores)
+            mixed = self._mixed_by_gradient(scores)
+            # Before the generator may be asked in evaluation mode
+            keeps_nothing = _has_same_attributes(copy, self.head)
+            mixed = mixed or self._mixed_by_value(copy["generator"], scores)
         if mixed:
             raise ValueError(
                 f"the generator mixes rows: {mixed}{_usual_culprit(copy['generator'])}. It is called on a few tokens "
                 "at a time, so a token's scores must depend on that token alone; compute anything that mixes tokens "
                 "before the engine, and pass the result as hidden or as a per-token keyword"
             )
-        return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked)
+        return LogitFacts(logits_KV.size(-1), logits_KV.dtype, is_checked, keeps_nothing)
 
     def _copy(self) -> nn.ModuleDict:
         """Return a structural copy with buffers of its own, as they were before any call."""
@@ -373,6 +382,20 @@ class _Probe:
             return "a row's scores have a gradient in other rows"
         names = {1: "other time steps", 2: "other sequences", 3: "other time steps of other sequences"}
         return f"a token's scores have a gradient in {' and in '.join(names[d] for d in sorted(distances))}"
+
+
+def _has_same_attributes(called: nn.Module, original: nn.Module) -> bool:
+    """Return whether the modules of a copy that was called have the original's attributes still, object by object."""
+    copies = parts_of(called).modules
+    originals = parts_of(original).modules
+    return len(copies) == len(originals) and all(map(_has_attributes_of, copies, originals))
+
+
+def _has_attributes_of(copy: nn.Module, module: nn.Module) -> bool:
+    """Return whether a structural copy has the attributes of the module, and no others."""
+    own = vars(copy)
+    others = {name: value for name, value in vars(module).items() if name not in OF_A_COPY}
+    return own.keys() - OF_A_COPY == others.keys() and all(own[name] is value for name, value in others.items())
 
 
 def _usual_culprit(generator: nn.Module) -> str:

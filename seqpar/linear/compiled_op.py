@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.core.chunked_gradient import NO_SECOND_DERIVATIVE
+from seqpar.core.checks import refuse_second_derivative
+from seqpar.core.chunked_gradient import INSTEAD, THIS
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.linear.inputs import Inputs, Settings, checked, plan
 from seqpar.linear.leaves import LinearWanted, loss_and_gradients, product_dtype
@@ -167,8 +168,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     """Return the gradient of each argument, in their order; None for an argument that has none."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(NO_SECOND_DERIVATIVE)
+    refuse_second_derivative(THIS, INSTEAD)
     grads: dict[str, Tensor | None] = {}
     if upstream is not None:
         loss_scale, tokens, hidden_grad, weight_grad, bias_grad, token_weight_grad = ctx.saved_tensors

@@ -5,6 +5,7 @@ Shape suffixes: N rows (batch x time), J given classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 from seqpar.core.checks import (
+    check_classes,
     check_entries,
     check_floating,
     check_integer,
-    check_integer_target,
     check_one_device,
     check_per_token,
     check_shapes,
@@ -113,7 +114,8 @@ def _facts(
         facts["ids"] = (*request.ids.shape, checksum(request.ids.long().where(counted.unsqueeze(-1), 0)))
     for name, tensor in per_token.items():
         facts[f"the shape and dtype of {name}"] = (tuple(tensor.shape), tensor.dtype)
-        rows_NC = tensor.detach().reshape(target.numel(), -1)
+        # Without tokens a size of -1 could be any
+        rows_NC = tensor.detach().reshape(target.numel(), math.prod(tensor.shape[target.dim() :]))
         facts[name] = rows_NC if rows_NC.is_floating_point() else rows_NC.double()
     return facts
 
@@ -137,12 +139,6 @@ def _check_request(request: ScoreRequest, target: Tensor, ignore_index: int, voc
         check_one_device(target=target, temperature=temperature)
         good = ~counted | ((temperature > 0) & temperature.isfinite())
         check_entries(good, temperature, "temperature", " is not a finite number above 0")
-    ids = request.ids
-    if ids is not None:
-        check_integer_target(ids, "ids")
-        fits = ids.dim() == target.dim() + 1 and ids.shape[:-1] == target.shape
-        check_shapes(fits, "(target's shape, J) and target's shape", ids=ids, target=target)
-        check_one_device(target=target, ids=ids)
-        good = ~counted.unsqueeze(-1) | ((ids >= 0) & (ids < vocab_size))
-        why = f", outside the vocabulary [0, {vocab_size}); only rows whose target is ignored may have any number"
-        check_entries(good, ids, "ids has", why, IndexError)
+    if request.ids is not None:
+        why = "only rows whose target is ignored may have any number"
+        check_classes(request.ids, "ids", target, counted, range(vocab_size), why)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.core.checks import check_floating, check_function, check_shapes
+from seqpar.core.checks import check_floating, check_function, check_shapes, refuse_unknown_leaves
 from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.chunks import recording
-from seqpar.core.graphs import graph_of_its_own, leaves_of_graph, outside_graphs
+from seqpar.core.graphs import graph_of_its_own, outside_graphs
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.chunk_loss import scored_chunks
@@ -26,6 +26,8 @@ from seqpar.rows.smoothing import RowLosses
 
 Loss = Callable[..., Tensor]
 """(scores, **per-token tensors) -> one number for each row."""
+
+PASSED = "and is no argument of it; pass it as a per-token keyword of target's shape, or detach it"
 
 DIFFERENT = 1e-3
 """A difference between values of the same row, relative to the largest, that is not rounding."""
@@ -168,11 +170,7 @@ class _LossByAutograd:
                 "the result of loss does not require grad, though hidden or a parameter does: it returned a detached "
                 "tensor (.detach(), torch.no_grad())"
             )
-        known = {id(t) for t in leaves}
-        for leaf in leaves_of_graph(loss_K):
-            if id(leaf) not in known:
-                used = f"loss used a tensor of shape {tuple(leaf.shape)} that needs a gradient"
-                raise RuntimeError(f"{used}; pass it as a per-token keyword of target's shape, or detach it")
+        refuse_unknown_leaves(loss_K, leaves, "loss used", PASSED)
         mixed = self._mixed_by_gradient(loss_K, leaves) or self._mixed_by_value(loss_K.detach(), scores, rows)
         if mixed:
             raise ValueError(

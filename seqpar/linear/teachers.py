@@ -15,12 +15,10 @@ from torch import Tensor
 
 from seqpar.core.checks import (
     check_choice,
+    check_classes,
     check_entries,
     check_floating,
-    check_integer_target,
     check_like,
-    check_one_device,
-    check_shapes,
 )
 from seqpar.core.chunks import Chunk, recording
 from seqpar.core.token_loss import wide
@@ -162,17 +160,10 @@ def _check_values(values: Tensor, name: str, ids: Tensor, ids_name: str) -> None
 
 def _check_classes(ids: Tensor, name: str, target: Tensor, kept: Tensor, vocab_size: int) -> None:
     """Raise unless ids are classes for each target, or -1, and no row that counts has a class twice."""
-    check_integer_target(ids, name)
-    fits = ids.dim() == target.dim() + 1 and ids.shape[:-1] == target.shape and ids.size(-1) > 0
-    check_shapes(fits, "(target's shape, k) with k of at least 1, and target's shape", **{name: ids}, target=target)
-    check_one_device(target=target, **{name: ids})
+    check_classes(ids, name, target, kept, range(-1, vocab_size), "-1 fills up a row with fewer classes")
     if recording(target.device):
         return
-    ids = ids.detach().long()
-    good = ~kept.unsqueeze(-1) | ((ids >= -1) & (ids < vocab_size))
-    why = f", outside the vocabulary [0, {vocab_size}); -1 fills up a row with fewer classes"
-    check_entries(good, ids, f"{name} is", why, IndexError)
-    ordered = ids.sort(-1).values
+    ordered = ids.detach().long().sort(-1).values
     twice = kept.unsqueeze(-1) & (ordered == ordered.roll(1, -1)) & (ordered >= 0)
     # The first one has no neighbour before it
     twice[..., 0] = False

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.core.checks import refuse_second_derivative
 from seqpar.core.chunked_gradient import Rows
 from seqpar.core.chunks import Chunk, cut_rows
 from seqpar.core.graphs import outside_graphs
@@ -279,9 +280,7 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            instead = "use log_softmax on the plain logits where you need one"
-            raise RuntimeError(f"token_scores was asked for a second derivative (create_graph=True); {instead}")
+        refuse_second_derivative("token_scores", "log_softmax on the plain logits")
         tokens: _ScoredTokens = ctx.tokens
         arriving = TokenScores(*upstream)  # type: ignore[arg-type]
         factors = tokens.upstream(arriving.log_prob, arriving.entropy, arriving.log_probs_at)

@@ -29,6 +29,8 @@ from seqpar.core.checks import (
     check_one_device,
     check_range,
     check_shapes,
+    refuse_second_backward,
+    refuse_second_derivative,
 )
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.rows.conventions import Convention
@@ -92,13 +94,8 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
         """Return upstream x the gradient, and 0 in the ignored rows."""
-        if ctx.stored is None:
-            raise RuntimeError(
-                "backward went through the criterion a second time; call it again, or add the losses up before"
-            )
-        if torch.is_grad_enabled():
-            instead = "use torch.nn.functional.cross_entropy where you need one"
-            raise RuntimeError(f"the criterion was asked for a second derivative (create_graph=True); {instead}")
+        refuse_second_backward(ctx.stored, "the criterion")
+        refuse_second_derivative("the criterion", "torch.nn.functional.cross_entropy")
         made, picked_N1, counted_N, sums, factors = ctx.stored
         ctx.stored = None
         # Not 0 x upstream in ignored rows: with no tokens the caller may have divided by 0

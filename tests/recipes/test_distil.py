@@ -14,10 +14,10 @@ import pytest
 from recipes.translation.commands import main
 from recipes.translation.commands.distillation import STUDENT
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
-from recipes.translation.data.corpora import corpora_of
-from recipes.translation.data.held_out import HeldOutSplit, has_held_out, held_out
+from recipes.translation.data.corpora import Corpora
+from recipes.translation.data.held_out import HeldOutSplit
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.distil import distil, originals_of, sentences_of, student_of
+from recipes.translation.distil import distil
 from recipes.translation.errors import ConfigError
 from recipes.translation.files.lines import read_lines
 from recipes.translation.processes.ranks import joined
@@ -26,6 +26,7 @@ from recipes.translation.run_folder.teacher import load_teacher
 from recipes.translation.settings.config import CorpusConfig, RunConfig, load_config, moved_to, save_config
 from recipes.translation.train import train
 from recipes.translation.training import teacher_translations
+from recipes.translation.training.student_data import originals_of, sentences_of, student_of
 from recipes.translation.training.teacher_translations import write_translations
 from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
@@ -112,6 +113,11 @@ def test_translations_are_reused_only_where_they_are_made_of_the_same(
     write_translations(teacher, SENTENCES, tmp_path, "1")
     assert seen == []
     assert f"[distil] {tmp_path / '1.target.txt'}: 23 translations reused" in capsys.readouterr().out
+    record = json.loads((tmp_path / "1.json").read_text())
+    del record["decoding"]["no_repeat_ngram"]  # as of a version without it
+    (tmp_path / "1.json").write_text(json.dumps(record))
+    write_translations(teacher, SENTENCES, tmp_path, "1")
+    assert seen == []
     other = random_translator(tmp_path / "other", seed=2)
     wider = replace(other, config=tiny(tmp_path / "wider", {"decoding.beam": 2}))
     for translator, sentences, tag in (
@@ -144,7 +150,7 @@ def test_one_command_makes_a_student_with_the_teachers_subwords_data_and_transla
     assert (config.model.preset, len(made.model.encoder.layers), len(made.model.decoder.layers)) == ("student", 6, 1)
     assert (config.training.teacher, config.training.r_drop, config.training.freeze) == (str(run), 0, ())
     assert (config.decoding.beam, config.training.warmup) == (1, 2)
-    (corpus,) = corpora_of(config)
+    (corpus,) = Corpora(config).training
     pairs = load_pairs(corpus.data, "train")
     sources = [pair.source for pair in load_pairs(taught.config.data, "train")]
     assert [pair.source for pair in pairs] == sources
@@ -156,7 +162,7 @@ def test_one_command_makes_a_student_with_the_teachers_subwords_data_and_transla
     assert "[train] resuming from step 1" in capsys.readouterr().out
     assert main([*words, "--training.steps", "1", "--fresh", "--originals", "0.5"]) == 0
     assert "40 translations reused" in capsys.readouterr().out
-    mixed = corpora_of(load_translator(student / "best").config)
+    mixed = Corpora(load_translator(student / "best").config).training
     assert [(each.name, each.weight) for each in mixed] == [("translations", 1.0), ("originals", 0.5)]
     assert main([*words, "--training.steps", "2", "--originals", "0.5"]) == 0
     for other in ("0", "1"):
@@ -186,7 +192,7 @@ def test_a_student_that_was_moved_is_resumed_averaged_and_evaluated(
     assert load_facts(Path(copy) / "averaged")["averaged_steps"] == [1, 2, 3]
     assert main(["evaluate", "--run", copy, "--checkpoint", "averaged"]) == 0
     assert (Path(copy) / "test.scores.json").is_file()
-    (corpus,) = corpora_of(load_translator(Path(copy) / "last").config)
+    (corpus,) = Corpora(load_translator(Path(copy) / "last").config).training
     assert corpus.data.path == f"{copy}/translations"
     assert not (tmp_path / "first").exists()
 
@@ -245,7 +251,7 @@ def test_each_corpus_is_translated_into_its_language_and_keeps_its_weight(tmp_pa
     student = student_of(config, [("a", "b"), ("c", "d")], 0.5)
     save_config(student, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == student
-    found = {each.name: (each.data.train, each.data.path, each.tags, each.weight) for each in corpora_of(student)}
+    found = {each.name: (each.data.train, each.data.path, each.tags, each.weight) for each in Corpora(student).training}
     folder = str(tmp_path / "run" / "translations")
     assert found == {
         "news.translations": (("a", "b"), folder, ("<2de>",), 2.0),
@@ -261,11 +267,11 @@ def test_a_student_is_validated_and_tested_on_the_files_of_each_corpus(tmp_path:
     config = tiny(tmp_path / "run", {"data.path": str(tmp_path), "corpora": corpora})
     for originals in (0.0, 1.0):
         student = student_of(config, [("a", "b")], originals)
-        assert [held_out(student, split) for split in SPLITS] == [
-            [replace(each, config=student, data=replace(each.data, train=())) for each in held_out(config, split)]
-            for split in SPLITS
-        ]
-        assert "news" not in [each.name for each in corpora_of(student)]
+        for split in SPLITS:
+            theirs = Corpora(config).held_out(split)
+            own = [replace(each, config=student, data=replace(each.data, train=())) for each in theirs]
+            assert Corpora(student).held_out(split) == own
+        assert "news" not in [each.name for each in Corpora(student).training]
 
 
 @pytest.mark.parametrize("format", ["text", "tsv", "jsonl", "parquet", "hub"])
@@ -275,7 +281,7 @@ def test_a_student_reads_validation_and_test_data_in_their_own_format(format: st
     config = tiny(tmp_path / "run", {"data.format": format, "data.path": str(tmp_path), **files})
     student = student_of(config, [("a", "b")], 0.5)
     for split in SPLITS:
-        (own,), (theirs,) = held_out(student, split), held_out(config, split)
+        (own,), (theirs,) = Corpora(student).held_out(split), Corpora(config).held_out(split)
         assert own.data == replace(theirs.data, train=())
 
 
@@ -293,11 +299,11 @@ def test_files_that_are_the_only_corpus_become_two_corpora(tmp_path: Path) -> No
     files = {"data.format": "text", "data.path": str(tmp_path), "data.train": ["en", "de"], "data.valid": ["en", "de"]}
     student = student_of(tiny(tmp_path / "run", files), [("a", "b")], 0.25)
     assert student.data.train == ()
-    translations, originals = corpora_of(student)
+    translations, originals = Corpora(student).training
     assert (translations.name, translations.data.train, translations.weight) == ("translations", ("a", "b"), 1.0)
     assert (originals.name, originals.data.train, originals.weight) == ("originals", ("en", "de"), 0.25)
     assert (originals.data.path, originals.data.format) == (str(tmp_path), "text")
-    (only,) = corpora_of(student_of(tiny(tmp_path / "run", files), [("a", "b")], 0.0))
+    (only,) = Corpora(student_of(tiny(tmp_path / "run", files), [("a", "b")], 0.0)).training
     assert only.name == "translations"
 
 
@@ -357,10 +363,10 @@ def test_a_student_of_files_without_a_test_set_has_none(tmp_path: Path) -> None:
     corpora = {"news": {"train": ["en", "de"], "valid": ["v", "w"]}}
     config = tiny(tmp_path / "run", {"data.path": str(tmp_path), "corpora": corpora})
     student = student_of(config, [("a", "b")], 0.0)
-    assert not has_held_out(config, "test")
-    assert not has_held_out(student, "test")
+    assert not Corpora(config).has("test")
+    assert not Corpora(student).has("test")
     builtin = tiny(tmp_path / "run")
-    assert has_held_out(student_of(builtin, [("a", "b")], 0.0), "test")
+    assert Corpora(student_of(builtin, [("a", "b")], 0.0)).has("test")
 
 
 def test_the_teachers_tag_is_that_of_the_corpus_whatever_the_student_reads(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from recipes.translation.data import prepare, token_store
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import store_key
 from recipes.translation.run_folder.checkpoint import Translator, tensors_of
 from recipes.translation.settings.config import SCHEMA, CorpusConfig, RunConfig
@@ -44,10 +45,10 @@ class Keys:
         self.translator = translator
 
     def subwords(self, config: RunConfig) -> object:
-        return prepare._settings(config)
+        return prepare._settings(Corpora(config))
 
     def tokens(self, config: RunConfig) -> object:
-        return store_key(config, self.translator.source, self.translator.target)
+        return store_key(Corpora(config), self.translator.source, self.translator.target)
 
     def translations(self, config: RunConfig) -> object:
         return origin(replace(self.translator, config=config), LINES, "")
@@ -73,7 +74,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 def text_is_known_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """No file is read: as if its contents were its name."""
     monkeypatch.setattr(
-        "recipes.translation.data.corpora.fingerprint", lambda data, split: f"{split} {data.path} {data.train}"
+        "recipes.translation.data.training_text.fingerprint", lambda data, split: f"{split} {data.path} {data.train}"
     )
 
 

@@ -18,8 +18,8 @@ from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.mixing import Mixture
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.train import dropout_seed, train
-from recipes.translation.translating.alternatives import alternatives
 from recipes.translation.translating.search_options import Sampling, SearchOptions
+from recipes.translation.translating.translate import alternatives
 from tests.recipes.random_translator import random_translator
 from tests.recipes.tiny import few_held_out, tiny
 
@@ -59,10 +59,10 @@ def test_no_two_combinations_of_facts_have_the_same_stream(begins: Callable[...,
 
 def test_no_two_seeds_and_sentences_have_the_same_samples(tmp_path: Path) -> None:
     translator = random_translator(tmp_path)
-    decoding = DecodingConfig(max_length=30)
+    decoding = DecodingConfig(max_length=30, min_length=20)
     found = []
     for seed in range(3):
-        how = SearchOptions(min_length=20, sampling=Sampling(2, temperature=3.0, seed=seed))
+        how = SearchOptions(sampling=Sampling(2, temperature=3.0, seed=seed))
         rows = alternatives(translator, ["The dog is red."] * 4, decoding, how)
         found += [one.text for row in rows for one in row]
     assert len(set(found)) == 3 * 4 * 2

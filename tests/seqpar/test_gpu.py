@@ -12,6 +12,8 @@ import seqpar
 from seqpar.core import chunked_gradient
 from seqpar.core.stored_gradients import SummedGradient
 from seqpar.testing.peak_memory import peak_bytes
+from tests.seqpar.linear.score_cases import assert_scores, plain_scores
+from tests.seqpar.linear.scored_cases import LOSSES, plain_scored
 
 pytestmark = pytest.mark.gpu
 
@@ -61,6 +63,82 @@ def test_trunk_and_engine_over_any_device_list_equal_one_cpu(devices, rows, gath
     torch.testing.assert_close(loss.total.cpu(), plain, rtol=1e-12, atol=0)
     for a, b in zip(torch.autograd.grad(loss.total / 7, parameters), expected, strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-11, atol=1e-13)
+
+
+def score_inputs(rows):
+    """Inputs of a loss of scores as leaves, on the CPU; some rows are ignored."""
+    random = torch.Generator().manual_seed(rows)
+    drawn = {"hidden": (rows, 6), "weight": (11, 6), "bias": (11,), "old": (rows,), "advantage": (rows,)}
+    leaves = {
+        name: torch.randn(shape, dtype=torch.float64, generator=random, requires_grad=True)
+        for name, shape in drawn.items()
+    }
+    target = torch.randint(11, (rows,), generator=random)
+    target[1:3] = -100
+    return leaves, {"target": target, "ids_weight": torch.zeros(rows, 0)}
+
+
+def score_engine(leaves, devices):
+    """An engine of the projection, and hidden on its first device."""
+    home = seqpar.scatter(torch.zeros(1), devices)[0].device
+    generator = nn.Linear(6, 11, device=home, dtype=torch.float64)
+    with torch.no_grad():
+        generator.weight.copy_(leaves["weight"]), generator.bias.copy_(leaves["bias"])
+    return seqpar.LossCompute(generator, seqpar.CrossEntropy(), devices, chunk_tokens=4), home
+
+
+@pytest.mark.parametrize("devices", device_lists(), ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 17])
+def test_a_loss_of_scores_over_any_device_list_equals_one_cpu(devices, rows):
+    leaves, rest = score_inputs(rows)
+    options = {"ignore_index": -100, "softcap": None, "temperature": 0.7, "ids": None, "entropy": True}
+    plain = plain_scored("surrogate", leaves | rest, **options)
+    expected = torch.autograd.grad(plain / 7, list(leaves.values()))
+
+    engine, home = score_engine(leaves, devices)
+    generator = engine.head["generator"]
+    moved = {n: leaves[n].detach().to(home).requires_grad_() for n in ("hidden", "old", "advantage")}
+    per_token = {"old": moved["old"], "advantage": moved["advantage"], "ids_weight": rest["ids_weight"].to(home)}
+    loss = engine.scored_loss(
+        moved["hidden"], rest["target"].to(home), LOSSES["surrogate"], entropy=True, temperature=0.7, **per_token
+    )
+    assert loss.total.device == home
+    torch.testing.assert_close(loss.total.cpu(), plain, rtol=1e-12, atol=1e-13)
+    ours = [moved["hidden"], generator.weight, generator.bias, moved["old"], moved["advantage"]]
+    for a, b in zip(torch.autograd.grad(loss.total / 7, ours), expected, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("devices", device_lists(), ids=str)
+def test_scores_and_ranks_over_any_device_list_are_those_of_one_cpu(devices):
+    leaves, rest = score_inputs(17)
+    target = rest["target"]
+    given = {name: leaves[name] for name in ("hidden", "weight", "bias")} | {"target": target}
+    options = {"temperature": 1.0, "softcap": 5.0, "entropy": True, "top_k": 3, "rank": True}
+    engine, home = score_engine(leaves, devices)
+    found = engine.token_scores(leaves["hidden"].detach().to(home), target.to(home), **options)
+    on_cpu = seqpar.TokenScores(*(None if t is None else t.detach().cpu() for t in found))
+    with torch.no_grad():
+        assert_scores(on_cpu, plain_scores(**given, ignore_index=-100, **options), target == -100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_invariant_scores_have_the_same_bits_in_any_company(dtype):
+    """The libraries choose a kernel by the shape, and not every kernel rounds a row in the same way."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 96, device="cuda").to(dtype) for n in (300, 5_000))
+    target = torch.randint(5_000, (300,), device="cuda")
+    target[::7] = -100
+
+    def of(some):
+        options = {"entropy": True, "top_k": 3, "rank": True}
+        return seqpar.token_scores(hidden[some], weight, target[some], batch_invariant=True, **options)
+
+    whole = of(slice(None))
+    for some in (slice(17, 18), slice(40, 140), torch.randperm(300, device="cuda")):
+        for name, part in of(some)._asdict().items():
+            if part is not None:
+                assert torch.equal(part, getattr(whole, name)[some]), name
 
 
 def test_layers_on_cpu_and_gpu_get_their_gradients_where_they_are():
@@ -241,10 +319,11 @@ def test_a_model_with_the_loss_inside_compiles_into_one_graph(loss):
 class Training:
     """Some steps of SGD on batches with more and more padding."""
 
-    def __init__(self, known):
+    def __init__(self, how):
         torch.manual_seed(0)
+        self.how = how
         self.trunk = nn.Linear(16, 32).double().cuda()
-        generator = (nn.Linear if known else Own)(32, 400).double().cuda()
+        generator = (Own if how == "by autograd" else nn.Linear)(32, 400).double().cuda()
         self.parameters = [*self.trunk.parameters(), *generator.parameters()]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
         self.engine = seqpar.LossCompute(generator, seqpar.LabelSmoothing(0.1, "torch"), chunk_tokens=64)
@@ -261,18 +340,25 @@ class Training:
         for p, q in zip(self.parameters, self.start, strict=True):
             p.copy_(q)
 
+    def loss(self, x, target):
+        hidden = self.trunk(x).tanh()
+        if self.how != "of scores":
+            return self.engine(hidden, target)
+        per_token = {"old": x[:, 0] - 6, "advantage": x[:, 1], "ids_weight": x[:, :0]}
+        return self.engine.scored_loss(hidden, target, LOSSES["surrogate"], entropy=True, **per_token)
+
     def step(self, x, target):
-        loss = self.engine(self.trunk(x).tanh(), target)
+        loss = self.loss(x, target)
         loss.mean.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
         return loss
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["by formula", "by autograd"])
-def test_a_training_step_can_be_recorded_in_a_cuda_graph_and_replayed_on_other_data(known):
+@pytest.mark.parametrize("how", ["by formula", "by autograd", "of scores"])
+def test_a_training_step_can_be_recorded_in_a_cuda_graph_and_replayed_on_other_data(how):
     """The graph takes every row, and those that are ignored count for nothing."""
-    training = Training(known)
+    training = Training(how)
     expected = [[t.item() for t in training.step(*batch)] for batch in training.batches]
     ends = training.values()
     static = [t.clone() for t in training.batches[0]]

@@ -33,7 +33,8 @@ from recipes.translation.errors import (
     missing_package,
 )
 from recipes.translation.processes.launch import automatic, launch
-from recipes.translation.settings.options import FIRST_EXAMPLE, fail, unknown
+from recipes.translation.processes.terminal import escaped
+from recipes.translation.settings.options import FIRST_EXAMPLE, unknown
 
 __all__ = ["COMMANDS", "DEMO_CONFIG", "main"]
 
@@ -83,6 +84,17 @@ def main(argv: Sequence[str]) -> int:
         if isinstance(error, OSError) and error.filename:  # str(error) would begin with [Errno 13]
             return fail(f"{error.filename}: {error.strerror}")
         return fail(str(error))
+
+
+def fail(message: str) -> int:
+    """Print an error as one line, and return the exit status for it."""
+    rank = os.environ.get("RANK", "0")
+    line = escaped(" ".join(message.split()))
+    if rank != "0":
+        line = f"rank {rank}: {line}"
+    # In one piece: unbuffered, print writes the end of the line by itself, and the lines of two processes would mix
+    print(f"error: {line}\n", end="", file=sys.stderr)
+    return 2
 
 
 def output_lacks(error: UnicodeEncodeError) -> str:

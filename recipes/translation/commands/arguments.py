@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, whole_folder
 from recipes.translation.run_folder.outputs import check_run
-from recipes.translation.settings.config import DecodingConfig, RunConfig, load_config, moved_to
-from recipes.translation.settings.options import ALSO, OneLineParser, overrides
+from recipes.translation.settings.config import SCHEMA, DecodingConfig, RunConfig, load_config, moved_to
+from recipes.translation.settings.options import ALSO, METAVARS, OneLineParser, overrides
 
 if TYPE_CHECKING:
     from recipes.translation.processes.ranks import Ranks
@@ -91,28 +91,27 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_checkpoint(parser)
-    add_beam(parser)
-    add_length_options(parser)
+    add_decoding_options(parser)
 
 
-def add_beam(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--beam", metavar="N", help=f"beam width; 1 is greedy and fastest ({_own('beam')})")
+DECODING = tuple(field.name for field in fields(DecodingConfig))
+"""The settings of decoding, each of which is an option of the commands that translate."""
 
 
-def add_length_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--length-penalty", metavar="X", help=f"exponent of the length penalty; 0 has none ({_own('length_penalty')})"
-    )
-    parser.add_argument(
-        "--length-norm",
-        metavar="NAME",
-        help=f"base of the length penalty: gnmt ((5 + length) / 6) or length ({_own('length_norm')})",
-    )
+def add_decoding_options(parser: argparse.ArgumentParser, names: Sequence[str] = DECODING) -> None:
+    """Add an option for each of these settings of decoding; their values remain text, as in `add_config_options`."""
+    for name in names:
+        setting = SCHEMA.settings[f"decoding.{name}"]
+        parser.add_argument(
+            as_option(name),
+            metavar=METAVARS.get(setting.kinds[0], "NAME"),
+            help=f"{setting.help.rstrip('.')} (default: the run's own decoding.{name}, "
+            f"{getattr(DecodingConfig(), name)} unless it was set)",
+        )
 
 
-def _own(name: str) -> str:
-    """Return the default of a setting of decoding that every run has."""
-    return f"default: the run's own decoding.{name}, {getattr(DecodingConfig(), name)} unless it was set"
+def as_option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def run_config(options: argparse.Namespace) -> RunConfig:
@@ -178,7 +177,7 @@ def with_folder(config: RunConfig) -> RunConfig:
 def decoding_overrides(options: argparse.Namespace) -> dict[str, object]:
     """Return the settings of decoding that are given on the command line."""
     given = {}
-    for name in ("beam", "length_penalty", "length_norm"):
+    for name in DECODING:
         if getattr(options, name, None) is not None:  # not every command has them
             given[f"decoding.{name}"] = getattr(options, name)
     return given

@@ -80,10 +80,11 @@ def distil(argv: Sequence[str]) -> int:
     from recipes.translation import distil as distillation
     from recipes.translation.processes.ranks import joined
     from recipes.translation.train import train
+    from recipes.translation.training.student_data import originals_of
 
     resumed = not options.fresh and options.config is None and whole_folder(Path(str(given["run"])) / "last")
     config = student_config(options, bool(resumed))
-    begun = distillation.originals_of(config)
+    begun = originals_of(config)
     # Computed from two weights, and rounded
     if resumed and options.originals is not None and not math.isclose(begun, options.originals, rel_tol=1e-9):
         raise ConfigError(

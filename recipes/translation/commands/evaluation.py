@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import (
+    DECODING,
     PROGRAM,
     add_checkpoint,
-    add_length_options,
+    add_decoding_options,
     add_model_options,
     add_processes,
     add_run,
+    as_option,
     load,
     parser_of,
     path,
 )
 from recipes.translation.commands.searching import add_ensemble, load_ensemble
 from recipes.translation.processes.terminal import print_text
-from recipes.translation.run_folder.outputs import check_output, results_folder
+from recipes.translation.run_folder.outputs import results_folder
 from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser
 
@@ -30,8 +32,7 @@ if TYPE_CHECKING:
     from recipes.translation.processes.ranks import Ranks
     from recipes.translation.scores.evaluate import Evaluation
     from recipes.translation.scores.groups import Parts
-    from recipes.translation.settings.config import DataConfig, RunConfig
-    from recipes.translation.text.pair import Pair
+    from recipes.translation.settings.config import DataConfig
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -77,13 +78,9 @@ def evaluate(argv: Sequence[str]) -> int:
     _check_files(parser, options)
 
     from recipes.translation.processes.ranks import joined
-    from recipes.translation.scores.comet import check_comet
-    from recipes.translation.text.bleu_tokenizers import check_tokenizer
+    from recipes.translation.scores.evaluate import check_metrics
 
-    if options.tokenize and options.tokenize != "auto":
-        check_tokenizer(options.tokenize)
-    if options.comet:  # before the work of translating
-        check_comet(Path(options.comet))
+    check_metrics(options.tokenize, options.comet)
     with joined(LayoutConfig().timeout) as ranks:
         found = _evaluated(options, ranks)
         print(_table(found))
@@ -97,35 +94,6 @@ def evaluate(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check_name(options: argparse.Namespace, sources: Path, pairs: Sequence[Pair], config: RunConfig) -> None:
-    """Raise DataError for a file by whose name its results would replace those of another, or of the run's own data.
-
-    Raises ConfigError where they would replace a file that is read.
-    """
-    from recipes.translation.errors import DataError
-    from recipes.translation.scores.evaluate import other_sources, result_files
-
-    name = sources.name
-    if options.ensemble:
-        name += ".ensemble"
-    files = result_files(results_folder(Path(options.run)), name)
-    for file in files:
-        reads = (options.sources, options.references, options.by)
-        check_output(file, "--sources", own=file, reads=reads)
-    splits = ("test", "valid")
-    own = [*splits, *(f"{split}.{name}" for split in splits for name in (*config.corpora, "ensemble"))]
-    if sources.name in own:
-        raise DataError(
-            f"--sources {sources} would replace {sources.name}.scores.json, the scores of the run's own data: rename "
-            "the file"
-        )
-    if other := other_sources(files[1], sources, pairs):
-        raise DataError(
-            f"--sources {sources} would replace {files[1]}, the scores of {other}: rename the file, or move those "
-            "results away"
-        )
-
-
 def _table(evaluations: Sequence[Evaluation]) -> str:
     from recipes.translation.scores.evaluate import sets_table
 
@@ -136,8 +104,14 @@ def _table(evaluations: Sequence[Evaluation]) -> str:
 
 def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
     """Translate and score what the options name: one test set, or those of several corpora."""
-    from recipes.translation.data.held_out import held_out
-    from recipes.translation.scores.evaluate import evaluate_each, evaluate_files, evaluate_pairs, read_pairs
+    from recipes.translation.data.corpora import Corpora
+    from recipes.translation.scores.evaluate import (
+        check_name,
+        evaluate_each,
+        evaluate_files,
+        evaluate_pairs,
+        read_pairs,
+    )
 
     references = Path(options.references or "")
     sources = Path(options.sources or "")
@@ -150,12 +124,14 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
         if options.sources:
             lowercase = translator.config.subwords.lowercase
             pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
-            ranks.run_on_main(lambda: _check_name(options, sources, pairs, translator.config))
+            folder = results_folder(Path(options.run))
+            read = (options.sources, options.references, options.by)
+            ranks.run_on_main(lambda: check_name(folder, sources, pairs, translator, read))
             _check_labels(options, None, len(pairs), ranks)
             one = evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks, "evaluate")
             found = [replace(one, files=(sources, references))]
         else:
-            sets = held_out(translator.config, options.split or "test")
+            sets = Corpora(translator.config).held_out(options.split or "test")
             for each in sets if options.by else ():
                 _check_labels(options, each.data, len(ranks.run_on_main(each.pairs)), ranks)
             found = evaluate_each(translator, sets, decoding, options.tokenize, ranks, "evaluate")
@@ -257,7 +233,7 @@ def score(argv: Sequence[str]) -> int:
     parser = parser_of(score, f"{PROGRAM} score --run runs/demo --sources news.en --targets news.de")
     add_run(parser)
     add_checkpoint(parser)
-    add_length_options(parser)
+    add_decoding_options(parser, ("length_penalty", "length_norm"))
     parser.add_argument("--sources", metavar="FILE", type=path, help="source sentences, one a line (required)")
     parser.add_argument("--targets", metavar="FILE", type=path, help="their translations, one a line (required)")
     options = parser.parse(argv)
@@ -283,11 +259,12 @@ def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
     """Refuse files that do not go together."""
     if options.hypotheses and options.ensemble:
         parser.error("--ensemble translates, and --hypotheses are translations already; give one of them")
-    of_model = ("run", "checkpoint", "beam", "length_penalty", "length_norm")
+    of_model = ("run", "checkpoint", *DECODING)
     given = [name for name in of_model if getattr(options, name) != parser.get_default(name)]
     if options.hypotheses and given:
-        name = given[0].replace("_", "-")
-        parser.error(f"--{name} belongs to a model, and --hypotheses are translations already: leave it out")
+        parser.error(
+            f"{as_option(given[0])} belongs to a model, and --hypotheses are translations already: leave it out"
+        )
     if options.hypotheses and not options.references:
         parser.error("--hypotheses and --references go together")
     if options.sources and not options.references:

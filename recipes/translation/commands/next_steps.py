@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from recipes.translation.data.held_out import has_held_out
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.training.summary import command
 
@@ -16,14 +14,12 @@ PURPOSES = {
 }
 
 
-def next_steps(config: RunConfig, known: Collection[str]) -> str:
-    """Return a line for each command to go on with, of those that are known."""
+def next_steps(config: RunConfig) -> str:
+    """Return a line for each command to go on with."""
     lines = []
     for name, purpose in PURPOSES.items():
-        if name not in known:
-            continue
         words = [name, "--run", config.run]
-        if name == "evaluate" and not has_held_out(config, "test"):
+        if name == "evaluate" and not Corpora(config).has("test"):
             words += ["--split", "valid"]
         lines.append(f"  {command(*words)}  # {purpose}")
     return "\n".join(["[train] next:", *lines])

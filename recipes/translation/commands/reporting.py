@@ -39,8 +39,8 @@ def report(argv: Sequence[str]) -> int:
     require("matplotlib")
 
     from recipes.translation.report.draw import write_page
-    from recipes.translation.report.earlier import with_samples
     from recipes.translation.report.records import read_run
+    from recipes.translation.training.earlier_samples import with_samples
 
     output = folders[0] / "report.html"
     if len(folders) > 1:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.translation.commands.arguments import count, load, path
+from recipes.translation.commands.arguments import as_option, count, load, path
 from recipes.translation.errors import CheckpointError, DataError
 from recipes.translation.files.lines import read_lines
 from recipes.translation.translating.search_options import Sampling, SearchOptions
@@ -22,13 +22,6 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     search = parser.add_argument_group("the search")
     search.add_argument("--n-best", metavar="N", type=count, help="print the N best translations of each sentence")
     search.add_argument("--scores", action="store_true", help="print each translation's score and log-probability")
-    search.add_argument("--min-length", metavar="N", type=count, help="fewest subwords of a translation (default: 0)")
-    search.add_argument(
-        "--no-repeat-ngram",
-        metavar="N",
-        type=count,
-        help="no sequence of N subwords occurs more than once in a translation (default: all may repeat)",
-    )
     search.add_argument(
         "--prefixes", metavar="FILE", type=path, help="how each translation begins: a line for each sentence, or empty"
     )
@@ -113,20 +106,17 @@ def add_ensemble(options: argparse._ActionsContainer) -> None:
 
 OF_SAMPLING = ("temperature", "top_k", "top_p", "seed")
 OF_SEARCH = ("n_best", "beam", "length_penalty", "length_norm", "constraints")
-OF_TORCH = (
-    *("n_best", "scores", "min_length", "no_repeat_ngram", "prefixes", "constraints", "ensemble", "mbr", "alignments"),
-    *("sample", "checkpoint"),
-)
+OF_TORCH = (*("n_best", "scores", "prefixes", "constraints", "ensemble", "mbr", "alignments", "sample", "checkpoint"),)
 
 
 def clashing(options: argparse.Namespace) -> str | None:
     """Return why options do not go together; None if they do."""
     if options.engine != "torch" and (names := given(options, OF_TORCH)):
-        return f"{option(names[0])} is not for --engine {options.engine}: leave one of them out"
+        return f"{as_option(names[0])} is not for --engine {options.engine}: leave one of them out"
     if not options.sample and (names := given(options, OF_SAMPLING)):
-        return f"{option(names[0])} has no effect on a search: add --sample N, or leave it out"
+        return f"{as_option(names[0])} has no effect on a search: add --sample N, or leave it out"
     if options.sample and (names := given(options, OF_SEARCH)):
-        return f"{option(names[0])} has no effect on --sample, which does not search: leave one of them out"
+        return f"{as_option(names[0])} has no effect on --sample, which does not search: leave one of them out"
     return clashing_outputs(options)
 
 
@@ -148,10 +138,6 @@ def given(options: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if getattr(options, name) not in (None, False)]
 
 
-def option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def search_options(options: argparse.Namespace) -> SearchOptions:
     """Read the options and the files that they name."""
     prefixes = None
@@ -171,8 +157,7 @@ def search_options(options: argparse.Namespace) -> SearchOptions:
         )
     return SearchOptions(
         n_best=options.n_best or 1,
-        min_length=options.min_length or 0,
-        no_repeat_ngram=options.no_repeat_ngram or 0,
+        scores=options.scores,
         prefixes=prefixes,
         constraints=constraints,
         sampling=sampling,
@@ -208,7 +193,7 @@ def models_named(options: argparse.Namespace) -> list[argparse.Namespace]:
 
 def check_same_subwords(run: str, first: Translator, other_run: str, other: Translator) -> None:
     """Raise CheckpointError unless two models translate from and to the same subwords."""
-    from recipes.translation.data.corpora import with_language_tag
+    from recipes.translation.data.tags import with_language_tag
 
     facts = {
         "source subwords": (first.source.serialized(), other.source.serialized()),

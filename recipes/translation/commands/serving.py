@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import (
     PROGRAM,
-    add_beam,
     add_checkpoint,
-    add_length_options,
+    add_decoding_options,
     add_runs,
     decoding_overrides,
     export_command,
@@ -48,8 +47,7 @@ def serve(argv: Sequence[str]) -> int:
         help="ctranslate2 is for what export --to ctranslate2 wrote (default: ctranslate2 for a run that has such a "
         "folder, torch for others)",
     )
-    add_beam(parser)
-    add_length_options(parser)
+    add_decoding_options(parser)
     parser.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=HOST_HELP)
     parser.add_argument("--port", metavar="N", type=port, default=5000, help="0 takes one that is free (default: 5000)")
     options = parser.parse(argv)
@@ -91,8 +89,8 @@ def port(word: str) -> int:
 
 def models_of(run: str, options: argparse.Namespace) -> list[Model]:
     """Read the model of a run, for the engine that is asked for, or else that which the run has; say which it is."""
+    from recipes.translation.commands.served_models import torch_models
     from recipes.translation.processes.ranks import ALONE
-    from recipes.translation.serve.models import torch_models
 
     exported = Path(run)
     if not (exported / "model.bin").is_file():
@@ -113,10 +111,10 @@ def exported_models(run: str, exported: Path, options: argparse.Namespace) -> li
     """Read what a run was exported to, and the run itself for alignments, where it is there."""
     require("ctranslate2")
 
+    from recipes.translation.commands.served_models import ctranslate2_models
     from recipes.translation.export import ctranslate2_engine
     from recipes.translation.files.atomic_folder import model_folder, whole_folder
     from recipes.translation.processes.ranks import ALONE
-    from recipes.translation.serve.models import ctranslate2_models
 
     if not exported.exists():
         raise ConfigError(f"there is no {exported}; write it with {export_command(run)}")
@@ -141,4 +139,4 @@ def exported_models(run: str, exported: Path, options: argparse.Namespace) -> li
 def announce(run: str, models: Sequence[Model]) -> None:
     """Print which engine translates between which languages."""
     pairs = ", ".join(f"{model.source} to {model.target}" for model in models)
-    print(f"[serve] {run}: {pairs}, with {models[0].engine}, beam {models[0].config.decoding.beam}", flush=True)
+    print(f"[serve] {run}: {pairs}, with {models[0].engine}, beam {models[0].beam}", flush=True)

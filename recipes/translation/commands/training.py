@@ -23,7 +23,6 @@ from recipes.translation.settings.config import LayoutConfig, load_config
 from recipes.translation.settings.options import add_config_options, overrides
 
 if TYPE_CHECKING:
-    from recipes.translation.text.subwords import Subwords
     from recipes.translation.training.summary import Summary
 
 DEMO_CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
@@ -51,18 +50,20 @@ def prepare(argv: Sequence[str]) -> int:
     add_config_options(parser)
     config = run_config(parser.parse(argv))
 
+    from recipes.translation.data.corpora import Corpora
     from recipes.translation.processes.ranks import joined
     from recipes.translation.run_folder.lock import sole_writer
     from recipes.translation.run_folder.start import run_subwords
 
-    def make() -> tuple[Subwords, Subwords]:
+    def make() -> tuple[int, int]:
         with sole_writer(Path(config.run)):
-            return run_subwords(config)
+            source, target = run_subwords(Corpora(config))
+        return len(source), len(target)
 
     with joined(config.layout.timeout) as ranks:
         source, target = ranks.run_on_main(make)
         where = config.training.start_from or config.training.teacher or Path(config.run) / "subwords"
-        print(f"[prepare] {len(source):,} source and {len(target):,} target subwords in {where}")
+        print(f"[prepare] {source:,} source and {target:,} target subwords in {where}")
     return 0
 
 
@@ -91,7 +92,6 @@ def train(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     config = run_config(options)
 
-    from recipes.translation.commands import COMMANDS
     from recipes.translation.commands.next_steps import next_steps
     from recipes.translation.processes.ranks import joined
     from recipes.translation.train import train as train_model
@@ -100,7 +100,7 @@ def train(argv: Sequence[str]) -> int:
         summary = train_model(config, fresh=options.fresh, insist=options.insist, ranks=ranks)
         print_text(str(summary))
         if summary.best and not (summary.stopped_by or summary.advice):
-            print(next_steps(config, COMMANDS))
+            print(next_steps(config))
     return exit_status(summary)
 
 

@@ -31,8 +31,7 @@ from recipes.translation.translating.search_options import SearchOptions
 if TYPE_CHECKING:
     from recipes.translation.processes.ranks import Ranks
     from recipes.translation.run_folder.checkpoint import Translator
-    from recipes.translation.scores.rerank import Utility
-    from recipes.translation.translating.alternatives import Translation
+    from recipes.translation.translating.translate import Translation
 
 
 def translate(argv: Sequence[str]) -> int:
@@ -152,30 +151,29 @@ def printed(
     translator: Translator, sentences: Sequence[str], search: SearchOptions, options: argparse.Namespace, ranks: Ranks
 ) -> list[str]:
     """Return the lines that show the translations."""
-    from recipes.translation.translating.alternatives import alternatives, table
-    from recipes.translation.translating.translate import translate as translate_all
+    from recipes.translation.translating.translate import alternatives
 
-    decoding = translator.config.decoding
-    if search == SearchOptions() and not options.n_best and not options.scores:
-        return translate_all(translator, sentences, decoding, ranks, "translate")
-    found = alternatives(translator, sentences, decoding, search, ranks, "translate")
+    found = alternatives(translator, sentences, translator.config.decoding, search, ranks, "translate")
     if options.mbr:
-        return chosen_by_mbr(translator, found, options.mbr)
+        from recipes.translation.scores.rerank import chosen_by_mbr
+
+        return chosen_by_mbr([[one.text for one in row] for row in found], options.mbr, translator.config.data)
     if options.n_best or options.sample or options.scores:
         return table(found, options.scores)
     return [row[0].text for row in found]
 
 
-def chosen_by_mbr(translator: Translator, found: list[list[Translation]], utility: Utility) -> list[str]:
-    """Return of each sentence's translations the one with the largest mean utility."""
-    from recipes.translation.scores.rerank import best_by_mbr
-    from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
-
-    data = translator.config.data
-    texts = [[one.text for one in row] for row in found]
-    tokenize = tokenizer_for(data.tokenize, data.target, [row[0] for row in texts])
-    check_tokenizer(tokenize)
-    return [row[best_by_mbr(row, utility, tokenize)] for row in texts]
+def table(found: Sequence[Sequence[Translation]], scores: bool) -> list[str]:
+    """Return a line for each translation: its sentence's number, score and log-probability if wanted, and its text."""
+    lines = []
+    for number, row in enumerate(found, start=1):
+        for one in row:
+            columns = [str(number)]
+            if scores:
+                columns += [f"{one.score:.6f}", f"{one.log_probability:.6f}"]
+            # A tab in the text would be one more column
+            lines.append("\t".join([*columns, one.text.replace("\t", " ")]))
+    return lines
 
 
 def write_alignments(

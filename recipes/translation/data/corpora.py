@@ -1,48 +1,149 @@
-"""The training corpora of a run, and the tags in front of their source sentences.
-
-A tag is a word that is one subword. The target language's, such as <2de>, lets one model translate between several
-languages (Johnson et al. 2017, "Google's multilingual neural machine translation system"); that of a corpus, such as
-<bt>, marks back-translated data (Caswell et al. 2019, "Tagged back-translation").
-"""
+"""The corpora of a run: what it is trained, validated and tested on, as its settings name them."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from recipes.translation.data.held_out import HeldOut, HeldOutSplit
 from recipes.translation.data.mixing import Mixture
-from recipes.translation.data.sentence_pairs import each_training_pair, fingerprint
-from recipes.translation.data.split_files import check_named
+from recipes.translation.data.split_files import check_format, check_languages, check_named, named
+from recipes.translation.data.tags import corpus_tags, language_tags
+from recipes.translation.data.training_text import TrainingCorpus, TrainingText
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig, format_of_files
 from recipes.translation.text.pair import Pair
-from recipes.translation.text.placeholders import masked_pair
-from recipes.translation.text.segmentations import BLANK
-from recipes.translation.text.subwords import Subwords, symbols_of
 
 
-@dataclass(frozen=True)
-class TrainingCorpus:
-    """A corpus to train on."""
+class Corpora:
+    """The corpora of a run, resolved once from its settings.
 
-    name: str
-    """Its key in the section corpora; empty for data.train."""
-    data: DataConfig
-    """Where its training pairs come from."""
-    tags: tuple[str, ...]
-    """What stands in front of each source sentence."""
-    weight: float
+    Raises ConfigError for training corpora that contradict each other.
+    """
 
-    def source(self, pair: Pair) -> str:
-        """Return the source sentence with its tags."""
-        return " ".join((*self.tags, pair.source))
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.training = training_corpora(config)
+        """Those of the section corpora, or else the one of data.train."""
+        self.text = TrainingText(config, self.training)
+
+    @cached_property
+    def valid(self) -> list[HeldOut]:
+        """Return the validation data, one set for each pair of languages, as `held_out` does."""
+        return self._held_out("valid")
+
+    @cached_property
+    def test(self) -> list[HeldOut]:
+        """Return the test data, one set for each pair of languages, as `held_out` does."""
+        return self._held_out("test")
+
+    def held_out(self, split: HeldOutSplit) -> list[HeldOut]:
+        """Return the validation or test data of every corpus that has some, or else that of the section data.
+
+        Raises ConfigError where both are given; DataError where neither is, but for the built-in corpus.
+        """
+        return self.valid if split == "valid" else self.test
+
+    def has(self, split: HeldOutSplit) -> bool:
+        """Return whether the settings name validation or test data, or the run has that of the built-in corpus."""
+        config = self.config
+        if any(getattr(corpus, split) for corpus in config.corpora.values()) or getattr(config.data, split):
+            return True
+        return config.data.format == "builtin" and not self._all_from_files()
+
+    def the_one(self, split: HeldOutSplit) -> HeldOut:
+        """Return the only validation or test data of a run; raise DataError where several corpora have some."""
+        (first, *others) = self.held_out(split)
+        if others:
+            names = ", ".join(f"{split}.{each.name}" for each in (first, *others))
+            run = self.config.run
+            raise DataError(
+                f"{run} has the {split} data of several corpora ({names}), each of which is a test set of its own: "
+                "name the files of one of them, such as "
+                f"{run}/{split}.{first.name}.translations.txt with its references"
+            )
+        return first
+
+    def mixture(self, sizes: Sequence[int]) -> Mixture | None:
+        """Return how the corpora, which have these many pairs, are mixed; None to train on every pair once an epoch."""
+        weights = [corpus.weight for corpus in self.training]
+        if len(set(weights)) == 1 and (self.config.data.temperature == 1 or len(weights) == 1):
+            return None
+        return Mixture(sizes, weights, self.config.data.temperature, self.config.training.seed)
+
+    def check_training(self) -> None:
+        """Raise an error where the training data is not named as its format needs; the files are not read."""
+        config = self.config
+        targets = list(dict.fromkeys(corpus.data.target for corpus in self.training))
+        if config.data.language_tags and config.data.target not in targets:
+            raise ConfigError(
+                f"data.target is {config.data.target}, into which translate would translate, but no corpus does: set "
+                f"it to {' or '.join(targets)}"
+            )
+        for corpus in self.training:
+            with named(corpus.name):
+                check_named(corpus.data, "train")
+
+    def check_held_out(self) -> list[list[Pair]]:
+        """Read validation and test data, so that mistakes are found before the training; return the validation pairs.
+
+        The built-in corpus needs no check, and no pairs of it are returned. Validation data is required, test data is
+        optional. Raises DataError and ConfigError as `held_out` and `load_pairs` do.
+        """
+        for name, corpus in self.config.corpora.items():
+            _check_names(name)
+            if only_held_out(corpus) and corpus.weight != 1:
+                raise ConfigError(
+                    f"corpora.{name}.weight is {corpus.weight:g}, but corpora.{name} has no train, whose share of an "
+                    "epoch it would be: leave it out"
+                )
+        found: list[list[Pair]] = []
+        for each in self.valid:
+            check_format(each.data)
+            check_languages(each.data)
+            found.append([] if each.data.format == "builtin" else each.pairs())
+        for each in self.test if self.has("test") else []:
+            if each.data.format != "builtin":
+                # Read for its mistakes alone, and not kept
+                dataclasses.replace(each).pairs()
+        return found
+
+    def _held_out(self, split: HeldOutSplit) -> list[HeldOut]:
+        config = self.config
+        names = [name for name, corpus in config.corpora.items() if getattr(corpus, split)]
+        own: tuple[str, ...] = getattr(config.data, split)
+        if not names:
+            self._check_builtin(split)
+            return [HeldOut(config, "", split, config.data)]
+        if own:
+            raise ConfigError(
+                f"data.{split} ({' '.join(own)}) and corpora.{names[0]}.{split} are both given: give the former to a "
+                "corpus"
+            )
+        return [HeldOut(config, name, split, data_of(name, config), corpus_tags(name, config)) for name in names]
+
+    def _check_builtin(self, split: HeldOutSplit) -> None:
+        """Raise DataError where corpora from files would be judged by the built-in corpus."""
+        if self.config.data.format == "builtin" and self._all_from_files():
+            way = ""
+            if split == "test":
+                way = "; without it, evaluate --split valid scores the validation data"
+            raise DataError(
+                f"there is no {split} data: name its files as data.{split}, or as {split} of one of the corpora{way}"
+            )
+
+    def _all_from_files(self) -> bool:
+        """Return whether there are corpora, and none of them is the built-in one, or a teacher's translations of it."""
+        run = Path(self.config.run)
+        return bool(self.config.corpora) and all(
+            corpus.data.format != "builtin" and run not in Path(corpus.data.path).parents for corpus in self.training
+        )
 
 
-def corpora_of(config: RunConfig) -> list[TrainingCorpus]:
+def training_corpora(config: RunConfig) -> list[TrainingCorpus]:
     """Return the training corpora: those of the section corpora, or else the one of data.train."""
     if config.data.streaming and "hub" not in _formats(config):
         raise ConfigError(
@@ -77,6 +178,23 @@ def _training_corpus(name: str, config: RunConfig) -> TrainingCorpus:
     return TrainingCorpus(name, data, corpus_tags(name, config), config.corpora[name].weight)
 
 
+def language_pairs(corpora: Corpora) -> list[tuple[str, str]]:
+    """Return the pairs of languages that a run was trained on, that of its section data first.
+
+    Without tags of the target language a model cannot be told to translate to another one than `data.target`.
+    """
+    config = corpora.config
+    trained = list(dict.fromkeys((corpus.data.source, corpus.data.target) for corpus in corpora.training))
+    pairs = [pair for pair in trained if config.data.language_tags or pair[1] == config.data.target]
+    # Where no corpus has data.target, which then is a default that nobody set, the model can do what its corpora do
+    return sorted(pairs or trained, key=lambda pair: pair != (config.data.source, config.data.target))
+
+
+def with_languages(config: RunConfig, source: str, target: str) -> RunConfig:
+    """Return the settings with these languages, which decide the tag in front of a source sentence."""
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, source=source, target=target))
+
+
 def data_of(name: str, config: RunConfig) -> DataConfig:
     """Return the files and languages of the corpus of this name."""
     corpus = config.corpora[name]
@@ -91,121 +209,7 @@ def data_of(name: str, config: RunConfig) -> DataConfig:
     return dataclasses.replace(config.data, **splits, **own)
 
 
-def corpus_tags(name: str, config: RunConfig) -> tuple[str, ...]:
-    """Return what stands in front of each source sentence of the corpus of this name."""
-    corpus = config.corpora[name]
-    tags = language_tags(config, corpus.target or config.data.target)
-    if corpus.tag:
-        tags = (*tags, corpus.tag)
-    return tags
-
-
-def each_corpus(config: RunConfig) -> Iterator[tuple[TrainingCorpus, Iterator[Pair]]]:
-    """Yield every training corpus with its pairs one by one: cleaned, with placeholders, without tags."""
-    for corpus in corpora_of(config):
-        yield corpus, _each_pair(corpus, config)
-
-
-def _each_pair(corpus: TrainingCorpus, config: RunConfig) -> Iterator[Pair]:
-    with named(corpus.name):
-        name = corpus.name or "train"
-        for pair in each_training_pair(corpus.data, config.subwords.lowercase, config.cleaning, name):
-            yield masked_pair(pair, config.subwords.placeholders)
-
-
-def check_training_data(config: RunConfig) -> None:
-    """Raise an error where the training data is not named as its format needs; the files are not read."""
-    targets = list(dict.fromkeys(corpus.data.target for corpus in corpora_of(config)))
-    if config.data.language_tags and config.data.target not in targets:
-        raise ConfigError(
-            f"data.target is {config.data.target}, into which translate would translate, but no corpus does: set it to "
-            f"{' or '.join(targets)}"
-        )
-    for corpus in corpora_of(config):
-        with named(corpus.name):
-            check_named(corpus.data, "train")
-
-
-def identity(config: RunConfig) -> object:
-    """Return what determines the training text before it is cleaned, as JSON: settings, SHA-256 of the contents."""
-    found = []
-    for corpus in corpora_of(config):
-        names = ("format", "source", "target", "builtin_pairs")
-        known = {name: getattr(corpus.data, name) for name in names}
-        with named(corpus.name):
-            known["text"] = fingerprint(corpus.data, "train")
-        found.append(known)
-    if not config.corpora:
-        return found[0]
-    return dict(zip([corpus.name for corpus in corpora_of(config)], found, strict=True))
-
-
-def mixture_of(config: RunConfig, sizes: Sequence[int]) -> Mixture | None:
-    """Return how the corpora, which have these many pairs, are mixed; None to train on every pair once an epoch."""
-    weights = [corpus.weight for corpus in corpora_of(config)]
-    if len(set(weights)) == 1 and (config.data.temperature == 1 or len(weights) == 1):
-        return None
-    return Mixture(sizes, weights, config.data.temperature, config.training.seed)
-
-
-def tags_of(config: RunConfig) -> tuple[str, ...]:
-    """Return every tag of the run, each once."""
-    tags = [tag for name in config.corpora for tag in corpus_tags(name, config)]
-    return tuple(dict.fromkeys([*language_tags(config, config.data.target), *tags]))
-
-
-def with_language_tag(config: RunConfig, sentence: str) -> str:
-    """Put the tag of data.target in front of a sentence, if the run has such tags and the sentence has none of them."""
-    first = sentence.split(maxsplit=1)[:1]
-    if not config.data.language_tags or not first or first[0] in tags_of(config):
-        return sentence
-    return f"{_tag(config.data.target)} {sentence}"
-
-
-def check_symbols(symbols: Sequence[str]) -> None:
-    """Raise ConfigError for a word that cannot be one subword of its own."""
-    for index, symbol in enumerate(symbols):
-        reason = ""
-        if not symbol or symbol.split() != [symbol] or BLANK in symbol:
-            reason = f"is not one word without blanks and without {BLANK}"
-        elif re.fullmatch("<(unk|pad|s|/s|0x[0-9A-F]{2})>", symbol):
-            reason = "is one of the subwords that every model has"
-        elif symbol in symbols[:index]:
-            reason = "is given twice"
-        if reason:
-            raise ConfigError(f"{symbol!r} {reason}: choose other words for subwords.symbols and the tags of corpora")
-
-
-def check_known(config: RunConfig, source: Subwords, target: Subwords) -> None:
-    """Raise ConfigError if a tag or symbol is not one subword, as in those of a model to start from."""
-    symbols = symbols_of(config.subwords)
-    needed = ((source, [*(BLANK + tag for tag in tags_of(config)), *symbols]), (target, symbols))
-    for side, words in needed:
-        if missing := set(words) - set(side.pieces()):
-            names = ", ".join(sorted(word.removeprefix(BLANK) for word in missing))
-            raise ConfigError(
-                f"the subwords do not have {names}, a tag or symbol of these settings: leave it out, or make new "
-                "subwords without training.start_from"
-            )
-
-
-def _tag(language: str) -> str:
-    return f"<2{language}>"
-
-
-def language_tags(config: RunConfig, language: str) -> tuple[str, ...]:
-    """Return the tag of a target language, if the run has such tags."""
-    if config.data.language_tags:
-        return (_tag(language),)
-    return ()
-
-
-@contextmanager
-def named(corpus: str) -> Iterator[None]:
-    """Add a corpus's name, if it has one, to an error."""
-    try:
-        yield
-    except (DataError, ConfigError) as error:
-        if not corpus:
-            raise
-        raise type(error)(f"corpora.{corpus}: {error}") from error
+def _check_names(name: str) -> None:
+    """Raise ConfigError for a name of a corpus that cannot be part of a file's name."""
+    if not name or "/" in name or "\0" in name:
+        raise ConfigError(f"corpora has the name {name!r}, which would be part of files' names: use one without /")

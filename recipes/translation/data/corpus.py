@@ -11,18 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recipes.translation.data.batches import TokenBatches
-from recipes.translation.data.corpora import (
-    check_known,
-    check_training_data,
-    corpora_of,
-    each_corpus,
-    identity,
-    mixture_of,
-)
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
-from recipes.translation.data.held_out import HeldOut, check_held_out, held_out
+from recipes.translation.data.held_out import HeldOut
+from recipes.translation.data.mistakes import check_meant
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.split_files import expanded
+from recipes.translation.data.tags import check_known
 from recipes.translation.data.token_store import TokenStore, check_store, key_of, write_store
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
@@ -62,53 +57,61 @@ class Corpus:
 def load_corpus(
     config: RunConfig,
     ranks: Ranks = ALONE,
-    subwords_of: Callable[[RunConfig], tuple[Subwords, Subwords]] = prepare,
+    subwords_of: Callable[[Corpora], tuple[Subwords, Subwords]] = prepare,
+    insist: bool = True,
 ) -> Corpus:
     """Read the pairs, make or read the subwords on rank 0 for all ranks (`subwords_of`), and make the batches.
 
-    With `data.cache` one process of each machine tokenises the training pairs, and all of them map the result.
+    With `data.cache` one process of each machine tokenises the training pairs, and all of them map the result. Without
+    `insist`, data that looks like a mistake is refused (`check_meant`).
     """
-    source, target = ranks.run_on_main(lambda: _prepared(config, subwords_of))
+    corpora = ranks.run_on_main(lambda: Corpora(config))
+    source, target = ranks.run_on_main(lambda: _prepared(corpora, subwords_of, insist))
     store = None
     if config.data.cache:
-        store = _stored(config, source, target, ranks)
-    return ranks.run_on_all(lambda: _read(config, source, target, store))
+        store = _stored(corpora, source, target, ranks)
+    return ranks.run_on_all(lambda: _read(corpora, source, target, store))
 
 
-def _stored(config: RunConfig, source: Subwords, target: Subwords, ranks: Ranks) -> Path:
-    key = ranks.run_on_main(lambda: store_key(config, source, target))
-    folder = Path(expanded(config.data.cache, "data.cache"), key)
+def _stored(corpora: Corpora, source: Subwords, target: Subwords, ranks: Ranks) -> Path:
+    key = ranks.run_on_main(lambda: store_key(corpora, source, target))
+    folder = Path(expanded(corpora.config.data.cache, "data.cache"), key)
 
     def prepare_on_each_machine() -> None:
         if ranks.local_rank == 0:
-            prepare_store(config, folder, source, target)
+            prepare_store(corpora, folder, source, target)
 
     ranks.run_on_all(prepare_on_each_machine)
     return folder
 
 
 def _prepared(
-    config: RunConfig, subwords_of: Callable[[RunConfig], tuple[Subwords, Subwords]]
+    corpora: Corpora, subwords_of: Callable[[Corpora], tuple[Subwords, Subwords]], insist: bool
 ) -> tuple[Subwords, Subwords]:
     """Return the subwords, after a check that all data and the tokenisers of BLEU are available."""
-    for tokenize in check_data(config):
+    config = corpora.config
+    if not insist:
+        check_meant(corpora)
+    for tokenize in check_data(corpora):
         if tokenize != "13a":
             print(f"[data] BLEU by sacreBLEU's tokeniser {tokenize} (data.tokenize {config.data.tokenize})", flush=True)
-    source, target = subwords_of(config)
+    corpora.text.read()  # before the subwords, which may be made from it
+    source, target = subwords_of(corpora)
     check_known(config, source, target)
     return source, target
 
 
-def check_data(config: RunConfig) -> list[str]:
+def check_data(corpora: Corpora) -> list[str]:
     """Return the tokenisers of the validation's BLEU, after a check that they and all data are available.
 
     Raises DataError and ConfigError; training files are looked for, and the others read.
     """
-    check_training_data(config)
+    config = corpora.config
+    corpora.check_training()
     _check_symbols(config)
-    _check_temperature(config)
-    pairs = check_held_out(config)
-    tokenizers = [_tokenizer(each, valid) for each, valid in zip(held_out(config, "valid"), pairs, strict=True)]
+    _check_temperature(corpora)
+    pairs = corpora.check_held_out()
+    tokenizers = [_tokenizer(each, valid) for each, valid in zip(corpora.valid, pairs, strict=True)]
     names = list(dict.fromkeys(tokenizers))
     if config.training.validate_bleu:
         for tokenize in names:
@@ -116,10 +119,12 @@ def check_data(config: RunConfig) -> list[str]:
     return names
 
 
-def _check_temperature(config: RunConfig) -> None:
+def _check_temperature(corpora: Corpora) -> None:
     """Raise ConfigError for a temperature with nothing to mix."""
-    if sum(corpus.weight > 0 for corpus in corpora_of(config)) < 2:
-        check_unset(config.data, ("temperature",), "there is one corpus, with nothing to mix it with: add corpora")
+    if sum(corpus.weight > 0 for corpus in corpora.training) < 2:
+        check_unset(
+            corpora.config.data, ("temperature",), "there is one corpus, with nothing to mix it with: add corpora"
+        )
 
 
 def _check_symbols(config: RunConfig) -> None:
@@ -136,16 +141,17 @@ def _tokenizer(held_out: HeldOut, valid: Sequence[Pair]) -> str:
     return tokenizer_for(held_out.data.tokenize, held_out.data.target, [pair.target for pair in valid])
 
 
-def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | None) -> Corpus:
+def _read(corpora: Corpora, source: Subwords, target: Subwords, store: Path | None) -> Corpus:
     ids: _Tokenised | TokenStore
     if store is None:
-        ids = _tokenised(config, source, target)
+        ids = _tokenised(corpora, source, target)
+        corpora.text.forget()
         digest = hashlib.sha256(repr((ids.sources, ids.targets)).encode())
     else:
-        ids = TokenStore.open(store, len(corpora_of(config)), (len(source), len(target)))
+        ids = TokenStore.open(store, len(corpora.training), (len(source), len(target)))
         digest = hashlib.sha256(ids.sha256.encode())
-    settings = config.training
-    mixture = mixture_of(config, ids.corpora)
+    settings = corpora.config.training
+    mixture = corpora.mixture(ids.corpora)
     if mixture is not None:
         # Where one corpus ends and the next begins decides how often a pair is drawn
         digest.update(repr(ids.corpora).encode())
@@ -160,10 +166,10 @@ def _read(config: RunConfig, source: Subwords, target: Subwords, store: Path | N
     )
     if not len(train):
         raise DataError(f"no train pair is within training.max_length {settings.max_length}")
-    batches = drawn_batches(config, train, source, target)
+    batches = drawn_batches(corpora.config, train, source, target)
     if isinstance(batches, DrawnBatches) and batches.sampled:
         digest.update(repr(batches.probe()).encode())
-    valid = [_validation_set(each, source, target) for each in held_out(config, "valid")]
+    valid = [_validation_set(each, source, target) for each in corpora.valid]
     for each in valid:
         digest.update(repr((each.batches.sources, each.batches.targets)).encode())
     return Corpus(source, target, batches, valid, digest.hexdigest())
@@ -194,9 +200,9 @@ class _Tokenised(NamedTuple):
     corpora: list[int]
 
 
-def _tokenised(config: RunConfig, source: Subwords, target: Subwords) -> _Tokenised:
+def _tokenised(corpora: Corpora, source: Subwords, target: Subwords) -> _Tokenised:
     found = _Tokenised([], [], [])
-    for corpus, each_pair in each_corpus(config):
+    for corpus, each_pair in corpora.text.each_corpus():
         pairs = list(each_pair)
         found.sources.extend(source.encode([corpus.source(pair) for pair in pairs]))
         found.targets.extend(target.encode([pair.target for pair in pairs]))
@@ -204,11 +210,12 @@ def _tokenised(config: RunConfig, source: Subwords, target: Subwords) -> _Tokeni
     return found
 
 
-def store_key(config: RunConfig, source: Subwords, target: Subwords) -> str:
+def store_key(corpora: Corpora, source: Subwords, target: Subwords) -> str:
     """Return the name of the tokenised training pairs in `data.cache`: a hash of all that they are made from."""
+    config = corpora.config
     made_from = {
-        "data": identity(config),
-        "tags": [corpus.tags for corpus in corpora_of(config)],
+        "data": corpora.text.identity(),
+        "tags": [corpus.tags for corpus in corpora.training],
         "cleaning": asdict(config.cleaning),
         "lowercase": config.subwords.lowercase,
         "placeholders": sorted(config.subwords.placeholders),
@@ -217,12 +224,12 @@ def store_key(config: RunConfig, source: Subwords, target: Subwords) -> str:
     return key_of(made_from)
 
 
-def prepare_store(config: RunConfig, folder: Path, source: Subwords, target: Subwords) -> None:
+def prepare_store(corpora: Corpora, folder: Path, source: Subwords, target: Subwords) -> None:
     """Tokenise the training pairs into `folder`, unless it has them already."""
     start = time.monotonic()
     if check_store(folder):
         print(f"[data] tokenised pairs of {folder} reused", flush=True)
         return
-    corpora = (((corpus.source(pair), pair) for pair in pairs) for corpus, pairs in each_corpus(config))
-    write_store(folder, corpora, source, target, config.training.threads or os.cpu_count() or 1)
+    each_corpus = (((corpus.source(pair), pair) for pair in pairs) for corpus, pairs in corpora.text.each_corpus())
+    write_store(folder, each_corpus, source, target, corpora.config.training.threads or os.cpu_count() or 1)
     print(f"[data] tokenised pairs written to {folder} in {time.monotonic() - start:.1f} s", flush=True)

@@ -17,8 +17,8 @@ import numpy
 import numpy.typing
 
 from recipes.translation.data.batches import Batch, BatchOrder, Ids, TokenBatches, padded_batch
-from recipes.translation.data.corpora import tags_of
 from recipes.translation.data.noise import noisy
+from recipes.translation.data.tags import tags_of
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.noise import NoiseConfig
 from recipes.translation.text.subwords import Subwords, symbols_of

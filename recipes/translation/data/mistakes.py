@@ -5,20 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from recipes.translation.data.corpora import corpora_of
-from recipes.translation.data.held_out import held_out
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.split_files import names_of, paths_of
 from recipes.translation.errors import DataError
-from recipes.translation.settings.config import DataConfig, RunConfig
+from recipes.translation.settings.config import DataConfig
 from recipes.translation.text.pair import Split
 
 WAY = "if it is meant so, add --insist"
 
 
-def check_meant(config: RunConfig) -> None:
+def check_meant(corpora: Corpora) -> None:
     """Raise DataError for a file that is named for two purposes, or whose name ends in another language."""
-    training = [(f"corpora.{each.name}.train" if each.name else "data.train", each.data) for each in corpora_of(config)]
-    validation = [(each.setting, each.data) for each in held_out(config, "valid")]
+    training = [(f"corpora.{each.name}.train" if each.name else "data.train", each.data) for each in corpora.training]
+    validation = [(each.setting, each.data) for each in corpora.valid]
     for setting, data in [*training, *validation]:
         if data.format == "text":
             split: Split = "train" if setting.endswith("train") else "valid"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recipes.translation.data.corpora import tags_of, with_language_tag
+from recipes.translation.data.tags import tags_of, with_language_tag
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.placeholders import masked, masked_translation, restored
 

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from recipes.translation.data.corpora import check_symbols, each_corpus, identity, tags_of
+from recipes.translation.data.corpora import Corpora
+from recipes.translation.data.tags import check_symbols, tags_of
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import replaced_folder, verified_folder
 from recipes.translation.settings.cleaning import CleaningConfig
@@ -22,18 +23,21 @@ SHAPING = ("vocab_size", "joint", "kind", "lowercase")
 """The settings of `subwords` on which the models depend; those of sampling only use them."""
 
 
-def prepare(config: RunConfig) -> tuple[Subwords, Subwords]:
+def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
     """Train the subword models of source and target into `<run>/subwords/`, or read them from there.
 
     With `subwords.joint` both are one model, `joint.model`; otherwise `source.model` and `target.model`. Models are
     reused only if they were made from the same text with the same settings, and no byte of them has changed since. The
     folder is replaced as a whole: a process that is killed leaves the old models or the new ones.
     """
+    config = corpora.config
     folder = Path(config.run) / "subwords"
-    settings = _settings(config)
+    if not folder.exists():
+        corpora.text.read()  # which then is not read once for its identity, and once for the subwords
+    settings = _settings(corpora)
     ready = _reusable(folder, settings)
     if ready is None:
-        _train(config, folder, settings)
+        _train(corpora, folder, settings)
         ready = verified_folder(folder)
     else:
         print(f"[prepare] subword models of {folder} reused", flush=True)
@@ -49,13 +53,14 @@ def _names(subwords: SubwordConfig) -> tuple[str, str]:
     return "source", "target"
 
 
-def _settings(config: RunConfig) -> dict[str, object]:
+def _settings(corpora: Corpora) -> dict[str, object]:
     """Return everything on which the models depend: the training text, and the subword settings.
 
     Files are identified by their contents: a file that was written again may have the same name, size and time.
     """
+    config = corpora.config
     subwords = {name: getattr(config.subwords, name) for name in SHAPING}
-    settings: dict[str, object] = {"data": identity(config), "subwords": subwords}
+    settings: dict[str, object] = {"data": corpora.text.identity(), "subwords": subwords}
     if symbols := symbols_of(config.subwords):
         settings["symbols"] = symbols
     if config.subwords.train_pairs:
@@ -90,14 +95,15 @@ def of_other_data(folder: Path, config: RunConfig) -> bool:
         data = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["data"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):  # there are none, or can be made again
         return False
-    return bool(data != identity(config))
+    return bool(data != Corpora(config).text.identity())
 
 
-def _train(config: RunConfig, folder: Path, settings: dict[str, object]) -> None:
+def _train(corpora: Corpora, folder: Path, settings: dict[str, object]) -> None:
     start = time.monotonic()
+    config = corpora.config
     tags = tags_of(config)
     check_symbols([*tags, *symbols_of(config.subwords)])
-    pairs = drawn((pair for _, pairs in each_corpus(config) for pair in pairs), config.subwords.train_pairs)
+    pairs = drawn((pair for _, pairs in corpora.text.each_corpus() for pair in pairs), config.subwords.train_pairs)
     sources = [pair.source for pair in pairs]
     targets = [pair.target for pair in pairs]
     texts = {"source": sources, "target": targets}

@@ -21,6 +21,7 @@ from recipes.translation.data.builtin_corpus import each_pair as builtin_pairs
 from recipes.translation.data.cleaning import EMPTY, Cleaning
 from recipes.translation.data.split_files import check_format, expanded, names_of, paths_of
 from recipes.translation.errors import DataError
+from recipes.translation.files.contents import Contents, Opened, opened
 from recipes.translation.files.lines import each_line
 from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import DataConfig
@@ -61,21 +62,25 @@ def load_pairs(
     return Pairs(_lowercased(_read(data, split), lowercase))
 
 
-def each_training_pair(data: DataConfig, lowercase: bool, cleaning: CleaningConfig, name: str) -> Iterator[Pair]:
-    """Yield the training pairs as `load_pairs` returns them, one by one.
+def each_training_pair(
+    data: DataConfig, lowercase: bool, cleaning: CleaningConfig, name: str, open_file: Opened = opened
+) -> Iterator[Pair]:
+    """Yield the training pairs as `load_pairs` returns them, one by one; files of text are opened by `open_file`.
 
     Of the formats text and tsv, and of the built-in corpus, only one pair is in memory at a time.
     """
-    return _cleaned(data, lowercase, cleaning, Cleaning(cleaning, data.source, data.target), name)
+    return _cleaned(data, lowercase, cleaning, Cleaning(cleaning, data.source, data.target), name, open_file)
 
 
-def _read(data: DataConfig, split: Split) -> Iterable[Pair]:
+def _read(data: DataConfig, split: Split, open_file: Opened = opened) -> Iterable[Pair]:
     check_format(data)
-    read: dict[str, Callable[[DataConfig, Split], Iterable[Pair]]] = {
-        **{"builtin": _builtin, "text": _text, "tsv": _tsv},
-        **{"jsonl": _jsonl, "parquet": _parquet, "hub": _hub},
-    }
-    return read[data.format](data, split)
+    of_text: dict[str, Callable[[DataConfig, Split, Opened], Iterable[Pair]]]
+    of_text = {"text": _text, "tsv": _tsv, "jsonl": _jsonl}
+    if data.format in of_text:
+        return of_text[data.format](data, split, open_file)
+    others: dict[str, Callable[[DataConfig, Split], Iterable[Pair]]]
+    others = {"builtin": _builtin, "parquet": _parquet, "hub": _hub}
+    return others[data.format](data, split)
 
 
 def _lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
@@ -85,9 +90,14 @@ def _lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
 
 
 def _cleaned(
-    data: DataConfig, lowercase: bool, settings: CleaningConfig, cleaning: Cleaning, name: str
+    data: DataConfig,
+    lowercase: bool,
+    settings: CleaningConfig,
+    cleaning: Cleaning,
+    name: str,
+    open_file: Opened = opened,
 ) -> Iterator[Pair]:
-    yield from _lowercased(cleaning.kept(_read(data, "train")), lowercase)
+    yield from _lowercased(cleaning.kept(_read(data, "train", open_file)), lowercase)
     dropped = sum(cleaning.removed.values())
     if dropped or settings != NO_RULES:
         print(f"[data] {name}: {cleaning}", file=sys.stderr)
@@ -97,8 +107,10 @@ def _cleaned(
         raise DataError(f"the rules of cleaning leave no pair of data.train: {cleaning}")
 
 
-def fingerprint(data: DataConfig, split: Split) -> str:
+def fingerprint(data: DataConfig, split: Split, contents: Contents | None = None) -> str:
     """Compute the SHA-256 of the contents of a split's files, or of the pairs themselves for data on the hub.
+
+    Files that were read under `contents` are not read again.
 
     For data that is streamed from the hub it is that of the data set's commit, without a look at the data. It is empty
     for the built-in corpus, which is determined by the settings.
@@ -114,9 +126,9 @@ def fingerprint(data: DataConfig, split: Split) -> str:
     else:
         for path in paths_of(data, split):
             # The size separates the files: a line that moves from one to the next must change the digest
-            digest.update(f"{path.stat().st_size} bytes:".encode())
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+            size, of_file = (contents or Contents()).of(path)
+            digest.update(f"{size} bytes:".encode())
+            digest.update(of_file)
     return digest.hexdigest()
 
 
@@ -133,11 +145,11 @@ def _builtin(data: DataConfig, split: Split) -> Iterator[Pair]:
             yield Pair(pair.target, pair.source)
 
 
-def _text(data: DataConfig, split: Split) -> Iterator[Pair]:
+def _text(data: DataConfig, split: Split, open_file: Opened) -> Iterator[Pair]:
     """Read two files, where the n-th line of one translates the n-th line of the other."""
     paths = paths_of(data, split)
     counts = [0, 0]
-    for lines in zip_longest(*(_lines(path, split) for path in paths)):
+    for lines in zip_longest(*(_lines(path, split, open_file) for path in paths)):
         counts = [count + (line is not None) for count, line in zip(counts, lines, strict=True)]
         if counts[0] == counts[1]:
             yield Pair(*lines)
@@ -147,10 +159,10 @@ def _text(data: DataConfig, split: Split) -> Iterator[Pair]:
         )
 
 
-def _tsv(data: DataConfig, split: Split) -> Iterator[Pair]:
+def _tsv(data: DataConfig, split: Split, open_file: Opened) -> Iterator[Pair]:
     """Read one file, with columns separated by tabs and named in the first line. Quotes have no meaning."""
     (path,) = paths_of(data, split)
-    lines = _lines(path, split)
+    lines = _lines(path, split, open_file)
     header = next(lines).split("\t")
     _check_header(header, data, path)
     source, target = (header.index(language) for _, language in _languages(data))
@@ -182,10 +194,10 @@ def _check_header(header: Sequence[str], data: DataConfig, path: Path) -> None:
     raise DataError(f"{path} has no {language!r} ({setting}); its header is {there}: set {setting} to one of these")
 
 
-def _jsonl(data: DataConfig, split: Split) -> list[Pair]:
+def _jsonl(data: DataConfig, split: Split, open_file: Opened) -> list[Pair]:
     """Read one file with a JSON object in each line that is not empty."""
     (path,) = paths_of(data, split)
-    lines = enumerate(list(_lines(path, split)), start=1)
+    lines = enumerate(list(_lines(path, split, open_file)), start=1)
     records = [_record(line, f"{path}:{number}") for number, line in lines if line.strip()]
     return _pairs(_columns(records), data, str(path))
 
@@ -289,9 +301,9 @@ def _sliced(rows: Any, data: DataConfig, where: str) -> Iterator[Pair]:
         yield from pairs
 
 
-def _lines(path: Path, split: Split) -> Iterator[str]:
+def _lines(path: Path, split: Split, open_file: Opened) -> Iterator[str]:
     empty = True
-    for line in each_line(path):
+    for line in each_line(path, open_file):
         empty = False
         yield line
     if empty:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from recipes.translation.errors import DataError
+from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import DataConfig, named_format
 from recipes.translation.text.pair import Split
 
@@ -91,3 +93,14 @@ def expanded(path: str, setting: str) -> str:
         return os.environ[match[1]]
 
     return os.path.expanduser(re.sub(r"\$\{(\w+)\}", value, path))
+
+
+@contextmanager
+def named(corpus: str) -> Iterator[None]:
+    """Add a corpus's name, if it has one, to an error."""
+    try:
+        yield
+    except (DataError, ConfigError) as error:
+        if not corpus:
+            raise
+        raise type(error)(f"corpora.{corpus}: {error}") from error

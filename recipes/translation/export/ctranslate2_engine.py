@@ -11,16 +11,16 @@ from typing import NamedTuple
 import ctranslate2
 import torch
 
-from models import Hypothesis, default_limit, length_normaliser
+from models import Hypothesis, length_normaliser
 from models.hypotheses import best_first
-from recipes.translation.data.model_text import finished
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import verified_folder
 from recipes.translation.run_folder.checkpoint import load_belongings
 from recipes.translation.settings.config import DecodingConfig, RunConfig
 from recipes.translation.text.subwords import PAD, Subwords
-from recipes.translation.translating.alternatives import Translation
-from recipes.translation.translating.translate import source_ids
+from recipes.translation.translating.search import most_steps
+from recipes.translation.translating.sentences import source_ids
+from recipes.translation.translating.translate import Translation, in_words
 
 
 class ExportedTranslator(NamedTuple):
@@ -86,17 +86,14 @@ def alternatives(
     """
     ids = source_ids(translator.source, translator.config, sentences, decoding)
     rows = [row for row in range(len(ids)) if ids[row]]
-    limits = [min(default_limit(len(ids[row]) + 1), decoding.max_length) for row in rows]
+    limits = [most_steps(len(ids[row]), decoding) for row in rows]
     pieces = translator.source.pieces()
     sources = [[pieces[token] for token in ids[row]] for row in rows]
     found = search(translator.engine, translator.target, sources, limits, decoding, n_best)
     hypotheses = [[Hypothesis([], 0.0, 0.0)] for _ in ids]
     for row, some in zip(rows, found, strict=True):
         hypotheses[row] = some
-    repeated = [sentence for sentence, row in zip(sentences, hypotheses, strict=True) for _ in row]
-    texts = translator.target.decode([one.tokens for row in hypotheses for one in row])
-    each = iter(finished(texts, repeated, translator.config))
-    return [[Translation(next(each), one.score, one.log_probability) for one in row] for row in hypotheses]
+    return in_words(hypotheses, sentences, translator.target, translator.config)
 
 
 def search(
@@ -161,7 +158,8 @@ def _search(
             suppress_sequences=[[pieces[each]] for each in sorted(never)],
             max_input_length=0,
             max_decoding_length=limit,
-            min_decoding_length=0,
+            min_decoding_length=decoding.min_length,
+            no_repeat_ngram_size=decoding.no_repeat_ngram,
         )
         found.update(zip(rows, results, strict=True))
     return {row: result.result() for row, result in found.items()}

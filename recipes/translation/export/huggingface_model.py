@@ -192,6 +192,8 @@ def generation_config(config: RunConfig, start: int = BOS) -> GenerationConfig:
         **settings,
         num_beams=decoding.beam,
         max_length=decoding.max_length + 1,  # the start symbol is counted there
+        min_length=decoding.min_length and decoding.min_length + 1,
+        no_repeat_ngram_size=decoding.no_repeat_ngram,
         suppress_tokens=sorted({PAD, start}),
         pad_token_id=PAD,
         bos_token_id=start,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import io
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
 
 from recipes.translation.errors import DataError
+from recipes.translation.files.contents import Opened, opened
 
 GZIP = b"\x1f\x8b"
 """The first bytes of a compressed file."""
@@ -31,13 +32,13 @@ def unpacked(content: bytes, where: str) -> bytes:
         raise DataError(f"{where} cannot be unpacked: {error}; copy it once more") from error
 
 
-def each_line(path: Path) -> Iterator[str]:
+def each_line(path: Path, open_file: Opened = opened) -> Iterator[str]:
     """Yield the lines of a text file one by one, as `read_lines` returns them; the file is never whole in memory."""
-    with ExitStack() as opened:
-        file: IO[bytes] | gzip.GzipFile = opened.enter_context(path.open("rb"))
-        if file.read(len(GZIP)) == GZIP:
-            file = opened.enter_context(gzip.open(path))
-        file.seek(0)
+    with ExitStack() as held:
+        plain = held.enter_context(open_file(path))
+        file: io.BufferedReader | gzip.GzipFile = plain
+        if plain.peek(len(GZIP)).startswith(GZIP):
+            file = held.enter_context(gzip.GzipFile(fileobj=plain))
         try:
             for number, line in enumerate(file, start=1):
                 if number > 1:

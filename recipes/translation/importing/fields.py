@@ -35,7 +35,8 @@ SYMBOL = either(TEXT, fields({"content": unless_missing(TEXT)}))
 """A special subword, which earlier versions of transformers write as an object."""
 GENERATION: Mapping[str, Check] = {
     "num_beams": maybe(BEAM),
-    **dict.fromkeys(("max_length", "max_new_tokens"), maybe(WHOLE)),
+    **dict.fromkeys(("max_length", "max_new_tokens", "min_length", "min_new_tokens"), maybe(WHOLE)),
+    "no_repeat_ngram_size": maybe(WHOLE),
     "length_penalty": maybe(NUMBER),
     **dict.fromkeys(("decoder_start_token_id", "forced_bos_token_id", "pad_token_id"), maybe(WHOLE)),
     "eos_token_id": maybe(either(WHOLE, each(WHOLE))),

@@ -10,22 +10,19 @@ from recipes.translation.importing.tokenizer import Tokenizer
 from recipes.translation.text.subwords import EOS, PAD
 
 KNOWN = (
-    "num_beams length_penalty max_length max_new_tokens decoder_start_token_id pad_token_id bos_token_id use_cache "
-    "transformers_version _from_model_config early_stopping forced_eos_token_id renormalize_logits output_attentions "
-    "output_hidden_states remove_invalid_values"
+    "num_beams length_penalty max_length max_new_tokens min_length min_new_tokens no_repeat_ngram_size "
+    "decoder_start_token_id pad_token_id bos_token_id use_cache transformers_version _from_model_config early_stopping "
+    "forced_eos_token_id renormalize_logits output_attentions output_hidden_states remove_invalid_values"
 )
 """Settings of translation that a run has, or that change nothing here: padding is never output, the symbols are in the
 subwords, and of the search's end see `searches_on`."""
 NEUTRAL: dict[str, Any] = {
-    "min_length": 0,
-    "min_new_tokens": 0,
     "do_sample": False,
     "num_beam_groups": 1,
     "diversity_penalty": 0.0,
     "penalty_alpha": None,
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
     "exponential_decay_length_penalty": None,
     "begin_suppress_tokens": [],
@@ -76,11 +73,16 @@ def decoding_of(generation: Mapping[str, Any], start: int = 1) -> dict[str, Any]
         "decoding.length_norm": "length",
         "decoding.length_penalty": float(penalty),
     }
-    # The start is counted there: all of it in max_length, and all but its first token in max_new_tokens
+    # The start is counted there: all of it in a length, and all but its first token in a number of new tokens
     if generation.get("max_new_tokens"):
         found["decoding.max_length"] = generation["max_new_tokens"] - (start - 1)
     elif generation.get("max_length"):
         found["decoding.max_length"] = generation["max_length"] - start
+    shortest = max((generation.get("min_length") or 0) - start, (generation.get("min_new_tokens") or 0) - (start - 1))
+    if shortest > 0:
+        found["decoding.min_length"] = shortest
+    if (size := generation.get("no_repeat_ngram_size") or 0) > 0:
+        found["decoding.no_repeat_ngram"] = size
     return found
 
 

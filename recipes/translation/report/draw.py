@@ -12,6 +12,7 @@ from recipes.translation.report import page
 from recipes.translation.report.figures import NO_TRANSLATIONS, attention_maps, chrf_of_sentences, curves, distributions
 from recipes.translation.report.records import RunRecords, is_number, read_run
 from recipes.translation.run_folder.outputs import write_output
+from recipes.translation.settings.metrics import METRICS
 
 WORST = 10
 """Sentences that are shown as the worst."""
@@ -26,16 +27,8 @@ SCORES = {
     "comet": "COMET",
     "exact_match": "exact match",
 }
-BEST = {
-    "valid_loss": "loss",
-    "valid_perplexity": "perplexity",
-    "valid_accuracy": "accuracy (%)",
-    "valid_bleu": "BLEU",
-    "valid_chrf": "chrF",
-}
 TRANSFORMER = "the mean over the heads of the penultimate decoder layer"
 """What earlier versions recorded, which did so for Transformers alone."""
-SMALLER_IS_BETTER = ("valid_loss", "valid_perplexity")
 
 
 def write_report(folders: Sequence[Path], output: Path) -> int:
@@ -75,7 +68,7 @@ def _single(run: RunRecords) -> list[str]:
 
 def _comparison(runs: Sequence[RunRecords]) -> list[str]:
     heads = ["", *(run.name for run in runs)]
-    best = [[f"best validation {name}", *(_best(run, field) for run in runs)] for field, name in BEST.items()]
+    best = [[f"best validation {each.heading}", *(_best(run, name) for run in runs)] for name, each in METRICS.items()]
     rows = [["steps", *(f"{run.last_step:,}" for run in runs)], *best]
     return [
         page.key([run.name for run in runs]),
@@ -90,7 +83,7 @@ def _comparison(runs: Sequence[RunRecords]) -> list[str]:
 
 def _progress(run: RunRecords) -> str:
     steps = run.settings.get("training.steps")
-    if is_number(steps):
+    if steps and is_number(steps):  # 0 where epochs decide
         return f"step {run.last_step:,} of {steps:,}"
     return f"step {run.last_step:,}"
 
@@ -98,26 +91,26 @@ def _progress(run: RunRecords) -> str:
 def _numbers(run: RunRecords) -> list[tuple[str, str, str]]:
     planned = run.settings.get("training.steps")
     of = ""
-    if is_number(planned):
+    if planned and is_number(planned):
         of = f"of {planned:,}"
     found = [("steps", f"{run.last_step:,}", of)]
     seconds = sum(record["seconds"] for record in run.machine if is_number(record.get("seconds")))
     if seconds:
         found.append(("time in steps", duration(seconds), "without validations"))
-    for field, name in BEST.items():
-        best = run.best(field, field not in SMALLER_IS_BETTER)
+    for name, metric in METRICS.items():
+        best = run.best(f"valid_{name}", not metric.smaller_is_better)
         if best:
-            found.append((f"best {name}", shown(best[field]), f"validation, step {best['step']:,}"))
+            found.append((f"best {metric.heading}", shown(best[f"valid_{name}"]), f"validation, step {best['step']:,}"))
     marked = sum(bool(record.get("stands_out")) for record in run.steps)
     found.append(("steps that stand out", f"{marked:,}", "loss or gradient norm"))
     return found
 
 
-def _best(run: RunRecords, field: str) -> str:
-    best = run.best(field, field not in SMALLER_IS_BETTER)
+def _best(run: RunRecords, name: str) -> str:
+    best = run.best(f"valid_{name}", not METRICS[name].smaller_is_better)
     if best is None:
         return "none"
-    return f"{shown(best[field])} (step {best['step']:,})"
+    return f"{shown(best[f'valid_{name}'])} (step {best['step']:,})"
 
 
 def shown(number: float) -> str:

@@ -9,8 +9,9 @@ import numpy as np
 
 from recipes.translation.report.charts import Series, attention_chart, histogram, line_chart
 from recipes.translation.report.records import Record, RunRecords, Sentences, is_number
+from recipes.translation.scores.groups import unit_of_length
 from recipes.translation.scores.statistics import Array, measure_chrf
-from recipes.translation.text.bleu_tokenizers import tokenizer_for
+from recipes.translation.settings.metrics import METRICS
 
 MOST_POINTS = 200
 """Points of a curve; those of several runs share twice as many."""
@@ -34,25 +35,7 @@ def curves(runs: Sequence[RunRecords]) -> list[Chart]:
     """Return the curves over the steps of training."""
     return [
         *_loss(runs),
-        _of_validations(
-            runs,
-            "Perplexity",
-            "valid_perplexity",
-            "Of the validation pairs: exp of the unsmoothed loss per target token, so that runs with other label "
-            "smoothing can be compared, but only with the same subwords.",
-            log=True,
-        ),
-        _of_validations(
-            runs,
-            "Accuracy",
-            "valid_accuracy",
-            "Percentage of the validation's target tokens that are the model's first choice, given the reference's "
-            "tokens before them.",
-        ),
-        _of_validations(
-            runs, "BLEU", "valid_bleu", "Of greedy translations of the first validation sentences (validate_bleu)."
-        ),
-        _of_validations(runs, "chrF", "valid_chrf", "Of the same translations."),
+        *(_of_validations(runs, name) for name in METRICS if name != "loss"),
         _of_steps(runs, "Learning rate", "learning_rate", "At each step.", weighted=False),
         _gradient_norm(runs),
         _speed(runs),
@@ -128,7 +111,7 @@ def _loss(runs: Sequence[RunRecords]) -> list[Chart]:
     if len(runs) > 1:
         return [
             _of_steps(runs, "Training loss", "loss", f"{caption}; means of consecutive steps."),
-            _of_validations(runs, "Validation loss", "valid_loss", "Per target token, smoothed as in training."),
+            _of_validations(runs, "loss", "Validation loss"),
         ]
     (run,) = runs
     x, y = _step_curve(run, "loss", True, MOST_POINTS)
@@ -154,18 +137,23 @@ def _of_steps(runs: Sequence[RunRecords], title: str, name: str, caption: str, w
     return Chart(title, caption, line_chart(title, series))
 
 
-def _of_validations(runs: Sequence[RunRecords], title: str, name: str, caption: str, log: bool = False) -> Chart:
+def _of_validations(runs: Sequence[RunRecords], metric_name: str, title: str = "") -> Chart:
+    """Return the chart of a metric, under its own title if there is no other."""
+    metric = METRICS[metric_name]
+    title = title or metric.title
+    caption = metric.caption
+    name = f"valid_{metric_name}"
     series = [_validation_series(run, name, number, run.name, _points(runs)) for number, run in enumerate(runs)]
     several = len(runs) == 1 and bool(runs[0].parts)
     if several:
         whole = "all together"
-        if name in ("valid_bleu", "valid_chrf"):
+        if metric.of_translations:
             whole = "the mean"
         series = [replace(series[0], label=whole), *_part_series(runs[0], name, 1)]
         caption += _on_parts(runs[0], whole)
     series = [each for each in series if each.x]
     if series:
-        return Chart(title, caption, line_chart(title, series, log=log, legend=several))
+        return Chart(title, caption, line_chart(title, series, log=metric.log_scale, legend=several))
     if any(run.validations for run in runs):
         return Chart(
             title, "The validations have no such number (validate_bleu is 0, or an earlier version made them)."
@@ -284,6 +272,5 @@ def _points(runs: Sequence[RunRecords]) -> int:
 
 def _lengths(newest: Sentences) -> tuple[str, Callable[[Sequence[str]], list[float]]]:
     """Return the unit of lengths, and the function that counts it: in some scripts no spaces separate words."""
-    if tokenizer_for("auto", "", newest.references) in ("zh", "ja-mecab", "char"):
-        return "characters", lambda texts: [float(len("".join(text.split()))) for text in texts]
-    return "words", lambda texts: [float(len(text.split())) for text in texts]
+    unit, length_of = unit_of_length(newest.references)
+    return unit, lambda texts: [float(length_of(text)) for text in texts]

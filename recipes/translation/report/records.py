@@ -20,7 +20,7 @@ from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.files.json_fields import Check
 from recipes.translation.run_folder.fields import METRICS, RESOURCES, SAMPLES, SCORES, SENTENCES, check_record
 from recipes.translation.run_folder.made_from import model_with, translated_by
-from recipes.translation.training.progress import numbered_records
+from recipes.translation.run_folder.step_records import numbered_records
 
 Record = Mapping[str, Any]
 

@@ -29,6 +29,7 @@ from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.run_folder.resume import MAY_CHANGE, flat, without_paths
 from recipes.translation.run_folder.start import sizes_and_subwords
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.metrics import METRICS
 
 
 class Averaged(NamedTuple):
@@ -107,8 +108,8 @@ def best_first(folders: Sequence[Path]) -> list[Path]:
         if not isinstance(value, float):
             raise CheckpointError(f"{folder / 'model.json'} has no valid_{best_by}: use --last instead of --best")
         values[folder] = value
-        if best_by != "loss":
-            values[folder] = -value  # the higher, the better
+        if not METRICS[best_by].smaller_is_better:
+            values[folder] = -value
     return sorted(folders, key=values.__getitem__)
 
 

@@ -90,7 +90,7 @@ class TrainingState:
     best_loss: float | None = None
     """Best validation loss so far."""
     best_score: float | None = None
-    """The BLEU or chrF of the best validation, where `training.best_by` names one of them."""
+    """That number of the best validation which `training.best_by` names, where it is not the loss."""
     best_step: int = 0
     stale: int = 0
     """Validations since the best one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from recipes.translation.data.corpus import Corpus
@@ -18,7 +18,8 @@ from recipes.translation.files.atomic_folder import (
 )
 from recipes.translation.run_folder.checkpoint import SavedTraining, load_facts, load_training, saved_config
 from recipes.translation.run_folder.kept_models import check_keepable, kept_folders, kept_in, kept_models
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import DecodingConfig, RunConfig
+from recipes.translation.settings.metrics import METRICS
 
 FOLDERS = ("last", "best", "subwords")
 """What training writes, besides the kept models."""
@@ -32,13 +33,22 @@ MAY_CHANGE = frozenset(
         "training.teacher",  # its weights are compared by their fingerprint
         *(f"training.{name}" for name in ("devices", "chunk_tokens", "precision", "threads")),  # rounding at most
         *(f"layout.{name}" for name in ("data", "shard", "vocab", "sequence", "timeout")),
-        *(f"training.{name}" for name in ("steps", "validate_every", "validate_bleu", "keep_checkpoints", "patience")),
+        *(f"training.{name}" for name in ("steps", "epochs", "validate_every", "validate_bleu")),
+        *(f"training.{name}" for name in ("keep_checkpoints", "patience")),
         *(f"training.{name}" for name in ("report", "trackers")),
-        *(f"decoding.{name}" for name in ("beam", "length_penalty", "length_norm", "batch_sentences", "max_length")),
+        *(f"decoding.{each.name}" for each in fields(DecodingConfig)),
     }
 )
 """Settings that may change when a run is resumed; changing any other one would make it a different run."""
-SCORING = frozenset({"training.validate_bleu", "data.tokenize", "decoding.max_length"})
+OF_BEAM = frozenset(f"decoding.{name}" for name in ("beam", "length_penalty", "length_norm", "batch_sentences"))
+"""Settings of decoding that a greedy search does not follow."""
+SCORING = frozenset(
+    {
+        *("training.validate_bleu", "data.tokenize"),
+        *(f"decoding.{each.name}" for each in fields(DecodingConfig)),
+    }
+    - OF_BEAM
+)
 """Those of them that change BLEU and chrF, so that two validations could not be compared by these."""
 SAVED_WITH_MODELS = {name for name in MAY_CHANGE if name.startswith("decoding.")} | {"data.test", "data.tokenize"}
 """Those of them that a model is saved with, and that have no effect on its training."""
@@ -65,7 +75,8 @@ def begin(config: RunConfig, fresh: bool) -> SavedTraining | None:
         return None
     check_same_settings(config, run / "last")
     saved = load_training(run / "last")
-    check_steps(config, saved.state.step)
+    if config.training.steps:
+        check_steps(config, saved.state.step)
     check_best(saved, config)
     check_saved_with_models(config, saved.state.step)
     for folder in kept_models(run):
@@ -98,8 +109,8 @@ def check_nothing_to_lose(config: RunConfig) -> None:
         made = saved_config(folder)
         if made is None:
             continue
-        step = load_facts(folder).get("step")
-        if step != min(made.training.validate_every, made.training.steps):
+        step: int = load_facts(folder)["step"]
+        if step > made.training.validate_every:
             raise CheckpointError(
                 f"{folder} is the model of step {step}, but there is no {run / 'last'} to resume from: restore it "
                 "from a copy, choose another --run, or start over with --fresh, which removes the model"
@@ -153,7 +164,7 @@ def check_same_settings(config: RunConfig, folder: Path) -> None:
     before = flat(without_paths(saved))
     now = flat(without_paths(config))
     may_change = MAY_CHANGE
-    if config.training.best_by != "loss":
+    if METRICS[config.training.best_by].of_translations:
         may_change -= SCORING
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and key not in may_change:

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from models import RecurrentConfig
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.prepare import SHAPING, prepare
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, verified_folder, whole_folder
@@ -57,14 +58,15 @@ def spaced_layers(weights: Mapping[str, Tensor], stack: str, layers: int, kept: 
     return found
 
 
-def run_subwords(config: RunConfig, *, fresh: bool = False) -> tuple[Subwords, Subwords]:
+def run_subwords(corpora: Corpora, *, fresh: bool = False) -> tuple[Subwords, Subwords]:
     """Return the subwords of a run: its own, or those of the model that it started from, or else of its teacher.
 
     With `fresh` the run begins anew, and what is in its folder belongs to an earlier one.
     """
+    config = corpora.config
     settings = config.training
     if not settings.start_from and not settings.teacher:
-        return prepare(config)
+        return prepare(corpora)
     folder = None
     if not fresh:  # a run that has begun needs the other one no longer, which may have changed since
         folder = whole_folder(Path(config.run) / "last")

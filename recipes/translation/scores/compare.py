@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.translation.data.held_out import HeldOutSplit, the_one_of
+from recipes.translation.data.corpora import Corpora
+from recipes.translation.data.held_out import HeldOutSplit
 from recipes.translation.errors import DataError
 from recipes.translation.files.atomic_folder import MODELS, whole_folder
 from recipes.translation.files.lines import read_lines
@@ -106,7 +107,7 @@ def compare(
         tokenize = tokenize or configs[0].data.tokenize
         language = configs[0].data.target
         if references is None:  # of a corpus, which may have a language of its own
-            language = the_one_of(configs[0], split).data.target
+            language = Corpora(configs[0]).the_one(split).data.target
     tokenize = tokenizer_for(tokenize or "auto", language, expected)
     lowercase = bool(configs) and configs[0].subwords.lowercase
     measured = [measure(one.translations, expected, lowercase=lowercase, tokenize=tokenize) for one in found]
@@ -138,7 +139,7 @@ def _system(name: str, split: HeldOutSplit) -> System:
         raise DataError(f"{name} is no run: it has none of {', '.join(MODELS)}; name runs, or files of translations")
     config = saved_config(model)
     assert config is not None
-    data = the_one_of(config, split)
+    data = Corpora(config).the_one(split)
     file = path / f"{split}.translations.txt"
     again = f"evaluate --run {shlex.quote(name)} --split {split}"
     if not file.exists():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from recipes.translation.data.held_out import HeldOut, HeldOutSplit, the_one_of
+from recipes.translation.data.corpora import Corpora
+from recipes.translation.data.held_out import HeldOut, HeldOutSplit
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.errors import DataError
 from recipes.translation.files.lines import read_lines
@@ -16,6 +17,8 @@ from recipes.translation.files.writing import replace_files
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.run_folder.made_from import lines_digest
+from recipes.translation.run_folder.outputs import check_output
+from recipes.translation.scores.comet import check_comet
 from recipes.translation.scores.groups import Parts, parts_by_label, parts_by_length, scores_of_parts, scores_of_sets
 from recipes.translation.scores.scores import Scores, measure, score, scores_of
 from recipes.translation.scores.statistics import Measured
@@ -27,6 +30,8 @@ from recipes.translation.translating.translate import translate
 __all__ = [
     "Evaluation",
     "Scores",
+    "check_metrics",
+    "check_name",
     "evaluate",
     "evaluate_each",
     "evaluate_files",
@@ -96,6 +101,41 @@ def other_sources(scores: Path, sources: Path, pairs: Sequence[Pair]) -> str:
     return str(file)
 
 
+def check_metrics(tokenize: str | None, comet: str | None) -> None:
+    """Raise an error, before the work of translating, for a tokeniser or a COMET model that cannot be had."""
+    if tokenize and tokenize != "auto":
+        check_tokenizer(tokenize)
+    if comet:
+        check_comet(Path(comet))
+
+
+def check_name(
+    folder: Path, sources: Path, pairs: Sequence[Pair], translator: Translator, reads: Collection[str | None]
+) -> None:
+    """Raise DataError for a file by whose name its results would replace those of another, or of the run's own data.
+
+    Raises ConfigError where they would replace one of the files that are read.
+    """
+    name = sources.name
+    if translator.others:
+        name += ".ensemble"
+    files = result_files(folder, name)
+    for file in files:
+        check_output(file, "--sources", own=file, reads=reads)
+    splits = ("test", "valid")
+    own = [*splits, *(f"{split}.{name}" for split in splits for name in (*translator.config.corpora, "ensemble"))]
+    if sources.name in own:
+        raise DataError(
+            f"--sources {sources} would replace {sources.name}.scores.json, the scores of the run's own data: rename "
+            "the file"
+        )
+    if other := other_sources(files[1], sources, pairs):
+        raise DataError(
+            f"--sources {sources} would replace {files[1]}, the scores of {other}: rename the file, or move those "
+            "results away"
+        )
+
+
 def evaluate(
     translator: Translator,
     split: HeldOutSplit,
@@ -109,7 +149,7 @@ def evaluate(
     `tokenize` overrides the setting `data.tokenize`; `label` is as in `translate`. Raises DataError where the model has
     the data of several corpora: see `evaluate_each`.
     """
-    return evaluate_each(translator, [the_one_of(translator.config, split)], decoding, tokenize, ranks, label)[0]
+    return evaluate_each(translator, [Corpora(translator.config).the_one(split)], decoding, tokenize, ranks, label)[0]
 
 
 def evaluate_each(

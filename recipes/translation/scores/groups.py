@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,13 +93,9 @@ def parts_by_length(sources: Sequence[str]) -> tuple[str, dict[str, list[int]]]:
     Lengths are words, as spaces separate them; in scripts without spaces between words (Chinese, Japanese, Thai, ...)
     they are characters, and each range is three times as wide.
     """
-    unit = "words"
-    wide = 1
-    lengths = [len(source.split()) for source in sources]
-    if tokenizer_for("auto", "", sources) in ("zh", "ja-mecab", "char"):
-        unit = "characters"
-        wide = 3
-        lengths = [len("".join(source.split())) for source in sources]
+    unit, length_of = unit_of_length(sources)
+    wide = 3 if unit == "characters" else 1
+    lengths = [length_of(source) for source in sources]
     parts: dict[str, list[int]] = {}
     low = 0
     for bound in BOUNDS:
@@ -107,6 +103,13 @@ def parts_by_length(sources: Sequence[str]) -> tuple[str, dict[str, list[int]]]:
         low = wide * bound + 1
     parts[f"{low}-"] = [row for row, length in enumerate(lengths) if length >= low]
     return f"source {unit}", {label: rows for label, rows in parts.items() if rows}
+
+
+def unit_of_length(texts: Sequence[str]) -> tuple[str, Callable[[str], int]]:
+    """Return the unit of these texts' lengths, and the function that counts it in one."""
+    if tokenizer_for("auto", "", texts) in ("zh", "ja-mecab", "char"):
+        return "characters", lambda text: len("".join(text.split()))
+    return "words", lambda text: len(text.split())
 
 
 def parts_by_label(labels: Sequence[str], where: str, sentences: int) -> dict[str, list[int]]:

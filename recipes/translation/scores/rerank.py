@@ -15,10 +15,22 @@ from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.metrics.helpers import extract_all_char_ngrams, extract_all_word_ngrams
 
 from recipes.translation.scores.statistics import Array, scores_of_sums
+from recipes.translation.settings.config import DataConfig
+from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
 
 Utility = Literal["chrf", "bleu"]
 """What likeness is measured by: chrF2, or sentence-BLEU as sacreBLEU computes it."""
 CHARACTER_ORDERS = 6
+
+
+def chosen_by_mbr(texts: Sequence[Sequence[str]], utility: Utility, data: DataConfig) -> list[str]:
+    """Return of each sentence's translations the one with the largest mean utility, by the tokeniser of the settings.
+
+    Raises ConfigError for a tokeniser that is not installed.
+    """
+    tokenize = tokenizer_for(data.tokenize, data.target, [row[0] for row in texts])
+    check_tokenizer(tokenize)
+    return [row[best_by_mbr(row, utility, tokenize)] for row in texts]
 
 
 def best_by_mbr(candidates: Sequence[str], utility: Utility, tokenize: str = "13a") -> int:

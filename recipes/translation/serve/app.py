@@ -119,7 +119,7 @@ class Service:
                     "engine": model.engine,
                     "source": model.source,
                     "target": model.target,
-                    "beam": model.config.decoding.beam,
+                    "beam": model.beam,
                     "aligns": model.aligns,
                 }
                 for model in self.models

@@ -74,7 +74,7 @@ def translate_asked(fields: Mapping[str, object], models: Sequence[Model], limit
     if (form := fields.get("format", "text")) != "text":
         raise RefusedError(400, f"format is {shown(form)}: only text is translated, not markup")
     number = model_of(fields, models)
-    n_best = 1 + whole(fields, "alternatives", 0, 0, models[number].config.decoding.beam - 1)
+    n_best = 1 + whole(fields, "alternatives", 0, 0, models[number].beam - 1)
     asked = Translate(texts, several, Wanted(number, n_best))
     check_size(asked.lines, limits)
     return asked
@@ -99,7 +99,7 @@ def lines_asked(fields: Mapping[str, object], models: Sequence[Model], limits: L
     if not isinstance(links, bool):
         raise RefusedError(400, f"links is {shown(links)}: send true or false")
     model = whole(fields, "model", 0, 0, len(models) - 1)
-    n_best = whole(fields, "n_best", 1, 1, models[model].config.decoding.beam)
+    n_best = whole(fields, "n_best", 1, 1, models[model].beam)
     check_size(lines, limits)
     return Lines(Wanted(model, n_best, links), lines)
 

@@ -143,7 +143,7 @@ class Batcher:
     def _take(self) -> list[Place]:
         """Take lines of the first request and of all that want the same, one of each in turn."""
         wanted = self._requests[0].wanted
-        size = self.models[wanted.model].config.decoding.batch_sentences
+        size = self.models[wanted.model].batch_sentences
         same = [request for request in self._requests if request.wanted == wanted]
         batch: list[Place] = []
         while same and len(batch) < size:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from recipes.translation.errors import ConfigError
 from recipes.translation.settings.data import DataConfig, SubwordConfig
+from recipes.translation.settings.decoding import DecodingConfig
+from recipes.translation.settings.metrics import METRICS
 from recipes.translation.settings.model import DECODER_ONLY
+from recipes.translation.settings.run import RunConfig
 from recipes.translation.settings.training import PARTS, TrainingConfig
-
-if TYPE_CHECKING:
-    from recipes.translation.settings.config import RunConfig
 
 SECTIONS = {TrainingConfig: "training", DataConfig: "data", SubwordConfig: "subwords"}
 
@@ -18,6 +16,7 @@ SECTIONS = {TrainingConfig: "training", DataConfig: "data", SubwordConfig: "subw
 def check_together(config: RunConfig) -> None:
     """Raise ConfigError for settings of which each is valid alone, and which cannot be had together."""
     check_subwords(config)
+    check_decoding(config.decoding)
     noise = config.noise
     if (total := noise.swap + noise.drop + noise.double) > 1:
         raise ConfigError(
@@ -25,7 +24,9 @@ def check_together(config: RunConfig) -> None:
             f"up to {total:g}: a letter has one of these errors at most, so make it 1 or less"
         )
     training = config.training
-    if training.best_by != "loss" and not training.validate_bleu:
+    if not training.steps and not training.epochs:
+        raise ConfigError("training.steps is 0 and so is training.epochs: set one of them, or training has no end")
+    if METRICS[training.best_by].of_translations and not training.validate_bleu:
         raise ConfigError(
             f"training.best_by is {training.best_by}, but training.validate_bleu is 0: no validation translates "
             "anything; set it to the number of sentences to translate, or training.best_by loss"
@@ -47,6 +48,15 @@ def check_together(config: RunConfig) -> None:
     for name in training.freeze:
         if name not in PARTS:
             raise ConfigError(f"training.freeze names {name!r}; it can name {', '.join(PARTS)}")
+
+
+def check_decoding(decoding: DecodingConfig) -> None:
+    """Raise ConfigError for translations that would have to be longer than they may be."""
+    if decoding.min_length >= decoding.max_length:
+        raise ConfigError(
+            f"decoding.min_length is {decoding.min_length}, which leaves no translation of at most "
+            f"{decoding.max_length} steps, decoding.max_length, the last of them for the end: ask for less"
+        )
 
 
 def check_subwords(config: RunConfig) -> None:

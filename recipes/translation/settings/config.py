@@ -1,29 +1,26 @@
-"""Every setting of a translation run, as frozen dataclasses: the YAML file and the command line mirror them.
+"""The settings of a run, read from a YAML file and the command line, which mirror its dataclasses.
 
 A run is described by one `RunConfig`. Its sections are read from a YAML file, overridden on the command line,
-and saved, resolved, beside the run's checkpoints. The annotation of a field says everything about a setting: its
-type, its choices (`Literal`), its range (`Range`), and its help text (`Help`).
+and saved, resolved, beside the run's checkpoints.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
 
 from recipes.translation.errors import ConfigError
 from recipes.translation.settings.checks import check_together
-from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.corpora import CorpusConfig
 from recipes.translation.settings.data import DataConfig, SubwordConfig
 from recipes.translation.settings.decoding import DecodingConfig
 from recipes.translation.settings.model import ModelConfig
-from recipes.translation.settings.noise import NoiseConfig
-from recipes.translation.settings.schema import Help, Schema
+from recipes.translation.settings.run import RunConfig
+from recipes.translation.settings.schema import Schema
 from recipes.translation.settings.training import LayoutConfig, TrainingConfig
 
 __all__ = [
@@ -40,31 +37,6 @@ __all__ = [
     "moved_to",
     "save_config",
 ]
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """One run: everything `prepare`, `train`, `evaluate` and `translate` need to know."""
-
-    run: Annotated[str, Help("Folder of the run: subword models, checkpoints, metrics, resolved configuration.")] = (
-        "runs/demo"
-    )
-    data: DataConfig = field(default_factory=DataConfig)
-    corpora: Annotated[
-        Mapping[str, CorpusConfig],
-        Help(
-            "Training corpora instead of data.train, each under a name: {news: {train: [a.en, a.de], weight: 2}}. The "
-            "settings of a corpus are train, valid, test, format, path, source and target, as in data; weight, of its "
-            "share of an epoch; and tag, a word in front of its sources."
-        ),
-    ] = field(default_factory=dict)
-    cleaning: CleaningConfig = field(default_factory=CleaningConfig)
-    noise: NoiseConfig = field(default_factory=NoiseConfig)
-    subwords: SubwordConfig = field(default_factory=SubwordConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    layout: LayoutConfig = field(default_factory=LayoutConfig)
-    decoding: DecodingConfig = field(default_factory=DecodingConfig)
 
 
 SCHEMA = Schema(RunConfig)
@@ -96,6 +68,9 @@ def load_config(path: str | Path | None, overrides: Mapping[str, object] | None 
     if "data.format" not in given:
         corpora = sections.get("", {}).get("corpora", {})
         sections.setdefault("data", {})["format"] = format_of(DataConfig(**sections.get("data", {})), bool(corpora))
+    if "training.epochs" in given and "training.steps" not in given:
+        epochs = sections["training"]["epochs"]
+        sections["training"]["steps"] = 0 if epochs else TrainingConfig.steps
     config = RunConfig(**sections.pop("", {}))
     changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
     config = dataclasses.replace(config, **changed)

@@ -1,4 +1,4 @@
-"""The settings of translation."""
+"""The settings of translation, which are options of every command that translates, and of `LoadedTranslator`."""
 
 from __future__ import annotations
 
@@ -34,3 +34,9 @@ class DecodingConfig:
         ),
         Range(at_least=1),
     ] = 256
+    min_length: Annotated[int, Help("Fewest subwords of a translation."), Range(at_least=0)] = 0
+    no_repeat_ngram: Annotated[
+        int,
+        Help("No sequence of so many subwords occurs more than once in a translation; 0 lets all repeat."),
+        Range(at_least=0),
+    ] = 0

@@ -9,14 +9,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
-import os
 import re
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, get_origin
 
-from recipes.translation.processes.terminal import escaped
 from recipes.translation.settings.config import SCHEMA, RunConfig
 from recipes.translation.settings.schema import SettingType
 
@@ -153,14 +150,3 @@ def _shown(name: str, default: object) -> str | _ByPreset:
     if isinstance(default, bool):
         return str(default).lower()
     return str(default) or "none"
-
-
-def fail(message: str) -> int:
-    """Print an error as one line, and return the exit status for it."""
-    rank = os.environ.get("RANK", "0")
-    line = escaped(" ".join(message.split()))
-    if rank != "0":
-        line = f"rank {rank}: {line}"
-    # In one piece: unbuffered, print writes the end of the line by itself, and the lines of two processes would mix
-    print(f"error: {line}\n", end="", file=sys.stderr)
-    return 2

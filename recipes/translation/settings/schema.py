@@ -42,6 +42,12 @@ class Help(NamedTuple):
     text: str
 
 
+class Choices(NamedTuple):
+    """The texts that a setting may be, for `Annotated`, where a table has them and not the annotation itself."""
+
+    names: tuple[str, ...]
+
+
 class Range(NamedTuple):
     """The numbers that a setting may have, for `Annotated`; `below` itself is excluded."""
 
@@ -93,6 +99,7 @@ class SettingType(NamedTuple):
                 kinds.append(tuple[str, ...])
             else:
                 kinds.append(alternative)
+        choices = next((each.names for each in metadata if isinstance(each, Choices)), choices)
         text = next((each.text for each in metadata if isinstance(each, Help)), "")
         limits = next((each for each in metadata if isinstance(each, Range)), None)
         return cls(tuple(kinds), default, text, choices, limits)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from recipes.translation.settings.schema import Help, Range
+from recipes.translation.settings.metrics import METRICS
+from recipes.translation.settings.schedules import SCHEDULES
+from recipes.translation.settings.schema import Choices, Help, Range
 from seqpar.rows.conventions import CONVENTIONS, Convention
 
 PARTS = {
@@ -48,18 +50,50 @@ class TrainingConfig:
         ),
         Range(at_least=1),
     ] = 1
-    steps: Annotated[int, Help("Optimizer steps at most."), Range(at_least=1)] = 1_000
-    schedule: Annotated[
-        Literal["inverse_sqrt", "linear", "noam", "constant"],
+    steps: Annotated[
+        int,
         Help(
-            "inverse_sqrt | linear (to 0 at the end) | noam | constant: how the learning rate falls after the warm-up."
+            "Optimizer steps at most; 0 leaves the end to training.epochs, as it is where these are given and no steps."
         ),
+        Range(at_least=0),
+    ] = 1_000
+    epochs: Annotated[
+        int,
+        Help(
+            "Passes over the training data at most, each of as many batches as the first; 0 leaves the end to "
+            "training.steps. Whichever ends first."
+        ),
+        Range(at_least=0),
+    ] = 0
+    schedule: Annotated[
+        str,
+        Help(
+            "How the learning rate falls after the warm-up: "
+            + " | ".join(f"{name} ({schedule.help})" for name, schedule in SCHEDULES.items())
+            + "."
+        ),
+        Choices(tuple(SCHEDULES)),
     ] = "inverse_sqrt"
     learning_rate: Annotated[
-        float, Help("The peak (inverse_sqrt, linear), the factor (noam), or the rate (constant)."), Range(at_least=0)
+        float,
+        Help("The rate at the end of the warm-up, from which it falls; with noam a factor of it."),
+        Range(at_least=0),
     ] = 2e-3
     warmup: Annotated[int, Help("Steps of linear warm-up."), Range(at_least=0)] = 200
     betas: Annotated[tuple[float, float], Help("Adam's two decay rates."), Range(at_least=0, below=1)] = (0.9, 0.98)
+    adam_eps: Annotated[
+        float,
+        Help("What Adam adds to the root of the second moment, by which it divides."),
+        Range(at_least=1e-16, below=1),
+    ] = 1e-9
+    weight_decay: Annotated[
+        float,
+        Help(
+            "AdamW: every step subtracts the learning rate times this share of each matrix and embedding, and nothing "
+            "of norms and biases; 0.01 to 0.1 are usual, and 0 is Adam."
+        ),
+        Range(at_least=0, below=100),
+    ] = 0.0
     clip: Annotated[float, Help("Largest gradient norm; 0 does not clip."), Range(at_least=0)] = 1.0
     label_smoothing: Annotated[
         float,
@@ -130,11 +164,14 @@ class TrainingConfig:
         Range(at_least=0),
     ] = 0
     best_by: Annotated[
-        Literal["loss", "bleu", "chrf"],
+        str,
         Help(
-            "loss | bleu | chrf: which number of a validation decides which model is the best, and when the patience "
-            "ends; BLEU and chrF are those of validate_bleu sentences."
+            f"{' | '.join(METRICS)}: which number of a validation decides which model is the best, and when the "
+            "patience ends; "
+            + " and ".join(each.label for each in METRICS.values() if each.of_translations)
+            + " are those of validate_bleu sentences."
         ),
+        Choices(tuple(METRICS)),
     ] = "loss"
     report: Annotated[
         bool,

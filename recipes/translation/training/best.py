@@ -6,6 +6,7 @@ import math
 
 from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.settings.config import TrainingConfig
+from recipes.translation.settings.metrics import METRICS
 from recipes.translation.training.validation import Validation
 
 
@@ -14,10 +15,10 @@ def note_validation(state: TrainingState, found: Validation, best_by: str = "los
     better = is_better(state, found, best_by)
     if better:
         state.stale = 0
-        state.best_loss = found.loss
+        state.best_loss = found["loss"]
         state.best_score = None
         if best_by != "loss":
-            state.best_score = score_of(found, best_by)
+            state.best_score = found[best_by]
         state.best_step = found.step
     else:
         state.stale += 1
@@ -25,20 +26,17 @@ def note_validation(state: TrainingState, found: Validation, best_by: str = "los
 
 
 def is_better(state: TrainingState, found: Validation, best_by: str) -> bool:
-    """Return whether the loss is lower, or BLEU or chrF higher, than that of the best validation before."""
-    if best_by != "loss":
-        return state.best_score is None or score_of(found, best_by) > state.best_score
-    best = state.best_loss
-    if best is None or math.isnan(best):
-        best = math.inf
-    return found.loss < best
-
-
-def score_of(found: Validation, best_by: str) -> float:
-    """Return the validation's BLEU or chrF."""
-    score: float | None = getattr(found, best_by)
-    assert score is not None  # the settings are refused where validations translate nothing
-    return score
+    """Return whether the number that decides is better than that of the best validation before."""
+    before = state.best_score
+    if best_by == "loss":
+        before = state.best_loss
+    now = found[best_by]
+    assert now is not None  # the settings are refused where validations translate nothing
+    if before is None or math.isnan(before):
+        return True
+    if METRICS[best_by].smaller_is_better:
+        return now < before
+    return now > before
 
 
 def out_of_patience(state: TrainingState, settings: TrainingConfig) -> bool:

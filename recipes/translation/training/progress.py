@@ -16,11 +16,16 @@ from typing import IO, TYPE_CHECKING, Any, Self
 from recipes.translation.files.writing import add_to, adding_to, check_no_link, replace_file, writing_to
 from recipes.translation.processes.status_line import StatusLine, duration
 from recipes.translation.run_folder.checkpoint import TrainingState
+from recipes.translation.run_folder.step_records import read_metrics, record_of
 
 if TYPE_CHECKING:
     from recipes.translation.training.trackers import Tracker
 
 NO_PARTS: Mapping[str, object] = MappingProxyType({})
+
+
+FIRST_STEPS = 20
+"""Steps after which the log says how long the others will take."""
 
 
 class Progress:
@@ -30,8 +35,12 @@ class Progress:
     run's seconds, in `state`.
     """
 
-    def __init__(self, state: TrainingState, steps: int) -> None:
+    def __init__(self, state: TrainingState, steps: int, share_of_peak: float = 0.0) -> None:
+        """Begin after the steps of `state`; `share_of_peak` is that of one token a second, 0 where it is unknown."""
         self.steps = steps
+        self.share_of_peak = share_of_peak
+        self.estimated = False
+        """Whether the log has said how long training will take."""
         self.recent: deque[tuple[float, int, float]] = deque(maxlen=100)
         self.status = StatusLine(sys.stdout)
         self.mark = time.monotonic()
@@ -48,8 +57,17 @@ class Progress:
         seconds = self._tick(state)
         state.train_seconds += seconds
         self.recent.append((seconds, tokens, loss))
+        if len(self.recent) == FIRST_STEPS and not self.estimated:
+            self.estimated = True
+            self.say(self.estimate(state.step))
         self.status.show(self.line(state.step))
         return seconds
+
+    def estimate(self, step: int) -> str:
+        """Return how long the steps after `step` will take; the very first ones, which are slow, do not count."""
+        counted = list(self.recent)[FIRST_STEPS // 2 :]
+        left = (self.steps - step) * sum(each[0] for each in counted) / len(counted)
+        return f"[train] the {self.steps - step:,} steps left will take about {in_words(left)}, without validations"
 
     def validated(self, state: TrainingState, found: object, parts: Mapping[str, object] = NO_PARTS) -> None:
         """Show the result of a validation and that of each corpus; its seconds do not count as training."""
@@ -67,9 +85,13 @@ class Progress:
         # The mean over tokens, as in training: a step of few tokens counts less than one of many
         loss = sum(each[1] * each[2] for each in self.recent) / tokens
         left = (self.steps - step) * seconds / len(self.recent)
+        speed = tokens / seconds
+        used = ""
+        if self.share_of_peak:
+            used = f" ({speed * self.share_of_peak:.0%} of the peak)"
         return (
             f"[train] step {step:>6,}/{self.steps:,}   loss {loss:.3f}   "
-            f"{tokens / seconds:,.0f} tokens/s   {duration(left)} left"
+            f"{speed:,.0f} tokens/s{used}   {duration(left)} left"
         )
 
     def say(self, *lines: str) -> None:
@@ -83,6 +105,15 @@ class Progress:
         self.mark = time.monotonic()
         state.seconds = self.mark - self.began
         return self.mark - before
+
+
+def in_words(seconds: float) -> str:
+    """Return a time as it is spoken of: 40 seconds, 12 minutes, 2.5 hours."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} seconds"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3_600:.1f} hours"
 
 
 class Metrics:
@@ -137,25 +168,14 @@ class Metrics:
             os.fsync(self.file.fileno())
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read all records of a `metrics.jsonl`."""
-    return list(numbered_records(path).values())
-
-
-def numbered_records(path: Path) -> dict[int, dict[str, Any]]:
-    """Do the same, by the numbers of the lines, from 1."""
-    records = enumerate(map(_record, path.read_bytes().splitlines()), start=1)
-    return {number: record for number, record in records if record is not None}
-
-
 def _remove_after(path: Path, after_step: int) -> None:
     """Replace `path` by a file with the records up to a step alone."""
     before = path.read_bytes()
     *lines, cut_off = before.split(b"\n")
     # A process that is killed while it writes may leave half a line, or a whole one without its line break
-    if _record(cut_off) is not None:
+    if record_of(cut_off) is not None:
         lines.append(cut_off)
-    records = [(line, _record(line)) for line in lines if line.strip()]
+    records = [(line, record_of(line)) for line in lines if line.strip()]
     remaining = b"".join(
         line + b"\n" for line, record in records if record is not None and record["step"] <= after_step
     )
@@ -166,14 +186,3 @@ def _remove_after(path: Path, after_step: int) -> None:
         print(f"[train] {path}: {len(odd):,} lines that are not records of steps were moved to {aside}", flush=True)
     if remaining != before:
         replace_file(path, remaining)
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    """Parse a line; return None if it is not a record."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or type(record.get("step")) is not int:  # bool is a subclass of int
-        return None
-    return record

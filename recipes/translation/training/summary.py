@@ -74,10 +74,11 @@ class Summary:
         return "\n".join(lines)
 
 
-def summarize(config: RunConfig, state: TrainingState, stopped_by: signal.Signals | None, corpus: Corpus) -> Summary:
+def summarize(
+    config: RunConfig, state: TrainingState, stopped_by: signal.Signals | None, corpus: Corpus, steps: int
+) -> Summary:
     """Summarize a run, with the best model's translations of a few validation sentences if it has learned to."""
     run = Path(config.run)
-    steps = config.training.steps
     if whole_folder(run / "best") is None:
         return Summary(run, state, steps, None, stopped_by, ())
     best = Validation.from_dict(load_facts(run / "best"))
@@ -93,9 +94,11 @@ def is_hopeless(best: Validation) -> bool:
 
     BLEU alone would not do: it is 0 for perfect translations of fewer than four words.
     """
-    if best.bleu is None:
-        return best.accuracy < 20
-    return best.bleu < 1 and best.accuracy < 50
+    bleu = best["bleu"]
+    accuracy = best["accuracy"] or 0.0
+    if bleu is None:
+        return accuracy < 20
+    return bleu < 1 and accuracy < 50
 
 
 def advice(config: RunConfig, state: TrainingState) -> str:

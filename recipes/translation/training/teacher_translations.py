@@ -16,11 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recipes.translation.data.corpora import tags_of
+from recipes.translation.data.tags import tags_of
 from recipes.translation.files.writing import add_to, adding_to, make_folder, replace_file, writing_to
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.processes.status_line import StatusLine, duration
 from recipes.translation.run_folder.checkpoint import Translator, fingerprint, tensors_of
+from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.translating.translate import translate
 
 BLOCK = 1_000
@@ -104,8 +105,12 @@ def begun(paths: Sequence[Path], lines: Sequence[str], made_from: dict[str, Any]
 
 
 def _recorded(record: Path) -> object:
-    """Return what the translations are made from; None if it is not known."""
+    """Return what the translations are made from; None if it is not known.
+
+    A setting of decoding that an earlier version did not have was as its default, which changes nothing.
+    """
     try:
-        return json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = json.loads(record.read_text(encoding="utf-8"))
+        return {**found, "decoding": {**asdict(DecodingConfig()), **found["decoding"]}}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None

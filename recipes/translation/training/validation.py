@@ -1,12 +1,11 @@
-"""Validation during training: loss, perplexity, accuracy, BLEU and chrF, of the whole and of each pair of languages.
+"""Validation during training: the numbers of METRICS, of the whole and of each pair of languages.
 
-The loss of several pairs of languages is that of all their tokens, as in fairseq's multilingual tasks; BLEU and chrF
-are means over the pairs, since a score of sentences in several languages would depend on the size of each.
+The loss of several pairs of languages is that of all their tokens, as in fairseq's multilingual tasks; scores of
+translations are means over the pairs, since one of sentences in several languages would depend on the size of each.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -21,10 +20,9 @@ from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.scores.scores import bleu as bleu_of
 from recipes.translation.scores.scores import chrf as chrf_of
+from recipes.translation.settings.metrics import METRICS
 from recipes.translation.text.pair import Pair
 from recipes.translation.translating.translate import translate
-
-NAMES = ("loss", "perplexity", "accuracy", "bleu", "chrf")
 
 
 @dataclass(frozen=True)
@@ -32,50 +30,56 @@ class Validation:
     """The result of a validation, of one pair of languages or of several together."""
 
     step: int
-    loss: float
-    """Per target token, smoothed as in training."""
-    perplexity: float
-    """exp of the unsmoothed negative log-likelihood per target token (subwords and the end symbol)."""
-    accuracy: float
-    """Percentage of target tokens that are the most likely ones, given the reference's tokens before them."""
-    bleu: float | None
-    """BLEU of greedy translations of the first `validate_bleu` sentences; None if that is 0. Of several pairs of
-    languages the mean."""
-    chrf: float | None = None
-    """chrF of the same translations."""
+    values: Mapping[str, float | None]
+    """By the names in METRICS; None for what there is not, as BLEU where nothing was translated."""
     translations: Sequence[str] = field(default=(), compare=False, repr=False)
-    """The translations themselves; empty where the validation was read from a record."""
+    """Greedy ones of the first `validate_bleu` sentences; empty where the validation was read from a record."""
     sentences: Sequence[Pair] = field(default=(), compare=False, repr=False)
     """The sentences that were translated, with their references."""
     parts: Mapping[str, Validation] = field(default_factory=dict)
     """The result of each corpus by its name, where several have validation data."""
 
+    def __getitem__(self, name: str) -> float | None:
+        return self.values[name]
+
     def as_dict(self) -> dict[str, object]:
         """Return a record of `metrics.jsonl`."""
         record: dict[str, object] = {"step": self.step}
         for suffix, found in {"": self, **{f".{part}": found for part, found in self.parts.items()}}.items():
-            record |= {f"valid_{name}{suffix}": getattr(found, name) for name in NAMES}
+            record |= {f"valid_{name}{suffix}": value for name, value in found.values.items()}
         return record
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Read a record that `as_dict` returned."""
-        record = {"valid_chrf": None, **record}  # earlier versions did not have it
+        """Read a record that `as_dict` returned, or that of an earlier version did, which had fewer numbers."""
         parts = {part: cls._read(record, f".{part}") for part in parts_of(record)}
         return replace(cls._read(record), parts=parts)
 
     @classmethod
     def _read(cls, record: Mapping[str, Any], suffix: str = "") -> Self:
-        return cls(record["step"], *(record[f"valid_{name}{suffix}"] for name in NAMES))
+        return cls(record["step"], {name: record.get(f"valid_{name}{suffix}") for name in METRICS})
 
     def __str__(self) -> str:
-        line = f"loss {self.loss:.3f}   perplexity {self.perplexity:.2f}   accuracy {self.accuracy:.1f} %"
-        if self.bleu is None:
-            return line
-        line += f"   BLEU {self.bleu:.1f}"
-        if self.chrf is None:  # of a version that did not compute it
-            return line
-        return f"{line}   chrF {self.chrf:.1f}"
+        known = ((METRICS[name], value) for name, value in self.values.items() if value is not None)
+        return "   ".join(metric.said(value) for metric, value in known)
+
+
+@dataclass(frozen=True)
+class Translated:
+    """Validation sentences with their translations, whose scores are those that `evaluate` computes."""
+
+    translations: Sequence[str]
+    references: Sequence[str]
+    lowercase: bool
+    tokenize: str
+
+    def bleu(self) -> float:
+        """Return BLEU with the tokenizer of the settings."""
+        return bleu_of(self.translations, self.references, lowercase=self.lowercase, tokenize=self.tokenize)
+
+    def chrf(self) -> float:
+        """Return chrF."""
+        return chrf_of(self.translations, self.references, lowercase=self.lowercase)
 
 
 def parts_of(record: Mapping[str, Any]) -> list[str]:
@@ -100,27 +104,26 @@ def validate(
     parts = [_of_set(translator, valid, loss, step, ranks) for valid, loss in zip(corpus.valid, losses, strict=True)]
     if len(parts) == 1:
         return parts[0]
+    together = sum(losses, start=nothing(translator.model))
+    means = {name: _mean([part[name] for part in parts]) for name in METRICS}
     return Validation(
-        step=step,
-        **figures(sum(losses, start=nothing(translator.model))),
-        bleu=_mean([part.bleu for part in parts]),
-        chrf=_mean([part.chrf for part in parts]),
+        step,
+        {name: metric.of_loss(together) if metric.of_loss else means[name] for name, metric in METRICS.items()},
         translations=[text for part in parts for text in part.translations],
         sentences=[pair for part in parts for pair in part.sentences],
         parts={valid.held_out.name: part for valid, part in zip(corpus.valid, parts, strict=True)},
     )
 
 
-def figures(loss: seqpar.TokenLoss) -> dict[str, Any]:
-    """Return loss, perplexity and accuracy per token."""
-    tokens = int(loss.tokens)
-    assert loss.nll is not None  # LabelSmoothing computes both
-    assert loss.correct is not None
-    return {
-        "loss": float(loss.total) / tokens,
-        "perplexity": math.exp(min(float(loss.nll) / tokens, 700.0)),  # exp(710) overflows
-        "accuracy": 100 * int(loss.correct) / tokens,
-    }
+def values_of(loss: seqpar.TokenLoss, translated: Translated | None) -> dict[str, float | None]:
+    """Return every metric of a loss and, where there are some, of translations."""
+    found: dict[str, float | None] = dict.fromkeys(METRICS)
+    for name, metric in METRICS.items():
+        if metric.of_loss:
+            found[name] = metric.of_loss(loss)
+        elif metric.of_translations and translated:
+            found[name] = metric.of_translations(translated)
+    return found
 
 
 def _mean(scores: Sequence[float | None]) -> float | None:
@@ -145,25 +148,14 @@ def _of_set(
     """Translate the first sentences of a set, whose loss is given, and return the result of its validation."""
     config = translator.config
     pairs = valid.pairs[: config.training.validate_bleu]
-    bleu = None
-    chrf = None
-    translations: Sequence[str] = ()
-    if pairs:
-        # A beam would take several times as long, and the score only compares validations with each other
-        greedy = replace(config.decoding, beam=1)
-        translations = translate(translator, [pair.source for pair in pairs], greedy, ranks)
-        references = [pair.target for pair in pairs]
-        lowercase = config.subwords.lowercase
-        bleu = bleu_of(translations, references, lowercase=lowercase, tokenize=valid.tokenize)
-        chrf = chrf_of(translations, references, lowercase=lowercase)
-    return Validation(
-        step=step,
-        **figures(loss),
-        bleu=bleu,
-        chrf=chrf,
-        translations=translations,
-        sentences=pairs,
-    )
+    if not pairs:
+        return Validation(step, values_of(loss, None))
+    # A beam would take several times as long, and the score only compares validations with each other
+    greedy = replace(config.decoding, beam=1)
+    translations = translate(translator, [pair.source for pair in pairs], greedy, ranks)
+    references = [pair.target for pair in pairs]
+    translated = Translated(translations, references, config.subwords.lowercase, valid.tokenize)
+    return Validation(step, values_of(loss, translated), translations, pairs)
 
 
 def nothing(model: EncoderDecoder) -> seqpar.TokenLoss:

@@ -13,7 +13,8 @@ from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import Subwords
-from recipes.translation.translating.translate import check_unicode, in_batches, longest_source
+from recipes.translation.translating.in_batches import in_batches
+from recipes.translation.translating.sentences import check_unicode, longest_source
 
 Link = tuple[int, int]
 """The numbers of a source and a target word, from 0; words are what spaces separate."""

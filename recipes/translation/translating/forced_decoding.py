@@ -20,7 +20,8 @@ from recipes.translation.run_folder.checkpoint import Translator, model_sizes
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.positions import most_subwords
 from recipes.translation.text.subwords import EOS, ORDINARY, PAD, Symbols
-from recipes.translation.translating.translate import check_unicode, in_batches, source_ids
+from recipes.translation.translating.in_batches import in_batches
+from recipes.translation.translating.sentences import check_unicode, source_ids
 
 
 class PairScore(NamedTuple):

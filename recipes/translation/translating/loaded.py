@@ -12,17 +12,17 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.files.atomic_folder import model_folder, whole_folder
 from recipes.translation.run_folder import checkpoint
 from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.settings.checks import check_decoding
 from recipes.translation.settings.config import SCHEMA, DecodingConfig
-from recipes.translation.translating.alternatives import Translation, alternatives
 from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import translate
+from recipes.translation.translating.translate import Translation, alternatives, translate
 
 
 class LoadedTranslator:
     """A trained model, its subwords and its settings, ready to translate.
 
-    The options of both methods are the settings of `decoding` by name (`beam`, `length_penalty`, `length_norm`,
-    `batch_sentences`, `max_length`); what is not given is as trained for. Not for several threads at once: a search
+    The options of both methods are the settings of `decoding` by name (`beam`, `no_repeat_ngram`, ...: the fields of
+    `DecodingConfig`); what is not given is as trained for. Not for several threads at once: a search
     changes the model while it runs.
     """
 
@@ -64,7 +64,9 @@ class LoadedTranslator:
     def _decoding(self, options: dict[str, object]) -> DecodingConfig:
         given = SCHEMA.read_overrides({f"decoding.{name}": value for name, value in options.items()}, "this call")
         changes = {key.removeprefix("decoding."): setting.value for key, setting in given.items()}
-        return dataclasses.replace(self.translator.config.decoding, **changes)
+        decoding = dataclasses.replace(self.translator.config.decoding, **changes)
+        check_decoding(decoding)
+        return decoding
 
 
 def check_sentences(sentences: Sequence[str]) -> None:

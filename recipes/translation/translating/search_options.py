@@ -1,4 +1,4 @@
-"""How sentences are translated, beyond the settings of a run: what `translate` has options for."""
+"""What is asked of one call, beyond the settings of decoding: how many translations, and what is in each of them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What a translation is to be like, and how many of each sentence are wanted."""
+    """How many translations of each sentence are wanted, and what is demanded of them by its line."""
 
     n_best: int = 1
-    min_length: int = 0
-    """The fewest subwords of a translation."""
-    no_repeat_ngram: int = 0
-    """No sequence of so many subwords occurs twice in a translation; 0 lets all repeat."""
+    scores: bool = True
+    """Whether scores are wanted; without them, those of greedy search are nan."""
     prefixes: Sequence[str] | None = None
     """For each sentence the beginning of its translation, perhaps empty."""
     constraints: Sequence[Sequence[str]] | None = None
@@ -48,11 +46,6 @@ class SearchOptions:
             raise ConfigError(
                 f"--n-best {self.n_best} is above the beam of {decoding.beam}: ask for fewer, or add "
                 f"--beam {self.n_best}"
-            )
-        if self.min_length >= decoding.max_length:
-            raise ConfigError(
-                f"--min-length {self.min_length} leaves no translation of at most {decoding.max_length} steps, the "
-                "run's decoding.max_length, the last of them for the end: ask for less"
             )
         check_lines("--prefixes", self.prefixes, sentences)
         check_lines("--constraints", self.constraints, sentences)

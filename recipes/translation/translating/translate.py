@@ -1,27 +1,36 @@
-"""Translate sentences with a trained model: greedy or beam search over batches of similar length."""
+"""Translate sentences with a trained model: one translation of each, the n best with their scores, or samples.
+
+Every command that translates, validation, distillation and the service come through `alternatives`.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
-from torch import Tensor
-
-from models import beam_search, default_limit, evaluating, greedy
-from recipes.translation.data.batches import padded
-from recipes.translation.data.corpora import tags_of
-from recipes.translation.data.model_text import finished, source_text
+from models import ConstrainedHypothesis, Hypothesis, Phrase
+from recipes.translation.data.model_text import finished
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
-from recipes.translation.processes.status_line import SentenceProgress
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import DecodingConfig, RunConfig
-from recipes.translation.text.subwords import EOS, UNK, Subwords
-from seqpar.distributed.collectives import gather_objects
+from recipes.translation.text.subwords import Subwords
+from recipes.translation.translating.demands import phrases_of, prefix_ids
+from recipes.translation.translating.in_batches import in_batches
+from recipes.translation.translating.search import Task, search_rows
+from recipes.translation.translating.search_options import SearchOptions
+from recipes.translation.translating.sentences import source_ids
 
-T = TypeVar("T")
+
+class Translation(NamedTuple):
+    """One translation of a sentence."""
+
+    text: str
+    score: float
+    """The log-probability over the length normaliser of the settings; of a sample, the log-probability."""
+    log_probability: float
 
 
 def translate(
@@ -39,111 +48,84 @@ def translate(
 
     Raises DataError for text that is not Unicode, which is what Python makes of an argument in another encoding.
     """
-    ids = source_ids(translator.source, translator.config, sentences, decoding)
-
-    def search_rows(rows: list[int]) -> list[list[int]]:
-        return search(translator, [ids[row] for row in rows], decoding)
-
-    found = in_batches(translator, ids, decoding.batch_sentences, search_rows, ranks, label)
-    texts = translator.target.decode([found.get(row, []) for row in range(len(ids))])
-    return finished(texts, sentences, translator.config)
+    found = alternatives(translator, sentences, decoding, SearchOptions(scores=False), ranks, label)
+    return [row[0].text for row in found]
 
 
-def in_batches(
+def alternatives(
     translator: Translator,
-    ids: list[list[int]],
-    size: int,
-    search: Callable[[list[int]], list[T]],
-    ranks: Ranks,
+    sentences: Sequence[str],
+    decoding: DecodingConfig,
+    options: SearchOptions,
+    ranks: Ranks = ALONE,
     label: str = "",
-) -> Mapping[int, T]:
-    """Search in batches of `size` sentences of similar length; return what was found by row, except empty sentences'.
+) -> list[list[Translation]]:
+    """Translate each sentence under `options`, best first; an empty sentence has one translation, which is empty.
 
-    `search` takes the rows of a batch, the longest sentence first. Each rank has some sentences of every length, and
-    returns what all have found. `label` is as in `translate`.
+    Sentences are cut as in `translate`. A translation that lacks a phrase, because the search did not find one that
+    contains it within `decoding.max_length`, is returned with a note on stderr. `label` is as in `translate`.
+
+    Raises ConfigError or DataError for options and sentences that do not fit together, and where the rules leave a
+    sentence no translation.
     """
-    longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
-    # Sentences of similar length share a batch, which then has little padding; every rank gets some of every length
-    mine = longest_first[ranks.rank :: ranks.world]
-    found: dict[int, T] = {}
-    progress = SentenceProgress(label, [len(ids[row]) for row in mine], len(longest_first))
-    with evaluating(translator.models), progress:
-        for start in range(0, len(mine), size):
-            rows = mine[start : start + size]
-            found.update(zip(rows, search(rows), strict=True))
-            progress.done(len(rows))
-    return ChainMap(*gather_objects(found, ranks.group))
+    options.check(sentences, decoding)
+    tasks = tasks_of(translator, sentences, decoding, options)
+    search = partial(search_rows, translator, tasks, decoding, options)
+    sources = [task.source for task in tasks]
+    found = in_batches(translator, sources, decoding.batch_sentences, search, ranks, label)
+    note_unmet(found, options.constraints or [])
+    empty = [ConstrainedHypothesis([], 0.0, 0.0, [])]
+    rows = [found.get(row, empty) for row in range(len(sentences))]
+    return in_words(rows, sentences, translator.target, translator.config)
 
 
-def source_ids(
-    subwords: Subwords, config: RunConfig, sentences: Sequence[str], decoding: DecodingConfig
-) -> list[list[int]]:
-    """Return the subwords of each sentence, as in training, cut to the longest length of the settings."""
-    longest = longest_source(config, decoding)
-    check_unicode(sentences)
-    ids = subwords.encode([source_text(config, sentence) for sentence in sentences])
-    tags = {tag for row in subwords.encode(list(tags_of(config))) for tag in row} - {UNK}
-    # Of a line without subwords (of control characters, say) nothing is left but its tag
-    ids = [row if any(subword not in tags for subword in row) else [] for row in ids]
-    cut = [number for number, row in enumerate(ids, start=1) if len(row) > longest]
-    if cut:
-        first = cut[0]
-        subject = f"{len(cut):,} sentences are"
-        if len(cut) == 1:
-            subject = "1 sentence is"
-        print(
-            f"[translate] {subject} cut to {longest:,} "
-            f"subwords, the larger of training.max_length and decoding.max_length: sentence {first:,} has "
-            f"{len(ids[first - 1]):,}; split what is longer into sentences",
-            file=sys.stderr,
-        )
-    return [row[:longest] for row in ids]
+def in_words(
+    rows: Sequence[Sequence[Hypothesis | ConstrainedHypothesis]],
+    sentences: Sequence[str],
+    subwords: Subwords,
+    config: RunConfig,
+) -> list[list[Translation]]:
+    """Return the translations of each sentence as text."""
+    said = [sentence for sentence, row in zip(sentences, rows, strict=True) for _ in row]
+    texts = subwords.decode([one.tokens for row in rows for one in row])
+    each = iter(finished(texts, said, config))
+    return [[Translation(next(each), one.score, one.log_probability) for one in row] for row in rows]
 
 
-def longest_source(config: RunConfig, decoding: DecodingConfig) -> int:
-    """Return the most subwords of a sentence that are translated."""
-    return max(config.training.max_length, decoding.max_length)
+def tasks_of(
+    translator: Translator, sentences: Sequence[str], decoding: DecodingConfig, options: SearchOptions
+) -> list[Task]:
+    """Return sentences and demands in subwords; raise DataError for a beginning that leaves no step to go on."""
+    sources = source_ids(translator.source, translator.config, sentences, decoding)
+    prefixes: list[list[int]] = [[] for _ in sources]
+    phrases: list[list[Phrase]] = [[] for _ in sources]
+    if options.prefixes is not None:
+        prefixes = prefix_ids(translator, options.prefixes, sentences)
+    if options.constraints is not None:
+        phrases = phrases_of(translator, options.constraints, sentences)
+    for number, (source, prefix, demanded) in enumerate(zip(sources, prefixes, phrases, strict=True), start=1):
+        if not source and (prefix or demanded):
+            option = "--prefixes" if prefix else "--constraints"
+            raise DataError(
+                f"{option}: line {number:,} is not empty, but sentence {number:,} has no subwords: remove one of them"
+            )
+    for number, prefix in enumerate(prefixes, start=1):
+        if len(prefix) >= decoding.max_length:
+            raise DataError(
+                f"--prefixes: line {number:,} has {len(prefix):,} subwords, and a translation at most "
+                f"{decoding.max_length:,} steps, the run's decoding.max_length, with one for the end: shorten it"
+            )
+    return [Task(*each) for each in zip(sources, prefixes, phrases, strict=True)]
 
 
-def search(translator: Translator, sources: list[list[int]], decoding: DecodingConfig) -> list[list[int]]:
-    """Return the best translation found for each source, as ids; the first source must be the longest."""
-    src = as_batch(translator, sources)
-    start = translator.target.symbols.start
-    # The end symbol is a token of the source too
-    limits = [min(default_limit(len(ids) + 1), decoding.max_length) for ids in sources]
-    if decoding.beam == 1:
-        return greedy(translator.models, src, bos=start, eos=EOS, max_length=limits)
-    found = beam_search(
-        translator.models,
-        src,
-        bos=start,
-        eos=EOS,
-        beam=decoding.beam,
-        length_penalty=decoding.length_penalty,
-        length_norm=decoding.length_norm,
-        max_length=limits,
-    )
-    return [hypotheses[0].tokens for hypotheses in found]
-
-
-def as_batch(translator: Translator, sources: list[list[int]]) -> Tensor:
-    """Return the sources with their symbols as one tensor."""
-    symbols = translator.source.symbols
-    return padded([symbols.source(ids) for ids in sources]).to(translator.model.generator.weight.device)
-
-
-def check_unicode(sentences: Sequence[str]) -> None:
-    """Raise DataError for text that is not Unicode, which is what Python makes of an argument in another encoding."""
-    for number, sentence in enumerate(sentences, start=1):
-        if reason := not_unicode(sentence):
-            raise DataError(f"sentence {number:,} {reason}")
-
-
-def not_unicode(sentence: str) -> str:
-    """Return what is wrong with a sentence that is not Unicode; "" of any other."""
-    try:
-        sentence.encode()
-    except UnicodeEncodeError as error:
-        near = sentence[max(0, error.start - 20) : error.end + 20]
-        return f"is not UTF-8 text: {near!a}; convert it to UTF-8"
-    return ""
+def note_unmet(found: Mapping[int, list[ConstrainedHypothesis]], constraints: Sequence[Sequence[str]]) -> None:
+    """Say on stderr which sentences have translations that lack a phrase."""
+    for row, hypotheses in sorted(found.items()):
+        lacking = [one.unmet for one in hypotheses if one.unmet]
+        if lacking:
+            names = ", ".join(repr(constraints[row][number]) for number in sorted(set().union(*lacking)))
+            print(
+                f"[translate] sentence {row + 1:,}: {len(lacking)} of {len(hypotheses)} translations lack {names}, not "
+                "found within the steps allowed; try a wider --beam",
+                file=sys.stderr,
+            )

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
-from recipes.translation.data.corpora import check_symbols, corpora_of, tags_of
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.drawn_batches import DrawnBatches
 from recipes.translation.data.prepare import prepare
+from recipes.translation.data.tags import check_symbols, tags_of
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.settings.config import CorpusConfig, RunConfig, load_config, save_config
 from recipes.translation.text.subwords import Subwords
 from recipes.translation.train import train
 from recipes.translation.translating.alignments import align
-from recipes.translation.translating.translate import source_ids
+from recipes.translation.translating.sentences import source_ids
 from tests.recipes.tiny import tiny
 
 BOTH: dict[str, Any] = {
@@ -48,7 +49,9 @@ def test_each_corpus_has_its_languages_and_its_tags_as_single_subwords(tmp_path:
 
 
 def test_only_sources_have_tags_where_each_side_has_its_own_subwords(tmp_path: Path) -> None:
-    source, target = prepare(tiny(tmp_path / "run", {**BOTH, "subwords.joint": False, "subwords.symbols": ["<url>"]}))
+    source, target = prepare(
+        Corpora(tiny(tmp_path / "run", {**BOTH, "subwords.joint": False, "subwords.symbols": ["<url>"]}))
+    )
     every = {side: set(model.pieces()) for side, model in (("s", source), ("t", target))}
     assert {"\u2581<2de>", "\u2581<2en>", "\u2581<bt>", "<url>"} <= every["s"]
     assert "<url>" in every["t"]
@@ -79,7 +82,7 @@ def test_a_corpus_takes_from_data_what_it_does_not_set(tmp_path: Path) -> None:
             "corpora": {"a": {"train": ["a.en", "a.de"]}, "b": {"train": "b.tsv", "path": "other", "target": "fr"}},
         },
     )
-    first, second = (corpus.data for corpus in corpora_of(config))
+    first, second = (corpus.data for corpus in Corpora(config).training)
     assert (first.format, first.path, first.train, first.source, first.target) == (
         "text", "folder", ("a.en", "a.de"), "en", "de"
     )  # fmt: skip
@@ -115,7 +118,7 @@ def test_subwords_are_sampled_from_the_pairs_that_a_mixture_draws(tmp_path: Path
 
 
 def test_subwords_without_a_tag_or_symbol_of_the_settings_are_refused(tmp_path: Path) -> None:
-    source, target = prepare(tiny(tmp_path / "run", {"data.builtin_pairs": 100}))
+    source, target = prepare(Corpora(tiny(tmp_path / "run", {"data.builtin_pairs": 100})))
     config = tiny(tmp_path / "run", {**BOTH, "subwords.symbols": ["<url>"]})
     with pytest.raises(ConfigError, match="do not have <2de>, <2en>, <bt>, <url>, a tag or symbol"):
         load_corpus(config, subwords_of=lambda _: (source, target))
@@ -158,13 +161,13 @@ def test_models_are_made_anew_when_a_corpus_or_its_tag_changes(
     write(tmp_path, "b", 40)
     both: dict[str, Any] = {"a": {"train": ["a.en", "a.de"]}, "b": {"train": ["b.en", "b.de"]}}
     small = {"subwords.vocab_size": 280}
-    prepare(files(tmp_path, both, **small))
+    prepare(Corpora(files(tmp_path, both, **small)))
     for change, again in (({}, "reused"), ({"weight": 2}, "reused"), ({"tag": "<bt>"}, "written")):
         capsys.readouterr()
-        prepare(files(tmp_path, {**both, "b": {**both["b"], **change}}, **small))
+        prepare(Corpora(files(tmp_path, {**both, "b": {**both["b"], **change}}, **small)))
         assert again in capsys.readouterr().out
     write(tmp_path, "b", 41)
-    prepare(files(tmp_path, both, **small))
+    prepare(Corpora(files(tmp_path, both, **small)))
     assert "written" in capsys.readouterr().out
 
 
@@ -187,7 +190,7 @@ def test_data_train_beside_corpora_is_refused(tmp_path: Path) -> None:
     config = files(tmp_path, {"a": {"train": ["a.en", "a.de"]}})
     config = replace(config, data=replace(config.data, train=("x", "y")))
     with pytest.raises(ConfigError, match=r"data\.train \(x y\) and corpora \(a\) are both given"):
-        corpora_of(config)
+        Corpora(config).training
 
 
 @pytest.mark.parametrize(

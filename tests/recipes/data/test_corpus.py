@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import check_data, load_corpus
 from recipes.translation.errors import ConfigError, DataError
 from tests.recipes.tiny import tiny
@@ -66,19 +67,19 @@ def test_a_target_language_that_no_tag_was_trained_for_is_refused(target: str, t
     changes = {"data.path": str(tmp_path), "corpora": corpora, "data.valid": ["a", "a"], "data.target": target}
     config = tiny(tmp_path / "run", {**changes, "data.language_tags": True})
     if target == "es":
-        check_data(config)
+        check_data(Corpora(config))
         return
     with pytest.raises(
         ConfigError, match=r"data\.target is fr, into which translate would translate, but no corpus does: set it to es"
     ):
-        check_data(config)
+        check_data(Corpora(config))
 
 
 @pytest.mark.parametrize("placeholders", [["number"], ["url"]])
 def test_a_symbol_of_which_a_placeholder_takes_a_part_is_refused(placeholders: list[str], tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", {"subwords.symbols": ["<ent>", "<ent1>"], "subwords.placeholders": placeholders})
     if placeholders == ["url"]:
-        check_data(config)
+        check_data(Corpora(config))
         return
     with pytest.raises(ConfigError, match=r"subwords\.symbols has <ent1>, a part of which .* number would replace"):
-        check_data(config)
+        check_data(Corpora(config))

@@ -10,9 +10,12 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.mistakes import check_meant
 from recipes.translation.errors import ConfigError, DataError
+from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.train import train
+from recipes.translation.training.schedule import learning_rate
 from tests.recipes.commands.test_cli import refusal
 from tests.recipes.tiny import options, tiny
 
@@ -62,14 +65,14 @@ def given(folder: Path, files: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("files", MEANT)
 def test_what_is_meant_is_not_asked_about(files: dict[str, Any], folder: Path) -> None:
-    check_meant(tiny(folder / "run", given(folder, files)))
+    check_meant(Corpora(tiny(folder / "run", given(folder, files))))
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_of_meaning_is_one_line_with_a_way_to_insist(name: str, folder: Path) -> None:
     files, reason = MISTAKES[name]
     with pytest.raises(DataError, match=r"if it is meant so, add --insist$") as caught:
-        check_meant(tiny(folder / "run", given(folder, files)))
+        check_meant(Corpora(tiny(folder / "run", given(folder, files))))
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -77,10 +80,10 @@ def test_a_mistake_of_meaning_is_one_line_with_a_way_to_insist(name: str, folder
 def test_a_corpus_is_named_and_one_split_of_the_hub_is_the_same(folder: Path) -> None:
     corpora = {"news": {"train": ["t.en", "t.fr"]}}
     with pytest.raises(DataError, match=r"^corpora\.news\.train names .*t\.fr as target"):
-        check_meant(tiny(folder / "run", {"data.path": str(folder), "corpora": corpora, "data.valid": VALID}))
+        check_meant(Corpora(tiny(folder / "run", {"data.path": str(folder), "corpora": corpora, "data.valid": VALID})))
     hub = {"data.format": "hub", "data.path": "a/b", "data.train": "train", "data.valid": "train"}
     with pytest.raises(DataError, match=r"the same data \(a/b/train and a/b/train\)"):
-        check_meant(tiny(folder / "run", hub))
+        check_meant(Corpora(tiny(folder / "run", hub)))
 
 
 def test_train_asks_before_it_makes_anything_and_goes_on_with_insist(
@@ -94,15 +97,19 @@ def test_train_asks_before_it_makes_anything_and_goes_on_with_insist(
 
 
 @pytest.mark.usefixtures("short_validations")
-def test_a_resumed_run_does_not_jump_to_another_learning_rate(tmp_path: Path) -> None:
-    linear = {"training.schedule": "linear", "training.steps": 4, "training.warmup": 1}
-    train(tiny(tmp_path / "run", linear))
-    more = tiny(tmp_path / "run", {**linear, "training.steps": 6})
+@pytest.mark.parametrize("schedule", [name for name, each in SCHEDULES.items() if each.by_steps])
+def test_a_resumed_run_does_not_jump_to_another_learning_rate(schedule: str, tmp_path: Path) -> None:
+    settings = {"training.schedule": schedule, "training.steps": 4, "training.warmup": 1}
+    train(tiny(tmp_path / "run", settings))
+    more = tiny(tmp_path / "run", {**settings, "training.steps": 6})
+    rate = learning_rate(more.training, 5, 16)
+    assert rate > 4e-4
     with pytest.raises(ConfigError) as caught:
         train(more)
     assert str(caught.value) == (
-        "training.steps was 4 and is 6, on which training.schedule linear depends: the learning rate of step 5 would "
-        "be 0.00067, not 0; keep training.steps, begin another --run with training.start_from, or add --insist"
+        f"training.steps was 4 and is 6, on which training.schedule {schedule} depends: the learning rate of step 5 "
+        f"would be {rate:.2g}, not 0; keep training.steps, begin another --run with training.start_from, or add "
+        "--insist"
     )
     assert train(more, insist=True).state.step == 6
     rates = [

@@ -17,11 +17,11 @@ from recipes.translation.run_folder.checkpoint import Translator, build_model, m
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import BLANK, EOS, Subwords, train_subwords
 from recipes.translation.translating import alignments
-from recipes.translation.translating.alternatives import alternatives
 from recipes.translation.translating.demands import phrases_of, prefix_ids
 from recipes.translation.translating.forced_decoding import log_probabilities, score_pairs, target_ids
 from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import source_ids, translate
+from recipes.translation.translating.sentences import source_ids
+from recipes.translation.translating.translate import alternatives, translate
 from tests.recipes.tiny import tiny
 
 SETTINGS: dict[str, Any] = {

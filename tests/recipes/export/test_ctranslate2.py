@@ -96,6 +96,18 @@ def test_log_probabilities_and_greedy_translations_are_those_of_the_model(
         torch.testing.assert_close(torch.tensor(result.log_probs), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rule", [{"min_length": 7}, {"no_repeat_ngram": 1}, {"no_repeat_ngram": 2, "min_length": 9}])
+def test_minimum_length_and_ngrams_are_those_of_the_model(
+    rule: dict[str, int], subwords: Subwords, tmp_path: Path
+) -> None:
+    translator = random_translator(subwords, tmp_path / "run", {"decoding.max_length": 30}, end=1.0)
+    found = exported(translator, tmp_path / "exported")
+    decoding = translator.config.decoding
+    ours = translate(translator, SENTENCES, replace(decoding, **rule))  # type: ignore[arg-type]
+    assert ctranslate2_engine.translate(found, SENTENCES, replace(decoding, **rule)) == ours  # type: ignore[arg-type]
+    assert ours != translate(translator, SENTENCES, decoding)
+
+
 @pytest.mark.parametrize("norm", ["gnmt", "length"])
 def test_of_the_hypotheses_the_best_by_our_own_normalisation_is_taken(
     norm: str, subwords: Subwords, tmp_path: Path

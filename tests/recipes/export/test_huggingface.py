@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,8 +87,11 @@ def test_two_vocabularies_before_the_norm_are_refused_in_one_line(
         huggingface_model.write(translator, tmp_path / "exported")
 
 
-def test_text_goes_in_and_the_same_translation_comes_out(joint: Subwords, tmp_path: Path) -> None:
-    translator = random_translator(joint, tmp_path / "run", {"model.norm": "post"}, end=0.0)
+@pytest.mark.parametrize("rules", [{}, {"decoding.min_length": 9, "decoding.no_repeat_ngram": 2}])
+def test_text_goes_in_and_the_same_translation_comes_out(
+    rules: dict[str, int], joint: Subwords, tmp_path: Path
+) -> None:
+    translator = random_translator(joint, tmp_path / "run", {"model.norm": "post", **rules}, end=1.0)
     huggingface_model.write(translator, tmp_path / "exported")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported")
     with warnings.catch_warnings():
@@ -98,6 +102,8 @@ def test_text_goes_in_and_the_same_translation_comes_out(joint: Subwords, tmp_pa
     assert len(ids[0]) > 2
     ours = translate(translator, SENTENCES[:16], translator.config.decoding)
     assert [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)] == ours
+    plain = translate(translator, SENTENCES[:16], replace(translator.config.decoding, min_length=0, no_repeat_ngram=0))
+    assert (plain == ours) == (not rules)
 
 
 def test_the_length_penalty_is_exported_where_transformers_has_it(joint: Subwords, tmp_path: Path) -> None:

@@ -178,11 +178,11 @@ def test_settings_of_translation_that_a_run_does_not_have_are_named(
     good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(good, tmp_path / "model"))
-    setting("no_repeat_ngram_size", 3, "generation_config.json")(folder)
+    setting("repetition_penalty", 1.3, "generation_config.json")(folder)
     setting("bad_words_ids", [[9]], "generation_config.json")(folder)
     assert main(["import", str(folder), "--run", str(tmp_path / "run")]) == 0
     found = capsys.readouterr()
-    assert "generation_config.json sets bad_words_ids, no_repeat_ngram_size, which a run does not have" in found.err
+    assert "generation_config.json sets bad_words_ids, repetition_penalty, which a run does not have" in found.err
     assert "en to de" in found.out
 
 
@@ -190,18 +190,20 @@ def test_settings_of_translation_in_config_json_are_honoured_or_named_where_tran
     good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(good, tmp_path / "model"))
-    lost = {"no_repeat_ngram_size": 3, "min_length": 5, "bad_words_ids": [[9], [479]], "forced_bos_token_id": 7}
-    for name, value in {**lost, "num_beams": 4, "max_length": 17, "do_sample": False, "num_beam_groups": 1}.items():
+    had = {"num_beams": 4, "max_length": 17, "min_length": 5, "no_repeat_ngram_size": 3}
+    lost = {"bad_words_ids": [[9], [479]], "forced_bos_token_id": 7}
+    for name, value in {**lost, **had, "do_sample": False, "num_beam_groups": 1}.items():
         setting(name, value)(folder)
     beside = read_model(folder, tmp_path / "run")  # generation_config.json is there, and transformers reads it alone
     assert beside.ignored == []
     assert (beside.translator.config.decoding.beam, beside.translator.config.decoding.max_length) == (3, 29)
     removed("generation_config.json")(folder)
     assert main(["import", str(folder), "--run", str(tmp_path / "run")]) == 0
-    names = "bad_words_ids, forced_bos_token_id, min_length, no_repeat_ngram_size"
+    names = "bad_words_ids, forced_bos_token_id"
     assert f"config.json sets {names}, which a run does not have" in capsys.readouterr().err
     decoding = load_translator(tmp_path / "run" / "best").config.decoding
     assert (decoding.beam, decoding.max_length) == (4, 16)
+    assert (decoding.min_length, decoding.no_repeat_ngram) == (4, 3)
 
 
 LOST: dict[str, tuple[Any, Any]] = {
@@ -211,7 +213,7 @@ LOST: dict[str, tuple[Any, Any]] = {
     "suppress_tokens": ([479, 5], [479]),
     "begin_suppress_tokens": ([5], []),
     "repetition_penalty": (1.2, 1.0),
-    "min_new_tokens": (2, 0),
+    "encoder_no_repeat_ngram_size": (2, 0),
     "do_sample": (True, False),
     "sequence_bias": ([[[5], 2.0]], None),
     "a_setting_of_later": (1, False),

@@ -16,15 +16,15 @@ from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.importing.published_model import import_model, read_model
 from recipes.translation.run_folder.checkpoint import load_weights
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import load_config
 from recipes.translation.settings.noise import NoiseConfig
 from recipes.translation.text.subwords import EOS, PAD, UNK, Subwords
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
-from recipes.translation.translating.alternatives import alternatives
 from recipes.translation.translating.forced_decoding import log_probabilities, score_pairs
+from recipes.translation.translating.search import Task, search_rows
 from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import search
+from recipes.translation.translating.translate import alternatives
 from tests.recipes.importing import published
 
 pytestmark = pytest.mark.formats
@@ -109,7 +109,8 @@ def test_the_score_of_a_translation_is_that_of_the_search(tmp_path: Path) -> Non
     translator = read_model(published.m2m100(tmp_path / "model"), Path("run"), "en", "de").translator
     ids = translator.source.encode(["A small dog!"])
     ((best, *_),) = alternatives(translator, ["A small dog!"], translator.config.decoding, SearchOptions(n_best=2))
-    (tokens,) = search(translator, ids, translator.config.decoding)
+    task = Task(ids[0], [], [])
+    (((tokens, *_),),) = search_rows(translator, [task], translator.config.decoding, SearchOptions(), [0])
     if len(tokens) < min(default_limit(len(ids[0]) + 1), translator.config.decoding.max_length):
         tokens = [*tokens, EOS]
     (found,) = log_probabilities(translator.model, ids, [tokens], translator.source.symbols)

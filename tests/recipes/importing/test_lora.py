@@ -14,9 +14,9 @@ from torch import Tensor
 
 from recipes.translation.importing.published_model import import_model
 from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import load_config
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from tests.recipes.importing import published
 from tests.recipes.importing.test_imported_run import PAIRS, tuning
 

@@ -15,7 +15,7 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.processes import launch
-from recipes.translation.training.progress import read_metrics
+from recipes.translation.run_folder.step_records import read_metrics
 from tests.recipes.processes.test_torchrun import ended, wait_for_steps, workers_of
 from tests.recipes.tiny import options
 

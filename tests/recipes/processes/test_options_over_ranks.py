@@ -30,6 +30,7 @@ OPTIONS: dict[str, Any] = {
     "training.validate_bleu": 4,
     "training.best_by": "chrf",
     "training.ema": 0.7,
+    "training.weight_decay": 0.3,
     "training.freeze": ("decoder", "source_embedding"),
 }
 

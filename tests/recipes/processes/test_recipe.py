@@ -18,11 +18,11 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import OtherRankError
 from recipes.translation.processes.ranks import joined
 from recipes.translation.run_folder.checkpoint import build_model, model_sizes
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.train import train
 from recipes.translation.training.layout import Layout
-from recipes.translation.training.progress import read_metrics
 from seqpar.rows.conventions import CONVENTIONS
 from seqpar.testing.ranks import ranks
 from tests.recipes.tiny import tiny

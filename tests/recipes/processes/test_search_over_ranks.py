@@ -10,8 +10,8 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.processes.ranks import joined
 from recipes.translation.run_folder.checkpoint import load_translator, save_model
 from recipes.translation.settings.config import DecodingConfig
-from recipes.translation.translating.alternatives import Translation, alternatives
 from recipes.translation.translating.search_options import Sampling, SearchOptions
+from recipes.translation.translating.translate import Translation, alternatives
 from seqpar.testing.ranks import ranks
 from tests.recipes.random_translator import random_translator
 

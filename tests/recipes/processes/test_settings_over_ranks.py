@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from seqpar.testing.ranks import ranks
 from tests.recipes.tiny import few_held_out, tiny
 

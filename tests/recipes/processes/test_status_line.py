@@ -19,7 +19,7 @@ from recipes.translation.processes.ranks import ALONE
 from recipes.translation.processes.status_line import SentenceProgress
 from recipes.translation.run_folder.checkpoint import TrainingState, load_translator, save_model
 from recipes.translation.training.progress import Progress
-from recipes.translation.translating.translate import in_batches
+from recipes.translation.translating.in_batches import in_batches
 from tests.recipes.random_translator import random_translator
 
 SENTENCES = [f"The number is {word}." for word in ("one", "twenty two", "three", "four hundred", "five")]

@@ -17,8 +17,8 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.errors import CheckpointError
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from tests.recipes.processes.test_recipe import EXACT, assert_same_weights
 from tests.recipes.tiny import LEARNS, options, tiny
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.metrics import METRICS
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
-from recipes.translation.training.validation import NAMES
 from seqpar.testing.ranks import ranks
 from tests.recipes.tiny import tiny
 
@@ -68,7 +68,7 @@ def test_every_corpus_and_all_together_have_the_figures_of_one_process(tmp_path:
     ranks(2, trained, two)
     expected, found = validations(one), validations(two)
     assert len(expected) == len(found) == 2
-    names = {"step", *(f"valid_{name}{suffix}" for name in NAMES for suffix in ("", ".forward", ".back"))}
+    names = {"step", *(f"valid_{name}{suffix}" for name in METRICS for suffix in ("", ".forward", ".back"))}
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys() == names
         for name in names:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from recipes.translation import train as training
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.prepare import prepare
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import MANIFEST, remove_folder, replaced_folder, sha256, verified_folder
@@ -162,16 +163,17 @@ def test_a_checkpoint_holds_the_subwords_in_memory_whatever_lies_on_the_disk(
     validate = training.validate
 
     def prepare_beside(*given: Any) -> Any:
-        prepare(tiny(tmp_path / "run", {"data.builtin_pairs": 240}))
+        prepare(Corpora(tiny(tmp_path / "run", {"data.builtin_pairs": 240})))
         return validate(*given)
 
     monkeypatch.setattr(training, "validate", prepare_beside)
-    source, _ = prepare(config)
+    source, _ = prepare(Corpora(config))
     train(config)
     sentence = ["The number is sixty-six."]
     for name in ("best", "last"):
         assert load_translator(tmp_path / "run" / name).source.encode(sentence) == source.encode(sentence)
-    assert prepare(tiny(tmp_path / "run", {"data.builtin_pairs": 240}))[0].encode(sentence) != source.encode(sentence)
+    other, _ = prepare(Corpora(tiny(tmp_path / "run", {"data.builtin_pairs": 240})))
+    assert other.encode(sentence) != source.encode(sentence)
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
@@ -203,7 +205,8 @@ def test_a_disk_that_is_full_is_one_line_that_names_what_was_written(room: int, 
 
 
 @pytest.mark.parametrize(
-    "moment", ["files.atomic_folder.sha256", "run_folder.checkpoint._read_tensors", "run_folder.checkpoint.load_belongings"]
+    "moment",
+    ["files.atomic_folder.sha256", "run_folder.checkpoint._read_tensors", "run_folder.checkpoint.load_belongings"],
 )
 def test_a_model_that_training_replaces_while_it_is_read_is_read_again(
     moment: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

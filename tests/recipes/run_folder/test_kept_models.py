@@ -14,8 +14,8 @@ from recipes.translation import train as training
 from recipes.translation.files.atomic_folder import MANIFEST, sha256
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.run_folder.kept_models import keep_model, kept_models
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from tests.recipes.run_folder.made import MADE, contents, refused
 from tests.recipes.tiny import tiny
 
@@ -88,14 +88,14 @@ def test_a_run_killed_before_it_saved_its_state_keeps_the_same_models_after_all(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*given: Any) -> None:
-        if given[3].step == 4:
+        if given[0].state.step == 4:
             raise KeyboardInterrupt
         save(*given)
 
-    save = training.save
+    save = training.Training.save
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(training, "save", killed)
+        patch.setattr(training.Training, "save", killed)
         with pytest.raises(KeyboardInterrupt):
             train(tiny(run, MADE))
     assert (steps(run), load_facts(run / "last")["step"]) == ([2, 3, 4], 3)
@@ -110,7 +110,7 @@ def test_a_run_killed_before_its_first_state_begins_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "save", killed)
+        patch.setattr(training.Training, "save", killed)
         with pytest.raises(KeyboardInterrupt):
             train(tiny(tmp_path / "run", MADE))
     assert steps(tmp_path / "run") == [1]

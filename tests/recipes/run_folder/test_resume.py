@@ -61,7 +61,7 @@ def test_a_run_killed_between_its_first_best_and_its_first_last_begins_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "save", killed)
+        patch.setattr(training.Training, "save", killed)
         with pytest.raises(KeyboardInterrupt):
             train(tiny(tmp_path / "run", SHORT))
     assert load_facts(tmp_path / "run" / "best")["step"] == 2
@@ -139,7 +139,7 @@ def test_a_best_that_is_gone_is_said_and_replaced_by_the_next_validation(
 ) -> None:
     shutil.rmtree(run / "best")
     validate = training.validate
-    monkeypatch.setattr(training, "validate", lambda *given: replace(validate(*given), loss=99.0))
+    monkeypatch.setattr(training, "validate", lambda *given: replace(validate(*given), values={"loss": 99.0}))
     summary = train(tiny(run, {**SHORT, "training.steps": 6}))
     assert "is gone: the next validation replaces it" in capsys.readouterr().out
     assert (summary.state.best_step, load_facts(run / "best")["step"]) == (6, 6)
@@ -179,10 +179,11 @@ MAY_CHANGE = (
         "training.precision",
     ),
     *("training.threads", "layout.data", "layout.shard", "layout.vocab", "layout.sequence", "layout.timeout"),
-    *("training.steps", "training.validate_every", "training.validate_bleu", "training.patience"),
+    *("training.steps", "training.epochs", "training.validate_every", "training.validate_bleu", "training.patience"),
     "training.teacher",  # where it lies: another model, or none, is refused by its weights
     *("training.keep_checkpoints", "training.report", "training.trackers", "decoding.length_norm"),
     *("decoding.beam", "decoding.length_penalty", "decoding.batch_sentences", "decoding.max_length"),
+    *("decoding.min_length", "decoding.no_repeat_ngram"),
 )
 
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from recipes.translation.serve.models import Line
-from recipes.translation.settings.config import DecodingConfig, RunConfig
-from recipes.translation.translating.alternatives import Translation
+from recipes.translation.translating.translate import Translation
 
 
 @dataclass
@@ -21,7 +20,8 @@ class Recorder:
     gate: threading.Event = field(default_factory=threading.Event)
     begun: threading.Event = field(default_factory=threading.Event)
     batches: list[list[str]] = field(default_factory=list)
-    config: RunConfig = field(default_factory=lambda: RunConfig(decoding=DecodingConfig(batch_sentences=4)))
+    beam: int = 4
+    batch_sentences: int = 4
 
     def refusals(self, lines: Sequence[str]) -> dict[int, str]:
         """Refuse the line "long"."""

@@ -12,14 +12,15 @@ import httpx
 import pytest
 import torch
 
+from recipes.translation.commands import served_models
+from recipes.translation.commands.served_models import torch_models
+from recipes.translation.data.corpora import Corpora, language_pairs
 from recipes.translation.data.model_text import source_text
 from recipes.translation.run_folder.checkpoint import Translator
-from recipes.translation.serve import models as served
 from recipes.translation.serve.app import application
 from recipes.translation.serve.batching import Batcher
 from recipes.translation.serve.bodies import Limits
-from recipes.translation.serve.models import language_pairs, torch_models
-from recipes.translation.translating.alternatives import Translation
+from recipes.translation.translating.translate import Translation
 from tests.recipes.serve.recorder import Recorder, unprepared
 from tests.recipes.tiny import tiny
 
@@ -82,7 +83,7 @@ def test_a_pair_that_no_model_has_is_refused_in_one_line_with_those_that_there_a
 def test_only_a_model_with_language_tags_translates_into_the_other_targets_of_its_corpora(
     tags: bool, pairs: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    assert language_pairs(tiny(tmp_path, {"corpora": CORPORA, "data.language_tags": tags})) == pairs
+    assert language_pairs(Corpora(tiny(tmp_path, {"corpora": CORPORA, "data.language_tags": tags}))) == pairs
 
 
 def test_the_target_that_is_asked_for_is_the_tag_that_the_model_reads(
@@ -95,7 +96,7 @@ def test_the_target_that_is_asked_for_is_the_tag_that_the_model_reads(
         def encode(self, lines: Sequence[str]) -> list[list[int]]:
             return [[4] * len(line.split()) for line in lines]
 
-    monkeypatch.setattr(served, "alternatives", read)
+    monkeypatch.setattr(served_models, "alternatives", read)
     subwords: Any = Counting()
     model: Any = torch.nn.Linear(1, 1)
     config = tiny(tmp_path, {"corpora": CORPORA, "data.language_tags": True})
@@ -116,4 +117,4 @@ def test_the_target_that_is_asked_for_is_the_tag_that_the_model_reads(
 def test_a_default_that_no_corpus_has_is_no_pair_of_languages(tags: bool, tmp_path: Path) -> None:
     corpora = {"c": {"source": "fr", "target": "es"}}
     config = tiny(tmp_path / "run", {"corpora": corpora, "data.language_tags": tags})
-    assert language_pairs(config) == [("fr", "es")]
+    assert language_pairs(Corpora(config)) == [("fr", "es")]

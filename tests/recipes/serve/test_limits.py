@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from recipes.translation.commands.served_models import torch_models
 from recipes.translation.serve.app import awaited
 from recipes.translation.serve.batching import QueueFullError, Wanted
 from recipes.translation.serve.bodies import Limits, RefusedError, body_of
-from recipes.translation.serve.models import Line, torch_models
+from recipes.translation.serve.models import Line
 from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.recorder import Recorder
 from tests.recipes.serve.test_app import GOOD, client_of, serving

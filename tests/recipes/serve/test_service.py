@@ -20,9 +20,8 @@ from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.run_folder.checkpoint import Translator, save_model
 from recipes.translation.translating.alignments import align
-from recipes.translation.translating.alternatives import alternatives
 from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import translate
+from recipes.translation.translating.translate import alternatives, translate
 from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.running import Running, running
 

@@ -25,6 +25,7 @@ from recipes.translation.settings.config import (
     save_config,
 )
 from recipes.translation.settings.former import FORMER, Former
+from recipes.translation.settings.schedules import SCHEDULES
 
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
 files = st.lists(texts, max_size=3).map(tuple)
@@ -240,7 +241,7 @@ def test_a_former_setting_that_a_run_saved_and_did_not_use_is_passed_over(
         ("training.steps", 1.5, ["a whole number", "'1.5'"]),
         ("training.steps", "[1", ["a whole number", "[1"]),
         ("training.steps", object(), ["a whole number"]),
-        ("training.schedule", "inverse-sqrt", ["inverse_sqrt, linear, noam, constant", "did you mean inverse_sqrt?"]),
+        ("training.schedule", "inverse-sqrt", [", ".join(SCHEDULES), "did you mean inverse_sqrt?"]),
         ("training.clip", float("inf"), ["a number from 0 up"]),
     ],
 )

@@ -26,11 +26,12 @@ from torch.overrides import TorchFunctionMode
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.scores.evaluate import evaluate
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.text.subwords import EOS
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from tests.recipes.tiny import few_held_out, tiny
 
 BASE: dict[str, Any] = {"data.builtin_pairs": 120, "subwords.vocab_size": 360, "training.batch_tokens": 400}
@@ -140,10 +141,16 @@ CHANGES: dict[str, Sequence[Change]] = {
     "training.batch_tokens": [Change(300, ("weights", "batches"))],
     "training.accumulate": [Change(2, ("weights", "batches"))],
     "training.steps": [Change(3, ("weights", "metrics"))],
-    "training.schedule": [Change(value) for value in ("linear", "noam", "constant")],
+    "training.epochs": [
+        Change(1, ("weights", "metrics", "said"), beside={"training.steps": 40}),
+        Change(50, ("said",), (*NUMBERS, "subwords", "batches")),
+    ],
+    "training.schedule": [Change(name) for name in SCHEDULES if name != "inverse_sqrt"],
     "training.learning_rate": [Change(3e-3)],
     "training.warmup": [Change(3)],
     "training.betas": [Change((0.5, 0.98)), Change((0.9, 0.7))],
+    "training.adam_eps": [Change(1e-3)],
+    "training.weight_decay": [Change(0.1)],
     "training.clip": [Change(0.01), Change(0.0, beside={"training.clip": 0.01})],
     "training.label_smoothing": [Change(0.0), Change(0.3)],
     "training.smoothing_convention": [Change("fairseq"), Change("harvard", ("weights", "metrics"))],
@@ -221,6 +228,10 @@ CHANGES: dict[str, Sequence[Change]] = {
     ],
     "decoding.batch_sentences": [Change(2, ("sentences at once",), NUMBERS)],
     "decoding.max_length": [Change(3, ("translations",), ("weights", "metrics"))],
+    "decoding.min_length": [Change(7, ("translations that could end anywhere",), ("weights",))],
+    "decoding.no_repeat_ngram": [
+        Change(1, ("translations", "metrics"), ("weights",), beside={"training.validate_bleu": 8})
+    ],
 }
 CASES = [(name, change) for name, changes in CHANGES.items() for change in changes]
 

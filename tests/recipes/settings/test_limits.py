@@ -25,13 +25,13 @@ RANGES: dict[tuple[float, float], str] = {
     (1, math.inf): """
         data.temperature data.builtin_pairs cleaning.max_words cleaning.max_characters cleaning.max_ratio
         model.d_model model.d_ff model.heads model.encoder_layers model.decoder_layers
-        model.max_positions training.chunk_tokens training.batch_tokens training.accumulate training.steps
+        model.max_positions training.chunk_tokens training.batch_tokens training.accumulate
         training.max_length training.validate_every layout.shard layout.vocab layout.sequence
         decoding.batch_sentences decoding.max_length""",
     (0, math.inf): """
         subwords.train_pairs subwords.sampling training.learning_rate training.warmup training.clip training.r_drop
         training.teacher_weight training.validate_bleu training.keep_checkpoints training.patience training.lora_rank
-        training.threads layout.data""",
+        training.threads training.steps training.epochs layout.data decoding.min_length decoding.no_repeat_ngram""",
     (0, 1): """
         noise.case noise.swap noise.drop noise.double noise.drop_words model.dropout training.betas
         training.label_smoothing training.ema""",
@@ -40,6 +40,8 @@ RANGES: dict[tuple[float, float], str] = {
     (0.01, 1000): "training.teacher_temperature",
     (0.01, 1e6): "training.lora_alpha",
     (0, 2**63): "training.seed",
+    (1e-16, 1): "training.adam_eps",
+    (0, 100): "training.weight_decay",
     (1, 1e9): "layout.timeout",
     (0, 50): "decoding.length_penalty",
 }
@@ -94,9 +96,13 @@ TOGETHER: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = [
     (BPE, "subwords.sampling", [0.0, BELOW], [1.0, ABOVE]),
     ({}, "subwords.sampling", [1.0, ABOVE], []),
     (TEACHER, "training.teacher_weight", [0.0, 1.0], [ABOVE]),
+    ({}, "training.steps", [1], [0]),
+    ({"training.epochs": 1}, "training.steps", [0, 1], []),
+    ({"training.steps": 0}, "training.epochs", [1], [0]),
     ({"training.best_by": "bleu"}, "training.validate_bleu", [1], [0]),
     ({"training.r_drop": 1.0}, "model.dropout", [5e-324], [0.0]),
     ({"training.r_drop": 1.0}, "layout.vocab", [1], [2]),
+    ({"decoding.max_length": 20}, "decoding.min_length", [0, 19], [20, 21]),
     ({"model.preset": "decoder_only"}, "layout.sequence", [1], [2]),
     (LORA, "layout.vocab", [1], [2]),
 ]
@@ -115,7 +121,7 @@ def test_settings_together_end_exactly_where_they_say(
 
 
 OPTIONS: dict[str, tuple[list[str], list[str]]] = {
-    "--best --last --min-length --n-best --no-repeat-ngram --sample --top-k": (["1", "2"], ["0", "-1", "1.0"]),
+    "--best --last --n-best --sample --top-k": (["1", "2"], ["0", "-1", "1.0"]),
     "--seed": (["0", "1"], ["-1"]),
     "--temperature": (["5e-324", "1e308"], ["0", "-5e-324", "inf", "nan"]),
     "--top-p": (["5e-324", repr(BELOW), "1"], ["0", repr(ABOVE), "nan"]),

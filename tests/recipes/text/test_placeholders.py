@@ -18,7 +18,7 @@ from recipes.translation.text.pair import Pair
 from recipes.translation.text.placeholders import masked, masked_pair, placeholder_symbols, restored
 from recipes.translation.train import train
 from recipes.translation.translating.forced_decoding import score_pairs
-from recipes.translation.translating.translate import source_ids
+from recipes.translation.translating.sentences import source_ids
 from tests.recipes.tiny import tiny
 
 ALL = ("url", "email", "number")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from recipes.translation.data import prepare as prepare_module
 from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.prepare import prepare
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import DataConfig, RunConfig, SubwordConfig
@@ -114,7 +115,7 @@ def test_missing_damaged_and_foreign_models_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("joint", "files"), [(True, {"joint.model"}), (False, {"source.model", "target.model"})])
 def test_prepare_writes_one_model_or_two(joint: bool, files: set[str], tmp_path: Path) -> None:
-    source, target = prepare(run_config(tmp_path, joint=joint))
+    source, target = prepare(Corpora(run_config(tmp_path, joint=joint)))
     assert (source is target) == joint
     assert {path.name for path in (tmp_path / "subwords").glob("*.model")} == files
     assert len(source) == len(target) == 450
@@ -125,26 +126,26 @@ def test_prepare_reuses_what_the_same_settings_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = run_config(tmp_path)
-    first, _ = prepare(config)
+    first, _ = prepare(Corpora(config))
     monkeypatch.setattr(prepare_module, "train_subwords", None)
     monkeypatch.setattr(prepare_module, "each_corpus", None)
-    again, _ = prepare(config)
+    again, _ = prepare(Corpora(config))
     assert again.encode(SENTENCES[:50]) == first.encode(SENTENCES[:50])
     assert "reused" in capsys.readouterr().out
 
 
 def test_prepare_trains_anew_for_other_settings_and_for_damaged_files(tmp_path: Path) -> None:
-    prepare(run_config(tmp_path))
+    prepare(Corpora(run_config(tmp_path)))
     model = tmp_path / "subwords" / "joint.model"
     made = model.read_bytes()
-    assert len(prepare(run_config(tmp_path, vocab_size=440))[0]) == 440
-    prepare(run_config(tmp_path))
+    assert len(prepare(Corpora(run_config(tmp_path, vocab_size=440)))[0]) == 440
+    prepare(Corpora(run_config(tmp_path)))
     assert model.read_bytes() == made
     model.write_bytes(made[:-1] + bytes([made[-1] ^ 1]))
-    prepare(run_config(tmp_path))
+    prepare(Corpora(run_config(tmp_path)))
     assert model.read_bytes() == made
     (tmp_path / "subwords" / "settings.json").write_text("{")
-    prepare(run_config(tmp_path))
+    prepare(Corpora(run_config(tmp_path)))
     assert model.read_bytes() == made
 
 
@@ -163,7 +164,7 @@ def test_a_training_file_rewritten_in_place_makes_new_subwords(tmp_path: Path) -
     config = text_config(tmp_path / "run", "a.en", "a.de")
     write_sides(tmp_path, "a.en", "a.de")
     times = [(tmp_path / name).stat() for name in ("a.en", "a.de")]
-    prepare(config)
+    prepare(Corpora(config))
     model = tmp_path / "run" / "subwords" / "joint.model"
     before = model.read_bytes()
     for name, old in zip(("a.en", "a.de"), times, strict=True):  # of the same size and age, as some tools leave it
@@ -171,7 +172,7 @@ def test_a_training_file_rewritten_in_place_makes_new_subwords(tmp_path: Path) -
         path.write_text(path.read_text().swapcase())
         os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
         assert path.stat().st_size == old.st_size
-    prepare(config)
+    prepare(Corpora(config))
     assert model.read_bytes() != before
 
 
@@ -179,10 +180,10 @@ def test_a_training_file_rewritten_in_place_makes_new_subwords(tmp_path: Path) -
 def test_other_training_files_make_new_subwords(names: tuple[str, str], tmp_path: Path) -> None:
     write_sides(tmp_path, "a.en", "a.de")
     write_sides(tmp_path, "b.en", "b.de", start=700)
-    prepare(text_config(tmp_path / "run", "a.en", "a.de"))
+    prepare(Corpora(text_config(tmp_path / "run", "a.en", "a.de")))
     model = tmp_path / "run" / "subwords" / "joint.model"
     before = model.read_bytes()
-    prepare(text_config(tmp_path / "run", *names))
+    prepare(Corpora(text_config(tmp_path / "run", *names)))
     assert model.read_bytes() != before
 
 
@@ -193,7 +194,7 @@ def test_sides_that_change_places_make_new_subwords_for_either(joint: bool, tmp_
     config = text_config(tmp_path / "run", "a.en", "a.de")
     config = dataclasses.replace(config, subwords=dataclasses.replace(config.subwords, joint=joint))
     turned = dataclasses.replace(config, data=dataclasses.replace(config.data, train=("a.de", "a.en")))
-    first, second = prepare(config), prepare(turned)
+    first, second = prepare(Corpora(config)), prepare(Corpora(turned))
     assert (first[0].encode(SENTENCES[:200]) == second[0].encode(SENTENCES[:200])) == joint
 
 
@@ -201,12 +202,12 @@ def test_the_same_files_in_another_place_are_the_same_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_sides(tmp_path, "a.en", "a.de")
-    prepare(text_config(tmp_path / "run", "a.en", "a.de"))
+    prepare(Corpora(text_config(tmp_path / "run", "a.en", "a.de")))
     (tmp_path / "b").mkdir()
     for name in ("a.en", "a.de", "run"):
         (tmp_path / name).rename(tmp_path / "b" / name)
     monkeypatch.setattr(prepare_module, "train_subwords", None)
-    prepare(text_config(tmp_path / "b" / "run", "a.en", "a.de"))
+    prepare(Corpora(text_config(tmp_path / "b" / "run", "a.en", "a.de")))
     assert "reused" in capsys.readouterr().out
 
 
@@ -215,10 +216,10 @@ def test_data_on_the_hub_is_known_by_its_sentences(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_dict(rows))
     data = DataConfig(format="hub", path="a/b", train=("train",))
     config = RunConfig(run=str(tmp_path), data=data, subwords=SubwordConfig(vocab_size=330))
-    prepare(config)
+    prepare(Corpora(config))
     before = (tmp_path / "subwords" / "joint.model").read_bytes()
     rows |= {"en": SENTENCES[700:900], "de": SENTENCES[700:900]}
-    prepare(config)
+    prepare(Corpora(config))
     assert (tmp_path / "subwords" / "joint.model").read_bytes() != before
 
 
@@ -240,15 +241,15 @@ def test_a_sentence_that_is_left_out_of_the_subwords_is_counted(
 
 
 def test_a_failed_preparation_leaves_the_old_models(tmp_path: Path) -> None:
-    prepare(run_config(tmp_path))
+    prepare(Corpora(run_config(tmp_path)))
     made = (tmp_path / "subwords" / "joint.model").read_bytes()
     with pytest.raises(ConfigError, match="too large"):
-        prepare(run_config(tmp_path, vocab_size=50_000))
+        prepare(Corpora(run_config(tmp_path, vocab_size=50_000)))
     assert (tmp_path / "subwords" / "joint.model").read_bytes() == made
 
 
 def test_lower_case_is_applied_before_training(tmp_path: Path) -> None:
-    subwords, _ = prepare(run_config(tmp_path, lowercase=True))
+    subwords, _ = prepare(Corpora(run_config(tmp_path, lowercase=True)))
     lower, upper = subwords.encode(["die zahl", "DIE ZAHL"])
     assert len(lower) < len(upper)
     pieces = [subwords._processor.id_to_piece(id) for id in range(4 + 256, len(subwords))]

@@ -16,9 +16,9 @@ import seqpar
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.processes.ranks import ALONE
 from recipes.translation.run_folder.checkpoint import build_model, model_sizes
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
 from recipes.translation.training.layout import Layout, axes_of, devices_of
-from recipes.translation.training.progress import read_metrics
 from tests.recipes.tiny import tiny
 from tests.recipes.training.test_decoder_only import tiny_decoder_only
 from tests.recipes.training.test_lstm import tiny_lstm

@@ -1,7 +1,8 @@
-"""The best validation: the lowest loss, or the highest BLEU or chrF; of equal ones the first."""
+"""The best validation, by any metric; of equal ones the first."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from recipes.translation import train as training
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.average import average
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts
+from recipes.translation.settings.metrics import METRICS
 from recipes.translation.train import train
 from recipes.translation.training.best import note_validation, out_of_patience
 from recipes.translation.training.validation import Validation
@@ -22,35 +24,45 @@ from tests.recipes.tiny import tiny
 NUMBERS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 30.0])
 
 
-@given(
-    st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), min_size=1, max_size=8), st.sampled_from(["loss", "bleu", "chrf"])
-)
-def test_the_best_is_the_first_of_the_best_ones(numbers: list[tuple[float, ...]], best_by: str) -> None:
+@pytest.mark.parametrize("best_by", METRICS)
+@given(st.lists(st.lists(NUMBERS, min_size=len(METRICS), max_size=len(METRICS)), min_size=1, max_size=8))
+def test_the_best_is_the_first_of_the_best_ones(best_by: str, numbers: list[list[float]]) -> None:
     state = TrainingState()
-    better = []
-    for step, (loss, bleu, chrf) in enumerate(numbers, start=1):
-        better.append(note_validation(state, Validation(step, loss, 1.0, 0.0, bleu, chrf), best_by))
-    own = [(-loss, bleu, chrf)[["loss", "bleu", "chrf"].index(best_by)] for loss, bleu, chrf in numbers]
+    found = [Validation(step, dict(zip(METRICS, each, strict=True))) for step, each in enumerate(numbers, start=1)]
+    better = [note_validation(state, each, best_by) for each in found]
+    sign = -1 if METRICS[best_by].smaller_is_better else 1
+    own = [sign * each.values[best_by] for each in found]
     best = own.index(max(own))
     assert state.best_step == best + 1
-    assert state.best_loss == numbers[best][0]
+    assert state.best_loss == found[best]["loss"]
     assert state.stale == len(numbers) - 1 - best
     assert better == [all(value > before for before in own[:at]) for at, value in enumerate(own)]
     config = tiny(Path("run"), {"training.patience": 2}).training
     assert out_of_patience(state, config) == (len(numbers) - 1 - best >= 2)
 
 
-@pytest.mark.parametrize(("best_by", "step", "two"), [("loss", 2, [2, 4]), ("bleu", 3, [3, 4]), ("chrf", 1, [1, 2])])
+@pytest.mark.parametrize("best_by", METRICS)
 def test_best_and_the_average_of_the_best_follow_the_number_that_is_asked_for(
-    best_by: str, step: int, two: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    best_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Every other number says something else: the third validation is the best by this one, and then the fourth."""
     monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-    numbers = iter([(3.0, 1.0, 9.0), (1.0, 2.0, 8.0), (2.5, 7.0, 7.0), (2.0, 6.0, 6.0)])
+    metric = METRICS[best_by]
+    steps = itertools.count()
     validate = training.validate
 
     def validated(*given: Any) -> Validation:
-        loss, bleu, chrf = next(numbers)
-        return replace(validate(*given), loss=loss, bleu=bleu, chrf=chrf)
+        step = next(steps)
+        largest_third, smallest_third = ((1.0, 2.0, 7.0, 6.0)[step], (9.0, 8.0, 2.0, 3.0)[step])
+        own, others = largest_third, smallest_third
+        if metric.smaller_is_better:
+            own, others = smallest_third, largest_third
+        found = validate(*given)
+        values = {
+            name: others if each.smaller_is_better == metric.smaller_is_better else own
+            for name, each in METRICS.items()
+        }
+        return replace(found, values={**values, best_by: own})
 
     monkeypatch.setattr(training, "validate", validated)
     changes = {
@@ -61,18 +73,20 @@ def test_best_and_the_average_of_the_best_follow_the_number_that_is_asked_for(
         "training.best_by": best_by,
     }
     summary = train(tiny(tmp_path / "run", changes))
-    assert (summary.state.best_step, load_facts(tmp_path / "run" / "best")["step"]) == (step, step)
-    assert average(tmp_path / "run", best=2).steps == two
+    assert (summary.state.best_step, load_facts(tmp_path / "run" / "best")["step"]) == (3, 3)
+    assert average(tmp_path / "run", best=2).steps == [3, 4]
 
 
-@pytest.mark.parametrize("best_by", ["bleu", "chrf"])
+@pytest.mark.parametrize("best_by", [name for name, each in METRICS.items() if each.of_translations])
 def test_a_score_of_no_sentences_is_refused(best_by: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^training\.best_by is {best_by}, but training\.validate_bleu is 0: "):
         tiny(tmp_path, {"training.best_by": best_by, "training.validate_bleu": 0})
 
 
-def test_a_record_of_a_version_without_chrf_is_read() -> None:
-    record = Validation(3, 1.5, 2.0, 50.0, 12.0, 34.0).as_dict()
-    assert str(Validation.from_dict(record)).endswith("BLEU 12.0   chrF 34.0")
-    del record["valid_chrf"]
-    assert str(Validation.from_dict(record)).endswith("BLEU 12.0")
+@pytest.mark.parametrize("missing", METRICS)
+def test_a_record_of_a_version_without_a_metric_is_read(missing: str) -> None:
+    record = Validation(3, dict.fromkeys(METRICS, 1.5)).as_dict()
+    del record[f"valid_{missing}"]
+    found = Validation.from_dict(record)
+    assert found.values == {**dict.fromkeys(METRICS, 1.5), missing: None}
+    assert str(found) == "   ".join(each.said(1.5) for name, each in METRICS.items() if name != missing)

@@ -19,13 +19,13 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.processes.ranks import ALONE
 from recipes.translation.run_folder.checkpoint import build_model, load_translator, model_sizes
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.teacher import load_teacher
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.train import dropout_seed, first_model, train
 from recipes.translation.training.distillation import DistillationLoss, Teacher, WithTeacher
 from recipes.translation.training.layout import Axes, Layout
-from recipes.translation.training.progress import read_metrics
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.test_recipe import LAYOUTS, assert_same_weights
 from tests.recipes.tiny import tiny

@@ -19,8 +19,8 @@ from recipes.translation.run_folder.checkpoint import (
     tensors_of,
 )
 from recipes.translation.run_folder.kept_models import kept_models
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from tests.recipes.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("short_validations")

@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from recipes.translation.commands import main
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.run_folder.checkpoint import load_translator, load_weights
 from recipes.translation.run_folder.start import run_subwords
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.training import PARTS
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from tests.recipes.tiny import options, tiny
 from tests.recipes.training.test_lstm import tiny_lstm
 
@@ -181,5 +182,5 @@ def test_prepare_names_where_the_subwords_are(base: Path, tmp_path: Path, capsys
     changes = {**BASE, "training.start_from": str(base)}
     assert main(["prepare", *options(tmp_path / "run", changes)]) == 0
     assert capsys.readouterr().out == f"[prepare] 360 source and 360 target subwords in {base}\n"
-    source, _ = run_subwords(tiny(tmp_path / "run", changes))
+    source, _ = run_subwords(Corpora(tiny(tmp_path / "run", changes)))
     assert len(source) == 360

@@ -63,7 +63,7 @@ def test_a_validation_loss_that_is_not_finite_is_never_the_best(
     loss: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, validate = tmp_path / "run", training.validate
-    monkeypatch.setattr(training, "validate", lambda *given: replace(validate(*given), loss=loss))
+    monkeypatch.setattr(training, "validate", lambda *given: replace(validate(*given), values={"loss": loss}))
     with pytest.raises(TrainingError, match=rf"^step 1: the validation loss is {loss}: try "):
         train(tiny(run, {"training.steps": 2, "training.validate_every": 1}))
     assert not (run / "best").exists()
@@ -72,5 +72,5 @@ def test_a_validation_loss_that_is_not_finite_is_never_the_best(
 
 def test_a_state_that_was_never_finite_is_replaced_by_one_that_is() -> None:
     state = TrainingState(best_loss=float("nan"), best_step=2, stale=3)
-    assert training.note_validation(state, Validation(4, 5.0, 1.0, 0.0, None))
+    assert training.note_validation(state, Validation(4, {"loss": 5.0}))
     assert (state.best_loss, state.best_step, state.stale) == (5.0, 4, 0)

@@ -21,9 +21,9 @@ from recipes.translation.run_folder.average import average
 from recipes.translation.run_folder.checkpoint import fill_model, load_translator, load_weights
 from recipes.translation.run_folder.kept_models import kept_models
 from recipes.translation.run_folder.start import run_subwords
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.options import add_config_options
 from recipes.translation.train import train
-from recipes.translation.training.progress import read_metrics
 from tests.recipes.tiny import options, tiny
 from tests.recipes.training.test_lstm import tiny_lstm
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from recipes.translation.commands import main
-from recipes.translation.training.progress import Metrics, read_metrics
+from recipes.translation.run_folder.step_records import read_metrics
+from recipes.translation.training.progress import Metrics
 from tests.recipes.tiny import options
 
 ODD = [b"not JSON", b'"text"', b"[1]", b"3", b"null", b"{}", b'{"step": "4"}', b'{"step": null}', b'{"step": NaN}']

@@ -16,10 +16,10 @@ import seqpar
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import build_model, model_sizes
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.train import dropout_seed, train
-from recipes.translation.training.progress import read_metrics
 from recipes.translation.training.r_drop import BothLogits, RDrop, TwoPasses
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.test_recipe import LAYOUTS, assert_same_weights

@@ -14,10 +14,10 @@ from recipes.translation import train as training
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import load_training
 from recipes.translation.run_folder.resume import begin
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training import outliers
-from recipes.translation.training.progress import read_metrics
 from tests.recipes.run_folder.test_checkpoint_files import resealed
 from tests.recipes.tiny import tiny
 from tests.recipes.training.test_lstm import tiny_lstm
@@ -32,6 +32,8 @@ OPTIONS: dict[str, Any] = {
     "training.accumulate": 5,
     "training.batch_tokens": 400,
     "training.ema": 0.9,
+    "training.weight_decay": 0.1,
+    "training.adam_eps": 1e-6,
     "training.r_drop": 2.0,
     "training.freeze": ("encoder", "source_embedding"),
     "training.best_by": "chrf",

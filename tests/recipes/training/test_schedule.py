@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.translation.settings.config import TrainingConfig
+from recipes.translation.settings.schedules import SCHEDULES, Schedule
 from recipes.translation.training.schedule import learning_rate
 
 
@@ -33,17 +34,29 @@ def test_linear_rises_to_its_peak_and_falls_in_a_line_to_nothing_after_the_last_
     assert rates == pytest.approx([0.0001, 0.005, 0.01, 0.005, 0.00005, 0.0, 0.0])
 
 
+def test_cosine_rises_to_its_peak_and_falls_by_half_a_cosine_to_nothing_after_the_last_step() -> None:
+    made = replace(settings("cosine"), steps=299)
+    rates = [learning_rate(made, step, 64) for step in (1, 50, 100, 150, 200, 250, 300, 400)]
+    quarter = 0.005 * 2**-0.5  # the cosine of an eighth of a turn
+    assert rates == pytest.approx([0.0001, 0.005, 0.01, 0.005 + quarter, 0.005, 0.005 - quarter, 0.0, 0.0])
+    assert 0 < learning_rate(made, 299, 64) < 1e-6, "the last step still learns"
+
+
+@pytest.mark.parametrize(("name", "schedule"), SCHEDULES.items())
+def test_a_schedule_says_whether_it_depends_on_the_number_of_steps(name: str, schedule: Schedule) -> None:
+    once, longer = (
+        [learning_rate(replace(settings(name), steps=steps), step, 64) for step in range(1, 300)]
+        for steps in (300, 400)
+    )
+    assert (once != longer) == schedule.by_steps
+
+
 def test_constant_stays_at_its_rate_after_the_warm_up() -> None:
     rates = [learning_rate(settings("constant"), step, 64) for step in (50, 100, 10_000)]
     assert rates == pytest.approx([0.005, 0.01, 0.01])
 
 
-@pytest.mark.parametrize("schedule", ["inverse_sqrt", "linear", "noam", "constant"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_without_warm_up_the_first_step_has_the_highest_rate(schedule: str) -> None:
     rates = [learning_rate(settings(schedule, warmup=0), step, 64) for step in range(1, 20)]
     assert rates[0] == max(rates) > 0
-
-
-def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="inverse_sqrt, linear, noam or constant"):
-        learning_rate(settings("cosine"), 1, 64)

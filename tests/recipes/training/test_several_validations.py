@@ -19,22 +19,23 @@ import seqpar
 from recipes.translation.commands import main
 from recipes.translation.commands.next_steps import next_steps
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.held_out import held_out
 from recipes.translation.errors import ConfigError, DataError
-from recipes.translation.report.earlier import with_samples
 from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import fill_model, load_facts, load_translator, load_weights
 from recipes.translation.run_folder.resume import begin
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.scores import evaluate
 from recipes.translation.scores.compare import compare
 from recipes.translation.scores.scores import score
 from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.metrics import METRICS
 from recipes.translation.text.pair import Pair
 from recipes.translation.train import train
 from recipes.translation.training import validation
-from recipes.translation.training.progress import read_metrics
-from recipes.translation.training.validation import NAMES, Validation
+from recipes.translation.training.earlier_samples import with_samples
+from recipes.translation.training.validation import Validation
 from recipes.translation.translating.translate import translate
 from tests.recipes.tiny import tiny
 
@@ -103,7 +104,7 @@ def validations(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def figures(record: dict[str, Any], suffix: str = "") -> list[Any]:
-    return [record[f"valid_{name}{suffix}"] for name in NAMES]
+    return [record[f"valid_{name}{suffix}"] for name in METRICS]
 
 
 def test_each_corpus_has_the_figures_of_a_run_with_its_validation_data_alone(
@@ -115,7 +116,7 @@ def test_each_corpus_has_the_figures_of_a_run_with_its_validation_data_alone(
         assert len(validations(config)) == 2
         for alone, together in zip(validations(config), validations(both), strict=True):
             assert figures(alone) == figures(together, suffix)
-            assert list(alone) == ["step", *(f"valid_{name}" for name in NAMES)]
+            assert list(alone) == ["step", *(f"valid_{name}" for name in METRICS)]
     assert figures(validations(both)[0], ".forward") != figures(validations(both)[0], ".back")
 
 
@@ -170,9 +171,13 @@ def test_bleu_and_chrf_together_are_the_means_of_the_corpora(both: RunConfig, mo
     for valid in corpus.valid:
         texts = [short[pair.source] for pair in valid.pairs[:4]]
         parts.append(score(texts, [pair.target for pair in valid.pairs[:4]]))
-    assert [(part.bleu, part.chrf) for part in found.parts.values()] == [(part.bleu, part.chrf) for part in parts]
-    assert found.bleu == (parts[0].bleu + parts[1].bleu) / 2
-    assert found.chrf == (parts[0].chrf + parts[1].chrf) / 2
+    assert [(part["bleu"], part["chrf"]) for part in found.parts.values()] == [(part.bleu, part.chrf) for part in parts]
+    for name, metric in METRICS.items():
+        own = [part.values[name] for part in found.parts.values()]
+        if metric.of_translations:
+            assert found[name] == sum(own) / 2
+        else:
+            assert found[name] == metric.of_loss(loss + loss)
     assert parts[0].bleu != parts[1].bleu
 
 
@@ -243,7 +248,7 @@ def test_evaluate_scores_each_test_set_by_itself_and_their_mean(both: RunConfig,
     run = Path(both.run)
     translator = load_translator(run / "best")
     found = []
-    for each in held_out(both, "test"):
+    for each in Corpora(both).held_out("test"):
         pairs = each.pairs()
         texts = (run / f"test.{each.name}.translations.txt").read_text().splitlines()
         tagged = [" ".join((*each.tags, pair.source)) for pair in pairs]
@@ -274,7 +279,7 @@ def test_test_sets_are_translated_under_their_tags_and_scored_in_their_languages
         return sentences
 
     monkeypatch.setattr(evaluate, "translate", repeated)
-    forward, back = held_out(both, "test")
+    forward, back = Corpora(both).held_out("test")
     chinese = replace(forward, name="zh", data=replace(forward.data, target="zh"), tags=("<2zh>",))
     translator = load_translator(Path(both.run) / "last")
     found = evaluate.evaluate_each(translator, [forward, back, chinese], translator.config.decoding)
@@ -351,10 +356,10 @@ def test_a_corpus_may_have_validation_data_alone(folder: Path) -> None:
 def test_corpora_without_test_data_are_not_tested_on_the_built_in_corpus(folder: Path) -> None:
     config = given(folder / "untested", {"a": {**FORWARD, "valid": VALID}})
     with pytest.raises(DataError, match=r"^there is no test data: .*; without it, evaluate --split valid "):
-        held_out(config, "test")
-    assert "--split valid" in next_steps(config, ["evaluate"])
+        Corpora(config).held_out("test")
+    assert "--split valid" in next_steps(config)
     with_test = given(folder / "untested", {"a": {**FORWARD, **FORWARD_HELD_OUT}})
-    assert "--split valid" not in next_steps(with_test, ["evaluate"])
+    assert "--split valid" not in next_steps(with_test)
 
 
 def test_the_test_files_of_a_corpus_may_change_on_resuming_and_the_others_may_not(

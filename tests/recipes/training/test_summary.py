@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.translation.commands import COMMANDS, main
+from recipes.translation.commands import main
 from recipes.translation.commands.next_steps import PURPOSES, next_steps
 from recipes.translation.demo import layout_in_words
 from recipes.translation.processes.ranks import Ranks
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("short_validations")
 
 
 def validation(bleu: float | None, accuracy: float) -> Validation:
-    return Validation(1, 3.0, 20.0, accuracy, bleu)
+    return Validation(1, {"loss": 3.0, "perplexity": 20.0, "accuracy": accuracy, "bleu": bleu, "chrf": None})
 
 
 @pytest.mark.parametrize(
@@ -75,23 +75,22 @@ def test_the_demo_skips_its_samples_too_and_still_names_its_command(
 
 
 def test_next_steps_are_commands_that_exist_on_data_that_the_run_has() -> None:
-    lines = next_steps(tiny(Path("runs/my run")), COMMANDS).splitlines()[1:]
-    assert [shlex.split(line, comments=True)[3] for line in lines] == [name for name in PURPOSES if name in COMMANDS]
+    lines = next_steps(tiny(Path("runs/my run"))).splitlines()[1:]
+    assert [shlex.split(line, comments=True)[3] for line in lines] == list(PURPOSES)
     for line in lines:
         words = shlex.split(line, comments=True)[3:]
         assert words[1:] == ["--run", "runs/my run"]
         with pytest.raises(SystemExit) as ended:
             main([*words, "--help"])
         assert ended.value.code == 0
-    assert len(next_steps(tiny(Path("x")), []).splitlines()) == 1
 
 
 def test_without_a_test_set_evaluate_is_named_with_the_validation_data() -> None:
     config = load_config(None, {"data.train": ["a.en", "a.de"], "data.valid": ["b.en", "b.de"]})
-    (line,) = next_steps(config, ["evaluate"]).splitlines()[1:]
+    (line,) = (line for line in next_steps(config).splitlines() if " evaluate " in line)
     assert shlex.split(line, comments=True)[4:] == ["--run", "runs/demo", "--split", "valid"]
     config = replace(config, data=replace(config.data, test=("c.en", "c.de")))
-    assert "--split" not in next_steps(config, ["evaluate"])
+    assert "--split" not in next_steps(config)
 
 
 def test_training_ends_with_the_commands_to_go_on_with(
@@ -102,7 +101,7 @@ def test_training_ends_with_the_commands_to_go_on_with(
     assert main(["train", *options(run, {"training.steps": 1})]) == 0
     text = capsys.readouterr().out
     assert text.count("->") == 3
-    assert text.endswith(next_steps(tiny(run), COMMANDS) + "\n")
+    assert text.endswith(next_steps(tiny(run)) + "\n")
 
 
 @pytest.mark.parametrize(("smoothing", "said"), [(0.1, True), (0.0, False)])

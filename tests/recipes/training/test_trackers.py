@@ -16,8 +16,9 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.errors import ConfigError
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.training import trackers
-from recipes.translation.training.progress import Metrics, read_metrics
+from recipes.translation.training.progress import Metrics
 from recipes.translation.training.trackers import check_installed, numbers, open_trackers
 from tests.recipes.tiny import options, tiny
 
@@ -110,8 +111,8 @@ def test_a_tracker_is_sent_the_steps_from_where_it_begins(tmp_path: Path, monkey
     run = tmp_path / "run"
     run.mkdir()
     wandb, trackio = Counted(), Counted()
-    monkeypatch.setattr(trackers, "_wandb_run", lambda *_: wandb)
-    monkeypatch.setattr(trackers, "_trackio_run", lambda *_: trackio)
+    monkeypatch.setattr("wandb.init", lambda **_: wandb)
+    monkeypatch.setattr("trackio.init", lambda **_: trackio)
     # Saved after step 2 and killed after step 4
     for names, resumed_at, last in ((["wandb"], None, 4), (["trackio"], 2, 6), (["wandb"], 6, 7)):
         opened = open_trackers(tiny(run, {"training.trackers": names}), resumed_at)
@@ -127,7 +128,7 @@ def test_another_run_in_the_folder_is_another_run_of_its_trackers(
 ) -> None:
     """Also where it began without any."""
     begun: list[str] = []
-    monkeypatch.setattr(trackers, "_wandb_run", lambda config, name: begun.append(name) or Counted())
+    monkeypatch.setattr("wandb.init", lambda *, id, **_: begun.append(id) or Counted())
     (tmp_path / "run").mkdir()
     wandb = tiny(tmp_path / "run", {"training.trackers": ["wandb"]})
     open_trackers(wandb, None)
@@ -232,10 +233,10 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_training(
 
 
 def test_a_tracker_that_cannot_begin_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(**_: object) -> None:
         raise OSError("no key")
 
-    monkeypatch.setattr(trackers, "_wandb_run", fail)
+    monkeypatch.setattr("wandb.init", fail)
     (tmp_path / "run").mkdir()
     with pytest.raises(ConfigError, match=r"training\.trackers: wandb does not begin: OSError: no key"):
         open_trackers(tiny(tmp_path / "run", {"training.trackers": ["wandb"]}), None)
@@ -258,8 +259,8 @@ def test_a_tracker_that_fails_later_is_one_line_and_left_out(
             raise OSError("disk full")
 
     lost, full = Lost(), Lost()
-    monkeypatch.setattr(trackers, "_wandb_run", lambda *_: lost)
-    monkeypatch.setattr(trackers, "_trackio_run", lambda *_: full)
+    monkeypatch.setattr("wandb.init", lambda **_: lost)
+    monkeypatch.setattr("trackio.init", lambda **_: full)
     monkeypatch.setattr(full, "log", lambda values, step: None)
     (tmp_path / "run").mkdir()
     opened = open_trackers(tiny(tmp_path / "run", {"training.trackers": ["wandb", "trackio"]}), None)

@@ -24,10 +24,11 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError, TrainingError
 from recipes.translation.processes.stop import StopSignals
 from recipes.translation.run_folder.checkpoint import Translator, build_model, load_facts, load_translator, model_sizes
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.scores.evaluate import score
 from recipes.translation.train import train
 from recipes.translation.training import validation
-from recipes.translation.training.progress import Metrics, Progress, read_metrics
+from recipes.translation.training.progress import Metrics, Progress, in_words
 from recipes.translation.training.summary import Summary
 from recipes.translation.training.validation import Validation
 from tests.recipes.tiny import options, tiny
@@ -280,7 +281,8 @@ def test_best_is_the_model_with_the_lowest_validation_loss(tmp_path: Path, monke
 
     def validate(translator: Translator, *arguments: Any) -> Validation:
         biases.append(translator.model.generator.bias.detach().clone())
-        return replace(validation.validate(translator, *arguments), loss=next(losses))
+        found = validation.validate(translator, *arguments)
+        return replace(found, values={**found.values, "loss": next(losses)})
 
     monkeypatch.setattr(training, "validate", validate)
     summary = train(tiny(tmp_path / "run", {"training.validate_every": 1, "training.steps": 4}))
@@ -386,6 +388,30 @@ def test_a_progress_line_has_step_loss_speed_and_time_left(monkeypatch: pytest.M
     assert progress.line(2) == "[train] step      2/10   loss 3.500   100 tokens/s   0:16 left"
 
 
+def test_the_log_says_once_how_long_training_will_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first steps are slow, and the estimate is that of the ten after them."""
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    state = training.TrainingState()
+    with Progress(state, steps=500) as progress:
+        for step in range(60):
+            clock[0] += 30.0 if step < 3 else 1.5
+            state.step += 1
+            progress.step_done(state, loss=1.0, tokens=1)
+    said = [line for line in capsys.readouterr().out.splitlines() if "will take" in line]
+    assert said == ["[train] the 480 steps left will take about 12 minutes, without validations"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "1 seconds"), (80, "80 seconds"), (100, "2 minutes"), (5_000, "83 minutes"), (9_000, "2.5 hours")],
+)
+def test_times_are_told_as_they_are_spoken_of(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words
+
+
 def test_output_that_is_no_terminal_gets_a_plain_line_every_ten_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -397,7 +423,8 @@ def test_output_that_is_no_terminal_gets_a_plain_line_every_ten_seconds(
             clock[0] += 1.0
             state.step += 1
             progress.step_done(state, loss=1.0, tokens=1)
-    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()] == ["10/100", "20/100", "30/100"]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [words[2] for words in lines if words[1] == "step"] == ["10/100", "20/100", "30/100"]
 
 
 def test_metrics_keep_what_the_resumed_step_had_and_no_more(tmp_path: Path) -> None:

@@ -20,11 +20,10 @@ from recipes.translation.run_folder.checkpoint import Translator, build_model, m
 from recipes.translation.settings.config import load_config
 from recipes.translation.text.subwords import EOS, Subwords, train_subwords
 from recipes.translation.translating.alignments import align
-from recipes.translation.translating.alternatives import alternatives
 from recipes.translation.translating.demands import phrases_of
 from recipes.translation.translating.loaded import LoadedTranslator
 from recipes.translation.translating.search_options import Sampling, SearchOptions
-from recipes.translation.translating.translate import translate
+from recipes.translation.translating.translate import alternatives, translate
 from tests.recipes.commands.test_cli import refusal
 from tests.recipes.random_translator import random_translator
 from tests.recipes.tiny import tiny

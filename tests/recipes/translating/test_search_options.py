@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +19,14 @@ from recipes.translation.errors import DataError
 from recipes.translation.run_folder.checkpoint import Translator, load_translator, save_model
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import BOS, EOS
-from recipes.translation.translating.alternatives import alternatives
 from recipes.translation.translating.demands import begins_anew, phrases_of
 from recipes.translation.translating.search_options import Sampling, SearchOptions
-from recipes.translation.translating.translate import translate
+from recipes.translation.translating.translate import alternatives, translate
 from tests.recipes.random_translator import random_translator
 
 SENTENCES = [pair.source for pair in pairs(6, 5, "test")]
+FREE: list[list[str]] = [[] for _ in SENTENCES]
+"""No phrases for any sentence."""
 DECODING = DecodingConfig(beam=4, max_length=20)
 
 
@@ -113,8 +115,8 @@ def test_scores_alone_are_those_of_the_plain_translations(
 
 
 def test_an_empty_sentence_stays_empty(translator: Translator) -> None:
-    demands = SearchOptions(n_best=2, min_length=3, prefixes=["", "I"], constraints=[[], ["six"]])
-    empty, full = alternatives(translator, ["", SENTENCES[0]], DECODING, demands)
+    demands = SearchOptions(n_best=2, prefixes=["", "I"], constraints=[[], ["six"]])
+    empty, full = alternatives(translator, ["", SENTENCES[0]], replace(DECODING, min_length=3), demands)
     assert [tuple(one) for one in empty] == [("", 0.0, 0.0)]
     assert len(full) == 2
 
@@ -160,19 +162,22 @@ def test_a_word_stays_whole_where_the_model_would_add_letters(translator: Transl
 
 
 @pytest.mark.parametrize(
-    "demands",
+    ("shortest", "demands"),
     [
-        SearchOptions(min_length=50),
-        SearchOptions(prefixes=["six " * 25]),
-        SearchOptions(constraints=[["six " * 25]]),
-        SearchOptions(min_length=50, sampling=Sampling()),
+        (50, SearchOptions()),
+        (50, SearchOptions(scores=False)),
+        (0, SearchOptions(prefixes=["six " * 25])),
+        (0, SearchOptions(constraints=[["six " * 25]])),
+        (50, SearchOptions(sampling=Sampling())),
     ],
 )
+@pytest.mark.parametrize("beam", [1, 2])
 def test_a_short_sentence_has_as_many_steps_as_is_demanded_of_it(
-    translator: Translator, demands: SearchOptions, capsys: pytest.CaptureFixture[str]
+    translator: Translator, shortest: int, demands: SearchOptions, beam: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert 2 * len(translator.source.encode(["six"])[0]) + 12 < 25
-    ((found,),) = alternatives(translator, ["six"], DecodingConfig(beam=2, max_length=120), demands)
+    decoding = DecodingConfig(beam=beam, max_length=120, min_length=shortest)
+    ((found,),) = alternatives(translator, ["six"], decoding, demands)
     assert len(translator.target.encode([found.text])[0]) >= 25
     assert capsys.readouterr().err == ""
 
@@ -198,15 +203,26 @@ def test_a_word_ends_where_no_letter_follows(translator: Translator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("demands", "holds"),
+    ("rule", "holds"),
     [
-        (SearchOptions(min_length=15), lambda ids: len(ids) >= 15),
-        (SearchOptions(no_repeat_ngram=1), lambda ids: len(set(ids)) == len(ids)),
+        ({"min_length": 15}, lambda ids: len(ids) >= 15),
+        ({"no_repeat_ngram": 1}, lambda ids: len(set(ids)) == len(ids)),
     ],
 )
+@pytest.mark.parametrize(
+    "options",
+    [SearchOptions(), SearchOptions(scores=False), SearchOptions(sampling=Sampling()), SearchOptions(constraints=FREE)],
+)
+@pytest.mark.parametrize("beam", [1, 4])
 def test_minimum_length_and_ngrams_hold_and_change_something(
-    translator: Translator, demands: SearchOptions, holds: object, monkeypatch: pytest.MonkeyPatch
+    translator: Translator,
+    rule: dict[str, int],
+    holds: Callable[[list[int]], bool],
+    options: SearchOptions,
+    beam: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    decoding = replace(DECODING, beam=beam)
     seen: list[list[int]] = []
 
     def spelled(ids: list[list[int]]) -> list[str]:
@@ -214,12 +230,12 @@ def test_minimum_length_and_ngrams_hold_and_change_something(
         return ["" for _ in ids]
 
     monkeypatch.setattr(translator.target, "decode", spelled)
-    alternatives(translator, SENTENCES, DECODING, SearchOptions())
+    alternatives(translator, SENTENCES, decoding, options)
     free = seen.copy()
     seen.clear()
-    alternatives(translator, SENTENCES, DECODING, demands)
-    assert all(map(holds, seen))  # type: ignore[call-overload]
-    assert not all(map(holds, free))  # type: ignore[call-overload]
+    alternatives(translator, SENTENCES, replace(decoding, **rule), options)
+    assert all(map(holds, seen))
+    assert not all(map(holds, free))
 
 
 def test_samples_depend_on_seed_and_place_and_not_on_the_batch(translator: Translator) -> None:
@@ -287,7 +303,7 @@ def test_runs_with_other_subwords_make_no_ensemble(
         (["--sample", "1", "--temperature", "0"], "'0' is not a number above 0"),
         (["--sample", "1", "--temperature", "nan"], "'nan' is not a number above 0"),
         (["--sample", "1", "--top-p", "1.5"], "'1.5' is not a number above 0 and at most 1"),
-        (["--min-length", "20"], "--min-length 20 leaves no translation of at most 20 steps"),
+        (["--min-length", "20"], "decoding.min_length is 20, which leaves no translation of at most 20 steps"),
         (["--prefixes", "{one line}"], "--prefixes has 1 lines for 6 sentences"),
         (["--constraints", "{one line}"], "--constraints has 1 lines for 6 sentences"),
         (["--prefixes", "{long}"], "line 2 has 41 subwords, and a translation at most 20 steps"),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 import seqpar
 from seqpar.core.token_loss import TokenLoss
@@ -82,19 +82,21 @@ def test_a_criterion_that_changes_token_loss_alone_keeps_its_counts() -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_forward_set_on_the_instance_is_called_where_nothing_is_differentiated(nested: bool) -> None:
+def test_a_forward_set_on_the_instance_is_called_and_refused_where_replicas_are_differentiated(nested: bool) -> None:
     linear = nn.Linear(4, V).double()
     linear.forward = lambda x: F.linear(x, linear.weight, linear.bias) * 0.1
     generator = nn.Sequential(linear, nn.LogSoftmax(-1)) if nested else linear
     engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=4)
     assert "Linear has a forward of its own, set on the instance" in engine.explain()
     hidden, target = batch()
+    assert_plain(generator, seqpar.CrossEntropy(), chunk_tokens=4)
+    replicas = seqpar.LossCompute(generator, seqpar.CrossEntropy(), ["cpu", "cpu"])
     with torch.no_grad():
         plain = F.cross_entropy(generator(hidden), target, reduction="sum")
-        torch.testing.assert_close(engine(hidden, target).total, plain, rtol=1e-12, atol=0)
+        torch.testing.assert_close(replicas(hidden, target).total, plain, rtol=1e-12, atol=0)
     # It keeps the original's parameters, whose gradient would be lost
     with pytest.raises(RuntimeError, match="forward that was set on the instance keeps the original's parameters"):
-        engine(hidden, target)
+        replicas(hidden, target)
 
 
 @pytest.fixture
@@ -357,3 +359,53 @@ def test_transforms_of_functions_are_refused_in_one_line(kind: str) -> None:
         with pytest.raises(RuntimeError, match=r"shape \(9, 4\) has a forward-mode derivative"):
             one(dual)
         one(hidden)
+
+
+class Keeping(nn.Module):
+    """A generator that keeps its latest scores, as many keep their attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, V)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.latest: Tensor = self.linear(x)
+        return self.latest
+
+
+def test_what_a_generator_keeps_is_gone_with_its_chunk() -> None:
+    generator = Keeping().double()
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=4)
+    for _ in range(2):
+        engine(*batch()).total.backward()
+        assert not hasattr(generator, "latest")
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_hook_of_a_parameter_runs_once_however_many_chunks(accumulated: bool) -> None:
+    generator = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, V)).double()
+    calls = []
+    if accumulated:
+        generator[0].weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(1))
+    else:
+        generator[0].weight.register_hook(lambda gradient: calls.append(1))
+    engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=4)
+    engine(*batch()).total.backward()
+    assert len(calls) == 1
+
+
+def test_a_parametrized_generator_inside_a_cache_of_its_tensors_is_refused() -> None:
+    generator = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 5)).double()
+    engine = seqpar.LossCompute(generator, nn.CrossEntropyLoss(reduction="sum"), chunk_tokens=2)
+    hidden = torch.randn(5, 4, dtype=torch.float64)
+    target = torch.arange(5)
+    with parametrize.cached(), pytest.raises(RuntimeError, match=r"inside torch.nn.utils.parametrize.cached\(\)"):
+        engine(hidden, target)
+    loss = engine(hidden, target).total
+    wanted = nn.functional.cross_entropy(generator(hidden), target, reduction="sum")
+    for own, plain in zip(
+        torch.autograd.grad(loss, list(generator.parameters())),
+        torch.autograd.grad(wanted, list(generator.parameters())),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, plain, rtol=1e-12, atol=1e-14)

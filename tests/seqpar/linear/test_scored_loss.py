@@ -146,16 +146,29 @@ def test_a_split_vocabulary_has_the_loss_of_one_device(data):
     right = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(leaves, right, strict=True)}
     answers = ranks(world, part_of_a_rank, case, split, False)
     correct = int(ours(case, tensors).correct)
+    # Every rank has the whole value and gradients, but its own part of the projection's
+    parts = {"weight", "bias"} & set(leaves)
+    joined = {n: torch.cat([torch.as_tensor(grads[n]) for _, grads, _ in answers]) for n in parts}
     for total, grads, hits in answers:
-        assert total == pytest.approx(float(expected.detach()), rel=1e-12, abs=1e-12)
+        found = {n: torch.as_tensor(g) for n, g in grads.items()} | joined
+        assert_same_results((torch.tensor(total, dtype=torch.float64), found), (expected.detach(), right))
         assert hits == correct
-        for name in set(grads) - {"weight", "bias"}:
-            scale = float(right[name].abs().max()) if right[name].numel() else 0.0
-            torch.testing.assert_close(torch.as_tensor(grads[name]), right[name], rtol=1e-12, atol=1e-12 * scale)
-    for name in {"weight", "bias"} & set(leaves):
-        joined = torch.cat([torch.as_tensor(grads[name]) for _, grads, _ in answers])
-        scale = float(right[name].abs().max())
-        torch.testing.assert_close(joined, right[name], rtol=1e-12, atol=1e-12 * scale)
+
+
+def without_tokens(rank, world):
+    hidden, weight = torch.zeros(1, 0, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    vocab, old = seqpar.VocabShard.of(2, dist.group.WORLD), torch.zeros(1, 0, 2, requires_grad=True)
+    target = torch.zeros(1, 0, dtype=torch.long)
+    loss = seqpar.scored_loss(hidden, weight, target, lambda s, old: s.lse - old[:, 0], vocab=vocab, old=old)
+    loss.total.backward()
+    return int(loss.tokens), float(loss.total.detach()), weight.grad.numpy(), tuple(old.grad.shape)
+
+
+def test_a_split_vocabulary_without_tokens_has_the_loss_0():
+    """As on a sequence rank that has no time steps."""
+    for tokens, total, grad, shape in ranks(2, without_tokens):
+        assert (tokens, total, shape) == (0, 0.0, (1, 0, 2))
+        assert not grad.any()
 
 
 class Policy(nn.Module):

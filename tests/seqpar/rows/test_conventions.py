@@ -1,4 +1,4 @@
-"""A smoothing convention is one entry of a table: losses, reference, strategies and the recipe know it from there."""
+"""A smoothing convention is one entry of a table: losses, reference and strategies know it from there."""
 
 import itertools
 import subprocess
@@ -13,8 +13,6 @@ from hypothesis import find, settings
 from torch import nn
 
 import seqpar
-from recipes.translation.settings.config import SCHEMA, TrainingConfig
-from recipes.translation.training.objective import CrossEntropyObjective
 from seqpar.rows.conventions import CONVENTIONS, Convention, Shares, shares_of
 from seqpar.testing import assert_same_gradients, plain_linear_cross_entropy
 from seqpar.testing.imagined import mistakes
@@ -48,13 +46,12 @@ def by_hand(shares, hidden, weight, target, counted):
     return torch.stack(losses).sum()
 
 
-def test_an_entry_is_enough_for_losses_reference_and_recipe(new):
+def test_an_entry_is_enough_for_losses_and_reference(new):
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (6, 5))
     target = torch.tensor([0, 2, PADDING, 4, PADDING, 0])
     head = nn.Linear(3, 5, bias=False)
     head.weight = nn.Parameter(weight.detach())
-    training = TrainingConfig(label_smoothing=EPS, smoothing_convention=NEW)
     options = {"ignore_index": PADDING, "label_smoothing": EPS, "smoothing_convention": NEW}
     criterion = seqpar.LabelSmoothing(EPS, NEW, ignore_index=PADDING)
     engine = seqpar.LossCompute(head, criterion, chunk_tokens=4)
@@ -70,7 +67,6 @@ def test_an_entry_is_enough_for_losses_reference_and_recipe(new):
     ):
         plain = partial(by_hand, new, hidden, weight, target, kept)
         assert_same_gradients(loss, plain, dict(zip(("hidden", "weight"), leaves, strict=False)))
-    assert CrossEntropyObjective(training).criterion().smoothing_convention == NEW
     assert str(engine.explain()).startswith("by formula")
 
 
@@ -110,11 +106,9 @@ def test_an_unknown_convention_is_one_sentence_everywhere(unknown):
         assert all(repr(name) in str(raised.value) for name in CONVENTIONS)
 
 
-def test_names_are_the_same_for_type_checkers_the_recipe_and_the_pages():
-    setting = SCHEMA.settings["training.smoothing_convention"]
-    assert [*CONVENTIONS] == [*get_args(Convention)] == [*setting.choices]
-    for name, shares in CONVENTIONS.items():
-        assert f"{name} ({shares.text})" in setting.help
+def test_names_are_the_same_for_type_checkers_and_the_pages():
+    assert [*CONVENTIONS] == [*get_args(Convention)]
+    for name in CONVENTIONS:
         assert f'\n| `"{name}"` |' in (DOCS / "numerics.md").read_text()
         assert f'"{name}": eps' in seqpar.LabelSmoothing.__doc__
         assert f'"{name}"' in seqpar.linear_cross_entropy.__doc__

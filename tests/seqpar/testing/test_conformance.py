@@ -110,6 +110,22 @@ def test_a_second_backward_may_raise_any_error():
     assert BY_NAME["second backward"](adapter) == Finding("pass", "raises TypeError")
 
 
+def test_a_graph_that_cannot_be_retained_may_say_so_at_the_first_backward():
+    """As torch does for a compiled graph with donated buffers; a loss without any backward still fails."""
+    asked = []
+
+    def refusing(*given):
+        loss = plain_loss(*given)
+        asked.append(loss)
+        # The check's first backward alone retains the graph
+        if len(asked) == 1:
+            loss.register_hook(lambda _: 1 / 0)
+        return loss
+
+    assert BY_NAME["second backward"](Adapter("donates", refusing)) == Finding("pass", "raises ZeroDivisionError")
+    assert len(asked) == 2
+
+
 def test_what_is_not_offered_is_not_held_against_it():
     modest = replace(KNOWN["torch"], offers=frozenset({"float32", "mean"}))
     findings = run(modest, QUICK)

@@ -17,16 +17,15 @@ import torch
 
 from models.alignment import attention_weights
 from recipes.translation import train as training
-from recipes.translation.report import journal
 from recipes.translation.report.draw import report, write_report
-from recipes.translation.report.earlier import with_samples
 from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Symbols
 from recipes.translation.train import train
-from recipes.translation.training import machine
-from recipes.translation.training.progress import read_metrics
+from recipes.translation.training import journal, machine
+from recipes.translation.training.earlier_samples import with_samples
 from recipes.translation.training.samples import attention_map, sample_rows
 from tests.recipes.tiny import few_held_out, tiny
 from tests.recipes.training.test_decoder_only import tiny_decoder_only
@@ -92,7 +91,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from recipes.translation import train as training
-from tests.recipes.report.test_journal import CHANGES
+from tests.recipes.training.test_journal import CHANGES
 from tests.recipes.tiny import few_held_out, tiny
 
 torch.set_num_threads(1)  # as the tests' process has: sums of two threads are rounded in another way
@@ -167,7 +166,7 @@ def test_the_best_model_of_a_run_that_kept_no_samples_makes_them_for_the_command
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-    monkeypatch.setattr("recipes.translation.report.earlier.SENTENCES", 7)
+    monkeypatch.setattr("recipes.translation.training.earlier_samples.SENTENCES", 7)
     earlier = tmp_path / "earlier"
     earlier.mkdir()
     shutil.copy(run / "metrics.jsonl", earlier)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from recipes.translation.data.held_out import held_out
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.report.records import RunRecords, Sentences
@@ -25,7 +25,7 @@ def with_samples(run: RunRecords, folder: Path) -> RunRecords:
         translator = load_translator(folder / "best")
         step = load_facts(folder / "best").get("step", 0)
         config = translator.config
-        sets = held_out(config, "valid")
+        sets = Corpora(config).valid
         pairs = [pair for each in sets for pair in each.spoken(each.pairs()[: SENTENCES // len(sets)])]
     except (CheckpointError, ConfigError, DataError, OSError) as error:
         return replace(run, note=f"Training kept no translations, and now there can be none: {error}")

@@ -1,0 +1,29 @@
+"""The records of a run's steps, one JSON object a line, as `metrics.jsonl` has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read all records of a `metrics.jsonl`."""
+    return list(numbered_records(path).values())
+
+
+def numbered_records(path: Path) -> dict[int, dict[str, Any]]:
+    """Do the same, by the numbers of the lines, from 1."""
+    records = enumerate(map(record_of, path.read_bytes().splitlines()), start=1)
+    return {number: record for number, record in records if record is not None}
+
+
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """Parse a line; return None if it is not a record."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:  # bool is a subclass of int
+        return None
+    return record

@@ -1,0 +1,88 @@
+"""How the learning rate goes: one table of schedules, each a function of the step's number and of settings alone.
+
+With no state to be saved, a run that is resumed has the rates of one that was not interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import cos, pi, sqrt
+from typing import NamedTuple
+
+
+class Step(NamedTuple):
+    """A step, and the settings that its learning rate may depend on."""
+
+    number: int
+    """Counted from 1."""
+    rate: float
+    """`training.learning_rate`."""
+    warmup: int
+    """`training.warmup`, and 1 for 0."""
+    steps: int
+    """Those of the whole training."""
+    d_model: int
+    """The model's width."""
+
+    @property
+    def warm(self) -> float:
+        """Return the part of the warm-up that is done, which goes beyond 1 after it."""
+        return self.number / self.warmup
+
+    @property
+    def left(self) -> float:
+        """Return the part that is left after the warm-up: 1 at its end, and 0 just after the last step.
+
+        The last step itself still learns. A training that ends within its warm-up has a divisor of 0 or less.
+        """
+        return max(self.steps + 1 - self.number, 0) / max(self.steps + 1 - self.warmup, 1)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule of the learning rate."""
+
+    rate: Callable[[Step], float]
+    help: str
+    """How the rate falls after the warm-up."""
+    by_steps: bool = False
+    """Whether it depends on the number of steps, so that a run that is resumed with another number has other rates."""
+
+
+def _inverse_sqrt(step: Step) -> float:
+    return step.rate * _rise_and_fall(step)
+
+
+def _noam(step: Step) -> float:
+    """Return `rate * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)` (Vaswani et al. 2017, section 5.3)."""
+    # min(step * warmup^-1.5, step^-0.5) = warmup^-0.5 * min(step / warmup, (warmup / step)^0.5)
+    return step.rate * _rise_and_fall(step) / sqrt(step.d_model * step.warmup)
+
+
+def _rise_and_fall(step: Step) -> float:
+    """Rise to 1 at the end of the warm-up, where both terms are 1."""
+    return min(step.warm, sqrt(step.warmup / step.number))
+
+
+def _linear(step: Step) -> float:
+    return step.rate * min(step.warm, step.left)
+
+
+def _cosine(step: Step) -> float:
+    """Return `rate * (1 + cos(pi * done)) / 2` after the warm-up (Loshchilov and Hutter 2017, equation 5)."""
+    done = 1 - min(step.left, 1.0)
+    return step.rate * min(step.warm, (1 + cos(pi * done)) / 2)
+
+
+def _constant(step: Step) -> float:
+    return step.rate * min(step.warm, 1.0)
+
+
+SCHEDULES = {
+    "inverse_sqrt": Schedule(_inverse_sqrt, "with the square root of the step"),
+    "linear": Schedule(_linear, "in a line to 0 at the end", by_steps=True),
+    "cosine": Schedule(_cosine, "by half a cosine to 0 at the end", by_steps=True),
+    "noam": Schedule(_noam, "as inverse_sqrt does, from a peak of the model's width"),
+    "constant": Schedule(_constant, "not at all"),
+}

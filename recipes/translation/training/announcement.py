@@ -1,0 +1,69 @@
+"""What a training says before its first step."""
+
+from __future__ import annotations
+
+from models import EncoderDecoder
+from recipes.translation.data.corpus import Corpus
+from recipes.translation.run_folder.checkpoint import TrainingState
+from recipes.translation.run_folder.teacher import TeacherModel
+from recipes.translation.settings.config import RunConfig, TrainingConfig
+from recipes.translation.training.layout import Layout
+from recipes.translation.training.length import steps_of_epochs
+
+
+def announce(
+    config: RunConfig,
+    settings: TrainingConfig,
+    size: str,
+    corpus: Corpus,
+    layout: Layout,
+    state: TrainingState,
+    teacher: TeacherModel | None,
+) -> None:
+    """Print the size of model, data and teacher, the layout, the end, and the step from which training resumes."""
+    dropped = ""
+    if corpus.train.dropped:
+        dropped = f" ({corpus.train.dropped:,} pairs that are too long left out)"
+    print(
+        f"[train] {size}, {len(corpus.target):,} target subwords, "
+        f"{corpus.train.count(state.epoch):,} batches an epoch{dropped}, {layout}",
+        flush=True,
+    )
+    if settings.epochs:
+        print(f"[train] {end_of(settings, corpus)}", flush=True)
+    if teacher is not None:
+        print(
+            f"[train] learning from {teacher.folder}, {parameters_of(teacher.model)} parameters: weight "
+            f"{settings.teacher_weight:g}, temperature {settings.teacher_temperature:g}",
+            flush=True,
+        )
+    if settings.label_smoothing:
+        print(
+            f"[train] losses are with label smoothing {settings.label_smoothing:g}, perplexities without it",
+            flush=True,
+        )
+    if state.step:
+        print(f"[train] resuming from step {state.step:,} of {config.run}", flush=True)
+
+
+def end_of(settings: TrainingConfig, corpus: Corpus) -> str:
+    """Return what epochs come to in steps, and what ends a training that has both."""
+    steps = steps_of_epochs(settings, corpus.train)
+    line = f"training.epochs {settings.epochs:,} are {steps:,} steps"
+    if settings.steps < steps:
+        line += f", but training.steps {settings.steps:,} ends first"
+    return line
+
+
+def size_of(model: EncoderDecoder) -> str:
+    """Return the number of parameters, and how many of them are trained, as text."""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    size = f"{parameters_of(model)} parameters"
+    if trained < sum(parameter.numel() for parameter in model.parameters()):
+        size += f" ({trained / 1e6:.2f} M trained)"
+    return size
+
+
+def parameters_of(model: EncoderDecoder) -> str:
+    """Return the number of parameters as text."""
+    return f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M"

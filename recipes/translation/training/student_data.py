@@ -1,0 +1,96 @@
+"""A student's training data: the sentences that its teacher translates, and the translations as its corpora."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+from recipes.translation.data.corpora import Corpora
+from recipes.translation.data.sentence_pairs import each_training_pair
+from recipes.translation.data.tags import language_tags, tags_of
+from recipes.translation.data.training_text import TrainingCorpus
+from recipes.translation.errors import ConfigError, DataError
+from recipes.translation.settings.config import CorpusConfig, RunConfig
+
+FOLDER = "translations"
+"""Where a student's folder has the teacher's translations."""
+
+
+class Sentences(NamedTuple):
+    """The sentences of a training corpus, in the order of its files."""
+
+    corpus: TrainingCorpus
+    tag: str
+    """The language tag in front of each; empty without."""
+    sources: list[str]
+
+
+def sentences_of(config: RunConfig, teacher: RunConfig) -> list[Sentences]:
+    """Read the sources of every training corpus, cleaned, each as often as it occurs.
+
+    Raises ConfigError for a corpus whose language is none of those that the teacher translates into by its tags.
+    """
+    corpora = Corpora(config)
+    corpora.check_training()
+    found = []
+    for corpus in corpora.training:
+        name = corpus.name or "train"
+        pairs = each_training_pair(corpus.data, config.subwords.lowercase, config.cleaning, name)
+        tag = ""
+        if teacher.data.language_tags:
+            (tag,) = language_tags(teacher, corpus.data.target)
+            if tag not in tags_of(teacher):
+                raise ConfigError(
+                    f"the target language of {name} is {corpus.data.target}, and the teacher has no tag {tag}: it has "
+                    f"{', '.join(tags_of(teacher))}"
+                )
+        found.append(Sentences(corpus, tag, [pair.source for pair in pairs]))
+    if not any(sources for _, _, sources in found):
+        raise DataError("there is no training sentence to translate; see data.train")
+    return found
+
+
+def student_of(config: RunConfig, names: list[tuple[str, ...]], originals: float) -> RunConfig:
+    """Return the settings with which the student is trained: the translations in place of the training data.
+
+    Args:
+        config: with the original training data.
+        names: the two files of each training corpus.
+        originals: the weight of the original pairs, as a factor of each corpus's own.
+    """
+    originally = Corpora(config).training
+    corpora = {}
+    for corpus, files in zip(originally, names, strict=True):
+        prefix = f"{corpus.name}." if corpus.name else ""
+        corpora[f"{prefix}translations"] = CorpusConfig(
+            train=files,
+            format="text",
+            path=str(Path(config.run) / FOLDER),
+            source=corpus.data.source,
+            target=corpus.data.target,
+            weight=corpus.weight,
+        )
+        if originals:
+            original = config.corpora.get(corpus.name) or CorpusConfig(config.data.train, format=config.data.format)
+            weight = corpus.weight * originals
+            corpora[f"{prefix}originals"] = dataclasses.replace(original, weight=weight, valid=(), test=())
+    # Under their own names and without the teacher's translations, which are no references
+    for name, corpus_config in config.corpora.items():
+        if corpus_config.valid or corpus_config.test:
+            corpora[name] = dataclasses.replace(corpus_config, train=(), weight=1.0)
+    data = dataclasses.replace(config.data, train=())
+    if data.format == "builtin" and all(corpus.data.format != "builtin" for corpus in originally):
+        # The default of a run with corpora, by which it would be judged without test data of its own
+        data = dataclasses.replace(data, format="text")
+    return dataclasses.replace(config, data=data, corpora=corpora)
+
+
+def originals_of(student: RunConfig) -> float:
+    """Return the weight of the original pairs beside the translations, by a student's saved settings."""
+    for name, corpus in student.corpora.items():
+        translations = student.corpora.get(f"{name.removesuffix('originals')}translations")
+        # A corpus of the teacher's data may have such a name, and no weight
+        if name.endswith("originals") and translations and translations.weight:
+            return corpus.weight / translations.weight
+    return 0.0

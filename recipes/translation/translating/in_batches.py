@@ -1,0 +1,50 @@
+"""Work on many sentences: in batches of similar length, divided over the processes."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from torch import Tensor
+
+from models import evaluating
+from recipes.translation.data.batches import padded
+from recipes.translation.processes.ranks import Ranks
+from recipes.translation.processes.status_line import SentenceProgress
+from recipes.translation.run_folder.checkpoint import Translator
+from seqpar.distributed.collectives import gather_objects
+
+T = TypeVar("T")
+
+
+def in_batches(
+    translator: Translator,
+    ids: list[list[int]],
+    size: int,
+    search: Callable[[list[int]], list[T]],
+    ranks: Ranks,
+    label: str = "",
+) -> Mapping[int, T]:
+    """Search in batches of `size` sentences of similar length; return what was found by row, except empty sentences'.
+
+    `search` takes the rows of a batch, the longest sentence first. Each rank has some sentences of every length, and
+    returns what all have found. `label` is as in `translate`.
+    """
+    longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
+    # Sentences of similar length share a batch, which then has little padding; every rank gets some of every length
+    mine = longest_first[ranks.rank :: ranks.world]
+    found: dict[int, T] = {}
+    progress = SentenceProgress(label, [len(ids[row]) for row in mine], len(longest_first))
+    with evaluating(translator.models), progress:
+        for start in range(0, len(mine), size):
+            rows = mine[start : start + size]
+            found.update(zip(rows, search(rows), strict=True))
+            progress.done(len(rows))
+    return ChainMap(*gather_objects(found, ranks.group))
+
+
+def as_batch(translator: Translator, sources: list[list[int]]) -> Tensor:
+    """Return the sources with their symbols as one tensor."""
+    symbols = translator.source.symbols
+    return padded([symbols.source(ids) for ids in sources]).to(translator.model.generator.weight.device)

@@ -1,0 +1,74 @@
+"""Sentences as a model reads them: in subwords, and cut to the longest length of the settings."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from recipes.translation.data.model_text import source_text
+from recipes.translation.data.tags import tags_of
+from recipes.translation.errors import DataError
+from recipes.translation.settings.config import DecodingConfig, RunConfig
+from recipes.translation.text.subwords import UNK, Subwords
+
+
+def source_ids(
+    subwords: Subwords, config: RunConfig, sentences: Sequence[str], decoding: DecodingConfig
+) -> list[list[int]]:
+    """Return the subwords of each sentence, as in training, cut to the longest length of the settings."""
+    longest = longest_source(config, decoding)
+    check_unicode(sentences)
+    ids = subwords.encode([source_text(config, sentence) for sentence in sentences])
+    tags = {tag for row in subwords.encode(list(tags_of(config))) for tag in row} - {UNK}
+    # Of a line without subwords (of control characters, say) nothing is left but its tag
+    ids = [row if any(subword not in tags for subword in row) else [] for row in ids]
+    cut = [number for number, row in enumerate(ids, start=1) if len(row) > longest]
+    if cut:
+        first = cut[0]
+        subject = f"{len(cut):,} sentences are"
+        if len(cut) == 1:
+            subject = "1 sentence is"
+        print(
+            f"[translate] {subject} cut to {longest:,} "
+            f"subwords, the larger of training.max_length and decoding.max_length: sentence {first:,} has "
+            f"{len(ids[first - 1]):,}; split what is longer into sentences",
+            file=sys.stderr,
+        )
+    return [row[:longest] for row in ids]
+
+
+def longest_source(config: RunConfig, decoding: DecodingConfig) -> int:
+    """Return the most subwords of a sentence that are translated."""
+    return max(config.training.max_length, decoding.max_length)
+
+
+def refusals(subwords: Subwords, config: RunConfig, lines: Sequence[str]) -> dict[int, str]:
+    """Return why lines cannot be translated, by their places: not Unicode, or longer than the model reads."""
+    found = {place: reason for place, line in enumerate(lines) if (reason := not_unicode(line))}
+    readable = [place for place in range(len(lines)) if place not in found]
+    longest = longest_source(config, config.decoding)
+    ids = subwords.encode([source_text(config, lines[place]) for place in readable])
+    for place, row in zip(readable, ids, strict=True):
+        if len(row) > longest:
+            found[place] = (
+                f"has {len(row):,} subwords, and the model reads at most {longest:,}: split it into sentences, one "
+                "a line"
+            )
+    return found
+
+
+def check_unicode(sentences: Sequence[str]) -> None:
+    """Raise DataError for text that is not Unicode, which is what Python makes of an argument in another encoding."""
+    for number, sentence in enumerate(sentences, start=1):
+        if reason := not_unicode(sentence):
+            raise DataError(f"sentence {number:,} {reason}")
+
+
+def not_unicode(sentence: str) -> str:
+    """Return what is wrong with a sentence that is not Unicode; "" of any other."""
+    try:
+        sentence.encode()
+    except UnicodeEncodeError as error:
+        near = sentence[max(0, error.start - 20) : error.end + 20]
+        return f"is not UTF-8 text: {near!a}; convert it to UTF-8"
+    return ""
