@@ -424,7 +424,7 @@ def test_fresh_takes_the_subwords_of_the_new_start_and_not_those_of_the_earlier_
         (
             {"training.validate_bleu": 2},
             {"training.validate_bleu": 2, "data.tokenize": "char"},
-            "data.tokenize was 13a and is char: BLEU and chrF of later validations would be those of another",
+            "data.tokenize was auto and is char: BLEU and chrF of later validations would be those of another",
         ),
         (
             {"training.validate_bleu": 2},
