@@ -65,7 +65,8 @@ def load_corpus(
     With `data.cache` one process of each machine tokenises the training pairs, and all of them map the result. Without
     `insist`, data that looks like a mistake is refused (`check_meant`).
     """
-    corpora = ranks.run_on_main(lambda: Corpora(config))
+    # On every rank: data.path and data.cache may differ between machines
+    corpora = ranks.run_on_all(lambda: Corpora(config))
     source, target = ranks.run_on_main(lambda: _prepared(corpora, subwords_of, insist))
     store = None
     if config.data.cache:

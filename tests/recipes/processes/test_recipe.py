@@ -17,6 +17,7 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import OtherRankError
 from recipes.translation.processes.ranks import joined
 from recipes.translation.run_folder.checkpoint import build_model, model_sizes
+from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import PAD
@@ -288,11 +289,13 @@ def test_only_rank_0_prints_and_only_once(tmp_path: Path) -> None:
     assert os.environ.get("RANK") is None
 
 
-def most_moments_at_once(rank: int, world: int, config: RunConfig) -> tuple[int, int]:
-    """Return how many moments a rank saw whole, and the largest number of them that were in memory at once."""
+def most_moments_at_once(rank: int, world: int, config: RunConfig) -> tuple[int, int, int]:
+    """Return how many moments a rank saw whole, how many of them were in memory at once, and how many it saves."""
     seen: list[weakref.ref[torch.Tensor]] = []
     most = 0
+    saved = 0
     moments = Layout.moments
+    save = Saver.save
 
     def watched(self: Layout, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal most
@@ -303,20 +306,27 @@ def most_moments_at_once(rank: int, world: int, config: RunConfig) -> tuple[int,
             yield name, moment
             del moment
 
+    def counted(self: Saver, translator: Any, facts: Any, copies: Any, *state: Any, **kind: Any) -> None:
+        nonlocal saved
+        saved = sum(moment.dim() > 0 for moment in copies.values())
+        save(self, translator, facts, copies, *state, **kind)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Layout, "moments", watched)
+        patch.setattr(Saver, "save", counted)
         train(config)
-    return len(seen), most
+    return len(seen), most, saved
 
 
 @pytest.mark.parametrize("layout", ["data 2", "shard 2", "vocab 2"])
 def test_only_rank_0_holds_all_moments(layout: str, tmp_path: Path) -> None:
     world, changes = LAYOUTS[layout]
     config = tiny(tmp_path / "run", {**EXACT, **changes, "training.steps": 1, "training.validate_bleu": 0})
-    (seen, first), (others_seen, other) = ranks(world, most_moments_at_once, config)
+    (seen, first, saved), (others_seen, other, others_saved) = ranks(world, most_moments_at_once, config)
     assert seen == others_seen > 10
-    assert first == seen
-    assert other <= 2  # the one at hand, and the one that it replaces
+    assert saved == seen
+    assert others_saved == 0
+    assert max(first, other) <= 2  # the one at hand, and the one that it replaces
 
 
 def groups_made(rank: int, world: int, config: RunConfig) -> int:
