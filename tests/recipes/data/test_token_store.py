@@ -21,12 +21,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.translation.data import corpus as corpus_module
 from recipes.translation.data import token_store
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.prepare import drawn
 from recipes.translation.data.token_store import StoredIds
+from recipes.translation.data.training_text import TrainingText
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_training
 from recipes.translation.text.pair import Pair
@@ -93,7 +93,7 @@ def test_pairs_are_tokenised_once_and_again_when_anything_changes_them(
     (tmp_path / "ordinary").mkdir()
     assert first.stat().st_mode == (tmp_path / "ordinary").stat().st_mode
     with monkeypatch.context() as patch:
-        patch.setattr(corpus_module, "each_corpus", None)
+        patch.setattr(TrainingText, "each_corpus", None)
         load_corpus(stored(tmp_path, **{"training.seed": 5, "training.batch_tokens": 500, "noise.case": 0.5}))
     assert "reused" in capsys.readouterr().out
     changes: list[dict[str, Any]] = [
