@@ -14,6 +14,7 @@ from recipes.translation.settings.config import load_config
 from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.train import train
 from recipes.translation.training.length import with_steps
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("short_validations")
@@ -83,7 +84,7 @@ def test_a_run_that_has_made_its_epochs_goes_on_with_more(tmp_path: Path) -> Non
     again = train(tiny(tmp_path / "run", {**given, "training.epochs": 1})).state
     assert again.step == through.step // 2, "a finished run makes no further step"
     assert train(tiny(tmp_path / "run", given)).state.step == through.step
-    weights = [(tmp_path / name / "last" / "model.safetensors").read_bytes() for name in ("through", "run")]
+    weights = [saved_file(tmp_path / name, "last", "model.safetensors").read_bytes() for name in ("through", "run")]
     assert weights[0] == weights[1]
     with pytest.raises(ConfigError, match=rf"has made {through.step} steps: set training\.steps to"):
         train(tiny(tmp_path / "run", {**given, "training.epochs": 1}))

@@ -12,6 +12,7 @@ from torch import nn
 from recipes.translation.settings.config import TrainingConfig
 from recipes.translation.train import train
 from recipes.translation.training.optimizer import make_optimizer, update
+from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny, tiny_decoder_only, tiny_lstm
 
 RATE = 0.01
@@ -61,7 +62,7 @@ def test_a_step_takes_its_share_of_matrices_and_embeddings_and_nothing_of_norms_
         ("decayed", {"training.weight_decay": 0.5}),
     ):
         train(made(tmp_path / name, {**ONE_STEP, **changes}))
-        found[name] = load_file(tmp_path / name / "last" / "model.safetensors")
+        found[name] = load_file(saved_file(tmp_path / name, "last", "model.safetensors"))
     counts = {True: 0, False: 0}
     for name, first in found["first"].items():
         counts[first.dim() > 1] += 1
@@ -77,8 +78,8 @@ def test_eps_is_added_to_the_root_of_the_second_moment(tmp_path: Path) -> None:
     eps = 0.999
     for name, changes in (("first", {"training.learning_rate": 0.0}), ("run", {})):
         train(tiny(tmp_path / name, {**ONE_STEP, "training.adam_eps": eps, "training.clip": 1e-6, **changes}))
-    first, after = (load_file(tmp_path / name / "last" / "model.safetensors") for name in ("first", "run"))
-    moments = load_file(tmp_path / "run" / "last" / "training.safetensors")
+    first, after = (load_file(saved_file(tmp_path / name, "last", "model.safetensors")) for name in ("first", "run"))
+    moments = load_file(saved_file(tmp_path / "run", "last", "training.safetensors"))
     for name, weight in after.items():
         gradient = moments[f"optimizer/{name}/exp_avg"] / (1 - 0.9)
         torch.testing.assert_close(first[name] - weight, RATE * gradient / eps, rtol=1e-5, atol=1e-15)
