@@ -28,6 +28,7 @@ LIBRARIES = {
     ("argparse", "recipes/translation/settings/options.py"): {"_ArgumentGroup", "_option_string_actions"},
     ("sacrebleu", "recipes/translation/scores/statistics.py"): {
         "_aggregate_and_compute",
+        "_compute_score_from_stats",
         "_extract_corpus_statistics",
     },
     ("torch", "models/packed.py"): {"_linear_pointwise", "_reorder_linear_weight"},

@@ -93,7 +93,7 @@ def test_every_command_of_the_page_works_in_its_order(
     for name in re.findall(r"`([\w.]+\.(?:jsonl|txt|json))`|`(\w+)/`", files):
         assert (folder / "runs" / "larger" / "".join(name)).exists(), name
     saved = {path.name for path in (folder / "runs" / "larger" / "checkpoints").glob("*/*")}
-    assert saved <= set(re.findall(r"`([\w.]+)`", of_model))
+    assert saved <= set(re.findall(r"`([\w.]+)`", of_model)) | set(re.findall(r"`(training\.\w+)`", PAGE))
     assert {"model.safetensors", "training.safetensors"} <= saved
 
 

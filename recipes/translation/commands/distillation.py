@@ -21,6 +21,7 @@ from recipes.translation.commands.arguments import (
 from recipes.translation.commands.training import exit_status
 from recipes.translation.errors import ConfigError
 from recipes.translation.files.atomic_folder import whole_folder
+from recipes.translation.files.pointers import through_pointer
 from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
 from recipes.translation.settings.options import add_config_options, overrides
 
@@ -112,7 +113,7 @@ def student_config(options: argparse.Namespace, resumed: bool) -> RunConfig:
     given: dict[str, object] = {**overrides(options)}
     file = config_file(options)
     if file is None and (teacher := given.get("training.teacher")):
-        file = teacher_folder(str(teacher)) / "config.yaml"
+        file = through_pointer(teacher_folder(str(teacher)) / "config.yaml")
         given = {**STUDENT, **given}
     config = with_folder(load_config(file, given))
     if not config.training.teacher:

@@ -287,6 +287,6 @@ class LayoutConfig:
     ] = 1
     timeout: Annotated[
         float,
-        Help("Seconds that a process waits in a step for one that hangs; saving on rank 0 must take less."),
+        Help("Seconds that a process waits in a step for one that hangs; a save on rank 0 must take less."),
         Range(at_least=1, below=1e9),  # torch counts milliseconds in a 64-bit integer
     ] = 300.0

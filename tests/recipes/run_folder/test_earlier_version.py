@@ -117,6 +117,7 @@ def test_files_of_two_checkpoints_are_refused(name: str, earlier: Path, tmp_path
         load_training(earlier / "last")
 
 
+@pytest.mark.faults
 def test_a_kill_before_any_change_of_the_disk_leaves_a_checkpoint_of_one_form_or_the_other(
     earlier: Path, tmp_path: Path, killed_before: Callable[[int, Callable[[], None]], bool]
 ) -> None:

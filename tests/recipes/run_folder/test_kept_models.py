@@ -57,7 +57,7 @@ def test_a_kept_model_is_that_of_its_step(made: Path, tmp_path: Path) -> None:
 
 
 def test_fewer_are_kept_when_fewer_are_asked_for_on_resuming(run: Path) -> None:
-    train(tiny(run, {**MADE, "training.steps": 5, "training.keep_checkpoints": 2}))
+    train(tiny(run, {**MADE, "training.steps": 5, "training.keep_checkpoints": 2}), insist=True)
     assert steps(run) == [4, 5]
 
 

@@ -141,8 +141,8 @@ def test_a_damaged_best_is_named_before_anything_is_trained(run: Path) -> None:
 
 def test_the_best_of_another_run_is_named_before_anything_is_trained(run: Path, tmp_path: Path) -> None:
     train(tiny(tmp_path / "other", {**SHORT, "training.seed": 2}))
-    shutil.copytree(model_in(tmp_path / "other", "best"), run / "checkpoints" / "step-00000009")
-    (run / "best").write_text("checkpoints/step-00000009\n")
+    shutil.copytree(model_in(tmp_path / "other", "best"), run / "checkpoints" / "step-00000001")
+    (run / "best").write_text("checkpoints/step-00000001\n")
     assert "training.seed is 1 but" in refused(run, LONGER)
 
 
@@ -173,7 +173,7 @@ def test_nothing_is_remembered_of_a_best_that_is_gone(run: Path) -> None:
 def test_a_run_goes_on_in_another_precision(before: str, after: str, tmp_path: Path) -> None:
     changes = {"training.precision": before, "training.steps": 3}
     train(tiny(tmp_path, changes))
-    summary = train(tiny(tmp_path, {**changes, "training.precision": after, "training.steps": 5}))
+    summary = train(tiny(tmp_path, {**changes, "training.precision": after, "training.steps": 5}), insist=True)
     assert summary.state.step == 5
     kinds = {tensor.dtype for tensor in load_weights(tmp_path / "last").values()}
     assert kinds == {torch.float64 if after == "float64" else torch.float32}
@@ -390,3 +390,73 @@ def test_fresh_takes_the_subwords_of_the_new_start_and_not_those_of_the_earlier_
         there, here = (saved_file(folder, name, "joint.model").read_bytes() for folder in (tmp_path / "other", run))
         assert there == here
     assert not (run / "subwords").exists()
+
+
+@pytest.mark.parametrize(
+    ("was", "changes", "what"),
+    [
+        ({}, {"training.precision": "bf16"}, "training.precision was float32 and is bf16: from step 5 on weights and"),
+        (
+            {"training.patience": 9},
+            {"training.patience": 9, "training.validate_every": 3},
+            "training.validate_every was 2 and is 3: training.patience 9 counts validations, and would end the run",
+        ),
+        (
+            {"training.learning_rate": 0.0, "training.validate_every": 1},
+            {"training.learning_rate": 0.0, "training.validate_every": 1, "training.patience": 2},
+            "training.patience is 2, and the last 3 validations were not better than that of step 1: the run would end",
+        ),
+        (
+            {"training.learning_rate": 0.0, "training.validate_every": 1, "training.patience": 3},
+            {"training.learning_rate": 0.0, "training.validate_every": 1, "training.patience": 3},
+            "training.patience is 3, and the last 3 validations were not better than that of step 1: the run would end",
+        ),
+        (
+            {"training.validate_every": 1, "training.keep_checkpoints": 3},
+            {"training.validate_every": 1, "training.keep_checkpoints": 1},
+            "training.keep_checkpoints was 3 and is 1: the next validation would remove 3 of the 3 models in",
+        ),
+        (
+            {"training.validate_bleu": 2},
+            {"training.validate_bleu": 3},
+            "training.validate_bleu was 2 and is 3: BLEU and chrF of later validations would be those of another",
+        ),
+        (
+            {"training.validate_bleu": 2},
+            {"training.validate_bleu": 2, "data.tokenize": "char"},
+            "data.tokenize was auto and is char: BLEU and chrF of later validations would be those of another",
+        ),
+        (
+            {"training.validate_bleu": 2},
+            {"training.validate_bleu": 2, "decoding.max_length": 9},
+            "decoding.max_length was 8 and is 9: BLEU and chrF of later validations would be those of another",
+        ),
+    ],
+)
+def test_a_setting_by_which_something_would_jump_is_asked_about_before_the_run_goes_on(
+    was: dict[str, Any], changes: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    train(tiny(run, {**SHORT, **was}))
+    assert refused(run, {**LONGER, **changes}).startswith(what)
+    assert refused(run, {**LONGER, **changes}).endswith(
+        "; keep the setting, begin another --run with training.start_from, or add --insist"
+    )
+    ended = train(tiny(run, {**LONGER, **changes}), insist=True).state
+    assert ended.step == (6 if "training.patience is" not in what else 4)
+
+
+@pytest.mark.parametrize(
+    ("was", "changes"),
+    [
+        ({"training.patience": 9}, {"training.patience": 8}),
+        ({}, {"training.validate_every": 3}),
+        ({"training.keep_checkpoints": 2}, {"training.keep_checkpoints": 3}),
+        ({"training.keep_checkpoints": 2}, {"training.keep_checkpoints": 0}),
+        ({"training.validate_bleu": 2}, {"training.validate_bleu": 0, "decoding.max_length": 9}),
+        ({}, {"training.save_every": "1", "training.chunk_tokens": 7}),
+    ],
+)
+def test_other_settings_change_without_a_question(was: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
+    train(tiny(tmp_path / "run", {**SHORT, **was}))
+    assert train(tiny(tmp_path / "run", {**LONGER, **was, **changes})).state.step == 6

@@ -99,9 +99,11 @@ def test_the_weights_keep_their_bits_and_models_have_the_sum(base: Path, tuned: 
     expected = summed(kept, lora)
     for found in (load_weights(tuned / "last"), load_weights(kept_models(tuned)[-1])):
         assert_close(found, expected)
-    # Files for translation alone know nothing of LoRA
+    # What is exported knows nothing of LoRA
+    assert main(["export", "--run", str(tuned), "--to", "safetensors", "--out", str(tuned.parent / "exported")]) == 0
+    assert load_file(tuned.parent / "exported" / "model.safetensors").keys() == before.keys()
     for folder in (tuned / "best", *kept_models(tuned)):
-        assert load_file(folder / "model.safetensors").keys() == before.keys()
+        assert load_weights(folder).keys() == before.keys()
     adapted = {name.replace("lora_A", "weight") for name in lora if name.endswith("lora_A")}
     assert {name for name in expected if not torch.equal(expected[name], before[name])} == adapted
 
@@ -183,8 +185,8 @@ def test_a_resumed_run_with_every_option_is_the_uninterrupted_one_bit_for_bit(ba
     train(tiny(tmp_path / "resumed", {**changes, "training.steps": 2}))
     shutil.rmtree(start)
     train(tiny(tmp_path / "resumed", {**changes, "training.steps": 4}))
-    for name in ("last/model.safetensors", "last/training.safetensors", "best/model.safetensors"):
-        one, other = ((tmp_path / run / name).read_bytes() for run in ("through", "resumed"))
+    for name in (("last", "model.safetensors"), ("last", "training.safetensors"), ("best", "model.safetensors")):
+        one, other = (saved_file(tmp_path / run, *name).read_bytes() for run in ("through", "resumed"))
         assert one == other, name
     kept, lora = in_training(tmp_path / "through")
     weights = {name: tensor.float() for name, tensor in load_weights(base / "best").items()}

@@ -133,7 +133,12 @@ def step(rank, world, layout, cut):
         if layout == "whole hidden states":
             loss = of_whole(module, rows, cut, group, sequence_rank)
             return float(loss.total), {n: t.grad for n, t in rows.items() if t.requires_grad} | gradients_of(module)
-        leaves = {n: t.detach()[:, cut.steps(sequence_rank)].requires_grad_(t.requires_grad) for n, t in rows.items()}
+        # In an order of their own: of no time steps, indexing leaves strides of 0, of which autograd warns
+        own = {n: t.detach()[:, cut.steps(sequence_rank)] for n, t in rows.items()}
+        leaves = {
+            n: t.clone(memory_format=torch.contiguous_format).requires_grad_(rows[n].requires_grad)
+            for n, t in own.items()
+        }
         trained = any(p.requires_grad for p in module.parameters())
         wrapper = wrapped(module, layout, where["outer"]) if trained else module
         loss = seqpar.accumulate_gradients(
