@@ -189,7 +189,7 @@ def test_null_keeps_the_preset(written: Callable[[str], Path]) -> None:
         ("training:\n  steps:", ["training.steps", "got nothing"]),
         ("training:\n  steps: [1]", ["a whole number", "a list of 1"]),
         ("training:\n  schedule: [noam]", ["one of inverse_sqrt", "a list of 1"]),
-        ("training:\n  steps: 0", ["from 1 up", "'0'"]),
+        ("training:\n  batch_tokens: 0", ["from 1 up", "'0'"]),
         ("training: {learning_rate: .nan}", ["training.learning_rate", "a number"]),
         ("training: {learning_rate: -1}", ["from 0 up"]),
         ("training: {betas: [0.9]}", ["a list of 2", "a list of 1"]),
@@ -274,7 +274,7 @@ def test_a_number_too_large_for_anything_is_refused(key: str, digits: int, writt
 
 def test_the_largest_whole_number_is_told() -> None:
     assert load_config(None, {"training.steps": 2**31 - 1}).training.steps == 2**31 - 1
-    assert "a whole number from 1 up; got '2147483648': it is above 2,147,483,647" in refusal(
+    assert "a whole number from 0 up; got '2147483648': it is above 2,147,483,647" in refusal(
         None, {"training.steps": 2**31}
     )
     assert load_config(None, {"training.seed": 2**63 - 1}).training.seed == 2**63 - 1

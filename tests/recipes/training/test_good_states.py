@@ -48,14 +48,14 @@ def test_weights_that_are_not_finite_are_never_saved(
 
 
 def test_moments_that_are_not_finite_are_never_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, step = tmp_path / "run", torch.optim.AdamW.step
+    run, update = tmp_path / "run", training.update
     train(tiny(run, {"training.steps": 2, "training.validate_every": 1}))
 
-    def spoiling(optimizer: torch.optim.AdamW) -> None:
-        step(optimizer)
+    def spoiling(optimizer: torch.optim.Optimizer, rate: float) -> None:
+        update(optimizer, rate)
         next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[0] = math.inf
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", spoiling)
+    monkeypatch.setattr(training, "update", spoiling)
     with pytest.raises(TrainingError, match=r"^step 3: the optimizer's moments are no longer finite: try "):
         train(tiny(run, {"training.steps": 3, "training.validate_every": 1}))
     assert_good(run, 2)
