@@ -51,7 +51,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=7, help="how often each is measured, in turn (default: 7)")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each is measured, in turn (default: 5)")
     parser.add_argument("--folder", help="where the files are written, for as long as it takes")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:

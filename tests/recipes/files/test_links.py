@@ -179,9 +179,10 @@ def test_what_a_command_writes_is_on_the_disk_before_it_has_its_name(commands: d
 def test_records_are_on_the_disk_before_the_state_that_counts_on_them(commands: dict[str, Watched]) -> None:
     events = commands["train"].events
     saved = [number for number, event in enumerate(events) if event.to and event.to.name == "last"]
-    for first, last in zip([0, *saved], saved, strict=False):
-        flushed = {event.path.name for event in events[first:last] if event.what == "flushed"}
-        assert {"metrics.jsonl", "resources.jsonl", "samples.jsonl", "validation.json"} - flushed <= {"validation.json"}
+    for number, last in enumerate(saved, start=1):  # a thread saves, and the next records may be there before it has
+        flushed = [event.path.name for event in events[:last] if event.what == "flushed"]
+        for name in ("metrics.jsonl", "resources.jsonl", "samples.jsonl"):
+            assert flushed.count(name) >= number
     assert len(saved) == 2
 
 
