@@ -24,7 +24,7 @@ from recipes.translation.commands import main
 from recipes.translation.data import token_store
 from recipes.translation.data.token_store import FACTS, PAIRS, TokenStore
 from recipes.translation.files.atomic_folder import MANIFEST, sha256
-from recipes.translation.run_folder.checkpoint import fingerprint, save_model
+from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.settings.config import load_config
 from recipes.translation.text.sentencepiece_file import OURS, _field, fields_of
 from tests.recipes.command_line import refusal
@@ -44,14 +44,16 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def resealed(folder: Path) -> None:
-    """Write the hashes of a model's folder as its files are."""
+    """Write the hashes of a folder of a model, or of a state whose model is resealed, as its files are."""
     if (folder / "model.json").exists():
-        weights = fingerprint(load_file(folder / "model.safetensors"))
-        of = {name: sha256(folder / name) for name in ("config.yaml", "joint.model")}
-        changed(folder / "model.json", lambda found: found.update({"of": {**of, "weights": weights}}))
+        of = {name: sha256(folder / name) for name in ("config.yaml", "joint.model", "model.safetensors")}
+        changed(folder / "model.json", lambda found: found.update({"of": of}))
     if (folder / "training.json").exists():
-        moments = fingerprint(load_file(folder / "training.safetensors"))
-        changed(folder / "training.json", lambda found: found.update({"of": {"weights": weights, "moments": moments}}))
+        model = folder.with_name(folder.name.replace("state", "step"))
+        files = (model / "model.safetensors", folder / "training.safetensors")
+        changed(
+            folder / "training.json", lambda found: found.update({"of": {file.name: sha256(file) for file in files}})
+        )
     (folder / MANIFEST).unlink()
     files = {path.name: {"bytes": 0, "sha256": sha256(path)} for path in folder.iterdir()}
     (folder / MANIFEST).write_text(json.dumps({"files": files}))
@@ -142,10 +144,11 @@ def test_a_hostile_file_under_hashes_that_fit_is_refused_in_one_line(
     name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, change, reason = HOSTILE[name]
-    for folder in (run / "best", run / "last", *(run / "checkpoints").iterdir()):
-        if change.__qualname__.startswith("state") and folder.name != "last":
-            continue
+    kind = "state" if change.__qualname__.startswith("state") else "step"
+    for folder in (run / "checkpoints").glob(f"{kind}-*"):
         change(folder)
+        resealed(folder)
+    for folder in (run / "checkpoints").glob("state-*"):
         resealed(folder)
     (tmp_path / "text").write_text("Two trains.\n")
     places = {"RUN": str(run), "TEXT": str(tmp_path / "text")}

@@ -13,6 +13,7 @@ from recipes.translation.files import atomic_folder, writing
 from recipes.translation.files.atomic_folder import MANIFEST, sha256
 from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.run_folder.numbered import kept_models
+from recipes.translation.run_folder.resume import begin
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.train import train
 from tests.recipes.conftest import KilledError
@@ -108,6 +109,20 @@ def test_a_run_killed_while_it_saves_keeps_the_same_models_after_all(
         assert contents(run / "checkpoints").keys() == contents(made / "checkpoints").keys()
     for name in ("best", "last"):
         assert (run / name).read_bytes() == (made / name).read_bytes()
+
+
+def test_a_run_that_resumes_before_a_killed_ones_best_has_the_best_of_its_own_steps(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        killed_at(patch, "best", 4)
+        with pytest.raises(KilledError):
+            train(tiny(run, MADE))
+    assert load_facts(run / "best")["step"] == 4
+    saved = begin(tiny(run, MADE), False)
+    assert saved is not None
+    assert load_facts(run / "best")["step"] == saved.state.best_step == 3
 
 
 @pytest.mark.parametrize("moment", ["model", "state", "kept", "best"])

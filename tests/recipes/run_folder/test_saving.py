@@ -29,6 +29,7 @@ from recipes.translation.run_folder import checkpoint, saving
 from recipes.translation.run_folder.checkpoint import (
     TrainingState,
     Translator,
+    fingerprint,
     load_facts,
     load_training,
     load_translator,
@@ -106,9 +107,28 @@ def test_what_is_saved_is_the_step_at_which_it_began_whatever_the_training_does_
 def test_a_run_on_a_slow_disk_is_the_same_run_bit_for_bit(
     tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = saving.write_model
-    monkeypatch.setattr(saving, "write_model", lambda *given: (time.sleep(0.2), write(*given))[1])
+    begun, written = [], []
+    save, write_model, write_state = Saver.save, saving.write_model, saving.write_state
+
+    def noted(saver: Saver, translator: Translator, facts: Any, moments: Any, *given: Any, **how: bool) -> None:
+        begun.append((fingerprint(tensors_of(translator.model)), fingerprint(moments)))
+        save(saver, translator, facts, moments, *given, **how)
+
+    def slowly(folder: Path, translator: Translator, weights: Any, facts: Any) -> str:
+        time.sleep(0.3)  # in which the next step is made
+        written.append(fingerprint(weights))
+        return write_model(folder, translator, weights, facts)
+
+    def noted_state(folder: Path, digest: str, moments: Any, state: TrainingState) -> None:
+        written[-1] = (written[-1], fingerprint(moments))
+        write_state(folder, digest, moments, state)
+
+    monkeypatch.setattr(Saver, "save", noted)
+    monkeypatch.setattr(saving, "write_model", slowly)
+    monkeypatch.setattr(saving, "write_state", noted_state)
     train(tiny(tmp_path / "run", MADE))
+    assert written == begun
+    assert len(set(begun)) == 4
     ours, theirs = (contents(run / "checkpoints") for run in (tmp_path / "run", made))
     assert ours.keys() == theirs.keys()
     assert {name for name in ours if ours[name] != theirs[name] and "safetensors" in name} == set()
@@ -284,6 +304,18 @@ def test_a_save_between_validations_keeps_the_best_and_the_kept_models(tmp_path:
     assert (run / "kept").read_bytes() == before
     assert load_facts(run / "best")["step"] <= 5
     assert load_training(run / "last").state.step == 6
+
+
+def test_the_best_model_stays_when_it_is_no_longer_among_the_kept_ones(translator: Translator, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Saver(run, KEEPS_TWO, None) as saver:
+        for step in range(1, 6):
+            save(saver, translator, step, validated=True, better=step == 2)
+    assert load_facts(run / "best")["step"] == 2
+    assert load_translator(run / "best").digests
+    assert {path.name for path in (run / "checkpoints").glob("step-*")} == {
+        *("step-00000002", "step-00000004", "step-00000005")
+    }
 
 
 def test_a_validated_step_is_not_saved_once_more_when_the_run_is_stopped(
