@@ -85,9 +85,7 @@ def main() -> None:
 
 def folder_of(run: Path) -> Path:
     """Return the folder of a model: a checkpoint itself, or the best one of a run."""
-    if whole_folder(run):
-        return run
-    return run / "best"
+    return whole_folder(run) or whole_folder(run / "best") or run
 
 
 def systems(

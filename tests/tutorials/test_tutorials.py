@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.recipes.saved import saved_file
+
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(1_800)]
 
@@ -49,7 +51,7 @@ def test_two_text_files_become_a_service_by_the_commands_as_printed(tmp_path: Pa
     assert scores
     assert len((tmp_path / "test.translated").read_text().splitlines()) == 200
     small = (run / "ctranslate2/model.bin").stat().st_size
-    assert small < 0.5 * (run / "best/model.safetensors").stat().st_size
+    assert small < 0.5 * saved_file(run, "best", "model.safetensors").stat().st_size
 
 
 def test_a_hugging_face_model_is_fine_tuned_as_printed(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from recipes.translation.commands import main
 from recipes.translation.data.batches import padded
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
+from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.run_folder.checkpoint import (
     Translator,
     build_model,
@@ -144,8 +145,9 @@ def test_a_wrong_call_is_one_line(call: Any, error: type[Exception], message: st
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_for_another_program_or_a_damaged_one_is_refused(run: Path, elsewhere: Path, tmp_path: Path) -> None:
-    assert main(["export", "--run", str(run), "--to", "onnx", "--out", str(tmp_path / "onnx")]) == 0
+def test_a_folder_for_another_program_or_a_damaged_one_is_refused(elsewhere: Path, tmp_path: Path) -> None:
+    with replaced_folder(tmp_path / "onnx") as folder:
+        (folder / "encoder.onnx").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"onnx has no model.json, so it was written for another program"):
         load_translator(tmp_path / "onnx")
     with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*nowhere"):
