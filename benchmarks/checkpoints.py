@@ -4,7 +4,7 @@
 
 Saving a model is compared with safetensors' own file, flushed to the disk; reading it to translate, with the tensors
 copied out of the mapped file, and the file's SHA-256; the pause of training, with a copy of weights and moments. The
-layers are those of the preset `base`, three times as many, since the built-in corpus has no large vocabulary.
+model is the preset `base`, as large as with 58,000 subwords on both sides; its feed-forward networks are wider instead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from recipes.translation.settings.config import load_config
 from recipes.translation.text.subwords import Subwords, train_subwords
 from seqpar.testing.markdown_table import markdown_table
 
-LAYERS = {"model.preset": "base", "model.encoder_layers": 18, "model.decoder_layers": 18}
+SIZES = {"model.preset": "base", "model.d_ff": 9_300}
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def main() -> None:
 
 def made(folder: Path) -> Translator:
     """Return a translator with weights that are drawn in a moment."""
-    config = load_config(None, {"run": str(folder), "subwords.vocab_size": 360, **LAYERS})
+    config = load_config(None, {"run": str(folder), "subwords.vocab_size": 360, **SIZES})
     train_subwords([side for pair in pairs(200, 1) for side in pair], folder / "joint", config.subwords)
     subwords = Subwords.load(folder / "joint.model")
     with undrawn():

@@ -90,20 +90,21 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from recipes.translation import train as training
+from recipes.translation.run_folder import saving
 from tests.recipes.training.test_journal import CHANGES
 from tests.recipes.tiny import few_held_out, tiny
 
 torch.set_num_threads(1)  # as the tests' process has: sums of two threads are rounded in another way
-save, when = training.save, sys.argv[2]
+point_at, when = saving.point_at, sys.argv[2]
 
-def deadly(*given):
-    if given[3].step == 4 and when == "before":
+def deadly(run, step, **how):
+    if step == 4 and when == "before":
         os.kill(os.getpid(), signal.SIGKILL)
-    save(*given)
-    if given[3].step == 4:
+    point_at(run, step, **how)
+    if step == 4:
         os.kill(os.getpid(), signal.SIGKILL)
 
-training.save = deadly
+saving.point_at = deadly
 with few_held_out():
     training.train(tiny(Path(sys.argv[1]), {**CHANGES, "training.steps": 6, "training.report": False}))
 """
