@@ -8,6 +8,7 @@ from pathlib import Path
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.run_folder.numbered import kept_models
+from recipes.translation.run_folder.resume import SCORING, flat
 from recipes.translation.settings.config import RunConfig
 
 
@@ -44,10 +45,10 @@ def jumps(before: RunConfig, now: RunConfig, state: TrainingState) -> Iterator[s
         )
     if not was.validate_bleu or not will_be.validate_bleu:
         return
-    for name, old, new in (
-        ("training.validate_bleu", was.validate_bleu, will_be.validate_bleu),
-        ("data.tokenize", before.data.tokenize, now.data.tokenize),
-        ("decoding.max_length", before.decoding.max_length, now.decoding.max_length),
-    ):
-        if old != new:
-            yield f"{name} was {old} and is {new}: BLEU and chrF of later validations would be those of another measure"
+    old, new = flat(before), flat(now)
+    for name in sorted(SCORING):
+        if old[name] != new[name]:
+            yield (
+                f"{name} was {old[name]} and is {new[name]}: BLEU and chrF of later validations would be those of "
+                "another measure"
+            )

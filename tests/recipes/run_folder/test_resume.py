@@ -431,6 +431,11 @@ def test_fresh_takes_the_subwords_of_the_new_start_and_not_those_of_the_earlier_
             {"training.validate_bleu": 2, "decoding.max_length": 9},
             "decoding.max_length was 8 and is 9: BLEU and chrF of later validations would be those of another",
         ),
+        (
+            {"training.validate_bleu": 2},
+            {"training.validate_bleu": 2, "decoding.no_repeat_ngram": 3},
+            "decoding.no_repeat_ngram was 0 and is 3: BLEU and chrF of later validations would be those of another",
+        ),
     ],
 )
 def test_a_setting_by_which_something_would_jump_is_asked_about_before_the_run_goes_on(
