@@ -321,8 +321,7 @@ def load_facts(folder: Path) -> dict[str, Any]:
 
 def weights_digest(folder: Path) -> str:
     """Return the SHA-256 of the weights of the model in `folder`, as it was saved with them."""
-    of = _listed_in(whole_folder(folder) or folder)
-    return of.get(WEIGHTS_FILE) or of["weights"]
+    return _digest_of_weights(_listed_in(whole_folder(folder) or folder))
 
 
 def saved_config(folder: Path) -> RunConfig | None:
@@ -457,7 +456,7 @@ def _read_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
     found = hashed.get(WEIGHTS_FILE)
     if "weights" in of:  # of an earlier version
         found = fingerprint(weights)
-    if found != (digest := weights_digest(folder)):
+    if found != (digest := _digest_of_weights(of)):
         raise CheckpointError(f"{folder / 'model.json'} belongs to other weights than those beside it; {MIXED}")
     return weights, digest
 
@@ -473,6 +472,11 @@ def _listed_in(folder: Path) -> dict[str, str]:
     if not isinstance(of, dict) or not of.keys() & {"weights", WEIGHTS_FILE}:
         raise CheckpointError(f"{folder / 'model.json'} is not what this version writes; {MIXED}")
     return of
+
+
+def _digest_of_weights(of: Mapping[str, str]) -> str:
+    """Return the hash of the weights, of the file or, by an earlier version, of the tensors, from those listed."""
+    return of.get(WEIGHTS_FILE) or of["weights"]
 
 
 def _write_json(path: Path, values: Mapping[str, object]) -> None:
