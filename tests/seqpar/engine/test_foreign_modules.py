@@ -81,22 +81,34 @@ def test_a_criterion_that_changes_token_loss_alone_keeps_its_counts() -> None:
     assert seqpar.LossCompute(nn.Linear(4, V).double(), criterion)(*batch()).correct is not None
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_forward_set_on_the_instance_is_called_and_refused_where_replicas_are_differentiated(nested: bool) -> None:
+def with_own_forward(nested: bool) -> nn.Module:
     linear = nn.Linear(4, V).double()
     linear.forward = lambda x: F.linear(x, linear.weight, linear.bias) * 0.1
-    generator = nn.Sequential(linear, nn.LogSoftmax(-1)) if nested else linear
+    return nn.Sequential(linear, nn.LogSoftmax(-1)) if nested else linear
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_forward_set_on_the_instance_is_called_and_refused_where_replicas_are_differentiated(nested: bool) -> None:
+    generator = with_own_forward(nested)
     engine = seqpar.LossCompute(generator, seqpar.CrossEntropy(), chunk_tokens=4)
     assert "Linear has a forward of its own, set on the instance" in engine.explain()
-    hidden, target = batch()
     assert_plain(generator, seqpar.CrossEntropy(), chunk_tokens=4)
+    replicas = seqpar.LossCompute(generator, seqpar.CrossEntropy(), ["cpu", "cpu"])
+    # It keeps the original's parameters, whose gradient would be lost
+    with pytest.raises(RuntimeError, match="forward that was set on the instance keeps the original's parameters"):
+        replicas(*batch())
+
+
+# On two devices in earnest the forward would mix the original's parameters with the replica's rows
+@pytest.mark.unswitched
+@pytest.mark.parametrize("nested", [False, True])
+def test_replicas_that_are_not_differentiated_call_the_forward_set_on_the_instance(nested: bool) -> None:
+    generator = with_own_forward(nested)
+    hidden, target = batch()
     replicas = seqpar.LossCompute(generator, seqpar.CrossEntropy(), ["cpu", "cpu"])
     with torch.no_grad():
         plain = F.cross_entropy(generator(hidden), target, reduction="sum")
         torch.testing.assert_close(replicas(hidden, target).total, plain, rtol=1e-12, atol=0)
-    # It keeps the original's parameters, whose gradient would be lost
-    with pytest.raises(RuntimeError, match="forward that was set on the instance keeps the original's parameters"):
-        replicas(hidden, target)
 
 
 @pytest.fixture
