@@ -213,6 +213,8 @@ CHANGING = {
 @pytest.mark.parametrize("name", CHANGING)
 def test_a_buffer_that_would_change_once_a_chunk_is_refused_in_training_alone(name: str) -> None:
     make, make_criterion = CHANGING[name]
+    # Of some weights, the power iteration of spectral_norm has converged before the first call, and changes nothing
+    torch.manual_seed(0)
     generator, criterion = make(), make_criterion()
     engine = seqpar.LossCompute(generator, criterion)
     before = {key: value.clone() for key, value in engine.state_dict().items()}
