@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from models import (
-    ConstrainedHypothesis,
     DeadEndError,
     ForcedPrefixes,
+    Hypothesis,
     MinimumLength,
     NoRepeatedNgrams,
     Phrase,
@@ -31,7 +30,7 @@ from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import EOS
 from recipes.translation.translating.demands import word_boundaries
 from recipes.translation.translating.in_batches import as_batch
-from recipes.translation.translating.search_options import Sampling, SearchOptions
+from recipes.translation.translating.search_options import SearchOptions
 
 
 @dataclass(frozen=True)
@@ -39,73 +38,55 @@ class Task:
     """One sentence in subwords, with what is demanded of its translation."""
 
     source: list[int]
-    prefix: list[int]
-    phrases: list[Phrase]
+    prefix: Sequence[int] = ()
+    phrases: Sequence[Phrase] = ()
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Sentences that are translated together."""
-
-    translator: Translator
-    decoding: DecodingConfig
-    options: SearchOptions
-    rows: list[int]
-    """The number of each sentence, from 0."""
-    tasks: list[Task]
-
-    def src(self) -> Tensor:
-        """Return the sources as a tensor."""
-        return as_batch(self.translator, [task.source for task in self.tasks])
-
-    def limits(self) -> list[int]:
-        """Return the most steps of each translation."""
-        return [
-            most_steps(
-                len(task.source),
-                self.decoding,
-                len(task.prefix),
-                sum(len(phrase.tokens) for phrase in task.phrases),
-            )
-            for task in self.tasks
-        ]
-
-    def rules(self) -> list[Rule]:
-        """Return the rules that every translation must satisfy."""
-        rules: list[Rule] = []
-        if self.decoding.min_length:
-            rules.append(MinimumLength(self.decoding.min_length, EOS))
-        if self.decoding.no_repeat_ngram:
-            rules.append(NoRepeatedNgrams(self.decoding.no_repeat_ngram))
-        if self.options.prefixes is not None:
-            rules.append(ForcedPrefixes([task.prefix for task in self.tasks]))
-        return rules
-
-
-def most_steps(source: int, decoding: DecodingConfig, prefix: int = 0, phrases: int = 0) -> int:
-    """Return the most steps of a translation, given the subwords of its sentence, its beginning and its phrases.
+def most_steps(task: Task, decoding: DecodingConfig) -> int:
+    """Return the most steps of a translation.
 
     They are twice the sentence's subwords and 12, or what is demanded if that is more, but never above
     `decoding.max_length`; the end symbol takes one.
     """
     # The end symbol is a token of the source too
-    usual = default_limit(source + 1)
-    return min(max(usual, decoding.min_length + 1, prefix + 1) + phrases, decoding.max_length)
+    usual = default_limit(len(task.source) + 1)
+    phrases = sum(len(phrase.tokens) for phrase in task.phrases)
+    return min(max(usual, decoding.min_length + 1, len(task.prefix) + 1) + phrases, decoding.max_length)
 
 
 def search_rows(
     translator: Translator, tasks: Sequence[Task], decoding: DecodingConfig, options: SearchOptions, rows: list[int]
-) -> list[list[ConstrainedHypothesis]]:
-    """Translate the sentences of these rows, the longest first."""
-    batch = Batch(translator, decoding, options, rows, [tasks[row] for row in rows])
+) -> list[list[Hypothesis]]:
+    """Translate the sentences of these rows, the longest first; without `options.scores` they may be nan."""
+    models = translator.models
+    some = [tasks[row] for row in rows]
+    src = as_batch(translator, [task.source for task in some])
+    shared: dict[str, Any] = {
+        "bos": translator.target.symbols.start,
+        "eos": EOS,
+        "rules": rules_of(some, decoding, options),
+        "max_length": [most_steps(task, decoding) for task in some],
+    }
+    by_beam: dict[str, Any] = {
+        "beam": decoding.beam,
+        "length_penalty": decoding.length_penalty,
+        "length_norm": decoding.length_norm,
+        "n_best": options.n_best,
+        **shared,
+    }
     try:
-        if options.sampling:
-            return drawn(batch, options.sampling)
+        if how := options.sampling:
+            # Another number for each pair of seed and sentence
+            seeds = [how.seed * 2**32 + row for row in rows]
+            drawn = {name: value for name, value in asdict(how).items() if name != "seed"}
+            return sample(models, src, seeds=seeds, **drawn, **shared)
         if options.constraints is not None:
-            return constrained(batch)
+            phrases = [task.phrases for task in some]
+            return constrained_beam_search(models, src, phrases, boundaries=word_boundaries(translator), **by_beam)
         if decoding.beam == 1 and not options.scores:
-            return most_probable(batch)
-        return best(batch)
+            # What a beam of width 1 finds, without the scores, which would take a softmax at each step
+            return [[Hypothesis(tokens, math.nan, math.nan)] for tokens in greedy(models, src, **shared)]
+        return beam_search(models, src, **by_beam)
     except DeadEndError as error:
         raise DataError(
             f"sentence {rows[error.sentence] + 1:,} has no translation under these options: after some subword, "
@@ -114,68 +95,13 @@ def search_rows(
         ) from None
 
 
-def most_probable(batch: Batch) -> list[list[ConstrainedHypothesis]]:
-    """Find what a beam of width 1 does, without the scores, which would take a softmax at each step."""
-    found = greedy(
-        batch.translator.models,
-        batch.src(),
-        bos=batch.translator.target.symbols.start,
-        eos=EOS,
-        rules=batch.rules(),
-        max_length=batch.limits(),
-    )
-    return [[ConstrainedHypothesis(tokens, math.nan, math.nan, unmet=[])] for tokens in found]
-
-
-def best(batch: Batch) -> list[list[ConstrainedHypothesis]]:
-    """Find the n best."""
-    found = beam_search(
-        batch.translator.models,
-        batch.src(),
-        bos=batch.translator.target.symbols.start,
-        eos=EOS,
-        beam=batch.decoding.beam,
-        length_penalty=batch.decoding.length_penalty,
-        length_norm=batch.decoding.length_norm,
-        n_best=batch.options.n_best,
-        rules=batch.rules(),
-        max_length=batch.limits(),
-    )
-    return [[ConstrainedHypothesis(*one, unmet=[]) for one in row] for row in found]
-
-
-def constrained(batch: Batch) -> list[list[ConstrainedHypothesis]]:
-    """Find the n best that contain their sentence's phrases."""
-    return constrained_beam_search(
-        batch.translator.models,
-        batch.src(),
-        [task.phrases for task in batch.tasks],
-        bos=batch.translator.target.symbols.start,
-        eos=EOS,
-        boundaries=word_boundaries(batch.translator),
-        beam=batch.decoding.beam,
-        length_penalty=batch.decoding.length_penalty,
-        length_norm=batch.decoding.length_norm,
-        n_best=batch.options.n_best,
-        rules=batch.rules(),
-        max_length=batch.limits(),
-    )
-
-
-def drawn(batch: Batch, how: Sampling) -> list[list[ConstrainedHypothesis]]:
-    """Draw translations."""
-    found = sample(
-        batch.translator.models,
-        batch.src(),
-        bos=batch.translator.target.symbols.start,
-        eos=EOS,
-        # Another number for each pair of seed and sentence
-        seeds=[how.seed * 2**32 + row for row in batch.rows],
-        samples=how.samples,
-        temperature=how.temperature,
-        top_k=how.top_k,
-        top_p=how.top_p,
-        rules=batch.rules(),
-        max_length=batch.limits(),
-    )
-    return [[ConstrainedHypothesis(*one, unmet=[]) for one in row] for row in found]
+def rules_of(tasks: Sequence[Task], decoding: DecodingConfig, options: SearchOptions) -> list[Rule]:
+    """Return the rules that every translation must satisfy."""
+    rules: list[Rule] = []
+    if decoding.min_length:
+        rules.append(MinimumLength(decoding.min_length, EOS))
+    if decoding.no_repeat_ngram:
+        rules.append(NoRepeatedNgrams(decoding.no_repeat_ngram))
+    if options.prefixes is not None:
+        rules.append(ForcedPrefixes([task.prefix for task in tasks]))
+    return rules

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from models import ConstrainedHypothesis, Hypothesis, Phrase
+from models import Hypothesis, Phrase
 from recipes.translation.data.model_text import finished
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
@@ -74,13 +74,13 @@ def alternatives(
     sources = [task.source for task in tasks]
     found = in_batches(translator, sources, decoding.batch_sentences, search, ranks, label)
     note_unmet(found, options.constraints or [])
-    empty = [ConstrainedHypothesis([], 0.0, 0.0, [])]
+    empty = [Hypothesis([], 0.0, 0.0)]
     rows = [found.get(row, empty) for row in range(len(sentences))]
     return in_words(rows, sentences, translator.target, translator.config)
 
 
 def in_words(
-    rows: Sequence[Sequence[Hypothesis | ConstrainedHypothesis]],
+    rows: Sequence[Sequence[Hypothesis]],
     sentences: Sequence[str],
     subwords: Subwords,
     config: RunConfig,
@@ -118,7 +118,7 @@ def tasks_of(
     return [Task(*each) for each in zip(sources, prefixes, phrases, strict=True)]
 
 
-def note_unmet(found: Mapping[int, list[ConstrainedHypothesis]], constraints: Sequence[Sequence[str]]) -> None:
+def note_unmet(found: Mapping[int, list[Hypothesis]], constraints: Sequence[Sequence[str]]) -> None:
     """Say on stderr which sentences have translations that lack a phrase."""
     for row, hypotheses in sorted(found.items()):
         lacking = [one.unmet for one in hypotheses if one.unmet]
