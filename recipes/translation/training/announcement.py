@@ -8,7 +8,7 @@ from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.run_folder.teacher import TeacherModel
 from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.training.layout import Layout
-from recipes.translation.training.length import steps_of_epochs
+from recipes.translation.training.optimizer import steps_of_epochs
 
 
 def announce(
