@@ -9,7 +9,7 @@ step, so that the gradient equals that of all sentences of the step on one devic
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -44,7 +44,7 @@ from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.run_folder.resume import begin, check_same_data, check_steps, flat, remove_run
 from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.start import run_subwords, starting_weights
-from recipes.translation.run_folder.teacher import TeacherModel, check_same_teacher, load_teacher
+from recipes.translation.run_folder.teacher import check_same_teacher, load_teacher
 from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.training.announcement import announce, size_of
 from recipes.translation.training.ema import WeightAverage
@@ -79,11 +79,7 @@ def train(config: RunConfig, *, fresh: bool = False, insist: bool = False, ranks
         ranks.agree(must_agree(config))
         axes = axes_of(config.layout, ranks.world)
         devices = devices_of(config.training, ranks)
-        lock: AbstractContextManager[None] = nullcontext()
-        if ranks.is_main:
-            lock = sole_writer(Path(config.run))
-        # On all ranks: where the folder is locked already, rank 0 raises, and the others must not wait for it
-        ranks.run_on_all(lambda: held.enter_context(lock))
+        held.enter_context(ranks.held_by_main(lambda: sole_writer(Path(config.run))))
         return train_on(ranks, config, axes, devices, fresh, insist)
 
 
@@ -104,7 +100,9 @@ def train_on(
     ranks.agree({"the training and validation data": corpus.fingerprint})
     settings = with_steps(settings, corpus.train)
     teacher = ranks.run_on_main(lambda: load_teacher(config, corpus.source, corpus.target))
-    state = saved.state if saved else first_state(corpus, teacher)
+    state = TrainingState(data=corpus.fingerprint, teacher=teacher.digest if teacher else "")
+    if saved:
+        state = saved.state
     check_same_data(corpus, saved, run)
     check_same_teacher(teacher, state, run)
     ranks.run_on_main(lambda: check_end(config, settings, corpus, saved, insist))
@@ -181,13 +179,6 @@ def check_end(
         check_jumps(before, config, saved.state)
         was = with_steps(before.training, corpus.train)
         check_rate(was, settings, saved.state.step, model_sizes(config.model).d_model)
-
-
-def first_state(corpus: Corpus, teacher: TeacherModel | None) -> TrainingState:
-    """Return the state of a new run on this data, with this teacher."""
-    if teacher is None:
-        return TrainingState(data=corpus.fingerprint)
-    return TrainingState(data=corpus.fingerprint, teacher=teacher.digest)
 
 
 def first_model(config: RunConfig, corpus: Corpus, saved: SavedTraining | None, ranks: Ranks) -> EncoderDecoder:

@@ -123,7 +123,7 @@ class Journal:
         self.machine.write(step=state.step, memory=memory)
         if time.monotonic() >= self.next_drawing:
             self._draw()
-        self.progress.validated(state, found, found.parts)
+        self.progress.validated(state, found)
 
     def _draw(self) -> None:
         """Draw the report; an error is said in one line and ends nothing."""

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from models.alignment import attention_weights
-from recipes.translation.data.batches import padded_batch
 from recipes.translation.data.model_text import source_text, target_text
 from recipes.translation.files.writing import replace_file
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.subwords import Subwords
+from recipes.translation.translating.alignments import attention_of_subwords
 
 SAMPLES = 6
 """Sentences of each validation that are kept."""
@@ -62,13 +61,8 @@ def attention_map(translator: Translator, source: str, translation: str) -> dict
     (target_ids,) = translator.target.encode([target_text(translator.config, translation, source)])
     if not source_ids or not target_ids or max(len(source_ids), len(target_ids)) > LONGEST:
         return None
-    device = translator.model.generator.weight.device
-    symbols = translator.source.symbols
-    batch = padded_batch([source_ids], [target_ids], symbols)
-    weights_BTS = attention_weights(translator.model, batch.src.to(device), batch.tgt_in.to(device))
-    # Without the tags of an imported model: the step that reads the last token of the start predicts the first subword
-    weights_TS = weights_BTS[0, len(symbols.start) - 1 :, len(symbols.prefix) :]
-    weights_TS = weights_TS[: len(target_ids) + 1, : len(source_ids) + 1]
+    weights_BTS = attention_of_subwords(translator, [source_ids], [target_ids])
+    weights_TS = weights_BTS[0, : len(target_ids) + 1, : len(source_ids) + 1]
     return {
         "source": [*_pieces(translator.source, source_ids), "</s>"],
         "target": [*_pieces(translator.target, target_ids), "</s>"],
