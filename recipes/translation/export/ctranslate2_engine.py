@@ -18,9 +18,8 @@ from recipes.translation.files.atomic_folder import verified_folder
 from recipes.translation.run_folder.checkpoint import load_belongings
 from recipes.translation.settings.config import DecodingConfig, RunConfig
 from recipes.translation.text.subwords import PAD, Subwords
-from recipes.translation.translating.search import Task, most_steps
 from recipes.translation.translating.sentences import source_ids
-from recipes.translation.translating.translate import Translation, in_words
+from recipes.translation.translating.translate import Task, Translation, in_words, most_steps
 
 
 class ExportedTranslator(NamedTuple):

@@ -22,9 +22,8 @@ from recipes.translation.settings.noise import NoiseConfig
 from recipes.translation.text.subwords import EOS, PAD, UNK, Subwords
 from recipes.translation.train import train
 from recipes.translation.translating.forced_decoding import log_probabilities, score_pairs
-from recipes.translation.translating.search import Task, search_rows
 from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import alternatives
+from recipes.translation.translating.translate import Task, alternatives, search_rows
 from tests.recipes.importing import published
 from tests.recipes.importing.tuned import PAIRS, files, tuning
 from tests.recipes.saved import saved_file
