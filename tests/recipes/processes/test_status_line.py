@@ -35,14 +35,6 @@ def a_terminal_that_redraws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that goes on only where a test turns it."""
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    return now
-
-
 @contextmanager
 def on_a_terminal(stream: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
     """Connect a standard stream with a pseudo-terminal; what is yielded returns what the terminal got."""
