@@ -111,7 +111,7 @@ def test_a_vocabulary_shard_has_its_part_of_the_gradient(data):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("chunks", [1, 16, 256])
+@pytest.mark.parametrize("chunks", [1, 256])
 def test_at_most_twice_plain_torchs_own_error_at_any_number_of_chunks(dtype, chunks):
     with kernels() as launched:
         mine, theirs = both_errors(LOW[dtype], 0.1, None, chunks, 256 // chunks, 300)
