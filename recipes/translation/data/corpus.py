@@ -123,9 +123,8 @@ def check_data(corpora: Corpora) -> list[str]:
 def _check_temperature(corpora: Corpora) -> None:
     """Raise ConfigError for a temperature with nothing to mix."""
     if sum(corpus.weight > 0 for corpus in corpora.training) < 2:
-        check_unset(
-            corpora.config.data, ("temperature",), "there is one corpus, with nothing to mix it with: add corpora"
-        )
+        why = "there is one corpus, with nothing to mix it with: add corpora"
+        check_unset(corpora.config, ("data.temperature",), why)
 
 
 def _check_symbols(config: RunConfig) -> None:

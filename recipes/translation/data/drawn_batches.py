@@ -20,7 +20,7 @@ from recipes.translation.data.batches import Batch, BatchOrder, Ids, TokenBatche
 from recipes.translation.data.noise import noisy
 from recipes.translation.data.tags import tags_of
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.settings.noise import NoiseConfig
+from recipes.translation.settings.data import NoiseConfig
 from recipes.translation.text.subwords import Subwords, symbols_of
 
 PROBED = 1_000

@@ -13,8 +13,8 @@ from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.tags import check_symbols, tags_of
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import replaced_folder, verified_folder
-from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import RunConfig, SubwordConfig
+from recipes.translation.settings.data import CleaningConfig
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.subwords import Subwords, symbols_of, train_subwords
 

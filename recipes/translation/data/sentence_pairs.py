@@ -23,8 +23,8 @@ from recipes.translation.data.split_files import check_format, expanded, names_o
 from recipes.translation.errors import DataError
 from recipes.translation.files.contents import Contents, Opened, opened
 from recipes.translation.files.lines import each_line
-from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import DataConfig
+from recipes.translation.settings.data import CleaningConfig
 from recipes.translation.settings.schema import shortened
 from recipes.translation.text.pair import Pair, Split
 

@@ -1,4 +1,4 @@
-"""The settings of a run's data and subwords."""
+"""The settings of a run's data: where it comes from, how it is cleaned, its noise and its subwords."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from recipes.translation.settings.schema import Help, Range
+
+Probability = Range(at_least=0, below=1)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,81 @@ class DataConfig:
     builtin_pairs: Annotated[
         int, Help("Training pairs drawn from the built-in corpus (format: builtin only)."), Range(at_least=1)
     ] = 40_000
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """One of several corpora; what is not set is as in the section data."""
+
+    train: Annotated[tuple[str, ...], Help("Training file(s), as data.train.")] = ()
+    valid: Annotated[tuple[str, ...], Help("Validation file(s), as data.valid.")] = ()
+    test: Annotated[tuple[str, ...], Help("Test file(s), as data.test.")] = ()
+    format: Annotated[
+        Literal["builtin", "text", "tsv", "jsonl", "parquet", "hub"] | None,
+        Help("As data.format; by default the files decide."),
+    ] = None
+    path: Annotated[str | None, Help("Folder of the files, or name of the hub's data set, as data.path.")] = None
+    source: Annotated[str | None, Help("Source language, as data.source.")] = None
+    target: Annotated[str | None, Help("Target language, as data.target.")] = None
+    weight: Annotated[
+        float,
+        Help("The corpus's share of an epoch, relative to its size and the other corpora's weights."),
+        Range(at_least=0, below=1e9),
+    ] = 1.0
+    tag: Annotated[
+        str,
+        Help(
+            "A word such as <bt> in front of each source sentence, which marks the corpus, as for back-translated data."
+        ),
+    ] = ""
+
+
+@dataclass(frozen=True)
+class CleaningConfig:
+    """Rules by which training pairs are removed; the log counts the pairs that each rule removes."""
+
+    max_words: Annotated[
+        int | None, Help("Remove pairs with more words than this on a side; null has no limit."), Range(at_least=1)
+    ] = None
+    max_characters: Annotated[
+        int | None,
+        Help("Remove pairs with more characters than this on a side; null has no limit."),
+        Range(at_least=1),
+    ] = None
+    max_ratio: Annotated[
+        float | None,
+        Help("Remove pairs with a side above this many times as long as the other, in characters; null has no limit."),
+        Range(at_least=1),
+    ] = None
+    script: Annotated[
+        bool,
+        Help(
+            "Remove pairs in which most letters of a side are in a script that its language does not use. The "
+            "language is an ISO 639 code (de, deu), which may name the script itself (sr-Cyrl, zho_Hant)."
+        ),
+    ] = False
+    encoding: Annotated[
+        bool, Help("Remove pairs with replacement or control characters, or with UTF-8 that was read as Latin-1.")
+    ] = False
+    copies: Annotated[bool, Help("Remove pairs with the same text on both sides.")] = False
+    duplicates: Annotated[bool, Help("Keep only the first of several equal pairs.")] = False
+
+
+@dataclass(frozen=True)
+class NoiseConfig:
+    """Noise in the source sentences of the training data, drawn anew in every epoch."""
+
+    case: Annotated[
+        float,
+        Help("Probability that a sentence is written in capitals or in lower case, half of the time each."),
+        Probability,
+    ] = 0.0
+    swap: Annotated[float, Help("Probability of a letter to change places with the next one."), Probability] = 0.0
+    drop: Annotated[float, Help("Probability of a letter to be left out."), Probability] = 0.0
+    double: Annotated[float, Help("Probability of a letter to be written twice."), Probability] = 0.0
+    drop_words: Annotated[float, Help("Probability of a word to be left out; one word always stays."), Probability] = (
+        0.0
+    )
 
 
 @dataclass(frozen=True)

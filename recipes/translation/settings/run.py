@@ -10,12 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from recipes.translation.settings.cleaning import CleaningConfig
-from recipes.translation.settings.corpora import CorpusConfig
-from recipes.translation.settings.data import DataConfig, SubwordConfig
-from recipes.translation.settings.decoding import DecodingConfig
-from recipes.translation.settings.model import ModelConfig
-from recipes.translation.settings.noise import NoiseConfig
+from recipes.translation.settings.data import CleaningConfig, CorpusConfig, DataConfig, NoiseConfig, SubwordConfig
+from recipes.translation.settings.model import DecodingConfig, ModelConfig
 from recipes.translation.settings.schema import Help
 from recipes.translation.settings.training import LayoutConfig, TrainingConfig
 

@@ -19,7 +19,7 @@ from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
 from recipes.translation.data.noise import noisy
 from recipes.translation.settings.config import SubwordConfig
-from recipes.translation.settings.noise import NoiseConfig
+from recipes.translation.settings.data import NoiseConfig
 from recipes.translation.text.subwords import BLANK, EOS, PAD, Subwords, model_path, train_subwords
 from tests.recipes.tiny import tiny
 
