@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import numpy.typing
 
-from recipes.translation.data.batches import Batch, BatchOrder, Ids, TokenBatches, padded_batch
+from recipes.translation.data.batches import Batch, Ids, TokenBatches, padded_batch
 from recipes.translation.data.noise import noisy
 from recipes.translation.data.tags import tags_of
 from recipes.translation.settings.config import RunConfig
@@ -78,8 +78,8 @@ class DrawnBatches:
         self.sides = (source, target)
         self.sampled = any(side.sampling for side in self.sides)
         self._pairs = len(plain.sources)
-        self._orders: dict[int, BatchOrder] = {}
-        self._ahead: dict[int, Future[BatchOrder]] = {}
+        self._orders: dict[int, TokenBatches] = {}
+        self._ahead: dict[int, Future[TokenBatches]] = {}
 
     @property
     def dropped(self) -> int:
@@ -142,8 +142,8 @@ class DrawnBatches:
             return numpy.inf
         return self.plain.max_length
 
-    def _order(self, epoch: int) -> BatchOrder:
-        """Return the order of an epoch's pairs: where subwords are sampled, by their drawn lengths."""
+    def _order(self, epoch: int) -> TokenBatches:
+        """Return the batches of an epoch: where subwords are sampled, in the order of their drawn lengths."""
         if not self.sampled:
             return self.plain
         if epoch not in self._orders:
@@ -153,7 +153,7 @@ class DrawnBatches:
                 self._orders = {epoch: self._draw_order(epoch)}
         return self._orders[epoch]
 
-    def _draw_order(self, epoch: int) -> BatchOrder:
+    def _draw_order(self, epoch: int) -> TokenBatches:
         # The lengths of pairs that the epoch does not contain stay: a pair too long must not come in by a shorter draw
         lengths = (self.plain.source_lengths.copy(), self.plain.target_lengths.copy())
         pairs = numpy.unique(self.plain.pairs(epoch))
@@ -165,8 +165,8 @@ class DrawnBatches:
                 side[part] = [len(ids) for ids in drawn]
         return self.plain.with_lengths(*lengths)
 
-    def _draw_in_thread(self, epoch: int) -> Future[BatchOrder]:
-        found: Future[BatchOrder] = Future()
+    def _draw_in_thread(self, epoch: int) -> Future[TokenBatches]:
+        found: Future[TokenBatches] = Future()
 
         def draw() -> None:
             try:
