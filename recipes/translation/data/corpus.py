@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recipes.translation.data.batches import TokenBatches
-from recipes.translation.data.corpora import Corpora
+from recipes.translation.data.corpora import Corpora, HeldOut
 from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
-from recipes.translation.data.held_out import HeldOut
 from recipes.translation.data.mistakes import check_meant
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.split_files import expanded
