@@ -13,13 +13,14 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from recipes.translation.errors import ConfigError
 from recipes.translation.settings.former import FORMER, FORMER_VALUES
 
+T = TypeVar("T")
 COMMAND_LINE = "command line"
 YAML_TAG = "tag:yaml.org,2002:"
 SCALARS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
@@ -36,20 +37,8 @@ class _UnfitError(ValueError):
     """A value has the right type but is invalid; the message gives the reason."""
 
 
-class Help(NamedTuple):
-    """The help text of a setting, for `Annotated`."""
-
-    text: str
-
-
-class Choices(NamedTuple):
-    """The texts that a setting may be, for `Annotated`, where a table has them and not the annotation itself."""
-
-    names: tuple[str, ...]
-
-
 class Range(NamedTuple):
-    """The numbers that a setting may have, for `Annotated`; `below` itself is excluded."""
+    """The numbers that a setting may have; `below` itself is excluded."""
 
     at_least: float
     below: float = math.inf
@@ -66,30 +55,36 @@ class Range(NamedTuple):
         return isinstance(value, (int, float)) and self.at_least <= value < self.below
 
 
+def setting(
+    default: T, help: str, *, at_least: float | None = None, below: float = math.inf, choices: tuple[str, ...] = ()
+) -> T:
+    """Make the field of a configuration dataclass: its default, its help text, and the values that it may have.
+
+    Texts to choose from are a `Literal` in its annotation, or else `choices`, where a table has them.
+    """
+    limits = None if at_least is None else Range(at_least, below)
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "range": limits})
+
+
 class SettingType(NamedTuple):
-    """A field of a configuration dataclass, as its annotation and its default describe it."""
+    """A field of a configuration dataclass, as its annotation and `setting` describe it."""
 
     kinds: tuple[Any, ...]
     """The types that a value may have: str, int, float, bool, None's, or a tuple of one of these; or, alone, a Mapping
     from names to dataclasses."""
-    default: object
-    help: str = ""
-    choices: tuple[str, ...] = ()
+    help: str
+    choices: tuple[str, ...]
     """The texts that a value may be; empty where it may be any."""
-    range: Range | None = None
+    range: Range | None
 
     @classmethod
-    def of(cls, annotation: Any, default: object) -> SettingType:
-        """Read an annotation such as `Annotated[int | None, Help("Attention heads."), Range(at_least=1)]`."""
-        kind = annotation
-        metadata: list[Any] = []
-        if get_origin(annotation) is Annotated:
-            kind, *metadata = get_args(annotation)
+    def of(cls, field: dataclasses.Field[Any], kind: Any) -> SettingType:
+        """Read a field and its annotation."""
         alternatives = (kind,)
         if get_origin(kind) in (Union, types.UnionType):
             alternatives = get_args(kind)
         kinds: list[Any] = []
-        choices: tuple[str, ...] = ()
+        choices: tuple[str, ...] = field.metadata.get("choices", ())
         for alternative in alternatives:
             if get_origin(alternative) is Literal:
                 choices = get_args(alternative)
@@ -99,10 +94,7 @@ class SettingType(NamedTuple):
                 kinds.append(tuple[str, ...])
             else:
                 kinds.append(alternative)
-        choices = next((each.names for each in metadata if isinstance(each, Choices)), choices)
-        text = next((each.text for each in metadata if isinstance(each, Help)), "")
-        limits = next((each for each in metadata if isinstance(each, Range)), None)
-        return cls(tuple(kinds), default, text, choices, limits)
+        return cls(tuple(kinds), field.metadata["help"], choices, field.metadata.get("range"))
 
 
 class Setting(NamedTuple):
@@ -117,18 +109,18 @@ class Schema:
 
     def __init__(self, root: type[Any]) -> None:
         self.settings: dict[str, SettingType] = {}
-        self.sections: dict[str, list[str]] = {"": []}
-        defaults = root()
-        for name, annotation in get_type_hints(root, include_extras=True).items():
-            self.sections[""].append(name)
-            default = getattr(defaults, name)
-            if not dataclasses.is_dataclass(annotation):
-                self.settings[name] = SettingType.of(annotation, default)
-                continue
-            inner = get_type_hints(annotation, include_extras=True)
-            self.sections[name] = list(inner)
-            for key, inner_annotation in inner.items():
-                self.settings[f"{name}.{key}"] = SettingType.of(inner_annotation, getattr(default, key))
+        self.sections: dict[str, list[str]] = {}
+        self._add("", root)
+
+    def _add(self, section: str, kind: type[Any]) -> None:
+        hints = get_type_hints(kind)
+        self.sections[section] = list(hints)
+        for field in dataclasses.fields(kind):
+            if dataclasses.is_dataclass(hints[field.name]):
+                self._add(field.name, hints[field.name])
+            else:
+                key = f"{section}.{field.name}".removeprefix(".")
+                self.settings[key] = SettingType.of(field, hints[field.name])
 
     def read_file(self, path: Path) -> dict[str, Setting]:
         """Read all settings of a YAML file."""
