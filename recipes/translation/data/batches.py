@@ -91,9 +91,7 @@ class TokenBatches:
         """Order the pairs by these lengths, in subwords without start and end symbol."""
         self.source_lengths = source_lengths
         self.target_lengths = target_lengths
-        limit = numpy.inf
-        if self.max_length is not None:
-            limit = self.max_length
+        limit = self.max_length or numpy.inf
         self._short_enough = numpy.flatnonzero((source_lengths <= limit) & (target_lengths <= limit))
         self.dropped = len(source_lengths) - len(self._short_enough)
         self._sort_lengths()

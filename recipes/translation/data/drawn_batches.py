@@ -131,16 +131,10 @@ class DrawnBatches:
         found = []
         for drawn, without in zip(side.draw(plain, noise_seeds, seeds), plain, strict=True):
             usable = drawn
-            if not 0 < len(drawn) <= self._limit:
+            if not 0 < len(drawn) <= (self.plain.max_length or numpy.inf):
                 usable = without
             found.append(usable)
         return found
-
-    @property
-    def _limit(self) -> float:
-        if self.plain.max_length is None:
-            return numpy.inf
-        return self.plain.max_length
 
     def _order(self, epoch: int) -> TokenBatches:
         """Return the batches of an epoch: where subwords are sampled, in the order of their drawn lengths."""
@@ -182,12 +176,9 @@ def drawn_batches(
     config: RunConfig, plain: TokenBatches, source: Subwords, target: Subwords
 ) -> TokenBatches | DrawnBatches:
     """Return what every epoch draws of the training pairs `plain`: themselves, unless the settings ask for more."""
-    sampling = dict.fromkeys(("source", "target"), config.subwords.sampling)
-    if config.subwords.sampled == "source":
-        sampling["target"] = 0.0
-    elif config.subwords.sampled == "target":
-        sampling["source"] = 0.0
-    symbols = symbols_of(config.subwords)
+    settings = config.subwords
+    sampling = {side: settings.sampling * (settings.sampled in ("both", side)) for side in ("source", "target")}
+    symbols = symbols_of(settings)
     of_source = Drawing(source, sampling["source"], config.noise, [*tags_of(config), *symbols])
     of_target = Drawing(target, sampling["target"], symbols=symbols)
     if not (of_source.changes or of_target.changes):

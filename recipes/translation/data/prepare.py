@@ -77,13 +77,8 @@ def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
     try:
         found = verified_folder(folder)
         made_with = json.loads((found / SETTINGS).read_text(encoding="utf-8"))
-    except (
-        CheckpointError,
-        OSError,
-        ValueError,
-        RecursionError,
-    ):  # whatever is wrong with them, they can be made again
-        return None
+    except (CheckpointError, OSError, ValueError, RecursionError):
+        return None  # whatever is wrong with them, they can be made again
     if made_with != settings:
         return None
     return found
