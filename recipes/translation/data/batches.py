@@ -91,7 +91,9 @@ class TokenBatches:
         """Order the pairs by these lengths, in subwords without start and end symbol."""
         self.source_lengths = source_lengths
         self.target_lengths = target_lengths
-        limit = self.max_length or numpy.inf
+        limit = numpy.inf
+        if self.max_length is not None:
+            limit = self.max_length
         self._short_enough = numpy.flatnonzero((source_lengths <= limit) & (target_lengths <= limit))
         self.dropped = len(source_lengths) - len(self._short_enough)
         self._sort_lengths()
