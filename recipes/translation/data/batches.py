@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import signal
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -70,7 +71,7 @@ class TokenBatches:
         *,
         batch_tokens: int,
         seed: int = 0,
-        max_length: int | None = None,
+        max_length: float = math.inf,
         mixture: Mixture | None = None,
         symbols: Symbols = ORDINARY,
     ) -> None:
@@ -91,10 +92,8 @@ class TokenBatches:
         """Order the pairs by these lengths, in subwords without start and end symbol."""
         self.source_lengths = source_lengths
         self.target_lengths = target_lengths
-        limit = numpy.inf
-        if self.max_length is not None:
-            limit = self.max_length
-        self._short_enough = numpy.flatnonzero((source_lengths <= limit) & (target_lengths <= limit))
+        short = (source_lengths <= self.max_length) & (target_lengths <= self.max_length)
+        self._short_enough = numpy.flatnonzero(short)
         self.dropped = len(source_lengths) - len(self._short_enough)
         self._sort_lengths()
         self._cuts = self._cut(self.pairs(0))

@@ -131,16 +131,10 @@ class DrawnBatches:
         found = []
         for drawn, without in zip(side.draw(plain, noise_seeds, seeds), plain, strict=True):
             usable = drawn
-            if not 0 < len(drawn) <= self._limit:
+            if not 0 < len(drawn) <= self.plain.max_length:
                 usable = without
             found.append(usable)
         return found
-
-    @property
-    def _limit(self) -> float:
-        if self.plain.max_length is None:
-            return numpy.inf
-        return self.plain.max_length
 
     def _order(self, epoch: int) -> TokenBatches:
         """Return the batches of an epoch: where subwords are sampled, in the order of their drawn lengths."""
