@@ -212,7 +212,7 @@ def _parquet(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
 
     (path,) = paths_of(data, split)
     with tempfile.TemporaryDirectory() as folder:
-        with _quiet(), _explained(str(path)):
+        with _explained(str(path)):
             rows = datasets.Dataset.from_parquet(str(path), cache_dir=folder)
         yield from _sliced(rows, data, str(path))
 
@@ -226,7 +226,7 @@ def _hub(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
     options: dict[str, Any] = {"split": name, **revision}
     if data.streaming:
         options["streaming"] = True
-    with _quiet(), _explained(where):
+    with _explained(where):
         rows = datasets.load_dataset(repository, subset, **options)
     if used := _commit_of(rows) or revision.get("revision"):
         print(f"[data] {where}: revision {used}", file=sys.stderr)
@@ -244,7 +244,7 @@ def _hub_revision(data: DataConfig, split: Split) -> str:
     import datasets
 
     repository, subset, name, revision = _on_hub(data, split)
-    with _quiet(), _explained(f"{data.path} (split {name}) on the Hugging Face hub"):
+    with _explained(f"{data.path} (split {name}) on the Hugging Face hub"):
         return str(datasets.load_dataset_builder(repository, subset, **revision).hash)
 
 
@@ -325,22 +325,15 @@ def _languages(data: DataConfig) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Disable the progress bars of `datasets` within the block."""
+def _explained(where: str) -> Iterator[None]:
+    """Convert any error of `datasets` into a DataError of one line, with the root cause and what was being read.
+
+    Its progress bars are disabled within the block.
+    """
     import datasets
 
     shown = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
-
-
-@contextmanager
-def _explained(where: str) -> Iterator[None]:
-    """Convert any error of `datasets` into a DataError of one line, with the root cause and what was being read."""
     try:
         yield
     except Exception as error:
@@ -350,3 +343,6 @@ def _explained(where: str) -> Iterator[None]:
             cause = cause.__cause__
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise DataError(f"{where} cannot be read: {reason}") from error
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
