@@ -104,12 +104,12 @@ class Setting(NamedTuple):
 
 
 class Schema:
-    """The settings of a dataclass and of the dataclasses in its fields, by dotted key."""
+    """The settings of a dataclass and of the dataclasses in its fields, by dotted key, which begins with `section`."""
 
-    def __init__(self, root: type[Any]) -> None:
+    def __init__(self, root: type[Any], section: str = "") -> None:
         self.settings: dict[str, SettingType] = {}
         self.sections: dict[str, list[str]] = {}
-        self._add("", root)
+        self._add(section, root)
 
     def _add(self, section: str, kind: type[Any]) -> None:
         hints = get_type_hints(kind)
@@ -186,7 +186,7 @@ class Schema:
         if near:
             hint = f"did you mean {near[0]}?"
         else:
-            hint = f"known: {', '.join(self.sections.get(section) or self.sections[''])}"
+            hint = f"known: {', '.join(self.sections.get(section) or next(iter(self.sections.values())))}"
         raise ConfigError(f"unknown setting {key} ({location}); {hint}")
 
     def _value(self, key: str, node: yaml.Node, location: str) -> Any:
@@ -228,12 +228,10 @@ class Schema:
             if name in found:
                 raise ConfigError(f"{key}.{name} is given twice ({file}:{name_node.start_mark.line + 1}); keep one")
             section = f"{key}.{name}"
-            schema = Schema(kind)
-            schema.settings = {f"{section}.{setting}": value for setting, value in schema.settings.items()}
-            schema.sections = {"": [key], section: schema.sections[""]}
+            schema = Schema(kind, section)
             values = {}
             for setting, value, where in schema._entries(inner, section, Path(file)):
-                values[setting.removeprefix(f"{section}.")] = schema._value(setting, value, where)
+                values[setting.rpartition(".")[2]] = schema._value(setting, value, where)
             found[name] = kind(**values)
         return found
 
