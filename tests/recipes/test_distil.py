@@ -14,8 +14,7 @@ import pytest
 from recipes.translation.commands import main
 from recipes.translation.commands.distillation import STUDENT
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
-from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.held_out import HeldOutSplit
+from recipes.translation.data.corpora import Corpora, HeldOutSplit
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.distil import distil
 from recipes.translation.errors import ConfigError

@@ -22,7 +22,7 @@ from recipes.translation.commands.arguments import (
 )
 from recipes.translation.commands.searching import add_search_options, clashing, load_ensemble, search_options
 from recipes.translation.errors import ConfigError
-from recipes.translation.files.lines import lines_of, read_lines, unpacked
+from recipes.translation.files.lines import lines_of, read_lines
 from recipes.translation.processes.terminal import print_text
 from recipes.translation.run_folder.outputs import check_output_file, write_output
 from recipes.translation.settings.config import LayoutConfig
@@ -190,8 +190,7 @@ def write_alignments(
 def _sentences(file: str | None) -> list[str]:
     if file:
         return read_lines(Path(file))
-    where = "the standard input"
-    return lines_of(unpacked(sys.stdin.buffer.read(), where), where)
+    return lines_of(sys.stdin.buffer.read(), "the standard input")
 
 
 def typed(prompt: str) -> Iterator[str]:

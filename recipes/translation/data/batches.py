@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import signal
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -50,8 +52,8 @@ class Epochs(Protocol):
         """Make the tensors of the pairs with these indices, in this order."""
 
 
-class BatchOrder:
-    """Pairs of sentences of known lengths, cut into batches of at most `batch_tokens` cells on either side.
+class TokenBatches:
+    """Pairs of sentences in subwords, cut into batches of at most `batch_tokens` cells on either side.
 
     The pairs of a batch have similar lengths. Every epoch has the same number of batches, `len(self)`, and contains
     every pair once. The pairs of each batch and the order of the batches depend on (seed, epoch) alone, so that a run
@@ -60,34 +62,38 @@ class BatchOrder:
 
     With a `mixture` of corpora an epoch contains the pairs that it draws, some of them repeatedly or not at all, and
     the number of batches varies a little; `len(self)` is then that of the first epoch.
-
-    `source_lengths` and `target_lengths` are in subwords, without start and end symbol.
     """
 
     def __init__(
         self,
-        source_lengths: Array,
-        target_lengths: Array,
+        sources: Sequence[Ids],
+        targets: Sequence[Ids],
         *,
         batch_tokens: int,
         seed: int = 0,
-        max_length: int | None = None,
+        max_length: float = math.inf,
         mixture: Mixture | None = None,
+        symbols: Symbols = ORDINARY,
     ) -> None:
-        if len(source_lengths) != len(target_lengths):
-            raise ValueError(f"sources and targets are pairs: got {len(source_lengths):,} and {len(target_lengths):,}")
+        if len(sources) != len(targets):
+            raise ValueError(f"sources and targets are pairs: got {len(sources):,} and {len(targets):,}")
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
         self.seed = seed
         self.batch_tokens = batch_tokens
         self.max_length = max_length
         self.mixture = mixture
+        self.sources = sources
+        self.targets = targets
+        self.symbols = symbols
+        self._order_by(_lengths(sources), _lengths(targets))
+
+    def _order_by(self, source_lengths: Array, target_lengths: Array) -> None:
+        """Order the pairs by these lengths, in subwords without start and end symbol."""
         self.source_lengths = source_lengths
         self.target_lengths = target_lengths
-        limit = numpy.inf
-        if max_length is not None:
-            limit = max_length
-        self._short_enough = numpy.flatnonzero((source_lengths <= limit) & (target_lengths <= limit))
+        short = (source_lengths <= self.max_length) & (target_lengths <= self.max_length)
+        self._short_enough = numpy.flatnonzero(short)
         self.dropped = len(source_lengths) - len(self._short_enough)
         self._sort_lengths()
         self._cuts = self._cut(self.pairs(0))
@@ -124,16 +130,17 @@ class BatchOrder:
             return self._short_enough
         return self.mixture.drawn(epoch, self._short_enough)
 
-    def with_lengths(self, source_lengths: Array, target_lengths: Array) -> BatchOrder:
-        """Return the order of the same pairs when they have other lengths."""
-        return BatchOrder(
-            source_lengths,
-            target_lengths,
-            batch_tokens=self.batch_tokens,
-            seed=self.seed,
-            max_length=self.max_length,
-            mixture=self.mixture,
-        )
+    def with_lengths(self, source_lengths: Array, target_lengths: Array) -> TokenBatches:
+        """Return the batches of the same pairs in the order that other lengths give."""
+        found = copy.copy(self)
+        found._order_by(source_lengths, target_lengths)
+        return found
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Make the tensors of the pairs with these indices, in this order."""
+        sources = [self.sources[index] for index in indices]
+        targets = [self.targets[index] for index in indices]
+        return padded_batch(sources, targets, self.symbols)
 
     def _sort_lengths(self) -> None:
         """Sort the lengths that occur, a few thousand at most, so that no sort of all pairs has to compare them.
@@ -183,51 +190,6 @@ class BatchOrder:
                     continue
                 position += min(max(more, 1), end - position)
         return cuts
-
-
-class TokenBatches(BatchOrder):
-    """Batches of sentence pairs in subwords, in the order that `BatchOrder` describes."""
-
-    def __init__(
-        self,
-        sources: Sequence[Ids],
-        targets: Sequence[Ids],
-        *,
-        batch_tokens: int,
-        seed: int = 0,
-        max_length: int | None = None,
-        mixture: Mixture | None = None,
-        symbols: Symbols = ORDINARY,
-    ) -> None:
-        super().__init__(
-            _lengths(sources),
-            _lengths(targets),
-            batch_tokens=batch_tokens,
-            seed=seed,
-            max_length=max_length,
-            mixture=mixture,
-        )
-        self.sources = sources
-        self.targets = targets
-        self.symbols = symbols
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """Make the tensors of the pairs with these indices, in this order."""
-        sources = [self.sources[index] for index in indices]
-        targets = [self.targets[index] for index in indices]
-        return padded_batch(sources, targets, self.symbols)
-
-    def padding_fraction(self, epoch: int) -> float:
-        """Return the fraction of all source and target cells of an epoch that is padding."""
-        cells = 0
-        filled = 0
-        for batch in self.epoch(epoch):
-            for lengths in (self.source_lengths[batch], self.target_lengths[batch]):
-                filled += int((lengths + 1).sum())  # an end symbol on either side
-                cells += len(batch) * (int(lengths.max()) + 1)
-        if not cells:
-            return 0.0
-        return 1 - filled / cells
 
 
 def _distinct(numbers: Array) -> tuple[Array, Array]:

@@ -82,12 +82,6 @@ def _amount(number: int, one: str, many: str, de_one: str, de_many: str) -> Pair
     return Pair(f"{english_number(number)} {many}", f"{german_number(number)} {de_many}")
 
 
-def _accusative(article: str) -> str:
-    if article == "der":  # the only gender whose accusative differs
-        return "den"
-    return article
-
-
 def _one_accusative(noun: Noun) -> str:
     return {"der": "einen", "die": "eine", "das": "ein"}[noun.article] + " " + noun.de
 
@@ -253,11 +247,9 @@ def _payment(rng: random.Random) -> Pair:
     en_colour, de_colour = _pick(rng, COLOURS)
     thing = _pick(rng, GOODS)
     en, de = _price(rng)
-    article = _accusative(thing.article)
-    ending = "e"
-    if article == "den":  # the adjective shows the case too: den roten Tisch, die rote Lampe
-        ending = "en"
-    bought = f"{article} {de_colour}{ending} {thing.de}"
+    bought = f"{thing.article} {de_colour}e {thing.de}"
+    if thing.article == "der":  # the only gender whose accusative differs: den roten Tisch, die rote Lampe
+        bought = f"den {de_colour}en {thing.de}"
     return _sentence(
         f"{en_person} paid {en} for the {en_colour} {thing.en}.",
         f"{de_person} hat {de} für {bought} bezahlt.",

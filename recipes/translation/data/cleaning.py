@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.settings.cleaning import CleaningConfig
+from recipes.translation.settings.data import CleaningConfig
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.scripts import mostly_in, scripts_of_language
 

@@ -4,18 +4,68 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from recipes.translation.data.held_out import HeldOut, HeldOutSplit
 from recipes.translation.data.mixing import Mixture
+from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.data.split_files import check_format, check_languages, check_named, named
-from recipes.translation.data.tags import corpus_tags, language_tags
+from recipes.translation.data.tags import corpus_tags, language_tags, with_language_tag
 from recipes.translation.data.training_text import TrainingCorpus, TrainingText
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import CorpusConfig, DataConfig, RunConfig, format_of_files
 from recipes.translation.text.pair import Pair
+
+HeldOutSplit = Literal["valid", "test"]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Validation or test data of one pair of languages."""
+
+    config: RunConfig
+    name: str
+    """Its key in the section corpora; empty for the section data."""
+    split: HeldOutSplit
+    data: DataConfig
+    """Where its pairs come from."""
+    tags: tuple[str, ...] = ()
+    """What stands in front of each source sentence of a corpus."""
+
+    @property
+    def setting(self) -> str:
+        """Return the setting that names its files."""
+        if not self.name:
+            return f"data.{self.split}"
+        return f"corpora.{self.name}.{self.split}"
+
+    def pairs(self) -> list[Pair]:
+        """Return the pairs, without tags, which are read once; raise DataError as `load_pairs` does."""
+        return self._pairs
+
+    @cached_property
+    def _pairs(self) -> list[Pair]:
+        with named(self.name):
+            return load_pairs(self.data, self.split, self.config.subwords.lowercase)
+
+    def spoken(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """Return the pairs with their sources as `translate` takes them: under a corpus's tags, except empty ones."""
+        if not self.tags:
+            return list(pairs)
+        return [Pair(self._tagged(pair.source), pair.target) for pair in pairs]
+
+    def read_as(self, sentence: str) -> str:
+        """Return a source sentence as the model reads it."""
+        if self.name:
+            return self._tagged(sentence)
+        return with_language_tag(self.config, sentence)
+
+    def _tagged(self, sentence: str) -> str:
+        if not sentence.split():
+            return sentence
+        return " ".join((*self.tags, sentence))
 
 
 class Corpora:
@@ -32,20 +82,26 @@ class Corpora:
 
     @cached_property
     def valid(self) -> list[HeldOut]:
-        """Return the validation data, one set for each pair of languages, as `held_out` does."""
-        return self._held_out("valid")
-
-    @cached_property
-    def test(self) -> list[HeldOut]:
-        """Return the test data, one set for each pair of languages, as `held_out` does."""
-        return self._held_out("test")
+        """Return the validation data, as `held_out` does, whose pairs are read once."""
+        return self.held_out("valid")
 
     def held_out(self, split: HeldOutSplit) -> list[HeldOut]:
         """Return the validation or test data of every corpus that has some, or else that of the section data.
 
         Raises ConfigError where both are given; DataError where neither is, but for the built-in corpus.
         """
-        return self.valid if split == "valid" else self.test
+        config = self.config
+        names = [name for name, corpus in config.corpora.items() if getattr(corpus, split)]
+        own: tuple[str, ...] = getattr(config.data, split)
+        if not names:
+            self._check_builtin(split)
+            return [HeldOut(config, "", split, config.data)]
+        if own:
+            raise ConfigError(
+                f"data.{split} ({' '.join(own)}) and corpora.{names[0]}.{split} are both given: give the former to a "
+                "corpus"
+            )
+        return [HeldOut(config, name, split, data_of(name, config), corpus_tags(name, config)) for name in names]
 
     def has(self, split: HeldOutSplit) -> bool:
         """Return whether the settings name validation or test data, or the run has that of the built-in corpus."""
@@ -94,7 +150,10 @@ class Corpora:
         optional. Raises DataError and ConfigError as `held_out` and `load_pairs` do.
         """
         for name, corpus in self.config.corpora.items():
-            _check_names(name)
+            if not name or "/" in name or "\0" in name:
+                raise ConfigError(
+                    f"corpora has the name {name!r}, which would be part of files' names: use one without /"
+                )
             if only_held_out(corpus) and corpus.weight != 1:
                 raise ConfigError(
                     f"corpora.{name}.weight is {corpus.weight:g}, but corpora.{name} has no train, whose share of an "
@@ -105,25 +164,10 @@ class Corpora:
             check_format(each.data)
             check_languages(each.data)
             found.append([] if each.data.format == "builtin" else each.pairs())
-        for each in self.test if self.has("test") else []:
+        for each in self.held_out("test") if self.has("test") else []:
             if each.data.format != "builtin":
-                # Read for its mistakes alone, and not kept
-                dataclasses.replace(each).pairs()
+                each.pairs()  # for its mistakes alone
         return found
-
-    def _held_out(self, split: HeldOutSplit) -> list[HeldOut]:
-        config = self.config
-        names = [name for name, corpus in config.corpora.items() if getattr(corpus, split)]
-        own: tuple[str, ...] = getattr(config.data, split)
-        if not names:
-            self._check_builtin(split)
-            return [HeldOut(config, "", split, config.data)]
-        if own:
-            raise ConfigError(
-                f"data.{split} ({' '.join(own)}) and corpora.{names[0]}.{split} are both given: give the former to a "
-                "corpus"
-            )
-        return [HeldOut(config, name, split, data_of(name, config), corpus_tags(name, config)) for name in names]
 
     def _check_builtin(self, split: HeldOutSplit) -> None:
         """Raise DataError where corpora from files would be judged by the built-in corpus."""
@@ -145,7 +189,7 @@ class Corpora:
 
 def training_corpora(config: RunConfig) -> list[TrainingCorpus]:
     """Return the training corpora: those of the section corpora, or else the one of data.train."""
-    if config.data.streaming and "hub" not in _formats(config):
+    if config.data.streaming and "hub" not in (config.data.format, *(each.format for each in config.corpora.values())):
         raise ConfigError(
             "data.streaming is for data of format hub, and there is none: leave it out, or set data.format hub"
         )
@@ -161,21 +205,15 @@ def training_corpora(config: RunConfig) -> list[TrainingCorpus]:
         if not names:
             raise ConfigError(f"no corpus of corpora ({', '.join(config.corpora)}) has train: name its training files")
         raise ConfigError(f"every weight of corpora ({', '.join(names)}) is 0: give one of them more")
-    return [_training_corpus(name, config) for name in names]
+    return [
+        TrainingCorpus(name, data_of(name, config), corpus_tags(name, config), config.corpora[name].weight)
+        for name in names
+    ]
 
 
 def only_held_out(corpus: CorpusConfig) -> bool:
     """Return whether a corpus has validation or test data and nothing to train on."""
     return not corpus.train and bool(corpus.valid or corpus.test)
-
-
-def _formats(config: RunConfig) -> set[str | None]:
-    return {config.data.format, *(corpus.format for corpus in config.corpora.values())}
-
-
-def _training_corpus(name: str, config: RunConfig) -> TrainingCorpus:
-    data = data_of(name, config)
-    return TrainingCorpus(name, data, corpus_tags(name, config), config.corpora[name].weight)
 
 
 def language_pairs(corpora: Corpora) -> list[tuple[str, str]]:
@@ -207,9 +245,3 @@ def data_of(name: str, config: RunConfig) -> DataConfig:
     if own["format"] == "builtin":  # which has no files: data.path is that of the others
         own.setdefault("path", "")
     return dataclasses.replace(config.data, **splits, **own)
-
-
-def _check_names(name: str) -> None:
-    """Raise ConfigError for a name of a corpus that cannot be part of a file's name."""
-    if not name or "/" in name or "\0" in name:
-        raise ConfigError(f"corpora has the name {name!r}, which would be part of files' names: use one without /")

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recipes.translation.data.batches import TokenBatches
-from recipes.translation.data.corpora import Corpora
+from recipes.translation.data.corpora import Corpora, HeldOut
 from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
-from recipes.translation.data.held_out import HeldOut
 from recipes.translation.data.mistakes import check_meant
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.split_files import expanded
@@ -123,9 +122,8 @@ def check_data(corpora: Corpora) -> list[str]:
 def _check_temperature(corpora: Corpora) -> None:
     """Raise ConfigError for a temperature with nothing to mix."""
     if sum(corpus.weight > 0 for corpus in corpora.training) < 2:
-        check_unset(
-            corpora.config.data, ("temperature",), "there is one corpus, with nothing to mix it with: add corpora"
-        )
+        why = "there is one corpus, with nothing to mix it with: add corpora"
+        check_unset(corpora.config, ("data.temperature",), why)
 
 
 def _check_symbols(config: RunConfig) -> None:

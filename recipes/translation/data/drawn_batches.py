@@ -16,11 +16,11 @@ from typing import Any
 import numpy
 import numpy.typing
 
-from recipes.translation.data.batches import Batch, BatchOrder, Ids, TokenBatches, padded_batch
+from recipes.translation.data.batches import Batch, Ids, TokenBatches, padded_batch
 from recipes.translation.data.noise import noisy
 from recipes.translation.data.tags import tags_of
 from recipes.translation.settings.config import RunConfig
-from recipes.translation.settings.noise import NoiseConfig
+from recipes.translation.settings.data import NoiseConfig
 from recipes.translation.text.subwords import Subwords, symbols_of
 
 PROBED = 1_000
@@ -78,8 +78,8 @@ class DrawnBatches:
         self.sides = (source, target)
         self.sampled = any(side.sampling for side in self.sides)
         self._pairs = len(plain.sources)
-        self._orders: dict[int, BatchOrder] = {}
-        self._ahead: dict[int, Future[BatchOrder]] = {}
+        self._orders: dict[int, TokenBatches] = {}
+        self._ahead: dict[int, Future[TokenBatches]] = {}
 
     @property
     def dropped(self) -> int:
@@ -131,19 +131,13 @@ class DrawnBatches:
         found = []
         for drawn, without in zip(side.draw(plain, noise_seeds, seeds), plain, strict=True):
             usable = drawn
-            if not 0 < len(drawn) <= self._limit:
+            if not 0 < len(drawn) <= self.plain.max_length:
                 usable = without
             found.append(usable)
         return found
 
-    @property
-    def _limit(self) -> float:
-        if self.plain.max_length is None:
-            return numpy.inf
-        return self.plain.max_length
-
-    def _order(self, epoch: int) -> BatchOrder:
-        """Return the order of an epoch's pairs: where subwords are sampled, by their drawn lengths."""
+    def _order(self, epoch: int) -> TokenBatches:
+        """Return the batches of an epoch: where subwords are sampled, in the order of their drawn lengths."""
         if not self.sampled:
             return self.plain
         if epoch not in self._orders:
@@ -153,7 +147,7 @@ class DrawnBatches:
                 self._orders = {epoch: self._draw_order(epoch)}
         return self._orders[epoch]
 
-    def _draw_order(self, epoch: int) -> BatchOrder:
+    def _draw_order(self, epoch: int) -> TokenBatches:
         # The lengths of pairs that the epoch does not contain stay: a pair too long must not come in by a shorter draw
         lengths = (self.plain.source_lengths.copy(), self.plain.target_lengths.copy())
         pairs = numpy.unique(self.plain.pairs(epoch))
@@ -165,8 +159,8 @@ class DrawnBatches:
                 side[part] = [len(ids) for ids in drawn]
         return self.plain.with_lengths(*lengths)
 
-    def _draw_in_thread(self, epoch: int) -> Future[BatchOrder]:
-        found: Future[BatchOrder] = Future()
+    def _draw_in_thread(self, epoch: int) -> Future[TokenBatches]:
+        found: Future[TokenBatches] = Future()
 
         def draw() -> None:
             try:
@@ -182,12 +176,9 @@ def drawn_batches(
     config: RunConfig, plain: TokenBatches, source: Subwords, target: Subwords
 ) -> TokenBatches | DrawnBatches:
     """Return what every epoch draws of the training pairs `plain`: themselves, unless the settings ask for more."""
-    sampling = dict.fromkeys(("source", "target"), config.subwords.sampling)
-    if config.subwords.sampled == "source":
-        sampling["target"] = 0.0
-    elif config.subwords.sampled == "target":
-        sampling["source"] = 0.0
-    symbols = symbols_of(config.subwords)
+    settings = config.subwords
+    sampling = {side: settings.sampling * (settings.sampled in ("both", side)) for side in ("source", "target")}
+    symbols = symbols_of(settings)
     of_source = Drawing(source, sampling["source"], config.noise, [*tags_of(config), *symbols])
     of_target = Drawing(target, sampling["target"], symbols=symbols)
     if not (of_source.changes or of_target.changes):

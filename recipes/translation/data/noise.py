@@ -10,7 +10,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 
-from recipes.translation.settings.noise import NoiseConfig
+from recipes.translation.settings.data import NoiseConfig
 
 
 def noisy(sentence: str, settings: NoiseConfig, seed: str, kept: Sequence[str] = ()) -> str:

@@ -13,8 +13,8 @@ from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.tags import check_symbols, tags_of
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import replaced_folder, verified_folder
-from recipes.translation.settings.cleaning import CleaningConfig
-from recipes.translation.settings.config import RunConfig, SubwordConfig
+from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.data import CleaningConfig
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.subwords import Subwords, symbols_of, train_subwords
 
@@ -41,16 +41,9 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
         ready = verified_folder(folder)
     else:
         print(f"[prepare] subword models of {folder} reused", flush=True)
-    names = _names(config.subwords)
+    names = ("joint", "joint") if config.subwords.joint else ("source", "target")
     models = {name: Subwords.load(ready / f"{name}.model") for name in set(names)}
     return models[names[0]], models[names[1]]
-
-
-def _names(subwords: SubwordConfig) -> tuple[str, str]:
-    """Return the names of the models of source and target."""
-    if subwords.joint:
-        return "joint", "joint"
-    return "source", "target"
 
 
 def made_from(corpora: Corpora) -> dict[str, object]:
@@ -77,13 +70,8 @@ def _reusable(folder: Path, settings: dict[str, object]) -> Path | None:
     try:
         found = verified_folder(folder)
         made_with = json.loads((found / SETTINGS).read_text(encoding="utf-8"))
-    except (
-        CheckpointError,
-        OSError,
-        ValueError,
-        RecursionError,
-    ):  # whatever is wrong with them, they can be made again
-        return None
+    except (CheckpointError, OSError, ValueError, RecursionError):
+        return None  # whatever is wrong with them, they can be made again
     if made_with != settings:
         return None
     return found

@@ -23,22 +23,14 @@ from recipes.translation.data.split_files import check_format, expanded, names_o
 from recipes.translation.errors import DataError
 from recipes.translation.files.contents import Contents, Opened, opened
 from recipes.translation.files.lines import each_line
-from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import DataConfig
+from recipes.translation.settings.data import CleaningConfig
 from recipes.translation.settings.schema import shortened
 from recipes.translation.text.pair import Pair, Split
-
-__all__ = ["DataError", "Pair", "Pairs", "fingerprint", "load_pairs"]
 
 BUILTIN_SEED = 1
 BUILTIN_HELD_OUT = 1_000
 """Pairs in each of the built-in corpus's valid and test splits."""
-
-
-class Pairs(list[Pair]):
-    """Sentence pairs in the order of the data; `dropped` counts those that were left out."""
-
-    dropped: int = 0
 
 
 NO_RULES = CleaningConfig()
@@ -46,65 +38,55 @@ NO_RULES = CleaningConfig()
 
 
 def load_pairs(
-    data: DataConfig, split: Split, lowercase: bool = False, cleaning: CleaningConfig = NO_RULES, name: str = "train"
-) -> Pairs:
-    """Read the pairs of a split, as (source language, target language).
+    data: DataConfig, split: Split, lowercase: bool = False, cleaning: CleaningConfig = NO_RULES
+) -> list[Pair]:
+    """Read the pairs of a split, as (source language, target language), in the order of the data.
 
-    `cleaning` applies to `train` alone, from which pairs with an empty side are dropped too; the number that each rule
-    drops is reported on stderr, under `name`. `valid` and `test` contain all pairs, so that a translation has a line
-    for each line of its reference.
+    `cleaning` applies to `train` alone, see `each_training_pair`. `valid` and `test` contain all pairs, so that a
+    translation has a line for each line of its reference.
     """
     if split == "train":
-        cleaning_of = Cleaning(cleaning, data.source, data.target)
-        found = Pairs(_cleaned(data, lowercase, cleaning, cleaning_of, name))
-        found.dropped = sum(cleaning_of.removed.values())
-        return found
-    return Pairs(_lowercased(_read(data, split), lowercase))
+        return list(each_training_pair(data, lowercase, cleaning, split))
+    return list(_lowercased(_read(data, split), lowercase))
 
 
 def each_training_pair(
     data: DataConfig, lowercase: bool, cleaning: CleaningConfig, name: str, open_file: Opened = opened
 ) -> Iterator[Pair]:
-    """Yield the training pairs as `load_pairs` returns them, one by one; files of text are opened by `open_file`.
+    """Yield the training pairs one by one, without those that the rules remove, or that have an empty side.
 
-    Of the formats text and tsv, and of the built-in corpus, only one pair is in memory at a time.
+    The number that each rule removes is reported on stderr, under `name`. Files of text are opened by `open_file`. Of
+    the formats text and tsv, and of the built-in corpus, only one pair is in memory at a time.
     """
-    return _cleaned(data, lowercase, cleaning, Cleaning(cleaning, data.source, data.target), name, open_file)
+    rules = Cleaning(cleaning, data.source, data.target)
+    yield from _lowercased(rules.kept(_read(data, "train", open_file)), lowercase)
+    dropped = sum(rules.removed.values())
+    if dropped or cleaning != NO_RULES:
+        print(f"[data] {name}: {rules}", file=sys.stderr)
+    if dropped == rules.read:
+        if rules.removed[EMPTY] == dropped:
+            raise DataError(f"data.train has no pair with text on both sides ({dropped:,} pairs read)")
+        raise DataError(f"the rules of cleaning leave no pair of data.train: {rules}")
 
 
 def _read(data: DataConfig, split: Split, open_file: Opened = opened) -> Iterable[Pair]:
     check_format(data)
-    of_text: dict[str, Callable[[DataConfig, Split, Opened], Iterable[Pair]]]
-    of_text = {"text": _text, "tsv": _tsv, "jsonl": _jsonl}
-    if data.format in of_text:
-        return of_text[data.format](data, split, open_file)
-    others: dict[str, Callable[[DataConfig, Split], Iterable[Pair]]]
-    others = {"builtin": _builtin, "parquet": _parquet, "hub": _hub}
-    return others[data.format](data, split)
+    readers: dict[str, Callable[[DataConfig, Split, Opened], Iterable[Pair]]]
+    readers = {
+        "builtin": _builtin,
+        "text": _text,
+        "tsv": _tsv,
+        "jsonl": _jsonl,
+        "parquet": _parquet,
+        "hub": _hub,
+    }
+    return readers[data.format](data, split, open_file)
 
 
 def _lowercased(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:
     if not lowercase:
         return pairs
     return (Pair(source.lower(), target.lower()) for source, target in pairs)
-
-
-def _cleaned(
-    data: DataConfig,
-    lowercase: bool,
-    settings: CleaningConfig,
-    cleaning: Cleaning,
-    name: str,
-    open_file: Opened = opened,
-) -> Iterator[Pair]:
-    yield from _lowercased(cleaning.kept(_read(data, "train", open_file)), lowercase)
-    dropped = sum(cleaning.removed.values())
-    if dropped or settings != NO_RULES:
-        print(f"[data] {name}: {cleaning}", file=sys.stderr)
-    if dropped == cleaning.read:
-        if cleaning.removed[EMPTY] == dropped:
-            raise DataError(f"data.train has no pair with text on both sides ({dropped:,} pairs read)")
-        raise DataError(f"the rules of cleaning leave no pair of data.train: {cleaning}")
 
 
 def fingerprint(data: DataConfig, split: Split, contents: Contents | None = None) -> str:
@@ -132,7 +114,7 @@ def fingerprint(data: DataConfig, split: Split, contents: Contents | None = None
     return digest.hexdigest()
 
 
-def _builtin(data: DataConfig, split: Split) -> Iterator[Pair]:
+def _builtin(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
     if (data.source, data.target) not in (("en", "de"), ("de", "en")):
         raise DataError(f"the built-in corpus is en and de; data.source is {data.source}, data.target {data.target}")
     count = BUILTIN_HELD_OUT
@@ -224,18 +206,18 @@ def _without_repeats(entries: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _parquet(data: DataConfig, split: Split) -> Iterator[Pair]:
+def _parquet(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
     """Read one parquet file, and remove the copy that `datasets` makes on disk."""
     import datasets
 
     (path,) = paths_of(data, split)
     with tempfile.TemporaryDirectory() as folder:
-        with _quiet(), _explained(str(path)):
+        with _explained(str(path)):
             rows = datasets.Dataset.from_parquet(str(path), cache_dir=folder)
         yield from _sliced(rows, data, str(path))
 
 
-def _hub(data: DataConfig, split: Split) -> Iterator[Pair]:
+def _hub(data: DataConfig, split: Split, _: Opened) -> Iterator[Pair]:
     """Read a split of a data set on the hub, which remains in `datasets`' cache unless it is streamed."""
     import datasets
 
@@ -244,7 +226,7 @@ def _hub(data: DataConfig, split: Split) -> Iterator[Pair]:
     options: dict[str, Any] = {"split": name, **revision}
     if data.streaming:
         options["streaming"] = True
-    with _quiet(), _explained(where):
+    with _explained(where):
         rows = datasets.load_dataset(repository, subset, **options)
     if used := _commit_of(rows) or revision.get("revision"):
         print(f"[data] {where}: revision {used}", file=sys.stderr)
@@ -262,7 +244,7 @@ def _hub_revision(data: DataConfig, split: Split) -> str:
     import datasets
 
     repository, subset, name, revision = _on_hub(data, split)
-    with _quiet(), _explained(f"{data.path} (split {name}) on the Hugging Face hub"):
+    with _explained(f"{data.path} (split {name}) on the Hugging Face hub"):
         return str(datasets.load_dataset_builder(repository, subset, **revision).hash)
 
 
@@ -324,7 +306,8 @@ def _pairs(columns: Mapping[str, list[Any]], data: DataConfig, where: str, befor
     if "translation" in columns and data.source not in columns:
         columns = _columns([record if isinstance(record, dict) else {} for record in columns["translation"]])
     for setting, language in _languages(data):
-        _index(list(columns), language, setting, where)
+        if language not in columns:
+            raise DataError(f"{where} has no {language!r} ({setting}); it has {', '.join(map(repr, columns))}")
         for number, text in enumerate(columns[language], start=before + 1):
             if not isinstance(text, str):
                 raise DataError(f"{where}, row {number:,}: {language!r} is not text but {type(text).__name__}")
@@ -341,29 +324,16 @@ def _languages(data: DataConfig) -> list[tuple[str, str]]:
     return [("data.source", data.source), ("data.target", data.target)]
 
 
-def _index(names: Sequence[str], language: str, setting: str, where: str) -> int:
-    if language not in names:
-        raise DataError(f"{where} has no {language!r} ({setting}); it has {', '.join(map(repr, names))}")
-    return names.index(language)
-
-
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Disable the progress bars of `datasets` within the block."""
+def _explained(where: str) -> Iterator[None]:
+    """Convert any error of `datasets` into a DataError of one line, with the root cause and what was being read.
+
+    Its progress bars are disabled within the block.
+    """
     import datasets
 
     shown = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
-
-
-@contextmanager
-def _explained(where: str) -> Iterator[None]:
-    """Convert any error of `datasets` into a DataError of one line, with the root cause and what was being read."""
     try:
         yield
     except Exception as error:
@@ -373,3 +343,6 @@ def _explained(where: str) -> Iterator[None]:
             cause = cause.__cause__
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise DataError(f"{where} cannot be read: {reason}") from error
+    finally:
+        if shown:
+            datasets.enable_progress_bars()

@@ -36,7 +36,7 @@ def with_language_tag(config: RunConfig, sentence: str) -> str:
     first = sentence.split(maxsplit=1)[:1]
     if not config.data.language_tags or not first or first[0] in tags_of(config):
         return sentence
-    return f"{_tag(config.data.target)} {sentence}"
+    return " ".join((*language_tags(config, config.data.target), sentence))
 
 
 def check_symbols(symbols: Sequence[str]) -> None:
@@ -66,12 +66,8 @@ def check_known(config: RunConfig, source: Subwords, target: Subwords) -> None:
             )
 
 
-def _tag(language: str) -> str:
-    return f"<2{language}>"
-
-
 def language_tags(config: RunConfig, language: str) -> tuple[str, ...]:
     """Return the tag of a target language, if the run has such tags."""
     if config.data.language_tags:
-        return (_tag(language),)
+        return (f"<2{language}>",)
     return ()

@@ -11,7 +11,7 @@ import hashlib
 import json
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,7 @@ PAIRS = "pairs.arrow"
 FACTS = "facts.json"
 COUNT = value("a whole number, not below 0", lambda found: is_whole(found) and found >= 0)
 CHECK = fields({"corpora": each(COUNT), "sha256": TEXT})
-"""What `facts.json` must be."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of a store without reading its pairs."""
-
-    corpora: list[int]
-    """The number of pairs of each corpus, which follow each other."""
-    sha256: str
-    """Of the Arrow file."""
+"""What `facts.json` must be: the number of pairs of each corpus, which follow each other, and of the Arrow file."""
 
 
 class StoredIds(Sequence[list[int]]):
@@ -88,10 +78,9 @@ class TokenStore:
         import pyarrow
 
         facts = _facts(folder)
-        if len(facts.corpora) != corpora:
-            raise DataError(
-                _damaged(folder, f"{FACTS} has the sizes of {len(facts.corpora):,} corpora, not {corpora:,}")
-            )
+        counts: list[int] = facts["corpora"]
+        if len(counts) != corpora:
+            raise DataError(_damaged(folder, f"{FACTS} has the sizes of {len(counts):,} corpora, not {corpora:,}"))
         try:
             with pyarrow.memory_map(str(folder / PAIRS)) as file:
                 batches = list(pyarrow.ipc.open_stream(file))
@@ -102,9 +91,9 @@ class TokenStore:
         for name in ("source", "target"):
             columns = [batch.column(name) for batch in batches]
             sides.append(StoredIds([(column.values.to_numpy(), column.offsets.to_numpy()) for column in columns]))
-        if not len(sides[0]) == len(sides[1]) == sum(facts.corpora):
-            raise DataError(_damaged(folder, f"it has {len(sides[0]):,} pairs, not {sum(facts.corpora):,}"))
-        return cls(sides[0], sides[1], facts.corpora, facts.sha256)
+        if not len(sides[0]) == len(sides[1]) == sum(counts):
+            raise DataError(_damaged(folder, f"it has {len(sides[0]):,} pairs, not {sum(counts):,}"))
+        return cls(sides[0], sides[1], counts, facts["sha256"])
 
 
 def key_of(made_from: object) -> str:
@@ -116,7 +105,7 @@ def check_store(folder: Path) -> bool:
     """Return whether there is a store in `folder`; raise DataError if its file is not the one that was written."""
     if not folder.is_dir():
         return False
-    if not (folder / PAIRS).is_file() or sha256(folder / PAIRS) != _facts(folder).sha256:
+    if not (folder / PAIRS).is_file() or sha256(folder / PAIRS) != _facts(folder)["sha256"]:
         raise DataError(_damaged(folder, f"the SHA-256 of {PAIRS} is not the one in {FACTS}"))
     return True
 
@@ -135,8 +124,8 @@ def write_store(
         if folder.exists():
             return
         sizes = _write_pairs(unfinished / PAIRS, corpora, source, target, threads)
-        facts = Facts(sizes, sha256(unfinished / PAIRS))
-        (unfinished / FACTS).write_text(json.dumps(asdict(facts), indent=2) + "\n", encoding="utf-8")
+        facts = {"corpora": sizes, "sha256": sha256(unfinished / PAIRS)}
+        (unfinished / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         for path in (*unfinished.iterdir(), unfinished):
             flush(path)
         if not folder.exists():
@@ -153,7 +142,8 @@ def _write_pairs(
     schema = pyarrow.schema(list(zip(("source", "target"), kinds, strict=True)))
     sizes: list[int] = []
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
-        for rows in _slices(_counted(corpora, sizes)):
+        each_row = _counted(corpora, sizes)
+        while rows := list(islice(each_row, ROWS)):
             ids = (
                 source.encode([text for text, _ in rows], threads),
                 target.encode([pair.target for _, pair in rows], threads),
@@ -169,11 +159,6 @@ def _counted(corpora: Iterable[Iterable[tuple[str, Pair]]], sizes: list[int]) ->
         for row in corpus:
             sizes[-1] += 1
             yield row
-
-
-def _slices(rows: Iterator[tuple[str, Pair]]) -> Iterator[list[tuple[str, Pair]]]:
-    while found := list(islice(rows, ROWS)):
-        yield found
 
 
 def _kind(vocabulary: int) -> Any:
@@ -212,15 +197,15 @@ def _check_batches(folder: Path, batches: Sequence[Any], sizes: tuple[int, int])
         raise DataError(_damaged(folder, f"{PAIRS} has no rows"))
 
 
-def _facts(folder: Path) -> Facts:
+def _facts(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         CHECK(found, "")
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(_damaged(folder, str(error))) from error
     except WrongFieldError as error:
         raise DataError(_damaged(folder, f"{FACTS}: {error}")) from None
-    return Facts(found["corpora"], found["sha256"])
+    return found
 
 
 def _damaged(folder: Path, reason: str) -> str:

@@ -7,7 +7,6 @@ import gzip
 import io
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 from recipes.translation.errors import DataError
@@ -18,58 +17,54 @@ GZIP = b"\x1f\x8b"
 
 
 def read_lines(path: Path) -> list[str]:
-    """Read the lines of a text file, plain or compressed by gzip; raises OSError, and DataError as `lines_of` does."""
-    return lines_of(unpacked(path.read_bytes(), str(path)), str(path))
+    """Read the lines of a text file as `each_line` does."""
+    return list(each_line(path))
 
 
-def unpacked(content: bytes, where: str) -> bytes:
-    """Return the content of a file, without gzip's compression; raise DataError if it is damaged."""
-    if not content.startswith(GZIP):
-        return content
+def lines_of(content: bytes, where: str) -> list[str]:
+    """Return the lines of a file's bytes as `each_line` does; errors name it as `where`."""
+    return list(_lines_in(io.BufferedReader(io.BytesIO(content)), where))
+
+
+def each_line(path: Path, open_file: Opened = opened) -> Iterator[str]:
+    """Yield the lines of a UTF-8 text file, plain or compressed by gzip, without its byte order mark.
+
+    The file is never whole in memory. Raises OSError, and DataError for a damaged file or text in another encoding,
+    whose line it names.
+    """
+    with open_file(path) as file:
+        yield from _lines_in(file, str(path))
+
+
+def _lines_in(plain: io.BufferedReader, where: str) -> Iterator[str]:
+    file: io.BufferedReader | gzip.GzipFile = plain
+    if plain.peek(len(GZIP)).startswith(GZIP):
+        file = gzip.GzipFile(fileobj=plain)
     try:
-        return gzip.decompress(content)
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = _without_mark(line, where)
+            text = _decoded(line, where, number)
+            if number == 1 and "\n" not in text and "\r" in text.rstrip("\r"):
+                raise DataError(f"{where} has carriage returns as its line ends; convert it, as with tr '\\r' '\\n'")
+            if text:
+                yield text.removesuffix("\r\n").removesuffix("\n")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{where} cannot be unpacked: {error}; copy it once more") from error
 
 
-def each_line(path: Path, open_file: Opened = opened) -> Iterator[str]:
-    """Yield the lines of a text file one by one, as `read_lines` returns them; the file is never whole in memory."""
-    with ExitStack() as held:
-        plain = held.enter_context(open_file(path))
-        file: io.BufferedReader | gzip.GzipFile = plain
-        if plain.peek(len(GZIP)).startswith(GZIP):
-            file = held.enter_context(gzip.GzipFile(fileobj=plain))
-        try:
-            for number, line in enumerate(file, start=1):
-                if number > 1:
-                    yield _decoded(line, str(path), number).removesuffix("\r\n").removesuffix("\n")
-                else:
-                    yield from lines_of(line, str(path))
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path} cannot be unpacked: {error}; copy it once more") from error
-
-
-def lines_of(content: bytes, where: str) -> list[str]:
-    """Decode the lines of UTF-8 text, without its byte order mark; DataError names a line in another encoding."""
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+def _without_mark(line: bytes, where: str) -> bytes:
+    """Return the first line of a file without its byte order mark; raise DataError for that of another encoding."""
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError(f"{where} cannot be read: it is UTF-16; convert it, as with iconv -f utf-16 -t utf-8")
-    content = content.removeprefix(codecs.BOM_UTF8)
-    text = _decoded(content, where, 1)
-    if not text:
-        return []
-    if "\n" not in text and "\r" in text.rstrip("\r"):
-        raise DataError(f"{where} has carriage returns as its line ends; convert it, as with tr '\\r' '\\n'")
-    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+    return line.removeprefix(codecs.BOM_UTF8)
 
 
-def _decoded(content: bytes, where: str, first: int) -> str:
-    """Decode UTF-8 text whose first line has the number `first`."""
+def _decoded(line: bytes, where: str, number: int) -> str:
     try:
-        return content.decode()
+        return line.decode()
     except UnicodeDecodeError as error:
-        line = first + content.count(b"\n", 0, error.start)
-        column = error.start - content.rfind(b"\n", 0, error.start)
         raise DataError(
-            f"{where} cannot be read: line {line:,} is not UTF-8 text (byte {content[error.start]:#04x} at position "
-            f"{column:,} of the line); convert it: if it is Latin-1, with iconv -f latin1 -t utf-8"
+            f"{where} cannot be read: line {number:,} is not UTF-8 text (byte {line[error.start]:#04x} at position "
+            f"{error.start + 1:,} of the line); convert it: if it is Latin-1, with iconv -f latin1 -t utf-8"
         ) from None

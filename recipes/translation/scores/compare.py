@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.held_out import HeldOutSplit
+from recipes.translation.data.corpora import Corpora, HeldOutSplit
 from recipes.translation.errors import DataError
 from recipes.translation.files.atomic_folder import MODELS, whole_folder
 from recipes.translation.files.lines import read_lines

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.held_out import HeldOut, HeldOutSplit
+from recipes.translation.data.corpora import Corpora, HeldOut, HeldOutSplit
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.errors import DataError
 from recipes.translation.files.lines import read_lines

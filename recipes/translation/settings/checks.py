@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from recipes.translation.errors import ConfigError
-from recipes.translation.settings.data import DataConfig, SubwordConfig
-from recipes.translation.settings.decoding import DecodingConfig
-from recipes.translation.settings.metrics import METRICS
-from recipes.translation.settings.model import DECODER_ONLY
-from recipes.translation.settings.run import RunConfig
-from recipes.translation.settings.training import PARTS, TrainingConfig, save_interval
+from operator import attrgetter
 
-SECTIONS = {TrainingConfig: "training", DataConfig: "data", SubwordConfig: "subwords"}
+from recipes.translation.errors import ConfigError
+from recipes.translation.settings.metrics import METRICS
+from recipes.translation.settings.model import DECODER_ONLY, DecodingConfig
+from recipes.translation.settings.run import RunConfig
+from recipes.translation.settings.training import PARTS, save_interval
 
 
 def check_together(config: RunConfig) -> None:
@@ -44,7 +42,7 @@ def check_together(config: RunConfig) -> None:
         )
     if config.model.preset in DECODER_ONLY:
         check_decoder_only(config)
-    check_teacher(training)
+    check_teacher(config)
     check_lora(config)
     for name in training.freeze:
         if name not in PARTS:
@@ -70,7 +68,7 @@ def check_subwords(config: RunConfig) -> None:
         )
     if not subwords.sampling:
         why = "subwords.sampling is 0, which draws no subwords: set subwords.sampling"
-        check_unset(subwords, ("sampled",), why)
+        check_unset(config, ("subwords.sampled",), why)
     capitals = [symbol for symbol in subwords.symbols if symbol != symbol.lower()]
     if subwords.lowercase and capitals:
         raise ConfigError(
@@ -96,8 +94,9 @@ def check_decoder_only(config: RunConfig) -> None:
         raise ConfigError(f"training.freeze names encoder, but model.preset {preset} has none: leave it out")
 
 
-def check_teacher(training: TrainingConfig) -> None:
+def check_teacher(config: RunConfig) -> None:
     """Raise ConfigError for settings of a teacher that do not go together."""
+    training = config.training
     if training.teacher_weight > 1:
         raise ConfigError(
             f"training.teacher_weight is {training.teacher_weight:g}: it is the share of the teacher in the loss, from "
@@ -105,7 +104,7 @@ def check_teacher(training: TrainingConfig) -> None:
         )
     if not training.teacher:
         why = "training.teacher names no model to learn from: name one"
-        check_unset(training, ("teacher_weight", "teacher_temperature"), why)
+        check_unset(config, ("training.teacher_weight", "training.teacher_temperature"), why)
     elif training.r_drop and training.teacher_weight:
         raise ConfigError(
             f"training.r_drop is {training.r_drop:g} and training.teacher {training.teacher}: each has a loss of its "
@@ -113,14 +112,13 @@ def check_teacher(training: TrainingConfig) -> None:
         )
 
 
-def check_unset(settings: TrainingConfig | DataConfig | SubwordConfig, names: tuple[str, ...], why: str) -> None:
+def check_unset(config: RunConfig, names: tuple[str, ...], why: str) -> None:
     """Raise ConfigError for settings that do nothing; `why` says why, and what to do instead of leaving them out."""
-    section = SECTIONS[type(settings)]
     for name in names:
-        value = getattr(settings, name)
-        if value != getattr(type(settings)(), name):
+        value = attrgetter(name)(config)
+        if value != attrgetter(name)(RunConfig()):
             shown = f"{value:g}" if isinstance(value, float) else value
-            raise ConfigError(f"{section}.{name} is {shown}, but {why}, or leave {section}.{name} out")
+            raise ConfigError(f"{name} is {shown}, but {why}, or leave {name} out")
 
 
 def check_lora(config: RunConfig) -> None:
@@ -128,7 +126,7 @@ def check_lora(config: RunConfig) -> None:
     training = config.training
     rank = training.lora_rank
     if not rank:
-        check_unset(training, ("lora_alpha",), "training.lora_rank is 0: set the rank")
+        check_unset(config, ("training.lora_alpha",), "training.lora_rank is 0: set the rank")
     elif not training.start_from:
         raise ConfigError(
             f"training.lora_rank is {rank}, but training.start_from names no model: LoRA keeps the weights that a run "

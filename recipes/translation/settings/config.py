@@ -15,10 +15,8 @@ import yaml
 
 from recipes.translation.errors import ConfigError
 from recipes.translation.settings.checks import check_together
-from recipes.translation.settings.corpora import CorpusConfig
-from recipes.translation.settings.data import DataConfig, SubwordConfig
-from recipes.translation.settings.decoding import DecodingConfig
-from recipes.translation.settings.model import ModelConfig
+from recipes.translation.settings.data import CorpusConfig, DataConfig, SubwordConfig
+from recipes.translation.settings.model import DecodingConfig, ModelConfig
 from recipes.translation.settings.run import RunConfig
 from recipes.translation.settings.schema import Schema
 from recipes.translation.settings.training import LayoutConfig, TrainingConfig
@@ -126,20 +124,18 @@ def format_of_files(setting: str, names: tuple[str, ...]) -> str | None:
     return format
 
 
+class _TuplesAsLists(yaml.SafeDumper):
+    """Writes tuples, which YAML does not have, as lists."""
+
+
+_TuplesAsLists.add_representer(tuple, yaml.SafeDumper.represent_list)
+
+
 def save_config(config: RunConfig, path: str | Path) -> None:
     """Write all settings as YAML, from which `load_config` reads an equal configuration."""
     # Without allow_unicode, with which PyYAML writes U+0085 as a line break that it reads as a blank
-    text = yaml.safe_dump(_with_lists(dataclasses.asdict(config)), sort_keys=False, width=1_000)
+    text = yaml.dump(dataclasses.asdict(config), Dumper=_TuplesAsLists, sort_keys=False, width=1_000)
     Path(path).write_text(text, encoding="utf-8")
-
-
-def _with_lists(value: object) -> object:
-    """Replace tuples, which YAML does not have, by lists."""
-    if isinstance(value, dict):
-        return {key: _with_lists(inner) for key, inner in value.items()}
-    if isinstance(value, tuple):
-        return list(value)
-    return value
 
 
 def moved_to(config: RunConfig, run: str) -> RunConfig:

@@ -13,13 +13,13 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.settings.former import FORMER, FORMER_VALUES
 
+T = TypeVar("T")
 COMMAND_LINE = "command line"
 YAML_TAG = "tag:yaml.org,2002:"
 SCALARS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
@@ -36,20 +36,8 @@ class _UnfitError(ValueError):
     """A value has the right type but is invalid; the message gives the reason."""
 
 
-class Help(NamedTuple):
-    """The help text of a setting, for `Annotated`."""
-
-    text: str
-
-
-class Choices(NamedTuple):
-    """The texts that a setting may be, for `Annotated`, where a table has them and not the annotation itself."""
-
-    names: tuple[str, ...]
-
-
 class Range(NamedTuple):
-    """The numbers that a setting may have, for `Annotated`; `below` itself is excluded."""
+    """The numbers that a setting may have; `below` itself is excluded."""
 
     at_least: float
     below: float = math.inf
@@ -66,30 +54,36 @@ class Range(NamedTuple):
         return isinstance(value, (int, float)) and self.at_least <= value < self.below
 
 
+def setting(
+    default: T, help: str, *, at_least: float | None = None, below: float = math.inf, choices: tuple[str, ...] = ()
+) -> T:
+    """Make the field of a configuration dataclass: its default, its help text, and the values that it may have.
+
+    Texts to choose from are a `Literal` in its annotation, or else `choices`, where a table has them.
+    """
+    limits = None if at_least is None else Range(at_least, below)
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "range": limits})
+
+
 class SettingType(NamedTuple):
-    """A field of a configuration dataclass, as its annotation and its default describe it."""
+    """A field of a configuration dataclass, as its annotation and `setting` describe it."""
 
     kinds: tuple[Any, ...]
     """The types that a value may have: str, int, float, bool, None's, or a tuple of one of these; or, alone, a Mapping
     from names to dataclasses."""
-    default: object
-    help: str = ""
-    choices: tuple[str, ...] = ()
+    help: str
+    choices: tuple[str, ...]
     """The texts that a value may be; empty where it may be any."""
-    range: Range | None = None
+    range: Range | None
 
     @classmethod
-    def of(cls, annotation: Any, default: object) -> SettingType:
-        """Read an annotation such as `Annotated[int | None, Help("Attention heads."), Range(at_least=1)]`."""
-        kind = annotation
-        metadata: list[Any] = []
-        if get_origin(annotation) is Annotated:
-            kind, *metadata = get_args(annotation)
+    def of(cls, field: dataclasses.Field[Any], kind: Any) -> SettingType:
+        """Read a field and its annotation."""
         alternatives = (kind,)
         if get_origin(kind) in (Union, types.UnionType):
             alternatives = get_args(kind)
         kinds: list[Any] = []
-        choices: tuple[str, ...] = ()
+        choices: tuple[str, ...] = field.metadata.get("choices", ())
         for alternative in alternatives:
             if get_origin(alternative) is Literal:
                 choices = get_args(alternative)
@@ -99,10 +93,7 @@ class SettingType(NamedTuple):
                 kinds.append(tuple[str, ...])
             else:
                 kinds.append(alternative)
-        choices = next((each.names for each in metadata if isinstance(each, Choices)), choices)
-        text = next((each.text for each in metadata if isinstance(each, Help)), "")
-        limits = next((each for each in metadata if isinstance(each, Range)), None)
-        return cls(tuple(kinds), default, text, choices, limits)
+        return cls(tuple(kinds), field.metadata["help"], choices, field.metadata.get("range"))
 
 
 class Setting(NamedTuple):
@@ -113,22 +104,22 @@ class Setting(NamedTuple):
 
 
 class Schema:
-    """The settings of a dataclass and of the dataclasses in its fields, by dotted key."""
+    """The settings of a dataclass and of the dataclasses in its fields, by dotted key, which begins with `section`."""
 
-    def __init__(self, root: type[Any]) -> None:
+    def __init__(self, root: type[Any], section: str = "") -> None:
         self.settings: dict[str, SettingType] = {}
-        self.sections: dict[str, list[str]] = {"": []}
-        defaults = root()
-        for name, annotation in get_type_hints(root, include_extras=True).items():
-            self.sections[""].append(name)
-            default = getattr(defaults, name)
-            if not dataclasses.is_dataclass(annotation):
-                self.settings[name] = SettingType.of(annotation, default)
-                continue
-            inner = get_type_hints(annotation, include_extras=True)
-            self.sections[name] = list(inner)
-            for key, inner_annotation in inner.items():
-                self.settings[f"{name}.{key}"] = SettingType.of(inner_annotation, getattr(default, key))
+        self.sections: dict[str, list[str]] = {}
+        self._add(section, root)
+
+    def _add(self, section: str, kind: type[Any]) -> None:
+        hints = get_type_hints(kind)
+        self.sections[section] = list(hints)
+        for field in dataclasses.fields(kind):
+            if dataclasses.is_dataclass(hints[field.name]):
+                self._add(field.name, hints[field.name])
+            else:
+                key = f"{section}.{field.name}".removeprefix(".")
+                self.settings[key] = SettingType.of(field, hints[field.name])
 
     def read_file(self, path: Path) -> dict[str, Setting]:
         """Read all settings of a YAML file."""
@@ -145,8 +136,6 @@ class Schema:
         """Read settings by dotted key, from text as on the command line or from values; errors name the location."""
         given = {}
         for key, value in overrides.items():
-            if _is_unused(key, str(value), location):
-                continue
             self._check_known(key, location)
             if key in self.sections:
                 example = f"{key}.{self.sections[key][0]}"
@@ -182,8 +171,6 @@ class Schema:
             if key in locations:
                 raise ConfigError(f"{key} is given twice ({locations[key]} and {location}); keep one")
             locations[key] = location
-            if isinstance(value, yaml.ScalarNode) and _is_unused(key, value.value, location):
-                continue
             self._check_known(key, location)
             yield key, value, location
 
@@ -199,7 +186,7 @@ class Schema:
         if near:
             hint = f"did you mean {near[0]}?"
         else:
-            hint = f"known: {', '.join(self.sections.get(section) or self.sections[''])}"
+            hint = f"known: {', '.join(self.sections.get(section) or next(iter(self.sections.values())))}"
         raise ConfigError(f"unknown setting {key} ({location}); {hint}")
 
     def _value(self, key: str, node: yaml.Node, location: str) -> Any:
@@ -241,12 +228,10 @@ class Schema:
             if name in found:
                 raise ConfigError(f"{key}.{name} is given twice ({file}:{name_node.start_mark.line + 1}); keep one")
             section = f"{key}.{name}"
-            schema = Schema(kind)
-            schema.settings = {f"{section}.{setting}": value for setting, value in schema.settings.items()}
-            schema.sections = {"": [key], section: schema.sections[""]}
+            schema = Schema(kind, section)
             values = {}
             for setting, value, where in schema._entries(inner, section, Path(file)):
-                values[setting.removeprefix(f"{section}.")] = schema._value(setting, value, where)
+                values[setting.rpartition(".")[2]] = schema._value(setting, value, where)
             found[name] = kind(**values)
         return found
 
@@ -276,20 +261,9 @@ class Schema:
                 limits = f" {setting.range}"
             expected = " or ".join(_words(kind, limits) for kind in setting.kinds)
         message = f"{key} ({location}) expects {expected}; got {got}"
-        if former := FORMER_VALUES.get((key, got.strip("'\""))):
-            return f"{message}: {former}"
         if not near:
             return message
         return f"{message}: did you mean {near[0]}?"
-
-
-def _is_unused(key: str, value: str, location: str) -> bool:
-    """Return whether it is an earlier version's setting that a run did not use; raise ConfigError if the run did."""
-    if key not in FORMER:
-        return False
-    if value == FORMER[key].unused:
-        return True
-    raise ConfigError(f"{key} ({location}) is {shortened(value)}: {FORMER[key].instead}")
 
 
 def _compose(path: Path) -> yaml.Node | None:

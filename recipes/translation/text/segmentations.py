@@ -31,6 +31,7 @@ class Sampler:
     """
 
     def __init__(self, processor: Any) -> None:
+        self._processor = processor
         special = (processor.is_control, processor.is_unknown, processor.is_byte, processor.is_unused)
         self._pieces = [processor.id_to_piece(each) for each in range(processor.get_piece_size())]
         for each in range(len(self._pieces)):
@@ -40,22 +41,12 @@ class Sampler:
         self._scores = {piece: processor.get_score(each) for piece, each in self._ids.items()}
         # Merges are numbered: the scores of a bpe model are whole numbers, those of a unigram model logarithms
         self._is_bpe = all(score == int(score) for score in self._scores.values())
-        self._remember()
+        scores = self._scores
+        self._last_pieces = lru_cache(REMEMBERED)(lambda word, exponent: last_pieces(word, scores, exponent))
 
-    def _remember(self) -> None:
-        """Keep the last pieces of the words that were drawn most recently."""
-        self._last_pieces = lru_cache(REMEMBERED)(self._computed_last_pieces)
-
-    def _computed_last_pieces(self, word: str, exponent: float) -> list[LastPieces]:
-        return last_pieces(word, self._scores, exponent)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs, which computes the last pieces itself."""
-        return {name: value for name, value in self.__dict__.items() if name != "_last_pieces"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._remember()
+    def __reduce__(self) -> tuple[type[Sampler], tuple[Any]]:
+        """Pickle the model alone, from which another process makes its own sampler."""
+        return Sampler, (self._processor,)
 
     def draw(self, ids: Sequence[int], seed: int, amount: float, whole: Collection[int]) -> list[int]:
         """Draw the subwords of a sentence, given those without sampling; the ids in `whole` are never split."""

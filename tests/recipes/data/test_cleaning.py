@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from recipes.translation.data.cleaning import Cleaning
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.errors import ConfigError, DataError
-from recipes.translation.settings.cleaning import CleaningConfig
 from recipes.translation.settings.config import DataConfig
+from recipes.translation.settings.data import CleaningConfig
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.scripts import mostly_in, script_of, scripts_of_language
 

@@ -18,8 +18,9 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.data.drawn_batches import Drawing, DrawnBatches
 from recipes.translation.data.noise import noisy
+from recipes.translation.data.token_store import StoredIds
 from recipes.translation.settings.config import SubwordConfig
-from recipes.translation.settings.noise import NoiseConfig
+from recipes.translation.settings.data import NoiseConfig
 from recipes.translation.text.subwords import BLANK, EOS, PAD, Subwords, model_path, train_subwords
 from tests.recipes.tiny import tiny
 
@@ -160,7 +161,9 @@ def test_a_token_store_gives_the_draws_that_memory_gives_and_keeps_no_subwords(
             for found, expected in zip(mapped.batch(indices), memory.batch(indices), strict=True):
                 assert torch.equal(found, expected)
     assert isinstance(mapped, DrawnBatches)
-    assert not any(isinstance(order, TokenBatches) for order in mapped._orders.values())
+    assert isinstance(mapped.plain.sources, StoredIds)
+    assert all(order.sources is mapped.plain.sources for order in mapped._orders.values())
+    assert all(order.targets is mapped.plain.targets for order in mapped._orders.values())
 
 
 def steps(corpus: Corpus, epoch: int, done: int, count: int, rank: int = 0, ranks: int = 1) -> list[Any]:

@@ -18,7 +18,7 @@ from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.drawn_batches import DrawnBatches
 from recipes.translation.data.noise import noisy
-from recipes.translation.settings.noise import NoiseConfig
+from recipes.translation.settings.data import NoiseConfig
 from tests.recipes.tiny import tiny
 
 sentences = st.text(st.sampled_from("abÄ ß.1<x>"), max_size=30)

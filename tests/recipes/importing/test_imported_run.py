@@ -18,7 +18,7 @@ from recipes.translation.importing.published_model import import_model, read_mod
 from recipes.translation.run_folder.checkpoint import load_weights
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import load_config
-from recipes.translation.settings.noise import NoiseConfig
+from recipes.translation.settings.data import NoiseConfig
 from recipes.translation.text.subwords import EOS, PAD, UNK, Subwords
 from recipes.translation.train import train
 from recipes.translation.translating.forced_decoding import log_probabilities, score_pairs
