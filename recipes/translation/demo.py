@@ -11,6 +11,7 @@ from recipes.translation.processes.status_line import duration
 from recipes.translation.processes.terminal import print_text
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.scores.evaluate import evaluate
+from recipes.translation.scores.scores import scores_in_words
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training.layout import devices_of
@@ -42,8 +43,8 @@ def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
 
     print(f"[demo] evaluating {run / 'best'} on the held-out test set")
     translator = ranks.run_on_main(lambda: load_translator(run / "best"))
-    evaluation = evaluate(translator, "test", translator.config.decoding, ranks=ranks, label="demo")
-    print(evaluation.scores)
+    evaluation = evaluate(translator, "test", ranks, "demo")
+    print(scores_in_words(evaluation.scores))
     if not summary.advice:
         print(f"[demo] the first {SAMPLES} sentences of the test set:")
         for pair, translation in list(zip(evaluation.pairs, evaluation.translations, strict=True))[:SAMPLES]:

@@ -96,10 +96,11 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def _table(evaluations: Sequence[Evaluation]) -> str:
     from recipes.translation.scores.evaluate import sets_table
+    from recipes.translation.scores.scores import scores_in_words
 
     if len(evaluations) > 1:
         return sets_table(evaluations)
-    return str(evaluations[0].scores)
+    return scores_in_words(evaluations[0].scores)
 
 
 def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
@@ -120,7 +121,6 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
         found = [evaluate_files(*files, options.tokenize or "auto")]
     else:
         translator = load_ensemble(options, ranks)
-        decoding = translator.config.decoding
         if options.sources:
             lowercase = translator.config.subwords.lowercase
             pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
@@ -128,13 +128,13 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
             read = (options.sources, options.references, options.by)
             ranks.run_on_main(lambda: check_name(folder, sources, pairs, translator, read))
             _check_labels(options, None, len(pairs), ranks)
-            one = evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks, "evaluate")
+            one = evaluate_pairs(translator, sources.name, pairs, options.tokenize, ranks, "evaluate")
             found = [replace(one, files=(sources, references))]
         else:
             sets = Corpora(translator.config).held_out(options.split or "test")
             for each in sets if options.by else ():
                 _check_labels(options, each.data, len(ranks.run_on_main(each.pairs)), ranks)
-            found = evaluate_each(translator, sets, decoding, options.tokenize, ranks, "evaluate")
+            found = evaluate_each(translator, sets, options.tokenize, ranks, "evaluate")
         if options.ensemble:  # what --run alone has translated stays
             found = [replace(evaluation, name=f"{evaluation.name}.ensemble") for evaluation in found]
     if options.comet:

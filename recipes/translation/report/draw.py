@@ -12,21 +12,13 @@ from recipes.translation.report import page
 from recipes.translation.report.figures import NO_TRANSLATIONS, attention_maps, chrf_of_sentences, curves, distributions
 from recipes.translation.report.records import RunRecords, is_number, read_run
 from recipes.translation.run_folder.outputs import write_output
+from recipes.translation.scores.statistics import TITLES
 from recipes.translation.settings.metrics import METRICS
 
 WORST = 10
 """Sentences that are shown as the worst."""
 SHOWN_VALIDATIONS = 6
 """Validations of which a sample's translation is shown: the first, the newest, and some between them."""
-SCORES = {
-    "bleu": "BLEU",
-    "bleu_lowercase": "BLEU, lower-cased",
-    "multi_bleu_lowercase": "multi-bleu -lc",
-    "chrf": "chrF",
-    "ter": "TER",
-    "comet": "COMET",
-    "exact_match": "exact match",
-}
 TRANSFORMER = "the mean over the heads of the penultimate decoder layer"
 """What earlier versions recorded, which did so for Transformers alone."""
 
@@ -126,7 +118,7 @@ def _evaluation(runs: Sequence[RunRecords]) -> str:
     for name in dict.fromkeys(name for run in runs for name in run.scores):
         having = [run for run in runs if name in run.scores]
         rows = []
-        for field, title in SCORES.items():
+        for field, title in TITLES.items():
             cells = [_score(run.scores[name], field) for run in having]
             if any(cells):
                 rows.append([title, *(cell or "none" for cell in cells)])

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from recipes.translation.errors import DataError
-from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, interval, intervals, resampled_scores
+from recipes.translation.scores.bootstrap import Interval, interval, intervals, resampled_scores
 from recipes.translation.scores.scores import drawn
-from recipes.translation.scores.statistics import Measured
+from recipes.translation.scores.statistics import TITLES, Measured
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
 
 SHOWN = ("bleu", "multi_bleu_lowercase", "chrf", "ter", "comet")
@@ -49,7 +49,7 @@ class Parts:
                 f"  {score:6.2f}  {bounds!s:<16}" for score, bounds in zip(part.scores, part.intervals, strict=True)
             )
             lines.append(f"  {part.label:<{width}}  {part.sentences:9,}{cells}")
-        note = f"  [ ] is the 95 % confidence interval: {drawn(RESAMPLES, SEED)}"
+        note = f"  [ ] is the 95 % confidence interval: {drawn()}"
         if any(part.sentences < FEW for part in self.parts):
             note += f"; a part of fewer than {FEW} sentences says little"
         return "\n".join(line.rstrip() for line in [*lines, note])
@@ -84,7 +84,7 @@ def scores_of_sets(sets: Mapping[str, Sequence[Measured]]) -> Parts:
 
 
 def _titles(measured: Sequence[Measured]) -> list[str]:
-    return [{"multi_bleu_lowercase": "m-bleu"}.get(one.name, one.title) for one in measured]
+    return [{"multi_bleu_lowercase": "m-bleu"}.get(one.name, TITLES[one.name]) for one in measured]
 
 
 def parts_by_length(sources: Sequence[str]) -> tuple[str, dict[str, list[int]]]:

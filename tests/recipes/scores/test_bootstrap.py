@@ -80,7 +80,7 @@ def test_an_interval_leaves_out_a_fortieth_on_either_side(scores: list[int]) -> 
 def test_the_interval_of_a_mean_is_the_normal_distributions() -> None:
     draw = np.random.default_rng(1)
     values = draw.normal(50, 10, 900)
-    (found,) = intervals([mean_of("mean", "mean", "", values.tolist())])
+    (found,) = intervals([mean_of("mean", "", values.tolist())])
     error = values.std() / 900**0.5
     assert found == pytest.approx((values.mean() - 1.96 * error, values.mean() + 1.96 * error), abs=0.15 * error)
 
@@ -89,7 +89,7 @@ def test_the_interval_covers_the_truth_in_19_of_20_test_sets() -> None:
     draw = np.random.default_rng(2)
     covered = 0
     for _ in range(200):
-        (found,) = intervals([mean_of("mean", "mean", "", draw.normal(50, 10, 100).tolist())], resamples=200)
+        (found,) = intervals([mean_of("mean", "", draw.normal(50, 10, 100).tolist())], resamples=200)
         covered += found.low <= 50 <= found.high
     assert 178 <= covered <= 199
 
