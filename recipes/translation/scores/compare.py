@@ -67,7 +67,7 @@ class Table:
 
     def _block(self, metric: Metric, width: int) -> str:
         better = "more is better"
-        if not metric.measured.higher_is_better:
+        if metric.measured.name == "ter":
             better = "less is better"
         first, *others = self.names
         lines = [

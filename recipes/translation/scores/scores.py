@@ -7,16 +7,7 @@ from typing import Any
 
 from recipes.translation.errors import DataError
 from recipes.translation.scores.bootstrap import RESAMPLES, SEED, intervals
-from recipes.translation.scores.statistics import (
-    TITLES,
-    Measured,
-    measure_bleu,
-    measure_bleu_lowercase,
-    measure_chrf,
-    measure_exact_match,
-    measure_multi_bleu_lowercase,
-    measure_ter,
-)
+from recipes.translation.scores.statistics import TITLES, Measured, mean_of, measured, metrics
 from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
 
 
@@ -25,20 +16,20 @@ def score(hypotheses: Sequence[str], references: Sequence[str], **options: Any) 
     return record_of(measure(hypotheses, references, **options))
 
 
-def record_of(measured: Sequence[Measured]) -> dict[str, Any]:
+def record_of(found: Sequence[Measured]) -> dict[str, Any]:
     """Return the scores of the metrics that `measure` returned, in percent, as they are written to a file.
 
     By the name of each metric: its score, its signature, which says exactly how the score was computed, and its 95 %
     confidence interval. The score of a metric that was not asked for is None.
     """
-    found = {one.name: one for one in measured}
-    record: dict[str, Any] = {"sentences": len(measured[0].statistics)}
+    record: dict[str, Any] = {"sentences": len(found[0].statistics)}
+    by_name = {one.name: one for one in found}
     for name in TITLES:
-        one = found.get(name)
+        one = by_name.get(name)
         record[name] = one and one.score
         if name != "exact_match":
             record[f"{name}_signature"] = one and one.signature
-    bounds = dict(zip(found, intervals(measured), strict=True))
+    bounds = dict(zip(by_name, intervals(found), strict=True))
     return {**record, "intervals": bounds, "resamples": RESAMPLES, "seed": SEED}
 
 
@@ -78,28 +69,27 @@ def measure(
     check_pairs(hypotheses, references)
     tokenize = tokenizer_for(tokenize, language, references)
     check_tokenizer(tokenize)
-    found = [
-        measure_bleu(hypotheses, references, tokenize=tokenize, lowercase=lowercase),
-        measure_bleu_lowercase(hypotheses, references, tokenize=tokenize),
-        measure_chrf(hypotheses, references, lowercase=lowercase),
-        measure_ter(hypotheses, references),
-        measure_exact_match(hypotheses, references),
+    matches = [100.0 * (hypothesis == reference) for hypothesis, reference in zip(hypotheses, references, strict=True)]
+    return [
+        *(
+            measured(name, metric, hypotheses, references)
+            for name, metric in metrics(tokenize, lowercase).items()
+            if name != "multi_bleu_lowercase" or tokenize == "none"
+        ),
+        mean_of("exact_match", f"of {len(references):,} sentences", matches),
     ]
-    if tokenize == "none":
-        found.insert(2, measure_multi_bleu_lowercase(hypotheses, references))
-    return found
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool, tokenize: str) -> float:
     """Compute the BLEU of `measure` alone."""
     check_pairs(hypotheses, references)
-    return measure_bleu(hypotheses, references, tokenize=tokenize, lowercase=lowercase).score
+    return measured("bleu", metrics(tokenize, lowercase)["bleu"], hypotheses, references).score
 
 
 def chrf(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool) -> float:
     """Compute the chrF of `measure` alone."""
     check_pairs(hypotheses, references)
-    return measure_chrf(hypotheses, references, lowercase=lowercase).score
+    return measured("chrf", metrics(lowercase=lowercase)["chrf"], hypotheses, references).score
 
 
 def check_pairs(hypotheses: Sequence[str], references: Sequence[str]) -> None:
