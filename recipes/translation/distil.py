@@ -20,7 +20,7 @@ from recipes.translation.run_folder.teacher import teacher_folder, teacher_subwo
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training.student_data import FOLDER, sentences_of, student_of
-from recipes.translation.training.summary import Summary, command
+from recipes.translation.training.summary import Summary
 from recipes.translation.training.teacher_translations import write_translations
 
 
@@ -38,9 +38,7 @@ def distil(config: RunConfig, originals: float, fresh: bool, ranks: Ranks) -> Su
     ranks.run_on_main(lambda: teacher_subwords(config))
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
-    lock: AbstractContextManager[None] = nullcontext()
-    if ranks.is_main:
-        lock = sole_writer(Path(config.run))
+    lock: AbstractContextManager[None] = sole_writer(Path(config.run)) if ranks.is_main else nullcontext()
     with ExitStack() as held:
         # On all ranks: where the folder is locked already, rank 0 raises, and the others must not wait for it
         ranks.run_on_all(lambda: held.enter_context(lock))
@@ -61,15 +59,3 @@ def translations_of(config: RunConfig, ranks: Ranks) -> list[tuple[str, ...]]:
         paths = write_translations(teacher, sources, folder, str(number), tag=tag, ranks=ranks)
         names.append(tuple(path.name for path in paths))
     return names
-
-
-def next_commands(run: str) -> str:
-    """Return the commands that follow: the student's scores, its export, and its translations."""
-    return "\n".join(
-        [
-            "[distil] its scores, its export with int8 weights, and its translations:\n",
-            f"  {command('evaluate', '--run', run)}",
-            f"  {command('export', '--run', run, '--to', 'ctranslate2', '--quantization', 'int8')}",
-            f"  {command('translate', '--run', run, '--engine', 'ctranslate2')}\n",
-        ]
-    )

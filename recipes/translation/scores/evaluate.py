@@ -20,8 +20,8 @@ from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.run_folder.made_from import lines_digest
 from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.scores.comet import check_comet
-from recipes.translation.scores.groups import Parts, parts_by_label, parts_by_length, scores_of_parts, scores_of_sets
-from recipes.translation.scores.scores import measure, record_of
+from recipes.translation.scores.groups import parts_by_label, parts_by_length, scores_of_sets
+from recipes.translation.scores.scores import measure, record_of, scores_in_words
 from recipes.translation.scores.statistics import Measured
 from recipes.translation.settings.config import DataConfig
 from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
@@ -188,16 +188,19 @@ def evaluate_files(
     return Evaluation(hypotheses.name, pairs, translations, measured)
 
 
-def parts_of(evaluation: Evaluation, by: str, labels: Sequence[str]) -> Parts:
-    """Score the parts of a test set by the "length" of the source, or by a label of each sentence, read from `by`."""
+def parts_of(
+    by: str, pairs: Sequence[Pair], data: DataConfig | None, split: HeldOutSplit
+) -> tuple[str, dict[str, list[int]]]:
+    """Return a heading, and the sentences of each part, by the "length" of the source or by labels; see `labels_of`."""
     if by == "length":
-        heading, parts = parts_by_length([pair.source for pair in evaluation.pairs])
-        return scores_of_parts(evaluation.measured, heading, parts)
-    return scores_of_parts(evaluation.measured, "label", parts_by_label(labels, by, len(evaluation.pairs)))
+        return parts_by_length([pair.source for pair in pairs])
+    return "label", parts_by_label(labels_of(by, data, split), f"--by {by}", len(pairs))
 
 
-def sets_table(evaluations: Sequence[Evaluation]) -> str:
-    """Return a table with a line for each of several test sets and one for their mean, and the signatures of BLEU."""
+def scores_table(evaluations: Sequence[Evaluation]) -> str:
+    """Return the scores of a test set, or a table of several and their mean, with the signatures of BLEU."""
+    if len(evaluations) == 1:
+        return scores_in_words(evaluations[0].scores)
     table = scores_of_sets({one.name: one.measured for one in evaluations})
     signatures = [f"  BLEU of {one.name}: {one.scores['bleu_signature']}" for one in evaluations]
     return "\n".join([str(table), *signatures])

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import seqpar
 from recipes.translation.commands import main
-from recipes.translation.commands.next_steps import next_steps
+from recipes.translation.commands.training import next_steps
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
