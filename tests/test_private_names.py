@@ -20,7 +20,7 @@ MODULES = {
     "_replicate_for_data_parallel",
 }  # fmt: skip
 """What `nn.Module` keeps, by names that are as old as it: any file that copies or asks a module may use them."""
-WORDS = {"_enabled", "_fsdp_param_groups", "_global", "_layer_norm", "_reverse", "_token", "_typeshed"}
+WORDS = {"_enabled", "_fsdp_param_groups", "_global", "_reverse", "_signature", "_token", "_typeshed"}
 """Parts of names that are put together, what only a type checker imports, and what only some versions have."""
 
 LIBRARIES = {

@@ -6,11 +6,12 @@ import time
 from pathlib import Path
 
 from recipes.translation.files.atomic_folder import whole_folder
-from recipes.translation.processes.ranks import Ranks, joined
+from recipes.translation.processes.ranks import Ranks
 from recipes.translation.processes.status_line import duration
 from recipes.translation.processes.terminal import print_text
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.scores.evaluate import evaluate
+from recipes.translation.scores.scores import scores_in_words
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training.layout import devices_of
@@ -20,14 +21,8 @@ SAMPLES = 10
 SENTENCE = "The train to Vienna leaves at half past seven."
 
 
-def demo(config: RunConfig) -> Summary:
+def demo(config: RunConfig, ranks: Ranks) -> Summary:
     """Make subwords, train, evaluate and translate samples, with a line on each; then print a command to try."""
-    with joined(config.layout.timeout) as ranks:
-        return demo_on(ranks, config)
-
-
-def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
-    """Run the demonstration in the process that `ranks` describes."""
     run = Path(config.run)
     began = time.monotonic()
     data = config.data
@@ -42,16 +37,13 @@ def demo_on(ranks: Ranks, config: RunConfig) -> Summary:
 
     print(f"[demo] evaluating {run / 'best'} on the held-out test set")
     translator = ranks.run_on_main(lambda: load_translator(run / "best"))
-    evaluation = evaluate(translator, "test", translator.config.decoding, ranks=ranks, label="demo")
-    print(evaluation.scores)
+    evaluation = evaluate(translator, "test", ranks, "demo")
+    print(scores_in_words(evaluation.scores))
     if not summary.advice:
         print(f"[demo] the first {SAMPLES} sentences of the test set:")
         for pair, translation in list(zip(evaluation.pairs, evaluation.translations, strict=True))[:SAMPLES]:
             print_text(str(Sample(pair.source, translation, pair.target)))
-    paths: list[Path] = []
-    if ranks.is_main:
-        paths = evaluation.write(run)
-    written = ", ".join(map(str, paths))
+    written = ", ".join(map(str, evaluation.write(run) if ranks.is_main else ()))
     print(f"[demo] trained and evaluated in {duration(time.monotonic() - began)}")
     print(f"[demo] the model is {run / 'best'}; every step is in {run / 'metrics.jsonl'}; the test set in {written}")
     print(f'[demo] translate a sentence of your own:\n\n  {command("translate", "--run", run)} "{SENTENCE}"\n')

@@ -19,7 +19,7 @@ from recipes.translation.run_folder.teacher import teacher_folder, teacher_subwo
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from recipes.translation.training.student_data import FOLDER, sentences_of, student_of
-from recipes.translation.training.summary import Summary, command
+from recipes.translation.training.summary import Summary
 from recipes.translation.training.teacher_translations import write_translations
 
 
@@ -55,15 +55,3 @@ def translations_of(config: RunConfig, ranks: Ranks) -> list[tuple[str, ...]]:
         paths = write_translations(teacher, sources, folder, str(number), tag=tag, ranks=ranks)
         names.append(tuple(path.name for path in paths))
     return names
-
-
-def next_commands(run: str) -> str:
-    """Return the commands that follow: the student's scores, its export, and its translations."""
-    return "\n".join(
-        [
-            "[distil] its scores, its export with int8 weights, and its translations:\n",
-            f"  {command('evaluate', '--run', run)}",
-            f"  {command('export', '--run', run, '--to', 'ctranslate2', '--quantization', 'int8')}",
-            f"  {command('translate', '--run', run, '--engine', 'ctranslate2')}\n",
-        ]
-    )

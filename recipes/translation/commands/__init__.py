@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import io
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Sequence
 
-from recipes.translation.commands.arguments import PROGRAM
+from recipes.translation.commands.arguments import PROGRAM, Command, explained
 from recipes.translation.commands.distillation import distil
 from recipes.translation.commands.evaluation import compare, evaluate, score
 from recipes.translation.commands.export import export
@@ -34,11 +32,11 @@ from recipes.translation.errors import (
 )
 from recipes.translation.processes.launch import automatic, launch
 from recipes.translation.processes.terminal import escaped
-from recipes.translation.settings.options import FIRST_EXAMPLE, unknown
+from recipes.translation.settings.options import unknown
 
 __all__ = ["COMMANDS", "DEMO_CONFIG", "main"]
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+COMMANDS: dict[str, Command] = {
     "demo": demo,
     "prepare": prepare,
     "train": train,
@@ -156,18 +154,11 @@ def overview() -> str:
     width = max(map(len, COMMANDS))
     lines = []
     for name, run in COMMANDS.items():
-        lines.append(f"  {name:<{width}}  {(run.__doc__ or '').splitlines()[0]}")
-        lines.append(f"  {'':<{width}}    {example_of(name)}")
+        description, example = (text.partition("\n")[0] for text in explained(run))
+        lines.append(f"  {name:<{width}}  {description}")
+        lines.append(f"  {'':<{width}}    {example}")
     commands = "\n".join(lines)
     return (
         f"Train and use translation models.\n\nusage: {PROGRAM} COMMAND [OPTIONS]\n\ncommands:\n{commands}\n\n"
         f"Begin with: {PROGRAM} demo\nHelp on a command and its options: {PROGRAM} train --help"
     )
-
-
-def example_of(name: str) -> str:
-    """Return the first example in the help of a command, without the rest of the help, for which torch is imported."""
-    shown = io.StringIO()
-    with redirect_stdout(shown), suppress(SystemExit):
-        COMMANDS[name]([FIRST_EXAMPLE])
-    return shown.getvalue().strip()

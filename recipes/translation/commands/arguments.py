@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, whole_folder
@@ -19,20 +21,41 @@ from recipes.translation.settings.config import SCHEMA, DecodingConfig, RunConfi
 from recipes.translation.settings.options import ALSO, METAVARS, OneLineParser, overrides
 
 if TYPE_CHECKING:
+    from recipes.translation.export.ctranslate2_engine import ExportedTranslator
     from recipes.translation.processes.ranks import Ranks
     from recipes.translation.run_folder.checkpoint import Translator
 
+N = TypeVar("N", int, float)
 PROGRAM = "python -m recipes.translation"
 
 
-def parser_of(run: Callable[[Sequence[str]], int], example: str) -> OneLineParser:
-    return OneLineParser(f"{PROGRAM} {run.__name__.rstrip('_')}", (run.__doc__ or "").replace("\n    ", "\n"), example)
+Command = Callable[[Sequence[str]], int]
+"""Takes the words on the command line, and returns the exit status."""
 
 
-def count(word: str) -> int:
-    if not word.isdecimal() or int(word) == 0:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 up")
-    return int(word)
+def explained(run: Command) -> tuple[str, str]:
+    """Return what a command's docstring says of it, and its examples, a line each."""
+    description, _, examples = inspect.cleandoc(run.__doc__ or "").partition("\n\nexample:\n")
+    return description, examples
+
+
+def parser_of(run: Command) -> OneLineParser:
+    return OneLineParser(f"{PROGRAM} {run.__name__.rstrip('_')}", *explained(run))
+
+
+def number(kind: Callable[[str], N], fits: Callable[[N], bool], what: str) -> Callable[[str], N]:
+    """Return the function that reads an option's number; `what` says in words which of them fit."""
+
+    def read(word: str) -> N:
+        with suppress(ValueError):
+            if fits(found := kind(word)):
+                return found
+        raise argparse.ArgumentTypeError(f"{word!r} is not {what}")
+
+    return read
+
+
+count = number(int, lambda found: found > 0, "a whole number from 1 up")
 
 
 def path(word: str) -> str:
@@ -197,34 +220,34 @@ def require(package: str) -> None:
         raise ConfigError(f"{package} is not installed: pip install {package}")
 
 
-def checkpoint_folder(options: argparse.Namespace) -> Path:
+def checkpoint_folder(run: str, checkpoint: str | None) -> Path:
     """Return the folder of the model that --run and --checkpoint name; raise CheckpointError if there is none.
 
     Raises ConfigError for a --run that is the folder of another model than --checkpoint chooses.
     """
-    named = Path(options.run)
-    if options.checkpoint and whole_folder(named) and named.resolve().name != options.checkpoint:
+    named = Path(run)
+    if checkpoint and whole_folder(named) and named.resolve().name != checkpoint:
         raise ConfigError(
-            f"{named} is the folder of one model, where --checkpoint {options.checkpoint} has nothing to choose: name "
+            f"{named} is the folder of one model, where --checkpoint {checkpoint} has nothing to choose: name "
             "the run it is in, or leave --checkpoint out"
         )
-    folder = model_folder(named, options.checkpoint or "best")
+    folder = model_folder(named, checkpoint or "best")
     if whole_folder(folder) is None and not folder.exists():
         way = "train one"
-        if options.checkpoint == "averaged":
+        if checkpoint == "averaged":
             way = f"make it with {PROGRAM} average"
         raise CheckpointError(f"there is no trained model in {folder}; {way}, or name another folder with --run")
     return folder
 
 
-def load(options: argparse.Namespace, ranks: Ranks) -> Translator:
-    """Read the model of --run on rank 0, with the decoding options given; move it to this process's GPU, if any."""
+def load(run: str, options: argparse.Namespace, ranks: Ranks) -> Translator:
+    """Read the model of a run on rank 0, with the decoding options given; move it to this process's GPU, if any."""
     import torch
 
     from recipes.translation.run_folder.checkpoint import load_translator
 
     def read() -> Translator:
-        return load_translator(checkpoint_folder(options), "cpu", decoding_overrides(options))
+        return load_translator(checkpoint_folder(run, options.checkpoint), "cpu", decoding_overrides(options))
 
     # On the CPU, where one process can send it to the others; each then uses a GPU of its own
     translator = ranks.run_on_main(read)
@@ -233,14 +256,32 @@ def load(options: argparse.Namespace, ranks: Ranks) -> Translator:
     return translator
 
 
-def export_command(run: str | Path) -> str:
-    """Return the command that makes the export for CTranslate2."""
-    return f"{PROGRAM} export --run {shlex.quote(str(run))} --to ctranslate2"
+def exported_folder(run: str) -> Path:
+    """Return the folder of an export for CTranslate2: the one that is named, or that of a run."""
+    if (Path(run) / "model.bin").is_file():
+        return Path(run)
+    return Path(run) / "ctranslate2"
 
 
-def outdated(exported: Path, run: Path) -> bool:
-    """Return whether an export says that it was made from a model which the run has no longer."""
+def load_exported(run: str, options: argparse.Namespace) -> ExportedTranslator:
+    """Read the export for CTranslate2, with the decoding options given."""
+    require("ctranslate2")
+
+    from recipes.translation.export import ctranslate2_engine
+
+    folder = exported_folder(run)
+    if not folder.exists():
+        way = f"{PROGRAM} export --run {shlex.quote(run)} --to ctranslate2"
+        raise ConfigError(f"there is no {folder}; write it with {way}")
+    return ctranslate2_engine.load(folder, overrides=decoding_overrides(options))
+
+
+def outdated(run: str) -> str:
+    """Return that a run's export says it was made from a model which the run has no longer; empty otherwise."""
     from recipes.translation.run_folder.made_from import exported_from, is_current
 
-    weights = exported_from(exported)
-    return bool(weights) and not is_current(run, weights)
+    folder = exported_folder(run)
+    weights = exported_from(folder)
+    if folder == Path(run) or not weights or not whole_folder(model_folder(run)) or is_current(Path(run), weights):
+        return ""
+    return f"{folder} was made from an earlier model than {model_folder(run)}: export it again"

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.translation.commands.arguments import (
-    PROGRAM,
     add_config_file,
     add_processes,
     config_file,
+    number,
     parser_of,
     path,
     run_config,
@@ -47,13 +47,13 @@ def distil(argv: Sequence[str]) -> int:
     on where it was, and one that is complete is reused. The student has the teacher's subwords. Without --config its
     settings are the teacher's, but with the model of the preset student, and greedy search. docs/training.md explains
     the losses; --training.teacher_weight and --training.teacher_temperature set them.
+
+    example:
+    python -m recipes.translation distil --teacher runs/teacher --run runs/student
+    python -m recipes.translation distil --teacher runs/teacher/averaged --run runs/student --originals 1 --processes 2
+    python -m recipes.translation distil --config recipes/translation/configs/multi30k_student.yaml
     """
-    parser = parser_of(
-        distil,
-        f"{PROGRAM} distil --teacher runs/teacher --run runs/student\n"
-        f"{PROGRAM} distil --teacher runs/teacher/averaged --run runs/student --originals 1 --processes 2\n"
-        f"{PROGRAM} distil --config recipes/translation/configs/multi30k_student.yaml",
-    )
+    parser = parser_of(distil)
     add_config_file(parser)
     parser.add_argument(
         "--teacher",
@@ -65,7 +65,7 @@ def distil(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--originals",
         metavar="X",
-        type=_weight,
+        type=number(float, lambda found: 0 <= found < 1e9, "a number from 0 to below 1e9"),
         help="train on the original pairs too, with this weight beside that of the translations, which is 1 (default: "
         "0, on the translations alone)",
     )
@@ -79,10 +79,11 @@ def distil(argv: Sequence[str]) -> int:
     if options.config is None and "run" not in given:
         parser.error("name the student's folder: --run FOLDER")
 
-    from recipes.translation import distil as distillation
+    from recipes.translation.distil import distil as distil_model
     from recipes.translation.processes.ranks import joined
     from recipes.translation.train import train
     from recipes.translation.training.student_data import originals_of
+    from recipes.translation.training.summary import command
 
     resumed = not options.fresh and options.config is None and whole_folder(Path(str(given["run"])) / "last")
     config = student_config(options, bool(resumed))
@@ -97,10 +98,13 @@ def distil(argv: Sequence[str]) -> int:
         if resumed:  # its training data are the translations
             summary = train(config, ranks=ranks)
         else:
-            summary = distillation.distil(config, options.originals or 0.0, options.fresh, ranks)
+            summary = distil_model(config, options.originals or 0.0, options.fresh, ranks)
         print(summary)
         if not summary.stopped_by:
-            print(distillation.next_commands(config.run))
+            print("[distil] its scores, its export with int8 weights, and its translations:\n")
+            print(f"  {command('evaluate', '--run', config.run)}")
+            print(f"  {command('export', '--run', config.run, '--to', 'ctranslate2', '--quantization', 'int8')}")
+            print(f"  {command('translate', '--run', config.run, '--engine', 'ctranslate2')}\n")
     return exit_status(summary)
 
 
@@ -119,13 +123,3 @@ def student_config(options: argparse.Namespace, resumed: bool) -> RunConfig:
     if not config.training.teacher:
         raise ConfigError("training.teacher names no model to learn from: give --teacher FOLDER")
     return config
-
-
-def _weight(word: str) -> float:
-    try:
-        weight = float(word)
-    except ValueError:
-        weight = -1.0
-    if not 0 <= weight < 1e9:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number from 0 to below 1e9")
-    return weight

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import (
     DECODING,
-    PROGRAM,
     add_checkpoint,
     add_decoding_options,
     add_model_options,
@@ -29,10 +28,10 @@ from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser
 
 if TYPE_CHECKING:
+    from recipes.translation.data.held_out import HeldOut
     from recipes.translation.processes.ranks import Ranks
     from recipes.translation.scores.evaluate import Evaluation
-    from recipes.translation.scores.groups import Parts
-    from recipes.translation.settings.config import DataConfig
+    from recipes.translation.text.pair import Pair
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -41,13 +40,13 @@ def evaluate(argv: Sequence[str]) -> int:
     Prints sacreBLEU's BLEU, chrF and TER with their signatures, BLEU of the lower-cased text, and the percentage of
     exact matches, each with its 95 % confidence interval; for text that is already tokenised also BLEU as
     multi-bleu.perl -lc computes it. Writes translations and scores to the run's folder. See docs/evaluation.md.
+
+    example:
+    python -m recipes.translation evaluate --run runs/demo
+    python -m recipes.translation evaluate --run runs/demo --sources news.en --references news.de --by length
+    python -m recipes.translation evaluate --hypotheses translations.txt --references references.txt
     """
-    parser = parser_of(
-        evaluate,
-        f"{PROGRAM} evaluate --run runs/demo\n"
-        f"{PROGRAM} evaluate --run runs/demo --sources news.en --references news.de --by length\n"
-        f"{PROGRAM} evaluate --hypotheses translations.txt --references references.txt",
-    )
+    parser = parser_of(evaluate)
     add_processes(parser)
     add_model_options(parser)
     add_ensemble(parser)
@@ -78,28 +77,22 @@ def evaluate(argv: Sequence[str]) -> int:
     _check_files(parser, options)
 
     from recipes.translation.processes.ranks import joined
-    from recipes.translation.scores.evaluate import check_metrics
+    from recipes.translation.scores.evaluate import check_metrics, scores_table
+    from recipes.translation.scores.groups import scores_of_parts
 
     check_metrics(options.tokenize, options.comet)
     with joined(LayoutConfig().timeout) as ranks:
         found = _evaluated(options, ranks)
-        print(_table(found))
+        print(scores_table(found))
         if ranks.is_main and not options.hypotheses:
             written = [path for evaluation in found for path in evaluation.write(results_folder(Path(options.run)))]
             print("[evaluate] written:", *written)
         if options.by:
             for evaluation in found:
                 print(f"\n{evaluation.name}, by {options.by}:" if len(found) > 1 else "")
-                print(_parts(options, evaluation, ranks))
+                parts = _parts(options, evaluation.pairs, evaluation.held_out, ranks)
+                print(scores_of_parts(evaluation.measured, *parts))
     return 0
-
-
-def _table(evaluations: Sequence[Evaluation]) -> str:
-    from recipes.translation.scores.evaluate import sets_table
-
-    if len(evaluations) > 1:
-        return sets_table(evaluations)
-    return str(evaluations[0].scores)
 
 
 def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
@@ -120,21 +113,21 @@ def _evaluated(options: argparse.Namespace, ranks: Ranks) -> list[Evaluation]:
         found = [evaluate_files(*files, options.tokenize or "auto")]
     else:
         translator = load_ensemble(options, ranks)
-        decoding = translator.config.decoding
         if options.sources:
             lowercase = translator.config.subwords.lowercase
             pairs = ranks.run_on_main(lambda: read_pairs(sources, references, lowercase))
             folder = results_folder(Path(options.run))
             read = (options.sources, options.references, options.by)
             ranks.run_on_main(lambda: check_name(folder, sources, pairs, translator, read))
-            _check_labels(options, None, len(pairs), ranks)
-            one = evaluate_pairs(translator, sources.name, pairs, decoding, options.tokenize, ranks, "evaluate")
+            if options.by:  # before the work of translating
+                _parts(options, pairs, None, ranks)
+            one = evaluate_pairs(translator, sources.name, pairs, options.tokenize, ranks, "evaluate")
             found = [replace(one, files=(sources, references))]
         else:
             sets = Corpora(translator.config).held_out(options.split or "test")
             for each in sets if options.by else ():
-                _check_labels(options, each.data, len(ranks.run_on_main(each.pairs)), ranks)
-            found = evaluate_each(translator, sets, decoding, options.tokenize, ranks, "evaluate")
+                _parts(options, ranks.run_on_main(each.pairs), each, ranks)
+            found = evaluate_each(translator, sets, options.tokenize, ranks, "evaluate")
         if options.ensemble:  # what --run alone has translated stays
             found = [replace(evaluation, name=f"{evaluation.name}.ensemble") for evaluation in found]
     if options.comet:
@@ -157,29 +150,14 @@ def _with_comet(model: Path, evaluations: Sequence[Evaluation], ranks: Ranks) ->
     return found
 
 
-def _parts(options: argparse.Namespace, evaluation: Evaluation, ranks: Ranks) -> Parts:
-    """Score the parts that --by names."""
+def _parts(
+    options: argparse.Namespace, pairs: Sequence[Pair], held_out: HeldOut | None, ranks: Ranks
+) -> tuple[str, dict[str, list[int]]]:
+    """Return a heading and the sentences of each part that --by names; raise DataError where it names none."""
     from recipes.translation.scores.evaluate import parts_of
 
-    data = evaluation.held_out.data if evaluation.held_out else None
-    return parts_of(evaluation, options.by, _labels(options, data, ranks))
-
-
-def _labels(options: argparse.Namespace, data: DataConfig | None, ranks: Ranks) -> list[str]:
-    """Return the labels that --by names; none for the lengths, which are counted."""
-    from recipes.translation.scores.evaluate import labels_of
-
-    if options.by == "length":
-        return []
-    return ranks.run_on_main(lambda: labels_of(options.by, data, options.split or "test"))
-
-
-def _check_labels(options: argparse.Namespace, data: DataConfig | None, sentences: int, ranks: Ranks) -> None:
-    """Raise DataError, before the work of translating, unless --by names a label for each sentence."""
-    from recipes.translation.scores.groups import parts_by_label
-
-    if options.by and options.by != "length":
-        parts_by_label(_labels(options, data, ranks), f"--by {options.by}", sentences)
+    data = held_out.data if held_out else None
+    return ranks.run_on_main(lambda: parts_of(options.by, pairs, data, options.split or "test"))
 
 
 def compare(argv: Sequence[str]) -> int:
@@ -187,11 +165,12 @@ def compare(argv: Sequence[str]) -> int:
 
     Prints BLEU, chrF and TER of each with 95 % confidence intervals, the difference from the first, and the p-values of
     paired bootstrap resampling and of paired approximate randomisation. A run must have been evaluated before.
+
+    example:
+    python -m recipes.translation compare runs/baseline runs/larger
+    python -m recipes.translation compare --references news.de baseline.txt larger.txt
     """
-    parser = parser_of(
-        compare,
-        f"{PROGRAM} compare runs/baseline runs/larger\n{PROGRAM} compare --references news.de baseline.txt larger.txt",
-    )
+    parser = parser_of(compare)
     parser.add_argument(
         "systems", nargs="*", metavar="SYSTEM", type=path, help="a run or a file of translations; the baseline first"
     )
@@ -229,8 +208,11 @@ def score(argv: Sequence[str]) -> int:
     One line for each pair, with four numbers separated by tabs: the sum over the target's subwords and the end symbol
     in nats, the mean of a subword, the score that the search would report (the sum over its length normaliser), and the
     number of subwords, the end symbol included.
+
+    example:
+    python -m recipes.translation score --run runs/demo --sources news.en --targets news.de
     """
-    parser = parser_of(score, f"{PROGRAM} score --run runs/demo --sources news.en --targets news.de")
+    parser = parser_of(score)
     add_run(parser)
     add_checkpoint(parser)
     add_decoding_options(parser, ("length_penalty", "length_norm"))
@@ -246,7 +228,7 @@ def score(argv: Sequence[str]) -> int:
 
     with joined(LayoutConfig().timeout) as ranks:
         pairs = ranks.run_on_main(lambda: read_pairs(Path(options.sources), Path(options.targets)))
-        translator = load(options, ranks)
+        translator = load(options.run, options, ranks)
         decoding = translator.config.decoding
         sources = [pair.source for pair in pairs]
         targets = [pair.target for pair in pairs]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.translation.commands.arguments import (
-    PROGRAM,
     add_checkpoint,
     add_run,
     checkpoint_folder,
@@ -41,13 +40,13 @@ def export(argv: Sequence[str]) -> int:
     translation on CPUs and GPUs; with int8 weights a model has about a third of its size. onnx is an encoder and a
     decoder step for ONNX Runtime. hf is a folder that Hugging Face transformers loads: a Marian model if the norms come
     after the sublayers, a Pegasus model if they come before. docs/export.md shows how each is used.
+
+    example:
+    python -m recipes.translation export --run runs/demo --to safetensors
+    python -m recipes.translation export --run runs/demo --to ctranslate2 --quantization int8
+    python -m recipes.translation export --run runs/demo --to hf --out demo-hf
     """
-    parser = parser_of(
-        export,
-        f"{PROGRAM} export --run runs/demo --to safetensors\n"
-        f"{PROGRAM} export --run runs/demo --to ctranslate2 --quantization int8\n"
-        f"{PROGRAM} export --run runs/demo --to hf --out demo-hf",
-    )
+    parser = parser_of(export)
     add_run(parser)
     add_checkpoint(parser)
     parser.add_argument("--to", choices=tuple(PACKAGES), required=True, help="the format")
@@ -66,22 +65,23 @@ def export(argv: Sequence[str]) -> int:
     from recipes.translation.processes.ranks import joined
 
     folder = Path(options.out or Path(options.run) / options.to)
-    check_output(folder, "--out", reads=[str(checkpoint_folder(options))])
+    checkpoint = checkpoint_folder(options.run, options.checkpoint)
+    check_output(folder, "--out", reads=[str(checkpoint)])
     with joined(LayoutConfig().timeout) as ranks:
-        translator = load(options, ranks)
+        translator = load(options.run, options, ranks)
         if ranks.is_main:
-            write(translator, folder, options)
+            write(translator, folder, checkpoint, options)
             size = sum(file.stat().st_size for file in folder.iterdir())
             print(f"[export] {folder}: {size / 1e6:.1f} MB")
     return 0
 
 
-def write(translator: Translator, folder: Path, options: argparse.Namespace) -> None:
+def write(translator: Translator, folder: Path, checkpoint: Path, options: argparse.Namespace) -> None:
     """Write the model in the format that --to names."""
     if options.to == "safetensors":
         from recipes.translation.run_folder.checkpoint import save_model
 
-        save_model(folder, translator, facts_of(translator, checkpoint_folder(options)))
+        save_model(folder, translator, facts_of(translator, checkpoint))
     elif options.to == "ctranslate2":
         from recipes.translation.export import ctranslate2_model
 

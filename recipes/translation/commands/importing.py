@@ -15,12 +15,12 @@ def import_(argv: Sequence[str]) -> int:
 
     The folder is one as Hugging Face transformers saves it: config.json, model.safetensors, generation_config.json and
     all files of the tokenizer. Nothing is downloaded. A model of several languages becomes a run for two of them.
+
+    example:
+    python -m recipes.translation import opus-mt-en-de --run runs/opus
+    python -m recipes.translation import nllb-200-distilled-600M --run runs/nllb --source eng_Latn --target deu_Latn
     """
-    parser = parser_of(
-        import_,
-        f"{PROGRAM} import opus-mt-en-de --run runs/opus\n"
-        f"{PROGRAM} import nllb-200-distilled-600M --run runs/nllb --source eng_Latn --target deu_Latn",
-    )
+    parser = parser_of(import_)
     parser.add_argument("model", metavar="FOLDER", type=path, help="the folder of the published model")
     add_run(parser)
     parser.add_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.translation.commands.arguments import PROGRAM, add_runs, parser_of, path, require, runs_of
+from recipes.translation.commands.arguments import add_runs, parser_of, path, require, runs_of
 from recipes.translation.files.writing import check_no_link
 from recipes.translation.run_folder.outputs import check_output_file
 
@@ -18,10 +18,12 @@ def report(argv: Sequence[str]) -> int:
 
     It has the curves of training, samples, attention maps, the worst sentences, scores, settings and the machine.
     Training draws it, too, after validations and at its end. See docs/report.md.
+
+    example:
+    python -m recipes.translation report runs/demo
+    python -m recipes.translation report runs/baseline runs/larger --output comparison.html
     """
-    parser = parser_of(
-        report, f"{PROGRAM} report runs/demo\n{PROGRAM} report runs/baseline runs/larger --output comparison.html"
-    )
+    parser = parser_of(report)
     add_runs(parser)
     parser.add_argument(
         "--output",

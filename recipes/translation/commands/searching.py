@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.translation.commands.arguments import as_option, count, load, path
+from recipes.translation.commands.arguments import as_option, count, load, number, path
 from recipes.translation.errors import CheckpointError, DataError
 from recipes.translation.files.lines import read_lines
 from recipes.translation.translating.search_options import Sampling, SearchOptions
@@ -66,31 +66,9 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     draw.add_argument("--seed", metavar="N", type=whole, help="another seed draws other translations (default: 0)")
 
 
-def positive(word: str) -> float:
-    number = as_number(word)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number above 0")
-    return number
-
-
-def share(word: str) -> float:
-    number = as_number(word)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number above 0 and at most 1")
-    return number
-
-
-def whole(word: str) -> int:
-    if not (word.isascii() and word.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 0 up")
-    return int(word)
-
-
-def as_number(word: str) -> float:
-    try:
-        return float(word)
-    except ValueError:
-        return math.nan
+positive = number(float, lambda found: 0 < found < math.inf, "a number above 0")
+share = number(float, lambda found: 0 < found <= 1, "a number above 0 and at most 1")
+whole = number(int, lambda found: found >= 0, "a whole number from 0 up")
 
 
 def add_ensemble(options: argparse._ActionsContainer) -> None:
@@ -106,7 +84,7 @@ def add_ensemble(options: argparse._ActionsContainer) -> None:
 
 OF_SAMPLING = ("temperature", "top_k", "top_p", "seed")
 OF_SEARCH = ("n_best", "beam", "length_penalty", "length_norm", "constraints")
-OF_TORCH = (*("n_best", "scores", "prefixes", "constraints", "ensemble", "mbr", "alignments", "sample", "checkpoint"),)
+OF_TORCH = ("n_best", "scores", "prefixes", "constraints", "ensemble", "mbr", "alignments", "sample", "checkpoint")
 
 
 def clashing(options: argparse.Namespace) -> str | None:
@@ -140,9 +118,6 @@ def given(options: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
 
 def search_options(options: argparse.Namespace) -> SearchOptions:
     """Read the options and the files that they name."""
-    prefixes = None
-    if options.prefixes:
-        prefixes = read_lines(Path(options.prefixes))
     constraints = None
     if options.constraints:
         constraints = phrases_in(read_lines(Path(options.constraints)), options.constraints)
@@ -158,7 +133,7 @@ def search_options(options: argparse.Namespace) -> SearchOptions:
     return SearchOptions(
         n_best=options.n_best or 1,
         scores=options.scores,
-        prefixes=prefixes,
+        prefixes=read_lines(Path(options.prefixes)) if options.prefixes else None,
         constraints=constraints,
         sampling=sampling,
     )
@@ -167,28 +142,21 @@ def search_options(options: argparse.Namespace) -> SearchOptions:
 def phrases_in(lines: list[str], where: str) -> list[list[str]]:
     """Split lines at tabs into phrases; an empty line has none. Raises DataError for an empty phrase."""
     found = []
-    for number, line in enumerate(lines, start=1):
-        phrases = []
-        if line.strip():
-            phrases = [phrase.strip() for phrase in line.split("\t")]
+    for place, line in enumerate(lines, start=1):
+        phrases = [phrase.strip() for phrase in line.split("\t")] if line.strip() else []
         if "" in phrases:
-            raise DataError(f"{where}: line {number:,} has nothing before, between or after its tabs: remove a tab")
+            raise DataError(f"{where}: line {place:,} has nothing before, between or after its tabs: remove a tab")
         found.append(phrases)
     return found
 
 
 def load_ensemble(options: argparse.Namespace, ranks: Ranks) -> Translator:
     """Read the model of --run and those of --ensemble, which must have the same subwords."""
-    first, *others = (load(each, ranks) for each in models_named(options))
+    first, *others = (load(run, options, ranks) for run in (options.run, *(options.ensemble or ())))
     for run, other in zip(options.ensemble or [], others, strict=True):
         check_same_subwords(options.run, first, run, other)
     digests = (*first.digests, *(digest for other in others for digest in other.digests))
     return replace(first, others=tuple(other.model for other in others), digests=digests)
-
-
-def models_named(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the options of each model: that of --run, and those of --ensemble."""
-    return [argparse.Namespace(**{**vars(options), "run": run}) for run in (options.run, *(options.ensemble or []))]
 
 
 def check_same_subwords(run: str, first: Translator, other_run: str, other: Translator) -> None:

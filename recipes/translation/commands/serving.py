@@ -5,23 +5,25 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import (
-    PROGRAM,
     add_checkpoint,
     add_decoding_options,
     add_runs,
-    decoding_overrides,
-    export_command,
+    exported_folder,
     load,
+    load_exported,
+    number,
     outdated,
     parser_of,
     require,
     runs_of,
 )
 from recipes.translation.errors import ConfigError
+from recipes.translation.files.atomic_folder import model_folder, whole_folder
 
 if TYPE_CHECKING:
     from recipes.translation.serve.models import Model
@@ -32,13 +34,13 @@ def serve(argv: Sequence[str]) -> int:
 
     With several runs the page shows their translations side by side. POST /translate takes and returns JSON as
     LibreTranslate's clients know it. docs/serve.md explains both. Ctrl-C stops the service.
+
+    example:
+    python -m recipes.translation serve runs/demo
+    python -m recipes.translation serve runs/small runs/large --port 8000
+    python -m recipes.translation serve runs/demo --engine torch --beam 8
     """
-    parser = parser_of(
-        serve,
-        f"{PROGRAM} serve runs/demo\n"
-        f"{PROGRAM} serve runs/small runs/large --port 8000\n"
-        f"{PROGRAM} serve runs/demo --engine torch --beam 8",
-    )
+    parser = parser_of(serve)
     add_runs(parser)
     add_checkpoint(parser)
     parser.add_argument(
@@ -63,80 +65,43 @@ def serve(argv: Sequence[str]) -> int:
     from recipes.translation.serve.server import address_of, bound, is_loopback
     from recipes.translation.serve.server import serve as serve_app
 
-    taken = bound(options.host, options.port)  # before the models are read, which takes longer
-    try:
+    limits = Limits()
+    with ExitStack() as held:
+        taken = held.enter_context(bound(options.host, options.port))  # before the models are read, which takes longer
         models = [model for run in runs for model in models_of(run, options)]
-        limits = Limits()
         batcher = Batcher(models, limits.queued_lines)
-        try:
-            app = application(models, batcher, limits, is_loopback(taken))
-            ready = f"[serve] {address_of(taken)} (Ctrl-C stops)"
-            return serve_app(app, taken, lambda: print(ready, flush=True))
-        finally:
-            batcher.close(5)
-    finally:
-        taken.close()
+        held.callback(batcher.close, 5)
+        app = application(models, batcher, limits, is_loopback(taken))
+        ready = f"[serve] {address_of(taken)} (Ctrl-C stops)"
+        return serve_app(app, taken, lambda: print(ready, flush=True))
 
 
 HOST_HELP = "0.0.0.0 lets other machines in, without a password (default: 127.0.0.1, this machine alone)"
 
 
-def port(word: str) -> int:
-    if not (word.isascii() and word.isdecimal()) or int(word) > 65535:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 0 to 65535")
-    return int(word)
+port = number(int, lambda found: 0 <= found <= 65535, "a whole number from 0 to 65535")
 
 
 def models_of(run: str, options: argparse.Namespace) -> list[Model]:
     """Read the model of a run, for the engine that is asked for, or else that which the run has; say which it is."""
-    from recipes.translation.commands.served_models import torch_models
+    from recipes.translation.commands.served_models import served_models
     from recipes.translation.processes.ranks import ALONE
 
-    exported = Path(run)
-    if not (exported / "model.bin").is_file():
-        exported /= "ctranslate2"
-    engine = options.engine
-    if engine is None:
-        engine = "torch"
-        if (exported / "model.bin").is_file():
-            engine = "ctranslate2"
-    if engine == "ctranslate2":
-        return exported_models(run, exported, options)
-    models = torch_models(run, load(argparse.Namespace(**{**vars(options), "run": run}), ALONE))
-    announce(run, models)
-    return models
-
-
-def exported_models(run: str, exported: Path, options: argparse.Namespace) -> list[Model]:
-    """Read what a run was exported to, and the run itself for alignments, where it is there."""
-    require("ctranslate2")
-
-    from recipes.translation.commands.served_models import ctranslate2_models
-    from recipes.translation.export import ctranslate2_engine
-    from recipes.translation.files.atomic_folder import model_folder, whole_folder
-    from recipes.translation.processes.ranks import ALONE
-
-    if not exported.exists():
-        raise ConfigError(f"there is no {exported}; write it with {export_command(run)}")
-    overrides = decoding_overrides(options)
-    found = ctranslate2_engine.load(exported, overrides=overrides)
-    translator = None
-    if options.checkpoint:
-        raise ConfigError(
-            f"{run} translates with {exported}, and --checkpoint is for torch: leave it out, or add --engine torch"
-        )
-    checkpoint = model_folder(run)
-    if exported != Path(run) and whole_folder(checkpoint):
-        translator = load(argparse.Namespace(**{**vars(options), "run": run}), ALONE)
-    models = ctranslate2_models(run, found, translator)
-    announce(run, models)
-    if translator and outdated(exported, Path(run)):
-        again = "export it again, or add --engine torch"
-        print(f"[serve] {exported} was made from an earlier model than {checkpoint}: {again}", flush=True)
-    return models
-
-
-def announce(run: str, models: Sequence[Model]) -> None:
-    """Print which engine translates between which languages."""
+    exported = exported_folder(run)
+    if options.engine == "torch" or (options.engine is None and not (exported / "model.bin").is_file()):
+        models = served_models(run, load(run, options, ALONE))
+    else:
+        found = load_exported(run, options)
+        if options.checkpoint:
+            raise ConfigError(
+                f"{run} translates with {exported}, and --checkpoint is for torch: leave it out, or add --engine torch"
+            )
+        translator = None
+        if exported != Path(run) and whole_folder(model_folder(run)):
+            translator = load(run, options, ALONE)  # for alignments
+        models = served_models(run, translator, found)
     pairs = ", ".join(f"{model.source} to {model.target}" for model in models)
     print(f"[serve] {run}: {pairs}, with {models[0].engine}, beam {models[0].beam}", flush=True)
+    if models[0].engine == "ctranslate2" and (note := outdated(run)):
+        print(f"[serve] {note}, or add --engine torch", flush=True)
+    return models

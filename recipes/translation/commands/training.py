@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import (
-    PROGRAM,
     add_config_file,
     add_processes,
     add_run,
@@ -19,7 +18,7 @@ from recipes.translation.commands.arguments import (
 )
 from recipes.translation.processes.terminal import print_text
 from recipes.translation.run_folder.outputs import check_run
-from recipes.translation.settings.config import LayoutConfig, load_config
+from recipes.translation.settings.config import LayoutConfig, RunConfig, load_config
 from recipes.translation.settings.options import add_config_options, overrides
 
 if TYPE_CHECKING:
@@ -32,20 +31,30 @@ def demo(argv: Sequence[str]) -> int:
     """Train, evaluate and try out a small English-German model on the built-in corpus (minutes on 2 CPU cores).
 
     Needs no download and no GPU; if there are GPUs, it trains on all of them.
+
+    example:
+    python -m recipes.translation demo
+    python -m recipes.translation demo --run runs/short --training.steps 100
     """
-    parser = parser_of(demo, f"{PROGRAM} demo\n{PROGRAM} demo --run runs/short --training.steps 100")
+    parser = parser_of(demo)
     add_processes(parser)
     add_config_options(parser, load_config(DEMO_CONFIG))
     config = with_folder(load_config(DEMO_CONFIG, overrides(parser.parse(argv))))
 
     from recipes.translation.demo import demo as run_demo
+    from recipes.translation.processes.ranks import joined
 
-    return exit_status(run_demo(config))
+    with joined(config.layout.timeout) as ranks:
+        return exit_status(run_demo(config, ranks))
 
 
 def prepare(argv: Sequence[str]) -> int:
-    """Make the subword models of a run, as the first step of train, and nothing else."""
-    parser = parser_of(prepare, f"{PROGRAM} prepare --config recipes/translation/configs/demo.yaml --run runs/mine")
+    """Make the subword models of a run, as the first step of train, and nothing else.
+
+    example:
+    python -m recipes.translation prepare --config recipes/translation/configs/demo.yaml --run runs/mine
+    """
+    parser = parser_of(prepare)
     add_config_file(parser)
     add_config_options(parser)
     config = run_config(parser.parse(argv))
@@ -72,13 +81,13 @@ def train(argv: Sequence[str]) -> int:
 
     A run is a folder (--run; under torchrun --folder). If it contains an unfinished run, training resumes where it
     stopped, with the settings of that run. Ctrl-C finishes the current step, saves, and prints the command to resume.
+
+    example:
+    python -m recipes.translation train --run runs/mine --data.train train.en train.de --data.valid dev.en dev.de
+    python -m recipes.translation train --config recipes/translation/configs/own_data.yaml --training.steps 500
+    python -m recipes.translation train --run runs/mine
     """
-    parser = parser_of(
-        train,
-        f"{PROGRAM} train --run runs/mine --data.train train.en train.de --data.valid dev.en dev.de\n"
-        f"{PROGRAM} train --config recipes/translation/configs/own_data.yaml --training.steps 500\n"
-        f"{PROGRAM} train --run runs/mine",
-    )
+    parser = parser_of(train)
     add_config_file(parser)
     parser.add_argument("--fresh", action="store_true", help="start over: remove what an earlier run left in --run")
     parser.add_argument(
@@ -92,7 +101,6 @@ def train(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     config = run_config(options)
 
-    from recipes.translation.commands.next_steps import next_steps
     from recipes.translation.processes.ranks import joined
     from recipes.translation.train import train as train_model
 
@@ -102,6 +110,28 @@ def train(argv: Sequence[str]) -> int:
         if summary.best and not (summary.stopped_by or summary.advice):
             print(next_steps(config))
     return exit_status(summary)
+
+
+PURPOSES = {
+    "translate": "type sentences, or add --file FILE",
+    "evaluate": "scores with confidence intervals",
+    "report": "a page with curves, scores and translations",
+    "serve": "a page that translates, and an endpoint for programs",
+}
+
+
+def next_steps(config: RunConfig) -> str:
+    """Return a line for each command to go on with, as it can be pasted."""
+    from recipes.translation.data.corpora import Corpora
+    from recipes.translation.training.summary import command
+
+    lines = ["[train] next:"]
+    for name, purpose in PURPOSES.items():
+        words = [name, "--run", config.run]
+        if name == "evaluate" and not Corpora(config).has("test"):
+            words += ["--split", "valid"]
+        lines.append(f"  {command(*words)}  # {purpose}")
+    return "\n".join(lines)
 
 
 def exit_status(summary: Summary) -> int:
@@ -117,13 +147,13 @@ def average(argv: Sequence[str]) -> int:
     Training keeps these models where --training.keep_checkpoints is set. The average is written to the run's folder
     `averaged`; evaluate and translate use it with --checkpoint averaged. With --models, models of several runs are
     averaged, of which one was trained on from another (training.start_from), or all from the same.
+
+    example:
+    python -m recipes.translation average --run runs/mine
+    python -m recipes.translation average --run runs/mine --last 5
+    python -m recipes.translation average --run runs/both --models runs/general/averaged runs/medical/averaged
     """
-    parser = parser_of(
-        average,
-        f"{PROGRAM} average --run runs/mine\n"
-        f"{PROGRAM} average --run runs/mine --last 5\n"
-        f"{PROGRAM} average --run runs/both --models runs/general/averaged runs/medical/averaged",
-    )
+    parser = parser_of(average)
     add_run(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--last", metavar="K", type=count, help="average the last K of the kept models (default: all)")

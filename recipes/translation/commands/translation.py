@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.translation.commands.arguments import (
-    PROGRAM,
     add_model_options,
     add_processes,
-    decoding_overrides,
-    export_command,
+    load_exported,
     outdated,
     parser_of,
     path,
-    require,
 )
 from recipes.translation.commands.searching import add_search_options, clashing, load_ensemble, search_options
 from recipes.translation.errors import ConfigError
@@ -40,15 +37,15 @@ def translate(argv: Sequence[str]) -> int:
     With --n-best, --sample or --scores a line has the sentence's number, with --scores also the translation's score and
     log-probability, and then the translation, separated by tabs; with --mbr only the translation chosen among these.
     docs/decoding.md explains the options.
+
+    example:
+    python -m recipes.translation translate --run runs/demo "The train to Vienna leaves at half past seven."
+    python -m recipes.translation translate --run runs/demo --file sentences.txt > translations.txt
+    python -m recipes.translation translate --run runs/demo --file sentences.txt --n-best 4 --scores > translations.tsv
+    python -m recipes.translation translate --run runs/demo --file sentences.txt --sample 32 --mbr chrf > chosen.txt
+    python -m recipes.translation translate --run runs/demo
     """
-    parser = parser_of(
-        translate,
-        f'{PROGRAM} translate --run runs/demo "The train to Vienna leaves at half past seven."\n'
-        f"{PROGRAM} translate --run runs/demo --file sentences.txt > translations.txt\n"
-        f"{PROGRAM} translate --run runs/demo --file sentences.txt --n-best 4 --scores > translations.tsv\n"
-        f"{PROGRAM} translate --run runs/demo --file sentences.txt --sample 32 --mbr chrf > translations.txt\n"
-        f"{PROGRAM} translate --run runs/demo",
-    )
+    parser = parser_of(translate)
     parser.add_argument("sentences", nargs="*", metavar="SENTENCE", help="a sentence, in quotes; any number of them")
     parser.add_argument("--file", metavar="FILE", type=path, help="a text file, one sentence a line")
     parser.add_argument(
@@ -114,21 +111,12 @@ def translate_by_ctranslate2(sentences: Sequence[str], typing: bool, options: ar
     """Translate with an exported model, in one process: CTranslate2 has threads of its own."""
     if ranks.world > 1:
         raise ConfigError("--engine ctranslate2 uses threads, not several processes: start it without torchrun")
-    require("ctranslate2")
+    translator = load_exported(options.run, options)
 
     from recipes.translation.export import ctranslate2_engine
-    from recipes.translation.files.atomic_folder import model_folder, whole_folder
 
-    folder = Path(options.run)
-    if not (folder / "model.bin").is_file():
-        folder /= "ctranslate2"
-    if not folder.exists():
-        raise ConfigError(f"there is no {folder}; write it with {export_command(options.run)}")
-    translator = ctranslate2_engine.load(folder, overrides=decoding_overrides(options))
-    best = model_folder(options.run)
-    if folder != Path(options.run) and whole_folder(best) and outdated(folder, Path(options.run)):
-        line = f"[translate] {folder} was made from an earlier model than {best}: export it again"
-        print(line, file=sys.stderr, flush=True)
+    if note := outdated(options.run):
+        print(f"[translate] {note}", file=sys.stderr, flush=True)
     decoding = translator.config.decoding
     if typing:
         for sentence in typed(f"{translator.config.data.source}> "):

@@ -7,24 +7,17 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import Translator, model_sizes
 
 
-def check_encoder(translator: Translator) -> None:
-    """Raise ConfigError for a decoder-only model."""
-    preset = translator.config.model.preset
-    if isinstance(model_sizes(translator.config.model), DecoderOnlyConfig):
-        raise ConfigError(f"model.preset {preset} has no encoder; only encoder-decoders are exported")
-
-
 def transformer_sizes(translator: Translator) -> TransformerConfig:
     """Return the sizes of a Transformer that other programs have; raise ConfigError for any other model."""
-    check_encoder(translator)
+    preset = translator.config.model.preset
     sizes = model_sizes(translator.config.model)
+    if isinstance(sizes, DecoderOnlyConfig):
+        raise ConfigError(f"model.preset {preset} has no encoder; only encoder-decoders are exported")
     if not isinstance(sizes, TransformerConfig):
-        raise ConfigError(
-            f"model.preset {translator.config.model.preset} is not a Transformer; only these are exported"
-        )
+        raise ConfigError(f"model.preset {preset} is not a Transformer; only these are exported")
     if sizes.architecture not in ("vaswani", "marian"):
         raise ConfigError(
-            f"model.preset {translator.config.model.preset} has the architecture {sizes.architecture}, which is not "
-            "exported; vaswani and marian are"
+            f"model.preset {preset} has the architecture {sizes.architecture}, which is not exported; vaswani and "
+            "marian are"
         )
     return sizes

@@ -106,7 +106,11 @@ def search(
     """Return the best translations found for each source, as ids, none longer than its limit."""
     shared = shared_limits(sources, limits)
     found = _search(engine, subwords, sources, dict(enumerate(shared)), decoding)
-    cut = {row: limits[row] for row, limit in enumerate(shared) if limit < limits[row] and _is_cut(found[row], limit)}
+    cut = {
+        row: limits[row]
+        for row, limit in enumerate(shared)
+        if limit < limits[row] and any(len(words) >= limit for words in found[row].hypotheses)
+    }
     found |= _search(engine, subwords, sources, cut, decoding)
     numbers = {piece: number for number, piece in enumerate(subwords.pieces())}
     return [_ranked(found[row], numbers, decoding)[:n_best] for row in range(len(sources))]
@@ -126,10 +130,6 @@ def shared_limits(sources: list[list[str]], limits: list[int]) -> list[int]:
             smallest = limits[row]
         shared[row] = smallest
     return shared
-
-
-def _is_cut(result: ctranslate2.TranslationResult, limit: int) -> bool:
-    return any(len(words) >= limit for words in result.hypotheses)
 
 
 def _search(

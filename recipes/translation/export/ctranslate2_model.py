@@ -95,9 +95,13 @@ def fill_layer(spec: Any, layer: nn.Module) -> None:
     fill_self_attention(spec.self_attention, layer.self_attention)  # type: ignore[arg-type]
     fill_norm(spec.self_attention.layer_norm, norms[0])
     if not isinstance(layer, EncoderLayer):
-        fill_memory_attention(spec.attention, layer.memory_attention)  # type: ignore[arg-type]
+        memory: Attention = layer.memory_attention  # type: ignore[assignment]
+        for part, linear in zip(spec.attention.linear, (memory.query, memory.key_value, memory.output), strict=True):
+            fill_linear(part, linear)
         fill_norm(spec.attention.layer_norm, norms[1])
-    fill_feed_forward(spec.ffn, layer.feed_forward)  # type: ignore[arg-type]
+    network: FeedForward = layer.feed_forward  # type: ignore[assignment]
+    fill_linear(spec.ffn.linear_0, network.inner)
+    fill_linear(spec.ffn.linear_1, network.outer)
     fill_norm(spec.ffn.layer_norm, norms[-1])
 
 
@@ -108,19 +112,6 @@ def fill_self_attention(spec: attention_spec.MultiHeadAttentionSpec, attention: 
     spec.linear[0].weight = numpy.concatenate([array(weight) for weight in weights])
     spec.linear[0].bias = numpy.concatenate([array(bias) for bias in biases])
     fill_linear(spec.linear[1], attention.output)
-
-
-def fill_memory_attention(spec: attention_spec.MultiHeadAttentionSpec, attention: Attention) -> None:
-    """Fill an attention to the memory: queries, keys and values, output."""
-    fill_linear(spec.linear[0], attention.query)
-    fill_linear(spec.linear[1], attention.key_value)
-    fill_linear(spec.linear[2], attention.output)
-
-
-def fill_feed_forward(spec: Any, network: FeedForward) -> None:
-    """Fill a feed-forward network."""
-    fill_linear(spec.linear_0, network.inner)
-    fill_linear(spec.linear_1, network.outer)
 
 
 def fill_linear(spec: common_spec.LinearSpec, linear: nn.Linear) -> None:

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     GenerationConfig,
     MarianConfig,
@@ -30,20 +29,13 @@ from transformers import (
 )
 
 from models import EncoderDecoder, TransformerConfig
-from models.attention import Attention
+from models.huggingface_names import huggingface_names
 from recipes.translation.errors import ConfigError
 from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, Subwords
-
-
-class Entry(NamedTuple):
-    """A weight under its name in transformers."""
-
-    name: str
-    tensor: Tensor
 
 
 def write(translator: Translator, folder: Path) -> None:
@@ -60,8 +52,7 @@ def write(translator: Translator, folder: Path) -> None:
 def huggingface_model(translator: Translator) -> PreTrainedModel:
     """Return the model in transformers' own class, with the same weights in float32."""
     model = empty_model(translator)
-    order = order_of(transformer_sizes(translator))
-    weights = {name: tensor.detach().cpu().float() for name, tensor in entries(translator.model, order)}
+    weights = weights_of(translator.model, order_of(transformer_sizes(translator)))
     if not hasattr(model.model, "shared"):  # a Marian model that does not share its embeddings
         del weights["model.shared.weight"]
     missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -125,59 +116,19 @@ def order_of(sizes: TransformerConfig) -> Tensor:
     return torch.cat((width[0::2], width[1::2]))
 
 
-def entries(model: EncoderDecoder, order: Tensor) -> Iterator[Entry]:
-    """Yield every weight under its name in transformers, with the dimensions of hidden states permuted."""
-    yield Entry("model.shared.weight", model.src_embed.lookup.weight[:, order])
-    yield Entry("model.encoder.embed_tokens.weight", model.src_embed.lookup.weight[:, order])
-    yield Entry("model.decoder.embed_tokens.weight", model.tgt_embed.lookup.weight[:, order])
-    yield Entry("lm_head.weight", model.generator.weight[:, order])
-    yield Entry("final_logits_bias", model.generator.bias[None])
-    for side, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
-        for number, layer in enumerate(stack.layers):
-            yield from layer_entries(f"model.{side}.layers.{number}", layer, order)
-        if isinstance(stack.norm, nn.LayerNorm):
-            yield from norm_entries(f"model.{side}.layer_norm", stack.norm, order)
-
-
-def layer_entries(name: str, layer: Any, order: Tensor) -> Iterator[Entry]:
-    """Yield the weights of one layer."""
-    norms = [residual.norm for residual in layer.residuals]
-    yield from attention_entries(f"{name}.self_attn", layer.self_attention, order)
-    yield from norm_entries(f"{name}.self_attn_layer_norm", norms[0], order)
-    if hasattr(layer, "memory_attention"):
-        yield from attention_entries(f"{name}.encoder_attn", layer.memory_attention, order)
-        yield from norm_entries(f"{name}.encoder_attn_layer_norm", norms[1], order)
-    yield from reading_entries(f"{name}.fc1", layer.feed_forward.inner.weight, layer.feed_forward.inner.bias, order)
-    yield from writing_entries(f"{name}.fc2", layer.feed_forward.outer, order)
-    yield from norm_entries(f"{name}.final_layer_norm", norms[-1], order)
-
-
-def attention_entries(name: str, attention: Attention, order: Tensor) -> Iterator[Entry]:
-    """Yield the four projections of an attention."""
-    key_weight, value_weight = attention.key_value.weight.chunk(2)
-    key_bias, value_bias = attention.key_value.bias.chunk(2)
-    yield from reading_entries(f"{name}.q_proj", attention.query.weight, attention.query.bias, order)
-    yield from reading_entries(f"{name}.k_proj", key_weight, key_bias, order)
-    yield from reading_entries(f"{name}.v_proj", value_weight, value_bias, order)
-    yield from writing_entries(f"{name}.out_proj", attention.output, order)
-
-
-def reading_entries(name: str, weight: Tensor, bias: Tensor, order: Tensor) -> Iterator[Entry]:
-    """Yield a projection of hidden states."""
-    yield Entry(f"{name}.weight", weight[:, order])
-    yield Entry(f"{name}.bias", bias)
-
-
-def writing_entries(name: str, linear: nn.Linear, order: Tensor) -> Iterator[Entry]:
-    """Yield a projection whose result is added to hidden states."""
-    yield Entry(f"{name}.weight", linear.weight[order])
-    yield Entry(f"{name}.bias", linear.bias[order])
-
-
-def norm_entries(name: str, norm: nn.LayerNorm, order: Tensor) -> Iterator[Entry]:
-    """Yield a layer norm of hidden states."""
-    yield Entry(f"{name}.weight", norm.weight[order])
-    yield Entry(f"{name}.bias", norm.bias[order])
+def weights_of(model: EncoderDecoder, order: Tensor) -> dict[str, Tensor]:
+    """Return every weight under its name in transformers, with the dimensions of hidden states permuted."""
+    found: dict[str, Tensor] = {}
+    for name, own in model.state_dict().items():
+        tensor = own.cpu().float()
+        if re.search(r"norm\.|output\.|outer\.", name):  # of hidden states, or added to them
+            tensor = tensor[order]
+        elif tensor.dim() == 2:
+            tensor = tensor[:, order]
+        names = huggingface_names(name)
+        found.update(zip(names, tensor.chunk(len(names)), strict=True))
+    found["final_logits_bias"] = found["final_logits_bias"][None]
+    return {**found, "model.shared.weight": found["model.encoder.embed_tokens.weight"]}
 
 
 def generation_config(config: RunConfig, start: int = BOS) -> GenerationConfig:

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
@@ -32,30 +32,15 @@ OPSET = 18
 """The oldest that torch.onnx writes, so that older runtimes read the files too."""
 
 
-class Names(NamedTuple):
-    """What the graphs call their inputs and outputs."""
-
-    memory: list[str]
-    """The mask and the memory."""
-    state: list[str]
-
-    @classmethod
-    def of(cls, model: EncoderDecoder) -> Names:
-        """Return the names for a model of so many layers."""
-        layers = range(len(model.decoder.layers))
-        parts = [f"{part}_{layer}" for layer in layers for part in ("keys", "values")]
-        return cls(["mask", *(f"memory_{part}" for part in parts)], parts)
-
-    @property
-    def encoder(self) -> dict[str, list[str]]:
-        """Return the inputs and outputs of the encoder."""
-        return {"inputs": ["source"], "outputs": [*self.memory, *self.state]}
-
-    @property
-    def decoder(self) -> dict[str, list[str]]:
-        """Return the inputs and outputs of the decoder."""
-        following = [f"next_{part}" for part in self.state]
-        return {"inputs": ["token", *self.memory, *self.state], "outputs": ["log_probabilities", *following]}
+def names_of(model: EncoderDecoder) -> dict[str, Any]:
+    """Return what the graphs call their inputs and outputs, and the parts of the state in the order of the outputs."""
+    state = [f"{part}_{layer}" for layer in range(len(model.decoder.layers)) for part in ("keys", "values")]
+    held = ["mask", *(f"memory_{part}" for part in state), *state]
+    return {
+        "encoder": {"inputs": ["source"], "outputs": held},
+        "decoder": {"inputs": ["token", *held], "outputs": ["log_probabilities", *(f"next_{part}" for part in state)]},
+        "state": state,
+    }
 
 
 class EncoderGraph(nn.Module):
@@ -115,20 +100,20 @@ def pairs_of(tensors: Sequence[Tensor]) -> list[KeyValues]:
     return [KeyValues(*both) for both in zip(tensors[::2], tensors[1::2], strict=True)]
 
 
-def save(model: EncoderDecoder, names: Names, folder: Path) -> None:
+def save(model: EncoderDecoder, names: Mapping[str, Any], folder: Path) -> None:
     """Write `encoder.onnx` and `decoder.onnx`, and beside each its weights if they are too large for one file."""
     source = torch.full((2, 3), model.pad + 1)
     encoder, step = EncoderGraph(model).eval(), StepGraph(model).eval()
     with evaluating(model):
         mask, *rest = encoder(source)
-    memory = rest[: len(names.state)]
+    memory = rest[: len(names["state"])]
     # Any length but 1, which an export takes for one that is always 1
     state = [torch.zeros_like(one[:, :, :2]) for one in memory]
     time = [{0: "batch", 2: "source"}] * len(memory)
     past = [{0: "batch", 2: "past"}] * len(state)
     free = {"token": {0: "batch"}, "mask": {0: "batch", 3: "source"}, "memory": time, "state": past}
-    write(encoder, (source,), names.encoder, {"source": {0: "batch", 1: "source"}}, folder / "encoder.onnx")
-    write(step, (source[:, 0], mask, memory, state), names.decoder, free, folder / "decoder.onnx")
+    write(encoder, (source,), names["encoder"], {"source": {0: "batch", 1: "source"}}, folder / "encoder.onnx")
+    write(step, (source[:, 0], mask, memory, state), names["decoder"], free, folder / "decoder.onnx")
 
 
 def write(
@@ -157,8 +142,7 @@ def quiet() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logger.setLevel(level)

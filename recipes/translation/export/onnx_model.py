@@ -13,12 +13,18 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import onnxruntime
+import torch
+from torch import Tensor
+
+from models import EncoderDecoder, evaluating
 from recipes.translation.errors import ConfigError
 from recipes.translation.export.architecture import transformer_sizes
-from recipes.translation.export.onnx_check import check
-from recipes.translation.export.onnx_graphs import Names, save
+from recipes.translation.export.onnx_graphs import names_of, save
 from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.run_folder.checkpoint import Translator, save_belongings, subword_names
 from recipes.translation.text.subwords import BOS, EOS, PAD, UNK
@@ -31,7 +37,7 @@ def write(translator: Translator, folder: Path) -> None:
     """
     check_architecture(translator)
     model = copy.deepcopy(translator.model).cpu().float()  # the caller keeps its own
-    names = Names.of(model)
+    names = names_of(model)
     with replaced_folder(folder) as new:
         save(model, names, new)
         check(new, names, model)
@@ -50,10 +56,10 @@ def check_architecture(translator: Translator) -> None:
         )
 
 
-def facts_of(translator: Translator, names: Names) -> dict[str, object]:
+def facts_of(translator: Translator, names: Mapping[str, Any]) -> dict[str, object]:
     """Return what a program that drives the graphs must know."""
     source, target = subword_names(translator.config)
-    facts: dict[str, object] = {
+    return {
         "pad": PAD,
         "unknown": UNK,
         "start": BOS,
@@ -61,5 +67,49 @@ def facts_of(translator: Translator, names: Names) -> dict[str, object]:
         "source_subwords": f"{source}.model",
         "target_subwords": f"{target}.model",
         "max_length": translator.config.decoding.max_length,
+        **names,
     }
-    return {**facts, "encoder": names.encoder, "decoder": names.decoder, "state": names.state}
+
+
+TOLERANCE = 1e-3
+"""Rounding is below a tenth of it; an equation that differs is far above."""
+
+
+def check(folder: Path, names: Mapping[str, Any], model: EncoderDecoder) -> None:
+    """Raise ConfigError unless a few steps of the graphs in `folder` have the log-probabilities of the model.
+
+    So what an exporter gets wrong is not written.
+    """
+    src, tgt = example(model)
+    with evaluating(model):
+        expected: Tensor = model.generator(model(src, tgt)).log_softmax(-1)
+    difference = (log_probabilities(folder, names, src, tgt) - expected).abs().max().item()
+    if not difference <= TOLERANCE:
+        raise ConfigError(
+            f"torch.onnx does not export this model rightly: in ONNX Runtime its log-probabilities differ by up to "
+            f"{difference:.2g}; export it to another format"
+        )
+
+
+def example(model: EncoderDecoder) -> tuple[Tensor, Tensor]:
+    """Return two sources, one of them padded, and targets."""
+    last = model.src_embed.lookup.num_embeddings - 1
+    src = torch.arange(last, last - 10, -1).clamp(min=model.pad + 1).view(2, 5)
+    src[1, 2:] = model.pad
+    last = model.generator.out_features - 1
+    return src, torch.arange(last, last - 6, -1).clamp(min=0).view(2, 3)
+
+
+def log_probabilities(folder: Path, names: Mapping[str, Any], src: Tensor, tgt: Tensor) -> Tensor:
+    """Feed the target to the graphs, token by token: (B, T, V)."""
+    encoder, decoder = (
+        onnxruntime.InferenceSession(folder / f"{name}.onnx", providers=["CPUExecutionProvider"])
+        for name in ("encoder", "decoder")
+    )
+    held = dict(zip(names["encoder"]["outputs"], encoder.run(None, {"source": src.numpy()}), strict=True))
+    steps = []
+    for step in range(tgt.size(1)):
+        scores, *state = decoder.run(None, {"token": tgt[:, step].numpy(), **held})
+        held.update(zip(names["state"], state, strict=True))
+        steps.append(torch.from_numpy(scores))
+    return torch.stack(steps, 1)

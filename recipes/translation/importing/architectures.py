@@ -15,14 +15,14 @@ class Published(NamedTuple):
 
     preset: str
     """Its name in `models.PRESETS`."""
-    classes: tuple[str, ...]
+    translates: str
     """The class of its models with a projection to the vocabulary."""
 
 
 PUBLISHED: dict[str, Published] = {
-    "marian": Published("opus_mt", ("MarianMTModel",)),
-    "m2m_100": Published("m2m100", ("M2M100ForConditionalGeneration",)),
-    "mbart": Published("mbart", ("MBartForConditionalGeneration",)),
+    "marian": Published("opus_mt", "MarianMTModel"),
+    "m2m_100": Published("m2m100", "M2M100ForConditionalGeneration"),
+    "mbart": Published("mbart", "MBartForConditionalGeneration"),
 }
 """By the `model_type` of config.json."""
 ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "gelu": "gelu", "swish": "swish", "silu": "swish"}
@@ -36,10 +36,10 @@ def published(settings: dict[str, Any], where: str) -> Published:
             f"{where}: model_type is {kind!r}; it must be one of {', '.join(PUBLISHED)} (NLLB-200 is m2m_100)"
         )
     found = PUBLISHED[kind]
-    classes = settings.get("architectures") or found.classes
-    if not set(classes) & set(found.classes):
+    classes = settings.get("architectures") or [found.translates]
+    if found.translates not in classes:
         raise CheckpointError(
-            f"{where}: the model is a {', '.join(classes)}, which does not translate: {', '.join(found.classes)} does"
+            f"{where}: the model is a {', '.join(classes)}, which does not translate: {found.translates} does"
         )
     return found
 

@@ -19,7 +19,6 @@ from recipes.translation.errors import CheckpointError
 from recipes.translation.importing.fields import check_fields
 
 WEIGHTS = "model.safetensors"
-PICKLED = "pytorch_model.bin"
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,8 @@ class Folder:
                 raise CheckpointError(
                     f"{self.path / name}: {weight} has values that are nan or inf: download or convert the model again"
                 )
-        return {name: _wide(tensor) for name, tensor in tensors.items()}
+        half = (torch.float16, torch.bfloat16)
+        return {name: tensor.float() if tensor.dtype in half else tensor for name, tensor in tensors.items()}
 
     def _refuse_pickled(self) -> None:
         pickled = sorted(self.path.glob("pytorch_model*.bin"))
@@ -104,12 +104,6 @@ def check_subwords(model: bytes, otherwise: str) -> None:
         sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError:
         raise CheckpointError(otherwise) from None
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        return tensor.float()
-    return tensor
 
 
 class Weights:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from recipes.translation.importing.folder import Folder
 from recipes.translation.importing.tokenizer import Tokenizer
@@ -47,20 +47,13 @@ EXAMINED = ("forced_bos_token_id", "eos_token_id", "bad_words_ids", "suppress_to
 """Settings that a run has for some of their values."""
 
 
-class Generation(NamedTuple):
-    """Settings of translation, and the file that has them."""
-
-    settings: Mapping[str, Any]
-    file: str
-
-
-def read_generation(files: Folder, config: Mapping[str, Any]) -> Generation:
-    """Return the settings of translation as transformers reads them: earlier versions have them in config.json."""
+def read_generation(files: Folder, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """Return the settings of translation and their file, as transformers reads them: once it was config.json."""
     name = "generation_config.json"
     if (files.path / name).is_file():
-        return Generation(files.json(name), name)
+        return files.json(name), name
     names = {*KNOWN.split(), *NEUTRAL, *SAMPLING.split(), *EXAMINED}
-    return Generation({key: value for key, value in config.items() if key in names}, "config.json")
+    return {key: value for key, value in config.items() if key in names}, "config.json"
 
 
 def decoding_of(generation: Mapping[str, Any], start: int = 1) -> dict[str, Any]:

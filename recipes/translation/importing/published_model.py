@@ -16,7 +16,7 @@ from recipes.translation.importing.folder import Folder, Weights, check_subwords
 from recipes.translation.importing.generation import decoding_of, lost_settings, read_generation, searches_on
 from recipes.translation.importing.tokenizer import Tokenizer, read_tokenizer
 from recipes.translation.importing.weights import our_weights
-from recipes.translation.run_folder.checkpoint import Translator, fill_model, model_to_fill, save_model
+from recipes.translation.run_folder.checkpoint import Translator, fill_model, model_to_fill, save_model, tensors_of
 from recipes.translation.run_folder.outputs import is_run
 from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
 from recipes.translation.text.sentencepiece_file import kind_of_model
@@ -67,21 +67,10 @@ def read_model(folder: Path, run: Path, source: str = "", target: str = "") -> I
     config = run_config(published(settings, where).preset, sizes, tokenizer, generation, run)
     subwords = (_subwords(tokenizer.source, folder), _subwords(tokenizer.target, folder))
     model = model_to_fill(sizes, *subwords).to(weights["generator.weight"].dtype)
-    own = model.state_dict()
-    tied = {name: tensor for name, tensor in own.items() if name not in _tied(sizes)}
-    fill_model(model, {name: weights[name] for name in tied}, folder)
+    fill_model(model, {name: weights[name] for name in tensors_of(model)}, folder)
     ignored = lost_settings(generation, tokenizer)
     translator = Translator(config, model.eval(), *subwords)
     return Imported(translator, ignored, settings_file, searches_on(generation))
-
-
-def _tied(sizes: TransformerConfig) -> tuple[str, ...]:
-    """Return the names of weights that are another one's, in the order of the model's state."""
-    if sizes.tie == "all":
-        return ("tgt_embed.lookup.weight", "generator.weight")
-    if sizes.tie == "target":
-        return ("generator.weight",)
-    return ()
 
 
 def _subwords(model: bytes, folder: Path) -> Subwords:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from models import TransformerConfig
 from models.embedding import positions_in_halves
+from models.huggingface_names import huggingface_names
 from models.presets import ARCHITECTURES
 from recipes.translation.errors import CheckpointError
 from recipes.translation.importing.folder import Weights
@@ -69,34 +70,24 @@ def _of_vocabulary(
 
 
 def _of_layer(theirs: Weights, sizes: TransformerConfig, side: str, number: int) -> Iterator[Entry]:
-    there = f"model.{side}.layers.{number}"
-    here = f"{side}.layers.{number}"
-    attentions = [("self_attn", "self_attention")]
-    if side == "decoder":
-        attentions.append(("encoder_attn", "memory_attention"))
-    for place, (name, own) in enumerate(attentions):
-        yield from _attention(theirs, sizes, f"{there}.{name}", f"{here}.{own}")
-        yield from _norm(theirs, sizes, f"{there}.{name}_layer_norm", f"{here}.residuals.{place}.norm")
-    yield f"{here}.feed_forward.inner.weight", theirs.take(f"{there}.fc1.weight", sizes.d_ff, sizes.d_model)
-    yield f"{here}.feed_forward.inner.bias", theirs.take(f"{there}.fc1.bias", sizes.d_ff)
-    yield f"{here}.feed_forward.outer.weight", theirs.take(f"{there}.fc2.weight", sizes.d_model, sizes.d_ff)
-    yield f"{here}.feed_forward.outer.bias", theirs.take(f"{there}.fc2.bias", sizes.d_model)
-    yield from _norm(theirs, sizes, f"{there}.final_layer_norm", f"{here}.residuals.{len(attentions)}.norm")
+    attentions = ("self_attention", "memory_attention")[: 1 + (side == "decoder")]
+    parts = [f"{attention}.{part}" for attention in attentions for part in ("query", "key_value", "output")]
+    norms = [f"residuals.{place}.norm" for place in range(len(attentions) + 1)]
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(parts, (sizes.d_model, sizes.d_model)),
+        "feed_forward.inner": (sizes.d_ff, sizes.d_model),
+        "feed_forward.outer": (sizes.d_model, sizes.d_ff),
+        **dict.fromkeys(norms, (sizes.d_model,)),
+    }
+    for name, shape in shapes.items():
+        yield from _of_module(theirs, f"{side}.layers.{number}.{name}", *shape)
 
 
-def _attention(theirs: Weights, sizes: TransformerConfig, there: str, here: str) -> Iterator[Entry]:
-    width = sizes.d_model
-    for kind, shape in (("weight", (width, width)), ("bias", (width,))):
-        yield f"{here}.query.{kind}", theirs.take(f"{there}.q_proj.{kind}", *shape)
-        keys = theirs.take(f"{there}.k_proj.{kind}", *shape)
-        values = theirs.take(f"{there}.v_proj.{kind}", *shape)
-        yield f"{here}.key_value.{kind}", torch.cat((keys, values))
-        yield f"{here}.output.{kind}", theirs.take(f"{there}.out_proj.{kind}", *shape)
-
-
-def _norm(theirs: Weights, sizes: TransformerConfig, there: str, here: str) -> Iterator[Entry]:
-    yield f"{here}.weight", theirs.take(f"{there}.weight", sizes.d_model)
-    yield f"{here}.bias", theirs.take(f"{there}.bias", sizes.d_model)
+def _of_module(theirs: Weights, module: str, *shape: int) -> Iterator[Entry]:
+    """Yield a module's weight, each part of it of this shape, and bias."""
+    for name, size in ((f"{module}.weight", shape), (f"{module}.bias", shape[:1])):
+        parts = [theirs.take(each, *size) for each in huggingface_names(name)]
+        yield name, torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _around_layers(theirs: Weights, sizes: TransformerConfig, side: str) -> Iterator[Entry]:
@@ -108,9 +99,9 @@ def _around_layers(theirs: Weights, sizes: TransformerConfig, side: str) -> Iter
     else:
         _check_positions(theirs, sizes, side)
     if how.norm:
-        yield from _norm(theirs, sizes, f"model.{side}.layernorm_embedding", f"{embedding}.norm")
+        yield from _of_module(theirs, f"{embedding}.norm", sizes.d_model)
     if sizes.norm == "pre":
-        yield from _norm(theirs, sizes, f"model.{side}.layer_norm", f"{side}.norm")
+        yield from _of_module(theirs, f"{side}.norm", sizes.d_model)
 
 
 def _check_positions(theirs: Weights, sizes: TransformerConfig, side: str) -> None:

@@ -46,7 +46,6 @@ SHADES = 20
 
 SETTINGS: Any = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "seqpar",
     "font.family": "DejaVu Sans",
     "font.size": 11.5,
     "text.color": INK,
@@ -150,7 +149,8 @@ def attention_chart(title: str, source: Sequence[str], target: Sequence[str], we
     shade_TS = np.ceil(SHADES * weights**0.7).astype(int)
     shade_TS[weights < 0.02] = 0
     for shade in np.unique(shade_TS[shade_TS > 0]).tolist():
-        squares = [_square(row, column) for row, column in np.argwhere(shade_TS == shade).tolist()]
+        corners = np.asarray(MatplotlibPath.unit_rectangle().vertices)
+        squares = [MatplotlibPath(corners + place, closed=True) for place in np.argwhere((shade_TS == shade).T)]
         color = matplotlib.colors.to_rgba(SERIES[0], shade / SHADES)
         axes.add_patch(PathPatch(MatplotlibPath.make_compound_path(*squares), facecolor=color, edgecolor="none"))
     axes.set_xlim(0, len(source))
@@ -171,7 +171,8 @@ def svg_of(figure: Figure, title: str) -> str:
     """Return a figure as an `svg` element that a page can contain, with its title for those who do not see it."""
     out = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with warnings.catch_warnings():
+    # Ids are hashes with this salt: a page has many charts, and matplotlib would give all of them the same
+    with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": title}):
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the browser has a font for it
         figure.savefig(out, format="svg", transparent=True, metadata=nothing)
     text = out.getvalue()
@@ -180,13 +181,14 @@ def svg_of(figure: Figure, title: str) -> str:
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)
     text = re.sub(r' d="[^"]*"', _rounded, text)
     text = re.sub(r' style="[^"]*"', _styled, text)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
     text = re.sub(r">\s+<", "><", text)
     width, height = (float(72 * inches) for inches in figure.get_size_inches())
     head = (
         f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}"><title>{escape(title)}</title>'
     )
-    return _own_ids(head + text[text.index(">") + 1 :].rstrip(), title)
+    return head + text[text.index(">") + 1 :].rstrip()
 
 
 def text_width(text: str) -> float:
@@ -214,11 +216,6 @@ def _axes() -> tuple[Figure, Any]:
     return figure, axes
 
 
-def _square(row: int, column: int) -> MatplotlibPath:
-    corners = [(column, row), (column + 1, row), (column + 1, row + 1), (column, row + 1), (column, row)]
-    return MatplotlibPath(corners, closed=True)
-
-
 def _legend(axes: Any, labels: Sequence[str]) -> None:
     """Add a legend; the lines are labelled with their places, as matplotlib leaves out a label that begins with _."""
     legend = axes.legend(loc="best", handlelength=1.8, labelspacing=0.25, borderaxespad=0.2, fontsize=11)
@@ -242,18 +239,3 @@ def _styled(found: re.Match[str]) -> str:
     """Replace the stand-in colours by the page's, and the font by the reader's."""
     text = re.sub(r"#[0-9a-f]{6}", lambda color: VARIABLES.get(color[0], color[0]), found[0])
     return re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
-
-
-def _own_ids(text: str, title: str) -> str:
-    """Make the ids of a chart its own: a page has many charts, and matplotlib gives all of them the same."""
-    used = set(re.findall(r"url\(#([^)]+)\)|href=\"#([^\"]+)\"", text))
-    referred = {name for pair in used for name in pair if name}
-    prefix = re.sub(r"\W+", "-", title.lower())
-
-    def named(found: re.Match[str]) -> str:
-        if found[1] not in referred:
-            return ""
-        return f' id="{prefix}-{found[1]}"'
-
-    text = re.sub(r' id="([^"]*)"', named, text)
-    return re.sub(r"(url\(|xlink:href=\")#", rf"\1#{prefix}-", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,13 @@ from recipes.translation.report import page
 from recipes.translation.report.figures import NO_TRANSLATIONS, attention_maps, chrf_of_sentences, curves, distributions
 from recipes.translation.report.records import RunRecords, is_number, read_run
 from recipes.translation.run_folder.outputs import write_output
+from recipes.translation.scores.statistics import TITLES
 from recipes.translation.settings.metrics import METRICS
 
 WORST = 10
 """Sentences that are shown as the worst."""
 SHOWN_VALIDATIONS = 6
 """Validations of which a sample's translation is shown: the first, the newest, and some between them."""
-SCORES = {
-    "bleu": "BLEU",
-    "bleu_lowercase": "BLEU, lower-cased",
-    "multi_bleu_lowercase": "multi-bleu -lc",
-    "chrf": "chrF",
-    "ter": "TER",
-    "comet": "COMET",
-    "exact_match": "exact match",
-}
 TRANSFORMER = "the mean over the heads of the penultimate decoder layer"
 """What earlier versions recorded, which did so for Transformers alone."""
 
@@ -48,10 +41,11 @@ def report(runs: Sequence[RunRecords]) -> str:
     drawn = time.strftime("drawn on %Y-%m-%d at %H:%M UTC", time.gmtime())
     if len(runs) > 1:
         names = _unique([run.name for run in runs])
-        runs = [RunRecords(**{**vars(run), "name": name}) for run, name in zip(runs, names, strict=True)]
+        runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
         return page.page(f"{len(runs)} runs compared", drawn, _comparison(runs))
     (run,) = runs
-    return page.page(f"Run {run.name}", f"{_progress(run)}; {drawn}", _single(run))
+    progress = f"step {run.last_step:,} {_planned(run)}".rstrip()
+    return page.page(f"Run {run.name}", f"{progress}; {drawn}", _single(run))
 
 
 def _single(run: RunRecords) -> list[str]:
@@ -81,25 +75,19 @@ def _comparison(runs: Sequence[RunRecords]) -> list[str]:
     ]
 
 
-def _progress(run: RunRecords) -> str:
+def _planned(run: RunRecords) -> str:
+    """Return how many steps there are to be; empty where that is not known."""
     steps = run.settings.get("training.steps")
-    if steps and is_number(steps):  # 0 where epochs decide
-        return f"step {run.last_step:,} of {steps:,}"
-    return f"step {run.last_step:,}"
+    return f"of {steps:,}" if steps and is_number(steps) else ""  # 0 where epochs decide
 
 
 def _numbers(run: RunRecords) -> list[tuple[str, str, str]]:
-    planned = run.settings.get("training.steps")
-    of = ""
-    if planned and is_number(planned):
-        of = f"of {planned:,}"
-    found = [("steps", f"{run.last_step:,}", of)]
+    found = [("steps", f"{run.last_step:,}", _planned(run))]
     seconds = sum(record["seconds"] for record in run.machine if is_number(record.get("seconds")))
     if seconds:
         found.append(("time in steps", duration(seconds), "without validations"))
     for name, metric in METRICS.items():
-        best = run.best(f"valid_{name}", not metric.smaller_is_better)
-        if best:
+        if best := run.best(name):
             found.append((f"best {metric.heading}", shown(best[f"valid_{name}"]), f"validation, step {best['step']:,}"))
     marked = sum(bool(record.get("stands_out")) for record in run.steps)
     found.append(("steps that stand out", f"{marked:,}", "loss or gradient norm"))
@@ -107,7 +95,7 @@ def _numbers(run: RunRecords) -> list[tuple[str, str, str]]:
 
 
 def _best(run: RunRecords, name: str) -> str:
-    best = run.best(f"valid_{name}", not METRICS[name].smaller_is_better)
+    best = run.best(name)
     if best is None:
         return "none"
     return f"{shown(best[f'valid_{name}'])} (step {best['step']:,})"
@@ -126,15 +114,12 @@ def _evaluation(runs: Sequence[RunRecords]) -> str:
     for name in dict.fromkeys(name for run in runs for name in run.scores):
         having = [run for run in runs if name in run.scores]
         rows = []
-        for field, title in SCORES.items():
+        for field, title in TITLES.items():
             cells = [_score(run.scores[name], field) for run in having]
             if any(cells):
                 rows.append([title, *(cell or "none" for cell in cells)])
         rows.append(["sentences", *(str(run.scores[name].get("sentences", "")) for run in having)])
-        heads = [
-            _test_set(name),
-            *(f"{run.name}{_scored_by(run, name)}" for run in having),
-        ]
+        heads = [_test_set(name), *(f"{run.name}{_scored_by(run, name)}" for run in having)]
         parts.append(page.table(heads, rows, numbers=True))
         signatures = {str(run.scores[name].get("bleu_signature", "unknown")) for run in having}
         parts.append(page.note(f"[ ] is the 95 % confidence interval. BLEU: {'; '.join(sorted(signatures))}"))
@@ -207,12 +192,8 @@ def _samples(run: RunRecords) -> list[str]:
 def _attention(run: RunRecords) -> list[str]:
     found = attention_maps(run)
     if not found:
-        return [
-            page.note(
-                "No attention is recorded. It is at each validation that translates, for sentences of at most 40 "
-                "subwords."
-            )
-        ]
+        when = "at each validation that translates, for sentences of at most 40 subwords"
+        return [page.note(f"No attention is recorded. It is {when}.")]
     read = found[0][1]["attention"].get("read", TRANSFORMER)
     said = (
         "How much the model attends to each source subword (columns) when it writes a subword of its translation "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from recipes.translation.report.charts import Series, attention_chart, histogram, line_chart
 from recipes.translation.report.records import Record, RunRecords, Sentences, is_number
 from recipes.translation.scores.groups import unit_of_length
-from recipes.translation.scores.statistics import Array, measure_chrf
+from recipes.translation.scores.statistics import Array, measured, metrics
 from recipes.translation.settings.metrics import METRICS
 
 MOST_POINTS = 200
@@ -21,6 +21,8 @@ MOST_PARTS = 6
 
 NO_TRANSLATIONS = "No translations of a validation are recorded (validate_bleu is 0, or none has taken place yet)."
 
+NO_STEPS = "No step is recorded yet."
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -29,6 +31,14 @@ class Chart:
     title: str
     caption: str
     svg: str = ""
+
+
+def _chart(title: str, caption: str, series: Sequence[Series], none: str, **how: bool) -> Chart:
+    """Return the chart of the curves that have points; where there is none, one that says so."""
+    drawn = [each for each in series if each.x]
+    if not drawn:
+        return Chart(title, none)
+    return Chart(title, caption, line_chart(title, drawn, **how))
 
 
 def curves(runs: Sequence[RunRecords]) -> list[Chart]:
@@ -50,15 +60,12 @@ def distributions(runs: Sequence[RunRecords]) -> list[Chart]:
     if not shown:
         return [Chart("Scores of sentences", NO_TRANSLATIONS)]
     scores = [(runs[number].name, chrf_of_sentences(newest).tolist(), number) for number, newest in shown]
-    unit, lengths = _lengths(shown[0][1])
-    groups = [("references", lengths(shown[0][1].references), 1)]
-    if several:
-        groups = []
-    for number, newest in shown:
-        label = "translations"
-        if several:
-            label = runs[number].name
-        groups.append((label, lengths(newest.translations), number))
+    # In some scripts no spaces separate words
+    unit, length_of = unit_of_length(shown[0][1].references)
+    texts = [(runs[number].name, newest.translations, number) for number, newest in shown]
+    if not several:
+        texts = [("references", shown[0][1].references, 1), ("translations", shown[0][1].translations, 0)]
+    groups = [(label, [float(length_of(text)) for text in each], number) for label, each, number in texts]
     return [
         Chart(
             "Scores of sentences",
@@ -88,8 +95,8 @@ def attention_maps(run: RunRecords) -> list[tuple[Chart, Record]]:
 
 def chrf_of_sentences(newest: Sentences) -> Array:
     """Compute the chrF of each sentence."""
-    measured = measure_chrf(newest.translations, newest.references)
-    return measured.of_sums(measured.statistics)
+    found = measured("chrf", metrics()["chrf"], newest.translations, newest.references)
+    return found.of_sums(found.statistics)
 
 
 def binned(
@@ -119,22 +126,15 @@ def _loss(runs: Sequence[RunRecords]) -> list[Chart]:
     if run.validations:
         series.append(_validation_series(run, "valid_loss", 1, "validation"))
         series += _part_series(run, "valid_loss", 2)
-    if not x and not run.validations:
-        return [Chart("Loss", "No step is recorded yet.")]
-    svg = line_chart("Loss", series, legend=True)
     caption += f", means of consecutive steps. Validation: without dropout.{_on_parts(run, 'all together')}"
-    return [Chart("Loss", caption, svg)]
+    return [_chart("Loss", caption, series, NO_STEPS, legend=True)]
 
 
 def _of_steps(runs: Sequence[RunRecords], title: str, name: str, caption: str, weighted: bool = True) -> Chart:
-    series = []
-    for number, run in enumerate(runs):
-        x, y = _step_curve(run, name, weighted, _points(runs))
-        if x:
-            series.append(Series(run.name, x, y, number))
-    if not series:
-        return Chart(title, "No step is recorded yet.")
-    return Chart(title, caption, line_chart(title, series))
+    series = [
+        Series(run.name, *_step_curve(run, name, weighted, _points(runs)), number) for number, run in enumerate(runs)
+    ]
+    return _chart(title, caption, series, NO_STEPS)
 
 
 def _of_validations(runs: Sequence[RunRecords], metric_name: str, title: str = "") -> Chart:
@@ -151,14 +151,10 @@ def _of_validations(runs: Sequence[RunRecords], metric_name: str, title: str = "
             whole = "the mean"
         series = [replace(series[0], label=whole), *_part_series(runs[0], name, 1)]
         caption += _on_parts(runs[0], whole)
-    series = [each for each in series if each.x]
-    if series:
-        return Chart(title, caption, line_chart(title, series, log=metric.log_scale, legend=several))
+    none = "There has been no validation yet."
     if any(run.validations for run in runs):
-        return Chart(
-            title, "The validations have no such number (validate_bleu is 0, or an earlier version made them)."
-        )
-    return Chart(title, "There has been no validation yet.")
+        none = "The validations have no such number (validate_bleu is 0, or an earlier version made them)."
+    return _chart(title, caption, series, none, log=metric.log_scale, legend=several)
 
 
 def _part_series(run: RunRecords, name: str, color: int) -> list[Series]:
@@ -180,7 +176,6 @@ def _on_parts(run: RunRecords, whole: str) -> str:
 
 
 def _gradient_norm(runs: Sequence[RunRecords]) -> Chart:
-    title = "Gradient norm"
     series = []
     count = 0
     for number, run in enumerate(runs):
@@ -193,18 +188,14 @@ def _gradient_norm(runs: Sequence[RunRecords]) -> Chart:
         count += len(marks)
         # The largest, where there are many: a page has room for so many crosses
         marks = sorted(sorted(marks, key=lambda mark: -mark[1])[:100])
-        if x:
-            series.append(Series(run.name, x, y, number, marks=marks))
-    if not series:
-        return Chart(title, "No step is recorded yet.")
+        series.append(Series(run.name, x, y, number, marks=marks))
     caption = f"Before clipping, means of consecutive steps. Steps that stand out: {count:,}"
     if count:
         caption += ", each marked by a cross at its own norm"
-    return Chart(title, f"{caption}.", line_chart(title, series, log=True))
+    return _chart("Gradient norm", f"{caption}.", series, NO_STEPS, log=True)
 
 
 def _speed(runs: Sequence[RunRecords]) -> Chart:
-    title = "Tokens a second"
     series = []
     for number, run in enumerate(runs):
         tokens = {record["step"]: record.get("tokens") for record in run.steps}
@@ -218,14 +209,11 @@ def _speed(runs: Sequence[RunRecords]) -> Chart:
             # Tokens over seconds, and not a mean of speeds: each step counts by the time it took
             speeds = [count / taken for count, taken in zip(counts, seconds, strict=True)]
             series.append(Series(run.name, *binned(steps, speeds, seconds, _points(runs)), number))
-    if not series:
-        return Chart(title, "No step's time is recorded (resources.jsonl).")
     caption = "Target tokens without padding, in optimizer steps: validation and saving do not count."
-    return Chart(title, caption, line_chart(title, series))
+    return _chart("Tokens a second", caption, series, "No step's time is recorded (resources.jsonl).")
 
 
 def _memory(runs: Sequence[RunRecords]) -> Chart:
-    title = "Peak memory (GiB)"
     series = []
     for number, run in enumerate(runs):
         found = [(each["step"], each["memory"]) for each in run.machine if isinstance(each.get("memory"), dict)]
@@ -237,13 +225,12 @@ def _memory(runs: Sequence[RunRecords]) -> Chart:
         if found and len(runs) > 1:
             points = [(step, max(filter(is_number, memory.values()), default=0) / 2**30) for step, memory in found]
             series.append(Series(run.name, *thinned(points, _points(runs)), number, points=True))
-    if not series:
-        return Chart(title, "No memory is recorded: it is at each validation, and earlier versions did not.")
+    none = "No memory is recorded: it is at each validation, and earlier versions did not."
     which = "By device"
     if len(runs) > 1:
         which = "Of the device that used most"
     caption = f"{which}, since training began or went on. cpu: the resident set of a process; cuda: allocated tensors."
-    return Chart(title, caption, line_chart(title, series, legend=len(runs) == 1))
+    return _chart("Peak memory (GiB)", caption, series, none, legend=len(runs) == 1)
 
 
 def _step_curve(run: RunRecords, name: str, weighted: bool, most: int) -> tuple[list[float], list[float]]:
@@ -268,9 +255,3 @@ def thinned(points: Sequence[tuple[float, float]], most: int) -> tuple[list[floa
 
 def _points(runs: Sequence[RunRecords]) -> int:
     return min(MOST_POINTS, 2 * MOST_POINTS // len(runs))
-
-
-def _lengths(newest: Sentences) -> tuple[str, Callable[[Sequence[str]], list[float]]]:
-    """Return the unit of lengths, and the function that counts it: in some scripts no spaces separate words."""
-    unit, length_of = unit_of_length(newest.references)
-    return unit, lambda texts: [float(length_of(text)) for text in texts]

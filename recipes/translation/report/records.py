@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from recipes.translation.errors import DataError
 from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.files.json_fields import Check
 from recipes.translation.run_folder.fields import METRICS, RESOURCES, SAMPLES, SCORES, SENTENCES, check_record
-from recipes.translation.run_folder.made_from import model_with, translated_by
+from recipes.translation.run_folder.made_from import model_with
 from recipes.translation.run_folder.step_records import numbered_records
+from recipes.translation.settings.metrics import METRICS as VALIDATION_METRICS
 
 Record = Mapping[str, Any]
 
@@ -73,14 +74,12 @@ class RunRecords:
         """Return what the newest start of training said of itself; empty if it said nothing."""
         return next((each["began"] for each in reversed(self.machine) if isinstance(each.get("began"), dict)), {})
 
-    def best(self, name: str, largest: bool) -> Record | None:
-        """Return the validation with the largest or smallest number; None without any."""
+    def best(self, metric: str) -> Record | None:
+        """Return the validation that is best by a metric; None without any."""
+        name = f"valid_{metric}"
+        sign = 1 if VALIDATION_METRICS[metric].smaller_is_better else -1
         found = [each for each in self.validations if is_number(each.get(name))]
-        if not found:
-            return None
-        if largest:
-            return max(found, key=lambda each: float(each[name]))
-        return min(found, key=lambda each: float(each[name]))
+        return min(found, key=lambda each: sign * float(each[name]), default=None)
 
 
 def read_run(folder: Path) -> RunRecords:
@@ -89,6 +88,7 @@ def read_run(folder: Path) -> RunRecords:
     machine = _lines(folder / "resources.jsonl", RESOURCES)
     if not metrics and not machine:
         raise DataError(f"{folder} has no records of training (metrics.jsonl): name the folder of a run")
+    scores = _scores(folder)
     found = RunRecords(
         name=folder.resolve().name,
         steps=[record for record in metrics if is_number(record.get("loss"))],
@@ -96,11 +96,11 @@ def read_run(folder: Path) -> RunRecords:
         machine=machine,
         samples=[record for record in _lines(folder / "samples.jsonl", SAMPLES) if record.get("samples") is not None],
         newest=_newest(folder / "validation.json"),
-        scores=_scores(folder),
-        scored=_scored_models(folder),
+        scores=scores,
+        scored={name: model_with(folder, one["weights"][0]) for name, one in scores.items() if one.get("weights")},
         settings={},
     )
-    return RunRecords(**{**vars(found), "settings": found.began.get("settings") or _saved_settings(folder)})
+    return replace(found, settings=found.began.get("settings") or _saved_settings(folder))
 
 
 def begun_settings(folder: Path) -> dict[str, object]:
@@ -158,12 +158,6 @@ def _scores(folder: Path) -> dict[str, Record]:
         check_record(record, SCORES, str(path))
         found[path.name.removesuffix(".scores.json")] = record
     return found
-
-
-def _scored_models(folder: Path) -> dict[str, str]:
-    """Return the model of each test set's scores, where these say which it was."""
-    weights = {path.name.removesuffix(".scores.json"): translated_by(path) for path in folder.glob("*.scores.json")}
-    return {name: model_with(folder, digest) for name, digest in weights.items() if digest}
 
 
 def _saved_settings(folder: Path) -> dict[str, object]:

@@ -51,7 +51,7 @@ def comet_scores(
 
 def measured_comet(path: Path, scores: Sequence[float]) -> Measured:
     """Return the metric whose sentences have these scores."""
-    return mean_of("comet", "COMET", f"mean of the sentences x 100, by {path}", scores)
+    return mean_of("comet", f"mean of the sentences x 100, by {path}", scores)
 
 
 def _loaded(checkpoint: Path) -> Any:

@@ -16,10 +16,10 @@ from recipes.translation.files.atomic_folder import MODELS, whole_folder
 from recipes.translation.files.lines import read_lines
 from recipes.translation.run_folder.checkpoint import saved_config
 from recipes.translation.run_folder.made_from import lines_digest, model_with, translated_by, translated_from
-from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, intervals
+from recipes.translation.scores.bootstrap import SEED, Interval, intervals
 from recipes.translation.scores.paired_tests import TRIALS, Comparison, compared
 from recipes.translation.scores.scores import drawn, measure
-from recipes.translation.scores.statistics import Measured
+from recipes.translation.scores.statistics import TITLES, Measured
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
 
@@ -58,7 +58,7 @@ class Table:
         blocks = [
             f"{self.sentences:,} sentences; the baseline is {self.names[0]}",
             *(self._block(metric, width) for metric in self.metrics),
-            f"[ ] is the 95 % confidence interval. Intervals and p (bootstrap): {drawn(RESAMPLES, SEED)} (Koehn 2004); "
+            f"[ ] is the 95 % confidence interval. Intervals and p (bootstrap): {drawn()} (Koehn 2004); "
             f"p (randomisation): {TRIALS:,} trials, seed {SEED} (Riezler and Maxwell 2005). Both tests are paired and "
             "two-sided.",
         ]
@@ -66,11 +66,11 @@ class Table:
 
     def _block(self, metric: Metric, width: int) -> str:
         better = "more is better"
-        if not metric.measured.higher_is_better:
+        if metric.measured.name == "ter":
             better = "less is better"
         first, *others = self.names
         lines = [
-            f"{metric.measured.title} ({better})   {metric.measured.signature}",
+            f"{TITLES[metric.measured.name]} ({better})   {metric.measured.signature}",
             f"  {'system':<{width}}   score  {'':<16}  difference  {'':<16}  p (bootstrap)  p (randomisation)",
             f"  {first:<{width}}  {metric.measured.score:6.2f}  {metric.interval!s:<16}",
         ]

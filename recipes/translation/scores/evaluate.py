@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from recipes.translation.data.corpora import Corpora, HeldOut, HeldOutSplit
 from recipes.translation.data.sentence_pairs import load_pairs
@@ -18,29 +19,13 @@ from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.run_folder.made_from import lines_digest
 from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.scores.comet import check_comet
-from recipes.translation.scores.groups import Parts, parts_by_label, parts_by_length, scores_of_parts, scores_of_sets
-from recipes.translation.scores.scores import Scores, measure, score, scores_of
+from recipes.translation.scores.groups import parts_by_label, parts_by_length, scores_of_sets
+from recipes.translation.scores.scores import measure, record_of, scores_in_words
 from recipes.translation.scores.statistics import Measured
-from recipes.translation.settings.config import DataConfig, DecodingConfig
+from recipes.translation.settings.config import DataConfig
 from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.text.pair import Pair
 from recipes.translation.translating.translate import translate
-
-__all__ = [
-    "Evaluation",
-    "Scores",
-    "check_metrics",
-    "check_name",
-    "evaluate",
-    "evaluate_each",
-    "evaluate_files",
-    "evaluate_pairs",
-    "labels_of",
-    "parts_of",
-    "read_pairs",
-    "score",
-    "sets_table",
-]
 
 
 @dataclass(frozen=True)
@@ -61,9 +46,9 @@ class Evaluation:
     """The files of sources and references; None for the run's data."""
 
     @cached_property
-    def scores(self) -> Scores:
-        """Return the scores of the whole test set."""
-        return scores_of(self.measured)
+    def scores(self) -> Mapping[str, Any]:
+        """Return the scores of the whole test set, as `record_of` does."""
+        return record_of(self.measured)
 
     def write(self, folder: Path) -> list[Path]:
         """Write `<name>.translations.txt`, one line for each sentence, and `<name>.scores.json`."""
@@ -72,7 +57,7 @@ class Evaluation:
         made_of = {side: {"sha256": lines_digest(lines)} for side, lines in texts.items()}
         for side, file in zip(texts, self.files or (), strict=False):
             made_of[side]["file"] = str(file.resolve())
-        record = {**self.scores.as_dict(), "weights": list(self.digests), **made_of}
+        record = {**self.scores, "weights": list(self.digests), **made_of}
         translations, scores = result_files(folder, self.name)
         text = "".join(f"{text}\n" for text in self.translations)
         written = {translations: text, scores: json.dumps(record, indent=2) + "\n"}
@@ -135,38 +120,28 @@ def check_name(
         )
 
 
-def evaluate(
-    translator: Translator,
-    split: HeldOutSplit,
-    decoding: DecodingConfig,
-    tokenize: str | None = None,
-    ranks: Ranks = ALONE,
-    label: str = "",
-) -> Evaluation:
+def evaluate(translator: Translator, split: HeldOutSplit, ranks: Ranks = ALONE, label: str = "") -> Evaluation:
     """Translate a split of the model's data, each rank some of the sentences, and score all translations.
 
-    `tokenize` overrides the setting `data.tokenize`; `label` is as in `translate`. Raises DataError where the model has
-    the data of several corpora: see `evaluate_each`.
+    `label` is as in `translate`. Raises DataError where the model has the data of several corpora: see `evaluate_each`.
     """
-    return evaluate_each(translator, [Corpora(translator.config).the_one(split)], decoding, tokenize, ranks, label)[0]
+    return evaluate_each(translator, [Corpora(translator.config).the_one(split)], None, ranks, label)[0]
 
 
 def evaluate_each(
-    translator: Translator,
-    sets: Sequence[HeldOut],
-    decoding: DecodingConfig,
-    tokenize: str | None = None,
-    ranks: Ranks = ALONE,
-    label: str = "",
+    translator: Translator, sets: Sequence[HeldOut], tokenize: str | None = None, ranks: Ranks = ALONE, label: str = ""
 ) -> list[Evaluation]:
-    """Do the same for several sets of the model's data; the name of each is its split, or "split.corpus"."""
+    """Do the same for several sets of the model's data; the name of each is its split, or "split.corpus".
+
+    `tokenize` overrides the setting `data.tokenize`.
+    """
     found = []
     for each in sets:
         pairs = ranks.run_on_main(each.pairs)
         name: str = each.split
         if len(sets) > 1:
             name = f"{each.split}.{each.name}"
-        found.append(evaluate_pairs(translator, name, pairs, decoding, tokenize, ranks, label, each))
+        found.append(evaluate_pairs(translator, name, pairs, tokenize, ranks, label, each))
     return found
 
 
@@ -174,10 +149,9 @@ def evaluate_pairs(
     translator: Translator,
     name: str,
     pairs: Sequence[Pair],
-    decoding: DecodingConfig,
-    tokenize: str | None = None,
-    ranks: Ranks = ALONE,
-    label: str = "",
+    tokenize: str | None,
+    ranks: Ranks,
+    label: str,
     held_out: HeldOut | None = None,
 ) -> Evaluation:
     """Do the same for a test set in memory; what is written has this name.
@@ -193,7 +167,7 @@ def evaluate_pairs(
     references = [pair.target for pair in pairs]
     tokenize = tokenizer_for(tokenize or config.data.tokenize, language, references)
     check_tokenizer(tokenize)  # before the work of translating
-    translations = translate(translator, [pair.source for pair in spoken], decoding, ranks, label)
+    translations = translate(translator, [pair.source for pair in spoken], config.decoding, ranks, label)
     lowercase = config.subwords.lowercase
     measured = ranks.run_on_main(lambda: measure(translations, references, lowercase=lowercase, tokenize=tokenize))
     return Evaluation(name, pairs, translations, measured, held_out, translator.digests)
@@ -213,18 +187,21 @@ def evaluate_files(
     return Evaluation(hypotheses.name, pairs, translations, measured)
 
 
-def parts_of(evaluation: Evaluation, by: str, labels: Sequence[str]) -> Parts:
-    """Score the parts of a test set by the "length" of the source, or by a label of each sentence, read from `by`."""
+def parts_of(
+    by: str, pairs: Sequence[Pair], data: DataConfig | None, split: HeldOutSplit
+) -> tuple[str, dict[str, list[int]]]:
+    """Return a heading, and the sentences of each part, by the "length" of the source or by labels; see `labels_of`."""
     if by == "length":
-        heading, parts = parts_by_length([pair.source for pair in evaluation.pairs])
-        return scores_of_parts(evaluation.measured, heading, parts)
-    return scores_of_parts(evaluation.measured, "label", parts_by_label(labels, by, len(evaluation.pairs)))
+        return parts_by_length([pair.source for pair in pairs])
+    return "label", parts_by_label(labels_of(by, data, split), f"--by {by}", len(pairs))
 
 
-def sets_table(evaluations: Sequence[Evaluation]) -> str:
-    """Return a table with a line for each of several test sets and one for their mean, and the signatures of BLEU."""
+def scores_table(evaluations: Sequence[Evaluation]) -> str:
+    """Return the scores of a test set, or a table of several and their mean, with the signatures of BLEU."""
+    if len(evaluations) == 1:
+        return scores_in_words(evaluations[0].scores)
     table = scores_of_sets({one.name: one.measured for one in evaluations})
-    signatures = [f"  BLEU of {one.name}: {one.scores.bleu_signature}" for one in evaluations]
+    signatures = [f"  BLEU of {one.name}: {one.scores['bleu_signature']}" for one in evaluations]
     return "\n".join([str(table), *signatures])
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from recipes.translation.errors import DataError
-from recipes.translation.scores.bootstrap import RESAMPLES, SEED, Interval, interval, intervals, resampled_scores
+from recipes.translation.scores.bootstrap import Interval, interval, intervals, resampled_scores
 from recipes.translation.scores.scores import drawn
-from recipes.translation.scores.statistics import Measured
+from recipes.translation.scores.statistics import TITLES, Measured
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
 
 SHOWN = ("bleu", "multi_bleu_lowercase", "chrf", "ter", "comet")
@@ -49,7 +49,7 @@ class Parts:
                 f"  {score:6.2f}  {bounds!s:<16}" for score, bounds in zip(part.scores, part.intervals, strict=True)
             )
             lines.append(f"  {part.label:<{width}}  {part.sentences:9,}{cells}")
-        note = f"  [ ] is the 95 % confidence interval: {drawn(RESAMPLES, SEED)}"
+        note = f"  [ ] is the 95 % confidence interval: {drawn()}"
         if any(part.sentences < FEW for part in self.parts):
             note += f"; a part of fewer than {FEW} sentences says little"
         return "\n".join(line.rstrip() for line in [*lines, note])
@@ -57,12 +57,7 @@ class Parts:
 
 def scores_of_parts(measured: Sequence[Measured], heading: str, parts: Mapping[str, Sequence[int]]) -> Parts:
     """Score each part, a label and the numbers of its sentences, with the same metrics as the whole."""
-    shown = [one for one in measured if one.name in SHOWN]
-    found = []
-    for label, rows in parts.items():
-        of_part = [one.subset(rows) for one in shown]
-        found.append(Part(label, len(rows), [one.score for one in of_part], intervals(of_part)))
-    return Parts(heading, _titles(shown), found)
+    return _scored(heading, {label: [one.subset(rows) for one in measured] for label, rows in parts.items()})
 
 
 def scores_of_sets(sets: Mapping[str, Sequence[Measured]]) -> Parts:
@@ -71,20 +66,25 @@ def scores_of_sets(sets: Mapping[str, Sequence[Measured]]) -> Parts:
     Resamples of the mean are the means of the sets' own, which draw the same rows where two sets are equally long: sets
     that translate the same sentences into several languages are easy or difficult together.
     """
-    shown = {name: [one for one in measured if one.name in SHOWN] for name, measured in sets.items()}
-    parts = []
-    for name, measured in shown.items():
-        rows = len(measured[0].statistics)
-        parts.append(Part(name, rows, [one.score for one in measured], intervals(measured)))
-    drawn_MR = np.mean([resampled_scores(measured) for measured in shown.values()], axis=0)
-    scores_M = np.mean([part.scores for part in parts], axis=0)
-    sentences = sum(part.sentences for part in parts)
+    found = _scored("test set", sets)
+    drawn_MR = np.mean([resampled_scores(_shown(measured)) for measured in sets.values()], axis=0)
+    scores_M = np.mean([part.scores for part in found.parts], axis=0)
+    sentences = sum(part.sentences for part in found.parts)
     mean = Part("mean", sentences, scores_M.tolist(), [interval(scores_R) for scores_R in drawn_MR])
-    return Parts("test set", _titles(next(iter(shown.values()))), [*parts, mean])
+    return replace(found, parts=[*found.parts, mean])
 
 
-def _titles(measured: Sequence[Measured]) -> list[str]:
-    return [{"multi_bleu_lowercase": "m-bleu"}.get(one.name, one.title) for one in measured]
+def _scored(heading: str, sets: Mapping[str, Sequence[Measured]]) -> Parts:
+    parts = []
+    for label, measured in sets.items():
+        shown = _shown(measured)
+        parts.append(Part(label, len(shown[0].statistics), [one.score for one in shown], intervals(shown)))
+    titles = {**TITLES, "multi_bleu_lowercase": "m-bleu"}
+    return Parts(heading, [titles[one.name] for one in shown], parts)
+
+
+def _shown(measured: Sequence[Measured]) -> list[Measured]:
+    return [one for one in measured if one.name in SHOWN]
 
 
 def parts_by_length(sources: Sequence[str]) -> tuple[str, dict[str, list[int]]]:

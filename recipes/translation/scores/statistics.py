@@ -20,6 +20,16 @@ from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.metrics.ter import TER
 
 Array = NDArray[np.float64]
+TITLES = {
+    "bleu": "BLEU",
+    "bleu_lowercase": "BLEU, lower-cased",
+    "multi_bleu_lowercase": "multi-bleu -lc",
+    "chrf": "chrF",
+    "ter": "TER",
+    "comet": "COMET",
+    "exact_match": "exact match",
+}
+"""Every metric, in the order in which they are shown."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class Measured:
     """One metric of one system's translations."""
 
     name: str
-    title: str
+    """One of `TITLES`."""
     signature: str
     """How exactly the score was computed."""
     score: float
@@ -36,7 +46,6 @@ class Measured:
     """(N, K)."""
     of_sums: Callable[[Array], Array]
     """Sums of statistics (R, K) -> scores (R,)."""
-    higher_is_better: bool = True
 
     def subset(self, rows: Sequence[int]) -> Measured:
         """Return the same of these sentences only."""
@@ -44,59 +53,37 @@ class Measured:
         return replace(self, statistics=statistics, score=float(self.of_sums(statistics.sum(0, keepdims=True))[0]))
 
 
-def measure_bleu(
-    hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str, lowercase: bool = False
-) -> Measured:
-    """Compute BLEU-4 with sacreBLEU's default smoothing (Papineni et al. 2002; Post 2018)."""
-    # Without force, sacreBLEU warns about tokenised text, for which "none" is meant
-    metric = BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
-    return _measured("bleu", "BLEU", metric, hypotheses, references)
+def metrics(tokenize: str = "13a", lowercase: bool = False) -> dict[str, Any]:
+    """Return sacreBLEU's metrics by their names.
 
-
-def measure_bleu_lowercase(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str) -> Measured:
-    """Compute BLEU-4 of the lower-cased text."""
-    found = measure_bleu(hypotheses, references, tokenize=tokenize, lowercase=True)
-    return replace(found, name="bleu_lowercase", title="BLEU, lower-cased")
-
-
-def measure_multi_bleu_lowercase(hypotheses: Sequence[str], references: Sequence[str]) -> Measured:
-    """Compute BLEU-4 of lower-cased text that is already tokenised, without smoothing: Moses' multi-bleu.perl -lc."""
-    metric = BLEU(lowercase=True, tokenize="none", smooth_method="none", force=True)
-    return _measured("multi_bleu_lowercase", "multi-bleu -lc", metric, hypotheses, references)
-
-
-def measure_chrf(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool = False) -> Measured:
-    """Compute chrF2 of character 6-grams (Popović 2015)."""
-    return _measured("chrf", "chrF", CHRF(lowercase=lowercase), hypotheses, references)
-
-
-def measure_ter(hypotheses: Sequence[str], references: Sequence[str]) -> Measured:
-    """Compute the translation edit rate without regard to case, of which less is better (Snover et al. 2006).
-
-    sacreBLEU searches the shifts of words in plain Python, which takes longer than all other metrics together.
+    bleu is BLEU-4 with sacreBLEU's default smoothing (Papineni et al. 2002; Post 2018), and bleu_lowercase that of the
+    lower-cased text, the figure that most Multi30k papers report. multi_bleu_lowercase is Moses' multi-bleu.perl -lc:
+    without smoothing, of text that is already tokenised. chrf is chrF2 of character 6-grams (Popović 2015). ter is the
+    translation edit rate, edits per 100 words of the references without regard to case, of which less is better (Snover
+    et al. 2006); sacreBLEU searches the shifts of words in plain Python, which takes longer than all others together.
     """
-    found = _measured("ter", "TER", TER(), hypotheses, references)
-    return replace(found, higher_is_better=False)
+    # Without force, sacreBLEU warns about tokenised text, for which "none" is meant
+    return {
+        "bleu": BLEU(lowercase=lowercase, tokenize=tokenize, force=True),
+        "bleu_lowercase": BLEU(lowercase=True, tokenize=tokenize, force=True),
+        "multi_bleu_lowercase": BLEU(lowercase=True, tokenize="none", smooth_method="none", force=True),
+        "chrf": CHRF(lowercase=lowercase),
+        "ter": TER(),
+    }
 
 
-def measure_exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> Measured:
-    """Compute the percentage of translations that equal the reference, character for character."""
-    matches = [100.0 * (hypothesis == reference) for hypothesis, reference in zip(hypotheses, references, strict=True)]
-    return mean_of("exact_match", "exact match", f"of {len(references):,} sentences", matches)
-
-
-def mean_of(name: str, title: str, signature: str, values: Sequence[float]) -> Measured:
-    """Return a metric that is the mean of a number of each sentence."""
-    statistics = np.array([[value, 1.0] for value in values])
-    return Measured(name, title, signature, float(np.mean(values)), statistics, mean_of_sums)
-
-
-def _measured(name: str, title: str, metric: Any, hypotheses: Sequence[str], references: Sequence[str]) -> Measured:
+def measured(name: str, metric: Any, hypotheses: Sequence[str], references: Sequence[str]) -> Measured:
     """Compute a metric of sacreBLEU, with one reference for each sentence."""
     statistics = metric._extract_corpus_statistics(hypotheses, [references])
     score = metric._aggregate_and_compute(statistics).score
     of_sums = partial(scores_of_sums, metric)
-    return Measured(name, title, str(metric.get_signature()), score, np.array(statistics, dtype=np.float64), of_sums)
+    return Measured(name, str(metric.get_signature()), score, np.array(statistics, dtype=np.float64), of_sums)
+
+
+def mean_of(name: str, signature: str, values: Sequence[float]) -> Measured:
+    """Return a metric that is the mean of a number of each sentence."""
+    statistics = np.array([[value, 1.0] for value in values])
+    return Measured(name, signature, float(np.mean(values)), statistics, mean_of_sums)
 
 
 def scores_of_sums(metric: Any, sums_RK: Array) -> Array:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from recipes.translation.errors import DataError
 from recipes.translation.serve.asked import lines_answer, lines_asked, translate_asked
 from recipes.translation.serve.batching import Batcher, QueueFullError, StoppedError, Wanted
-from recipes.translation.serve.bodies import Limits, RefusedError, fields_of
+from recipes.translation.serve.bodies import Limits, RefusedError, error_response, fields_of
 from recipes.translation.serve.guard import Guard
 from recipes.translation.serve.language_names import language_name
 from recipes.translation.serve.metrics import Metrics
@@ -112,19 +112,8 @@ class Service:
 
     async def described(self, request: Request) -> Response:
         """Return the models for the page."""
-        return JSONResponse(
-            [
-                {
-                    "name": model.name,
-                    "engine": model.engine,
-                    "source": model.source,
-                    "target": model.target,
-                    "beam": model.beam,
-                    "aligns": model.aligns,
-                }
-                for model in self.models
-            ]
-        )
+        shown = ("name", "engine", "source", "target", "beam", "aligns")
+        return JSONResponse([{name: getattr(model, name) for name in shown} for model in self.models])
 
     async def health(self, request: Request) -> Response:
         """Return whether translations can be made."""
@@ -169,11 +158,6 @@ def file_response(name: str, media_type: str) -> Callable[[Request], Awaitable[R
         return Response(content, media_type=media_type)
 
     return endpoint
-
-
-def error_response(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    """Return an error in the shape of LibreTranslate's."""
-    return JSONResponse({"error": message}, status, headers)
 
 
 async def refused(request: Request, error: Exception) -> Response:

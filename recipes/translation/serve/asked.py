@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 from recipes.translation.serve.batching import Wanted
 from recipes.translation.serve.bodies import Limits, RefusedError, shown
 from recipes.translation.serve.models import Line, Model
 
-T = TypeVar("T")
 IGNORED = ("api_key", "secret")
 """Fields that LibreTranslate's clients send, and that mean nothing here."""
 
@@ -80,14 +79,7 @@ def translate_asked(fields: Mapping[str, object], models: Sequence[Model], limit
     return asked
 
 
-class Lines(NamedTuple):
-    """A request of the page to translate lines."""
-
-    wanted: Wanted
-    lines: list[str]
-
-
-def lines_asked(fields: Mapping[str, object], models: Sequence[Model], limits: Limits) -> Lines:
+def lines_asked(fields: Mapping[str, object], models: Sequence[Model], limits: Limits) -> tuple[Wanted, list[str]]:
     """Return what the fields of `POST /lines` ask for; raise RefusedError for what is missing or wrong."""
     check_names(fields, ("model", "lines", "n_best", "links"))
     lines = strings(fields.get("lines"))
@@ -101,12 +93,12 @@ def lines_asked(fields: Mapping[str, object], models: Sequence[Model], limits: L
     model = whole(fields, "model", 0, 0, len(models) - 1)
     n_best = whole(fields, "n_best", 1, 1, models[model].beam)
     check_size(lines, limits)
-    return Lines(Wanted(model, n_best, links), lines)
+    return Wanted(model, n_best, links), lines
 
 
 def lines_answer(lines: Sequence[str], found: Sequence[Line]) -> dict[str, object]:
     """Return what was found for each line, in their order."""
-    return {"lines": [line_answer(*each) for each in zip(lines, found, strict=True)]}
+    return {"lines": [line_answer(line, one) for line, one in zip(lines, found, strict=True)]}
 
 
 def line_answer(line: str, found: Line) -> dict[str, object]:
@@ -130,10 +122,10 @@ def strings(value: object) -> list[str] | None:
 
 def model_of(fields: Mapping[str, object], models: Sequence[Model]) -> int:
     """Return the number of the first model that translates between the languages of the request."""
-    source = language(fields, "source", lambda: sorted({model.source for model in models}))
+    source = language(fields, "source", {model.source for model in models})
     if source == "auto":
         raise RefusedError(400, "source is auto, and languages are not detected here: name the language of the text")
-    target = language(fields, "target", lambda: sorted({model.target for model in models}))
+    target = language(fields, "target", {model.target for model in models})
     for number, model in enumerate(models):
         if (model.source, model.target) == (source, target):
             return number
@@ -141,11 +133,11 @@ def model_of(fields: Mapping[str, object], models: Sequence[Model]) -> int:
     raise RefusedError(400, f"{shown(source)} to {shown(target)} is not supported: the models here translate {pairs}")
 
 
-def language(fields: Mapping[str, object], name: str, known: Callable[[], list[str]]) -> str:
+def language(fields: Mapping[str, object], name: str, known: Set[str]) -> str:
     """Return a language of the request."""
     found = fields.get(name)
     if not isinstance(found, str) or not found:
-        raise RefusedError(400, f"{name} is missing: name a language, one of {', '.join(known())}")
+        raise RefusedError(400, f"{name} is missing: name a language, one of {', '.join(sorted(known))}")
     return found
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from recipes.translation.serve.models import Line, LineError, Model, ready
-
-Prepare = Callable[[Sequence[Model]], AbstractContextManager[None]]
-"""Makes the block in which the thread translates."""
+from recipes.translation.errors import DataError
+from recipes.translation.serve.models import Line, Model, ready
 
 
 class QueueFullError(Exception):
@@ -66,8 +64,8 @@ class Batcher:
     not wait for all of a long one. Cancelling a request's `answer` drops those of its lines that no batch has.
     """
 
-    def __init__(self, models: Sequence[Model], most: int, prepare: Prepare = ready) -> None:
-        """Start the thread; `most` lines can wait, and `prepare` is a block around everything the thread does."""
+    def __init__(self, models: Sequence[Model], most: int) -> None:
+        """Start the thread; `most` lines can wait."""
         self.models = models
         self.most = most
         self.translated = 0
@@ -75,7 +73,7 @@ class Batcher:
         self._requests: list[Request] = []
         self._stopped = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, args=(prepare,), name="translation", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="translation", daemon=True)
         self._thread.start()
 
     @property
@@ -92,7 +90,7 @@ class Batcher:
     def submit(self, wanted: Wanted, lines: Sequence[str], partly: bool = False) -> Future[list[Line]]:
         """Put lines into the queue; the future returns their translations.
 
-        It raises LineError where a line cannot be translated; `partly`, the other lines are, and that one says why not.
+        It raises DataError where a line cannot be translated; `partly`, the other lines are, and that one says why not.
 
         Raises QueueFullError if more than `most` lines would wait, and StoppedError after `close`.
         """
@@ -125,8 +123,8 @@ class Batcher:
     def _waiting(self) -> int:
         return sum(request.waiting for request in self._requests)
 
-    def _run(self, prepare: Prepare) -> None:
-        with prepare(self.models):
+    def _run(self) -> None:
+        with ready(self.models):
             while batch := self._next():
                 self._translate(batch)
 
@@ -193,7 +191,7 @@ def refuse(request: Request, refusals: Mapping[int, str]) -> None:
     """Refuse lines of a request, or for one of them the request."""
     for number, reason in sorted(refusals.items()):
         if not request.partly:
-            raise LineError(number + 1, reason)
+            raise DataError(f"line {number + 1:,} {reason}")
         answer(request, number, Line([], [], reason))
 
 

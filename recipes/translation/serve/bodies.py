@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class RefusedError(Exception):
         super().__init__(message)
         self.status = status
         self.headers = dict(headers or {})
+
+
+def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """Return an error in the shape of LibreTranslate's."""
+    return JSONResponse({"error": message}, status, headers)
 
 
 JSON = "application/json"

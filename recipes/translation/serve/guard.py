@@ -6,13 +6,12 @@ import asyncio
 import ipaddress
 from collections.abc import Set
 from contextlib import suppress
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from recipes.translation.serve.bodies import Limits
+from recipes.translation.serve.bodies import CLOSE, Limits, error_response
 from recipes.translation.serve.metrics import Metrics
 
 SAFETY = {
@@ -61,7 +60,8 @@ class Guard:
                 if unread and "expect" not in headers and not stopping:
                     await self.discard(received)
                 started = True
-                self.metrics.count(self.path(scope), message["status"])
+                path = scope["path"] if scope["path"] in self.paths else "other"
+                self.metrics.count(path, message["status"])
                 MutableHeaders(scope=message).update(SAFETY)
             await send(message)
 
@@ -73,7 +73,8 @@ class Guard:
         except asyncio.CancelledError:  # by a second signal, or at the end of the time to finish
             stopping = True
             if not started:
-                await error(503, "the service is stopping: send the request again later")(scope, receive, send_safely)
+                stopped = error_response(503, "the service is stopping: send the request again later", CLOSE)
+                await stopped(scope, receive, send_safely)
         finally:
             self.present -= 1
 
@@ -93,19 +94,15 @@ class Guard:
         host = headers.get("host", "")
         if self.loopback and not is_local(name_of(host)):
             # Another site's name that was made to mean this machine ("DNS rebinding")
-            return error(421, "this service is for this machine alone: call it localhost, 127.0.0.1 or [::1]")
+            message = "this service is for this machine alone: call it localhost, 127.0.0.1 or [::1]"
+            return error_response(421, message, CLOSE)
         if method == "POST" and is_from_elsewhere(headers):
-            return error(403, "a page of another site cannot ask for translations: open the service's own page")
+            message = "a page of another site cannot ask for translations: open the service's own page"
+            return error_response(403, message, CLOSE)
         if self.present >= self.limits.requests:
             message = f"{self.present:,} requests are being answered, which is the limit: try again in a moment"
-            return error(503, message, {"Retry-After": "1"})
+            return error_response(503, message, {**CLOSE, "Retry-After": "1"})
         return None
-
-    def path(self, scope: Scope) -> str:
-        """Return a request's path as it is counted: those that do not exist are one."""
-        if scope["path"] in self.paths:
-            return str(scope["path"])
-        return "other"
 
 
 def is_from_elsewhere(headers: Headers) -> bool:
@@ -130,8 +127,3 @@ def is_local(name: str) -> bool:
         return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
         return name == "localhost"
-
-
-def error(status: int, message: str, headers: dict[str, Any] | None = None) -> JSONResponse:
-    """Return an error before the request's body is read."""
-    return JSONResponse({"error": message}, status, {"Connection": "close", **(headers or {})})

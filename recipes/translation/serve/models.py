@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from models import EncoderDecoder, evaluating
-from recipes.translation.errors import DataError
 from recipes.translation.translating.alignments import Link
 from recipes.translation.translating.translate import Translation
 
@@ -23,13 +22,6 @@ class Line(NamedTuple):
     links: list[Link]
     refused: str = ""
     """Why the line was not translated."""
-
-
-class LineError(DataError):
-    """A line that cannot be translated: its number in its request, from 1, and the reason."""
-
-    def __init__(self, number: int, reason: str) -> None:
-        super().__init__(f"line {number:,} {reason}")
 
 
 @dataclass(frozen=True)

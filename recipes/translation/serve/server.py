@@ -15,7 +15,6 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.processes.stop import Handler
 from recipes.translation.serve.guard import Guard
 
 FINISH_SECONDS = 30
@@ -97,9 +96,7 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Within the block, let SIGINT and SIGTERM stop the server."""
-        before: dict[signal.Signals, Handler] = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, self.handle_exit)
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:

@@ -22,10 +22,6 @@ ALSO = {"run": "--folder"}
 METAVARS = {int: "N", float: "X", bool: "true|false"}
 
 
-FIRST_EXAMPLE = "\0"
-"""In place of all options, prints the parser's first example. No command line can contain it."""
-
-
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose error messages are one line, with the nearest valid option."""
 
@@ -38,16 +34,12 @@ class OneLineParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,  # an abbreviation that is unique today need not be so tomorrow
         )
-        self.example = example
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse the options; a misspelt one ends the program with a suggestion."""
-        if list(argv) == [FIRST_EXAMPLE]:
-            print(self.example.partition("\n")[0])
-            self.exit()
         try:
             options, extra = self.parse_known_args(argv)
         except argparse.ArgumentError as error:

@@ -62,7 +62,7 @@ def test_a_pair_of_languages_needs_nothing_but_its_names_and_files(
     train(config, insist=True)
     translator = load_translator(tmp_path / "run" / "last")
     assert len(translate(translator, sentences(source)[:3], config.decoding)) == 3
-    assert evaluate(translator, "test", config.decoding).scores.sentences == 60
+    assert evaluate(translator, "test").scores["sentences"] == 60
 
 
 @pytest.mark.parametrize("language", WORDS)

@@ -29,7 +29,7 @@ from recipes.translation.data.batches import padded
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
 from recipes.translation.export import onnx_graphs, onnx_model
-from recipes.translation.export.onnx_check import check
+from recipes.translation.export.onnx_model import check
 from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
 from recipes.translation.settings.config import ModelConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD
@@ -61,12 +61,12 @@ class Exported:
 
     def __init__(self, model: EncoderDecoder, folder: Path) -> None:
         self.folder = folder
-        self.names = onnx_graphs.Names.of(model)
+        self.names = onnx_graphs.names_of(model)
         onnx_graphs.save(model, self.names, folder)
         for name in ("encoder", "decoder"):
             onnx.checker.check_model(folder / f"{name}.onnx", full_check=True)
-        self.state = self.names.state
-        self.memory = self.names.encoder["outputs"]
+        self.state = self.names["state"]
+        self.memory = self.names["encoder"]["outputs"]
         self.encoder, self.decoder = (session(folder / f"{name}.onnx") for name in ("encoder", "decoder"))
 
     def log_probabilities(self, src: Tensor, tgt: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def test_rows_may_be_repeated_and_reordered_as_beams_are(both: tuple[EncoderDeco
 
 def test_the_graphs_have_the_names_of_their_facts_and_free_axes(both: tuple[EncoderDecoder, Exported]) -> None:
     _, exported = both
-    for graph, facts in ((exported.encoder, exported.names.encoder), (exported.decoder, exported.names.decoder)):
+    for graph, facts in ((exported.encoder, exported.names["encoder"]), (exported.decoder, exported.names["decoder"])):
         assert [value.name for value in graph.get_inputs()] == facts["inputs"]
         assert [value.name for value in graph.get_outputs()] == facts["outputs"]
         assert all(value.shape[0] == "batch" for value in [*graph.get_inputs(), *graph.get_outputs()])

@@ -16,22 +16,14 @@ from sacrebleu.significance import _bootstrap_resample
 from recipes.translation.scores import bootstrap
 from recipes.translation.scores.bootstrap import interval, intervals, resampled_scores
 from recipes.translation.scores.scores import measure
-from recipes.translation.scores.statistics import (
-    Array,
-    mean_of,
-    measure_bleu,
-    measure_chrf,
-    measure_multi_bleu_lowercase,
-    measure_ter,
-)
+from recipes.translation.scores.statistics import Array, mean_of, measured, metrics
 from tests.recipes.scores.examples import damaged, references
 
 REFERENCES = references(40)
 HYPOTHESES = damaged(REFERENCES, 0.3, seed=1)
 METRICS: dict[str, tuple[Any, Any]] = {
-    "bleu": (BLEU(force=True), measure_bleu(HYPOTHESES, REFERENCES, tokenize="13a")),
-    "chrf": (CHRF(), measure_chrf(HYPOTHESES, REFERENCES)),
-    "ter": (TER(), measure_ter(HYPOTHESES, REFERENCES)),
+    name: (theirs, measured(name, metrics()[name], HYPOTHESES, REFERENCES))
+    for name, theirs in {"bleu": BLEU(force=True), "chrf": CHRF(), "ter": TER()}.items()
 }
 
 
@@ -80,7 +72,7 @@ def test_an_interval_leaves_out_a_fortieth_on_either_side(scores: list[int]) -> 
 def test_the_interval_of_a_mean_is_the_normal_distributions() -> None:
     draw = np.random.default_rng(1)
     values = draw.normal(50, 10, 900)
-    (found,) = intervals([mean_of("mean", "mean", "", values.tolist())])
+    (found,) = intervals([mean_of("mean", "", values.tolist())])
     error = values.std() / 900**0.5
     assert found == pytest.approx((values.mean() - 1.96 * error, values.mean() + 1.96 * error), abs=0.15 * error)
 
@@ -89,7 +81,7 @@ def test_the_interval_covers_the_truth_in_19_of_20_test_sets() -> None:
     draw = np.random.default_rng(2)
     covered = 0
     for _ in range(200):
-        (found,) = intervals([mean_of("mean", "mean", "", draw.normal(50, 10, 100).tolist())], resamples=200)
+        (found,) = intervals([mean_of("mean", "", draw.normal(50, 10, 100).tolist())], resamples=200)
         covered += found.low <= 50 <= found.high
     assert 178 <= covered <= 199
 
@@ -106,7 +98,7 @@ def test_a_subset_scores_as_its_sentences_alone(rows: list[int]) -> None:
 
 
 def test_multi_bleu_of_sums_has_no_smoothing() -> None:
-    found = measure_multi_bleu_lowercase(["a b c x"], ["a b c d"])
+    found = measured("multi_bleu_lowercase", metrics()["multi_bleu_lowercase"], ["a b c x"], ["a b c d"])
     assert found.of_sums(found.statistics)[0] == found.score == 0
 
 

@@ -136,5 +136,5 @@ def test_without_sources_it_is_refused(files: list[str], capsys: pytest.CaptureF
 def test_scores_without_it_say_none() -> None:
     from recipes.translation.scores.scores import score
 
-    found = json.loads(json.dumps(score(["a"], ["a"]).as_dict()))
+    found = json.loads(json.dumps(score(["a"], ["a"])))
     assert found["comet"] is found["comet_signature"] is None

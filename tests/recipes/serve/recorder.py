@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from recipes.translation.serve.models import Line
@@ -22,6 +21,7 @@ class Recorder:
     batches: list[list[str]] = field(default_factory=list)
     beam: int = 4
     batch_sentences: int = 4
+    weights: tuple[()] = ()
 
     def refusals(self, lines: Sequence[str]) -> dict[int, str]:
         """Refuse the line "long"."""
@@ -35,9 +35,3 @@ class Recorder:
         if "poison" in lines:
             raise RuntimeError("poison")
         return [Line([Translation(line.upper(), 0.0, 0.0)], []) for line in lines]
-
-
-@contextmanager
-def unprepared(models: object) -> Iterator[None]:
-    """Prepare nothing."""
-    yield

@@ -13,7 +13,7 @@ from recipes.translation.serve.app import application
 from recipes.translation.serve.batching import Batcher, Wanted
 from recipes.translation.serve.bodies import Limits
 from recipes.translation.serve.guard import Guard
-from tests.recipes.serve.recorder import Recorder, unprepared
+from tests.recipes.serve.recorder import Recorder
 
 GOOD = {"q": "a", "source": "en", "target": "de"}
 
@@ -23,7 +23,7 @@ def serving(model: Recorder, **limits: Any) -> Iterator[Guard]:
     """The application around one model."""
     models: Any = [model]
     bounds = Limits(**limits)
-    batcher = Batcher(models, bounds.queued_lines, unprepared)
+    batcher = Batcher(models, bounds.queued_lines)
     try:
         yield application(models, batcher, bounds, loopback=False)
     finally:
@@ -46,7 +46,7 @@ async def until(condition: Any) -> None:
 def batching(model: Recorder, most: int = 100) -> Iterator[Batcher]:
     """A batcher whose thread is busy with a first line, so that what follows waits."""
     models: Any = [model, model]
-    batcher = Batcher(models, most, unprepared)
+    batcher = Batcher(models, most)
     try:
         batcher.submit(Wanted(0), ["first"])
         assert model.begun.wait(20)

@@ -10,10 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
+from models import PRESETS, make_transformer
 from recipes.translation.commands import served_models
-from recipes.translation.commands.served_models import torch_models
 from recipes.translation.data.corpora import Corpora, language_pairs
 from recipes.translation.data.model_text import source_text
 from recipes.translation.run_folder.checkpoint import Translator
@@ -21,7 +20,7 @@ from recipes.translation.serve.app import application
 from recipes.translation.serve.batching import Batcher
 from recipes.translation.serve.bodies import Limits
 from recipes.translation.translating.translate import Translation
-from tests.recipes.serve.recorder import Recorder, unprepared
+from tests.recipes.serve.recorder import Recorder
 from tests.recipes.tiny import tiny
 
 CORPORA = {"a": {}, "b": {"target": "fr"}, "c": {"source": "nl", "target": "fr"}}
@@ -30,7 +29,7 @@ CORPORA = {"a": {}, "b": {"target": "fr"}, "c": {"source": "nl", "target": "fr"}
 @contextmanager
 def asking(models: Sequence[Any]) -> Iterator[Any]:
     """A function that sends a request to a service of these models, by GET or with fields by POST."""
-    batcher = Batcher(models, 100, unprepared)
+    batcher = Batcher(models, 100)
     app = application(models, batcher, Limits(), loopback=False)
 
     async def sent(path: str, fields: dict[str, object] | None) -> httpx.Response:
@@ -98,9 +97,9 @@ def test_the_target_that_is_asked_for_is_the_tag_that_the_model_reads(
 
     monkeypatch.setattr(served_models, "alternatives", read)
     subwords: Any = Counting()
-    model: Any = torch.nn.Linear(1, 1)
+    model = make_transformer(PRESETS["tiny"], 5, 5, pad=0)
     config = tiny(tmp_path, {"corpora": CORPORA, "data.language_tags": True})
-    with asking(torch_models("run", Translator(config, model, subwords, subwords))) as ask:
+    with asking(served_models.served_models("run", Translator(config, model, subwords, subwords))) as ask:
         assert ask("/languages").json() == [
             {"code": "en", "name": "English", "targets": ["de", "fr"]},
             {"code": "nl", "name": "Dutch", "targets": ["fr"]},

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from recipes.translation.commands.served_models import torch_models
+from recipes.translation.commands.served_models import served_models
 from recipes.translation.serve.app import awaited
 from recipes.translation.serve.batching import QueueFullError, Wanted
 from recipes.translation.serve.bodies import Limits, RefusedError, body_of
@@ -170,7 +170,7 @@ def test_a_line_may_be_exactly_as_long_as_the_model_reads(tmp_path: Path) -> Non
     for most in (longest - 1, longest, longest + 1):
         config = translator.config
         config = replace(config, training=replace(config.training, max_length=most))
-        (model,) = torch_models("run", replace(translator, config=config))
+        (model,) = served_models("run", replace(translator, config=config))
         assert config.decoding.max_length < most
         found.append(bool(model.refusals([line])))
     assert found == [True, False, False]

@@ -297,10 +297,10 @@ class Runs:
             run = Path(config.run)
             translator = load_translator(run / "best")
             with largest_input(translator.model.tgt_embed, seen):
-                found = evaluate(translator, "test", config.decoding)
+                found = evaluate(translator, "test")
             with torch.no_grad():
                 translator.model.generator.bias[EOS] += 3.0  # a model that has learned as little never ends by itself
-            ended = evaluate(translator, "test", config.decoding)
+            ended = evaluate(translator, "test")
         records = read_metrics(run / "metrics.jsonl")
         return seen | {
             "weights": [digest(saved_file(run, name, "model.safetensors")) for name in ("last", "best")],

@@ -13,11 +13,13 @@ import torch
 from sacrebleu.tokenizers import tokenizer_ja_mecab, tokenizer_ko_mecab, tokenizer_spm
 
 from recipes.translation.commands import main
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
 from recipes.translation.scores import evaluate as evaluate_module
-from recipes.translation.scores.evaluate import evaluate, score
+from recipes.translation.scores.evaluate import evaluate, evaluate_each
+from recipes.translation.scores.scores import score
 from recipes.translation.settings.config import SCHEMA, RunConfig, load_config
 from recipes.translation.text.bleu_tokenizers import check_tokenizer, tokenizer_for
 from recipes.translation.training import validation as validation_module
@@ -81,10 +83,10 @@ def test_bleu_without_spaces_is_sacrebleus_with_that_tokeniser_and_not_0(
 ) -> None:
     found = score(hypotheses, references)
     expected = sacrebleu.corpus_bleu(hypotheses, [references], tokenize=tokenize)
-    assert found.bleu == expected.score > 40
-    assert found.bleu_lowercase > 40
-    assert f"|tok:{tokenize}|" in found.bleu_signature
-    assert f"|tok:{tokenize}|" in found.bleu_lowercase_signature
+    assert found["bleu"] == expected.score > 40
+    assert found["bleu_lowercase"] > 40
+    assert f"|tok:{tokenize}|" in found["bleu_signature"]
+    assert f"|tok:{tokenize}|" in found["bleu_lowercase_signature"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_a_tokeniser_that_is_on_disk_is_taken(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(module, "SACREBLEU_DIR", str(tmp_path))
     monkeypatch.setattr(tokenizer_spm, "download_file", None)
     check_tokenizer("flores200")
-    assert "|tok:flores200|" in score(GERMAN, GERMAN, tokenize="flores200").bleu_signature
+    assert "|tok:flores200|" in score(GERMAN, GERMAN, tokenize="flores200")["bleu_signature"]
 
 
 def test_every_tokeniser_of_sacrebleu_can_be_set() -> None:
@@ -198,11 +200,12 @@ def test_evaluation_uses_the_tokeniser_of_the_settings_unless_another_is_asked_f
     corpus = load_corpus(config)
     model = build_model(model_sizes(config.model), corpus.source, corpus.target).eval()
     translator = Translator(config, model, corpus.source, corpus.target)
-    assert "|tok:zh|" in evaluate(translator, "test", config.decoding).scores.bleu_signature
-    assert "|tok:char|" in evaluate(translator, "test", config.decoding, "char").scores.bleu_signature
+    assert "|tok:zh|" in evaluate(translator, "test").scores["bleu_signature"]
+    (asked,) = evaluate_each(translator, Corpora(config).test, "char")
+    assert "|tok:char|" in asked.scores["bleu_signature"]
     set_char = replace(translator, config=replace(config, data=replace(config.data, tokenize="char")))
-    found = evaluate(set_char, "test", config.decoding)
-    assert "|tok:char|" in found.scores.bleu_signature
+    found = evaluate(set_char, "test")
+    assert "|tok:char|" in found.scores["bleu_signature"]
     assert list(found.translations) == translate(translator, [pair.source for pair in found.pairs], config.decoding)
 
 
@@ -217,15 +220,15 @@ def test_evaluation_scores_what_the_model_says_against_the_references(
     config = replace(config, data=replace(config.data, format="tsv", path=str(tmp_path), test=("t.tsv",)))
     said = ["Der rote Zug nach Prag und dann weiter.", "ein kleiner Hund bellt laut."]
     monkeypatch.setattr(evaluate_module, "translate", lambda *_: said)
-    found = evaluate(Translator(config, *[None] * 3), "test", config.decoding)  # type: ignore[arg-type]
+    found = evaluate(Translator(config, *[None] * 3), "test")  # type: ignore[arg-type]
     references = ["Der rote Zug nach Wien.", "Ein kleiner Hund bellt laut."]
     if lowercase:
         references = [text.lower() for text in references]
     assert [pair.target for pair in found.pairs] == references
     assert found.scores == score(said, references, lowercase=lowercase)
-    assert found.scores.bleu == sacrebleu.corpus_bleu(said, [references], lowercase=lowercase).score
-    assert found.scores.bleu != score(references, said, lowercase=lowercase).bleu
-    assert f"|case:{'lc' if lowercase else 'mixed'}|" in found.scores.bleu_signature
+    assert found.scores["bleu"] == sacrebleu.corpus_bleu(said, [references], lowercase=lowercase).score
+    assert found.scores["bleu"] != score(references, said, lowercase=lowercase)["bleu"]
+    assert f"|case:{'lc' if lowercase else 'mixed'}|" in found.scores["bleu_signature"]
 
 
 def test_files_are_scored_by_their_script_or_as_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

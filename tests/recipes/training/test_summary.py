@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes.translation.commands import main
-from recipes.translation.commands.next_steps import PURPOSES, next_steps
+from recipes.translation.commands.training import PURPOSES, next_steps
 from recipes.translation.demo import layout_in_words
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import TrainingState

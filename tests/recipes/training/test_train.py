@@ -25,7 +25,7 @@ from recipes.translation.errors import ConfigError, TrainingError
 from recipes.translation.processes.stop import StopSignals
 from recipes.translation.run_folder.checkpoint import Translator, build_model, load_facts, load_translator, model_sizes
 from recipes.translation.run_folder.step_records import read_metrics
-from recipes.translation.scores.evaluate import score
+from recipes.translation.scores.scores import score
 from recipes.translation.train import train
 from recipes.translation.training import validation
 from recipes.translation.training.progress import Metrics, Progress, in_words
@@ -268,7 +268,7 @@ def test_validation_bleu_is_that_of_the_translations_against_the_references(
     monkeypatch.setattr(validation, "translate", lambda _, sentences, *__: short if sentences == sources else [])
     train(config)
     (found,) = validations_of(tmp_path / "run")
-    assert found["valid_bleu"] == score(short, references).bleu != score(references, short).bleu
+    assert found["valid_bleu"] == score(short, references)["bleu"] != score(references, short)["bleu"]
 
 
 def test_training_stops_when_validation_has_not_improved_for_patience_times(tmp_path: Path) -> None:
