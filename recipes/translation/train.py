@@ -138,7 +138,7 @@ def train_on(
     with (
         StopSignals(ranks.world > 1) as stop,
         metrics,
-        Journal(config, layout, size, ranks, resumed_at) as journal,
+        Journal(config, settings.steps, layout, size, ranks, resumed_at) as journal,
         Saver(run, settings, resumed_at, writes=ranks.is_main, main_says=ranks.main_says) as saver,
         Progress(state, settings.steps, share) as progress,
     ):

@@ -82,18 +82,17 @@ def _comparison(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def _progress(run: RunRecords) -> str:
-    steps = run.settings.get("training.steps")
-    if steps and is_number(steps):  # 0 where epochs decide
-        return f"step {run.last_step:,} of {steps:,}"
-    return f"step {run.last_step:,}"
+    return f"step {run.last_step:,} {_of_steps(run)}".rstrip()
+
+
+def _of_steps(run: RunRecords) -> str:
+    if not run.planned:
+        return ""
+    return f"of {run.planned:,}"
 
 
 def _numbers(run: RunRecords) -> list[tuple[str, str, str]]:
-    planned = run.settings.get("training.steps")
-    of = ""
-    if planned and is_number(planned):
-        of = f"of {planned:,}"
-    found = [("steps", f"{run.last_step:,}", of)]
+    found = [("steps", f"{run.last_step:,}", _of_steps(run))]
     seconds = sum(record["seconds"] for record in run.machine if is_number(record.get("seconds")))
     if seconds:
         found.append(("time in steps", duration(seconds), "without validations"))

@@ -25,8 +25,13 @@ SHARE = 0.01
 class Journal:
     """`resources.jsonl`, `samples.jsonl`, `validation.json` and `report.html` of a run; rank 0 alone writes them."""
 
-    def __init__(self, config: RunConfig, layout: Layout, size: str, ranks: Ranks, resumed_at: int | None) -> None:
-        """Note how training begins, or goes on after the step `resumed_at`; `size` is that of the model, as text."""
+    def __init__(
+        self, config: RunConfig, steps: int, layout: Layout, size: str, ranks: Ranks, resumed_at: int | None
+    ) -> None:
+        """Note how training of so many steps begins, or goes on after the step `resumed_at`.
+
+        `size` is that of the model, as text.
+        """
         self.run = Path(config.run)
         self.config = config
         self.devices = layout.devices
@@ -42,13 +47,14 @@ class Journal:
         with ExitStack() as held:
             self.machine = held.enter_context(Metrics(self._path("resources.jsonl"), after_step=after))
             self.samples = held.enter_context(Metrics(self._path("samples.jsonl"), after_step=after))
-            self._begin(layout, size, resumed_at)
+            self._begin(steps, layout, size, resumed_at)
             self.files = held.pop_all()
 
-    def _begin(self, layout: Layout, size: str, resumed_at: int | None) -> None:
+    def _begin(self, steps: int, layout: Layout, size: str, resumed_at: int | None) -> None:
         """Write down how training begins or goes on."""
         began = {
             **started_by(),
+            "steps": steps,
             "model": size,
             "layout": str(layout),
             "hardware": hardware(self.devices, self.ranks.world),

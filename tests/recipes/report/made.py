@@ -62,6 +62,7 @@ def make_run(folder: Path, steps: int = 40, *, settings: Mapping[str, object] | 
         "time": "2026-01-01 00:00:00 UTC",
         "hardware": {"cores": 2},
         "software": {"torch": "2.11"},
+        "steps": steps + 10,
         "settings": {"training.steps": steps, **(settings or {})},
     }
     resources: list[dict[str, Any]] = [{"step": 0, "began": began}]

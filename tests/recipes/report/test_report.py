@@ -68,6 +68,20 @@ def test_every_record_has_its_chart_with_an_accessible_name(page: Page) -> None:
     assert page.tags.count("svg") == page.values("role").count("img") == len(drawn(page))
 
 
+def test_the_steps_after_which_training_ends_are_those_it_said_or_else_the_setting(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", settings={"training.steps": 60, "training.epochs": 2})
+    resources = run / "resources.jsonl"
+    recorded = resources.read_text()
+    earlier = recorded.replace('"steps": 50', '"command": ""')
+    for records, said in (
+        (recorded, "step 40 of 50"),
+        (earlier, "step 40 of 60"),
+        (earlier.replace('"training.steps": 60', '"training.steps": 0'), "step 40"),
+    ):
+        resources.write_text(records)
+        assert f">{said}; " in report([read_run(run)])
+
+
 def test_a_page_asks_no_host_and_runs_no_script(page: Page) -> None:
     assert "script" not in page.tags
     assert not {"link", "img", "iframe", "object", "image"} & set(page.tags)
