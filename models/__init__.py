@@ -2,7 +2,7 @@
 
 from models.attention import Attention, padding_mask, subsequent_mask
 from models.cache import DecoderCache
-from models.constrained_search import ConstrainedHypothesis, constrained_beam_search
+from models.constrained_search import constrained_beam_search
 from models.constraints import Phrase
 from models.decoder_only import make_decoder_only
 from models.decoding import beam_search, greedy
@@ -22,7 +22,6 @@ from models.transformer import (
 __all__ = [
     "PRESETS",
     "Attention",
-    "ConstrainedHypothesis",
     "DeadEndError",
     "DecoderCache",
     "DecoderOnlyConfig",

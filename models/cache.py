@@ -119,14 +119,10 @@ class DecoderCache:
         if len(alive_BS):
             most = int(alive_BS.sum(1).max())
         if 2 * most <= alive_BS.size(1):  # discarded beams leave slots that no beam attends to
-            self._keep_slots(alive_BS.byte().topk(most, sorted=False).indices)
-
-    def _keep_slots(self, slots: Tensor) -> None:
-        """Drop all slots of each sentence but these, (B, fewer)."""
-        assert self.visible is not None
-        self.visible = self.visible.gather(2, slots[:, None].expand(-1, self.visible.size(1), -1))
-        for layer in self.layers:
-            layer.keep_slots(slots)
+            slots_BS = alive_BS.byte().topk(most, sorted=False).indices
+            self.visible = self.visible.gather(2, slots_BS[:, None].expand(-1, self.visible.size(1), -1))
+            for layer in self.layers:
+                layer.keep_slots(slots_BS)
 
     def keep_sentences(self, sentences: Tensor) -> None:
         """Drop all sentences but these, in the given order."""

@@ -18,22 +18,10 @@ from torch import Tensor
 
 from models.candidates import Beams, logits_blocks
 from models.constraints import Constraints, Phrase, State, allot
-from models.decoding import check_search, is_done
-from models.decoding_rules import DeadEndError, Forbidden, Rule, Task, check_tokens_of
+from models.decoding import check_search, is_done, n_best_of
+from models.decoding_rules import Forbidden, Rule, Task, check_tokens_of
 from models.ensemble import Batch, Models, Start, check_finite, evaluating, members
-from models.hypotheses import Hypothesis, LengthNorm, best_first, length_normaliser
-
-
-class ConstrainedHypothesis(NamedTuple):
-    """A translation with its score, and the phrases that it lacks."""
-
-    tokens: list[int]
-    """Token ids without start and end symbol."""
-    score: float
-    """The log-probability over `length_normaliser`."""
-    log_probability: float
-    unmet: list[int]
-    """The numbers of the phrases that are not in it; empty for a finished hypothesis."""
+from models.hypotheses import Hypothesis, LengthNorm, length_normaliser
 
 
 class Live(NamedTuple):
@@ -71,7 +59,7 @@ def constrained_beam_search(
     n_best: int = 1,
     rules: Sequence[Rule] = (),
     max_length: int | Sequence[int] | None = None,
-) -> list[list[ConstrainedHypothesis]]:
+) -> list[list[Hypothesis]]:
     """Find the best translations that contain the given phrases: src (B, S) ids -> up to `n_best` for each sentence.
 
     `phrases` has a sequence of phrases for each sentence, perhaps an empty one. A translation must contain the tokens
@@ -94,7 +82,7 @@ def constrained_beam_search(
     check_search(beam, n_best, length_penalty, length_norm)
     models = members(model)
     finished: list[list[Hypothesis]] = [[] for _ in range(src.size(0))]
-    unfinished: list[list[ConstrainedHypothesis]] = [[] for _ in range(src.size(0))]
+    unfinished: list[list[Hypothesis]] = [[] for _ in range(src.size(0))]
     with evaluating(models):
         batch = Batch.encoded(models, src, max_length, bos)
         task = Task.of(batch, eos)
@@ -126,7 +114,7 @@ def constrained_beam_search(
                 live = [live[row] for row in going]
             beams, parents_BK = stacked(live, beams, batch.bos)
             batch.reorder(parents_BK)
-    return [n_best_of(n_best, finished[sentence], unfinished[sentence], sentence) for sentence in range(src.size(0))]
+    return n_best_of(n_best, finished, unfinished)
 
 
 def check_phrases(phrases: Sequence[Sequence[Phrase]], boundaries: Collection[int], task: Task) -> None:
@@ -226,12 +214,10 @@ def chosen(
     return ended, alive
 
 
-def most_met_first(constraints: Constraints, live: list[Live], norm: float) -> list[ConstrainedHypothesis]:
+def most_met_first(constraints: Constraints, live: list[Live], norm: float) -> list[Hypothesis]:
     """Return unfinished hypotheses, those with the most constraint tokens first."""
     order = sorted(live, key=lambda one: (-constraints.met(one.state), -one.score))
-    return [
-        ConstrainedHypothesis(one.tokens, one.score / norm, one.score, constraints.unmet(one.state)) for one in order
-    ]
+    return [Hypothesis(one.tokens, one.score / norm, one.score, constraints.unmet(one.state)) for one in order]
 
 
 def stacked(live: list[list[Live]], before: Beams, bos: int) -> tuple[Beams, Tensor]:
@@ -246,13 +232,3 @@ def stacked(live: list[list[Live]], before: Beams, bos: int) -> tuple[Beams, Ten
     scores_BK = before.scores.new_tensor([[one.score for one in row] for row in rows]).reshape(len(live), width)
     parents_BK = torch.tensor([[one.parent for one in row] for row in rows], device=device, dtype=torch.long)
     return Beams(prefixes_BKT, scores_BK), parents_BK.reshape(len(live), width)
-
-
-def n_best_of(
-    n_best: int, finished: list[Hypothesis], unfinished: list[ConstrainedHypothesis], sentence: int
-) -> list[ConstrainedHypothesis]:
-    """Return the best finished hypotheses of a sentence, then the unfinished ones; raise DeadEndError for none."""
-    found = [ConstrainedHypothesis(*one, unmet=[]) for one in best_first(finished)]
-    if not found and not unfinished:
-        raise DeadEndError(sentence)
-    return (found + unfinished)[:n_best]

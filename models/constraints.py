@@ -67,10 +67,10 @@ class Constraints:
         """Return how many tokens of the phrases a prefix contains; `total` where it may end."""
         return sum(min(at, len(one.tokens)) for one, at in zip(self.automata, state, strict=True))
 
-    def unmet(self, state: State) -> list[int]:
+    def unmet(self, state: State) -> tuple[int, ...]:
         """Return the numbers of the phrases that a translation lacks if it ends here."""
         pairs = enumerate(zip(self.automata, state, strict=True))
-        return [number for number, (one, at) in pairs if at < len(one.tokens)]
+        return tuple(number for number, (one, at) in pairs if at < len(one.tokens))
 
     def wanted(self, state: State) -> set[int]:
         """Return the tokens that continue the phrases which are still unmet."""

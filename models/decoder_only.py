@@ -46,6 +46,7 @@ from models.transformer import (
     check_tokens,
     final_norm,
     initialize,
+    keys_values_so_far,
     layer_of,
     tie_embeddings,
 )
@@ -63,15 +64,10 @@ class CausalLayer(EncoderLayer):
         attention = self.self_attention
 
         def attend_to_sequence(y: Tensor) -> Tensor:
-            if cache is None:
-                lookup = attention.keys_values(y)
-            else:
-                # The beams of a sentence share its list of slots: (B x beams, T, D) -> (B, beams x T, D)
-                sentences = y.size(0)
-                if cache.own is not None:
-                    sentences = cache.own.keys.size(0)
-                steps = y.size(0) // max(1, sentences) * y.size(1)
-                lookup = cache.extend(attention.keys_values(y.reshape(sentences, steps, y.size(2))))
+            sentences = y.size(0)
+            if cache is not None and cache.own is not None:
+                sentences = cache.own.keys.size(0)
+            lookup = keys_values_so_far(attention, y, sentences, cache)
             attended: Tensor = attention(y, lookup, mask)
             return attended
 

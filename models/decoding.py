@@ -143,7 +143,7 @@ def beam_search(
                 parents_BK = parents_BK[going]
             # After the finished sentences have left, since `parents_BK` has a row for each one that goes on
             batch.reorder(parents_BK)
-    return [n_best_of(n_best, finished, unfinished, sentence) for sentence in range(src.size(0))]
+    return n_best_of(n_best, finished, unfinished)
 
 
 def check_search(beam: int, n_best: int, length_penalty: float, length_norm: str) -> None:
@@ -199,10 +199,10 @@ def is_done(finished: list[Hypothesis], bound: float, beam: int, n_best: int) ->
 
 
 def n_best_of(
-    n_best: int, finished: list[list[Hypothesis]], unfinished: list[list[Hypothesis]], sentence: int
-) -> list[Hypothesis]:
-    """Return the best finished hypotheses of a sentence, then the unfinished ones; raise DeadEndError for none."""
-    found = (best_first(finished[sentence]) + unfinished[sentence])[:n_best]
-    if not found:
-        raise DeadEndError(sentence)
+    n_best: int, finished: list[list[Hypothesis]], unfinished: list[list[Hypothesis]]
+) -> list[list[Hypothesis]]:
+    """Return the best finished hypotheses of each sentence, then the unfinished ones; raise DeadEndError for none."""
+    found = [(best_first(done) + rest)[:n_best] for done, rest in zip(finished, unfinished, strict=True)]
+    if [] in found:
+        raise DeadEndError(found.index([]))
     return found

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from models.attention import padding_mask
 from models.cache import DecoderCache
-from models.grouped_encoding import encode
 from models.hypotheses import default_limit
 from models.packed import packed
 from models.transformer import EncoderDecoder, check_tokens
@@ -231,6 +230,28 @@ class Batch:
         """Let beam k of each sentence continue the history of its beam parents_BK[:, k]."""
         for cache in self.caches:
             cache.reorder(parents_BK)
+
+
+GROUP_SIZE = 24
+"""Sentences that are encoded together on the CPU."""
+
+
+def encode(model: EncoderDecoder, src: Tensor) -> Tensor:
+    """Compute `model.encode(src)`, except that on the CPU the memory of padding may be 0: (B, S, D).
+
+    There sentences are encoded in groups of similar length, so that little padding is computed.
+    """
+    if src.device.type != "cpu" or len(src) <= GROUP_SIZE or not src.size(1):
+        return model.encode(src)
+    position_S = torch.arange(1, src.size(1) + 1)
+    # The last real token ends a sentence; one of padding alone has length 1
+    length_B = (position_S * (src != model.pad)).amax(1).clamp(min=1)
+    rows = length_B.argsort().split(GROUP_SIZE)
+    found = [model.encode(src[some, : int(length_B[some].max())]) for some in rows]
+    memory_BSD = found[0].new_zeros(*src.shape, found[0].size(2))
+    for some, memory in zip(rows, found, strict=True):
+        memory_BSD[some, : memory.size(1)] = memory
+    return memory_BSD
 
 
 def limits_of(model: EncoderDecoder, src: Tensor, max_length: int | Sequence[int] | None) -> list[int]:

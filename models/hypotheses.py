@@ -14,6 +14,8 @@ class Hypothesis(NamedTuple):
     """The log-probability over `length_normaliser`."""
     log_probability: float
     """Summed over the tokens and the end symbol; without the latter where the hypothesis is unfinished."""
+    unmet: tuple[int, ...] = ()
+    """The numbers of the phrases that it should contain and lacks, in `constrained_beam_search`."""
 
 
 LengthNorm = Literal["gnmt", "length"]

@@ -55,11 +55,16 @@ class WordEmbedding(nn.Module):
 
 
 class LSTM(nn.LSTM):
-    """torch's LSTM, which leaves a CPU's autocast aside.
+    """torch's LSTM of batches (B, T, D), which leaves a CPU's autocast aside.
 
     Low precision there is a matter of oneDNN, which has it on some CPUs only (not on those with AVX2) and raises
     RuntimeError on the others; torch's own steps, for sequences of several lengths, return float32 in any case.
     """
+
+    def __init__(self, size: int, hidden: int, layers: int, dropout: float, bidirectional: bool = False) -> None:
+        if layers == 1:
+            dropout = 0.0  # torch warns about one without layers to be between
+        super().__init__(size, hidden, layers, batch_first=True, dropout=dropout, bidirectional=bidirectional)
 
     def forward(self, input, hx=None):  # type: ignore[no-untyped-def]
         weight = self.weight_ih_l0
@@ -76,14 +81,8 @@ class RecurrentEncoder(nn.Module):
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
-        self.lstm = LSTM(
-            config.d_model,
-            config.d_model // 2,
-            config.encoder_layers,
-            batch_first=True,
-            bidirectional=True,
-            dropout=inner_dropout(config.encoder_layers, config.dropout),
-        )
+        width = config.d_model
+        self.lstm = LSTM(width, width // 2, config.encoder_layers, config.dropout, bidirectional=True)
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, length_B: Tensor) -> Tensor:
@@ -103,13 +102,7 @@ class RecurrentDecoder(nn.Module):
         super().__init__()
         self.layers = config.decoder_layers
         self.start = nn.Linear(config.d_model, config.decoder_layers * config.d_model)
-        self.lstm = LSTM(
-            config.d_model,
-            config.d_model,
-            config.decoder_layers,
-            batch_first=True,
-            dropout=inner_dropout(config.decoder_layers, config.dropout),
-        )
+        self.lstm = LSTM(config.d_model, config.d_model, config.decoder_layers, config.dropout)
         self.score = nn.Linear(config.d_model, config.d_model)
         self.output = nn.Linear(2 * config.d_model, config.d_model)
         self.dropout = Dropout(config.dropout)
@@ -247,13 +240,6 @@ class RecurrentEncoderDecoder(EncoderDecoder):
             return memory.new_zeros(*tgt.shape, src.size(1))
         h_BTD, _ = self.decoder.lstm(self.tgt_embed(tgt), self.decoder.first_state(memory, real_BS, 1))
         return self.decoder.attention(self.decoder.dropout(h_BTD), memory, real_BS)
-
-
-def inner_dropout(layers: int, dropout: float) -> float:
-    """Return the dropout between the layers of an LSTM; torch warns about one without layers to be between."""
-    if layers == 1:
-        return 0.0
-    return dropout
 
 
 def make_recurrent(config: RecurrentConfig, src_vocab: int, tgt_vocab: int, pad: int = 0) -> RecurrentEncoderDecoder:

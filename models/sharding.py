@@ -154,12 +154,7 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
                 module.bias = bias
                 module.out_features = len(weight)
                 continue
-            # y = W x + b: rows of W give a rank some entries of y, columns a term of every entry
-            split: type[_Split] = _SplitInputs
-            if how.axis == 0:
-                split = _SplitOutputs
-            outer, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(outer), own_name, split(weight, bias, group))
+            model.set_submodule(name, _SplitLinear(weight, bias, how.axis, group))
     return vocabs["tgt_embed"]
 
 
@@ -262,25 +257,19 @@ class _SplitLookup(nn.Module):
         return sum_from_group(F.embedding(index, self.weight) * owned.unsqueeze(-1), self.vocab.group)
 
 
-class _Split(nn.Module):
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, group: ProcessGroup | None) -> None:
+class _SplitLinear(nn.Module):
+    """A linear map y = W x + b: rows of W (axis 0) give a rank some entries of y, columns a term of every entry."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, axis: int, group: ProcessGroup | None) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
+        self.axis = axis
         self.group = group
 
-
-class _SplitOutputs(_Split):
-    """Some of a linear map's outputs; the input is the same on every rank."""
-
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(copy_to_group(x, self.group), self.weight, self.bias)
-
-
-class _SplitInputs(_Split):
-    """A linear map of inputs that are split over the ranks; the output is whole on every rank."""
-
-    def forward(self, x: Tensor) -> Tensor:
+        if self.axis == 0:
+            return F.linear(copy_to_group(x, self.group), self.weight, self.bias)
         # The bias is whole on every rank, and must be added once: after the sum
         return sum_from_group(F.linear(x, self.weight), self.group) + self.bias
 
@@ -289,7 +278,7 @@ def _check_kinds(model: EncoderDecoder) -> None:
     """Raise ValueError for a weight of the table in a layer of a kind that is not split: a tie with it would break."""
     lookups = {id(module.lookup) for module in model.modules() if isinstance(module, Embedding)}
     for name, module in model.named_modules():
-        if isinstance(module, _Split | _SplitLookup):
+        if isinstance(module, _SplitLinear | _SplitLookup):
             raise ValueError(f"{name} is split already: split the weights of a whole model, once")
         if isinstance(module, LoraLinear):
             raise ValueError(f"{name} has LoRA, which is not split over ranks: split models.lora.without_lora(model)")

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import Attention, added_scores, check_mask, inputs_of, padding_mask
+from models.attention import Attention, KeyValues, added_scores, check_mask, inputs_of, padding_mask
 from models.cache import DecoderCache, LayerCache
 from models.dropout import Dropout
 from models.embedding import Embedding
@@ -109,12 +109,7 @@ class DecoderLayer(nn.Module):
         """Transform the states x (R, T, D) of a target, given the memory (B, S, D); causal without tgt_mask."""
 
         def attend_to_itself(y: Tensor) -> Tensor:
-            if cache is None:
-                lookup = self.self_attention.keys_values(y)
-            else:
-                # The beams of a sentence share its list of slots: (B x beams, T, D) -> (B, beams x T, D)
-                steps = y.size(0) // max(1, memory.size(0)) * y.size(1)
-                lookup = cache.extend(self.self_attention.keys_values(y.reshape(memory.size(0), steps, y.size(2))))
+            lookup = keys_values_so_far(self.self_attention, y, memory.size(0), cache)
             # A single cached step attends to all steps so far, so there is nothing to mask
             causal = tgt_mask is None and y.size(1) > 1
             attended: Tensor = self.self_attention(y, lookup, tgt_mask, causal)
@@ -135,6 +130,15 @@ class DecoderLayer(nn.Module):
         x = self.residuals[1](x, attend_to_memory)
         x = self.residuals[2](x, self.feed_forward)
         return x
+
+
+def keys_values_so_far(attention: Attention, y: Tensor, sentences: int, cache: LayerCache | None) -> KeyValues:
+    """Project the states y (R, T, D) of further steps of so many sentences; return them after those in the cache."""
+    if cache is None:
+        return attention.keys_values(y)
+    # The beams of a sentence share its list of slots: (B x beams, T, D) -> (B, beams x T, D)
+    steps = y.size(0) // max(1, sentences) * y.size(1)
+    return cache.extend(attention.keys_values(y.reshape(sentences, steps, y.size(2))))
 
 
 def final_norm(config: TransformerConfig) -> nn.Module:

@@ -7,7 +7,6 @@ and exported by the same commands.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 import torch
@@ -38,12 +37,7 @@ def distil(config: RunConfig, originals: float, fresh: bool, ranks: Ranks) -> Su
     ranks.run_on_main(lambda: teacher_subwords(config))
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
-    lock: AbstractContextManager[None] = nullcontext()
-    if ranks.is_main:
-        lock = sole_writer(Path(config.run))
-    with ExitStack() as held:
-        # On all ranks: where the folder is locked already, rank 0 raises, and the others must not wait for it
-        ranks.run_on_all(lambda: held.enter_context(lock))
+    with ranks.held_by_main(lambda: sole_writer(Path(config.run))):
         names = translations_of(config, ranks)
     student = student_of(config, names, originals)
     return train(student, fresh=fresh, ranks=ranks)

@@ -9,7 +9,7 @@ step, so that the gradient equals that of all sentences of the step on one devic
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -44,27 +44,21 @@ from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.run_folder.resume import begin, check_same_data, check_steps, flat, remove_run
 from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.start import run_subwords, starting_weights
-from recipes.translation.run_folder.teacher import TeacherModel, check_same_teacher, load_teacher
+from recipes.translation.run_folder.teacher import check_same_teacher, load_teacher
 from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.training.announcement import announce, size_of
-from recipes.translation.training.best import note_validation, out_of_patience
 from recipes.translation.training.ema import WeightAverage
-from recipes.translation.training.frozen import freeze
 from recipes.translation.training.journal import Journal
 from recipes.translation.training.layout import Axes, Layout, axes_of, devices_of
-from recipes.translation.training.length import with_steps
-from recipes.translation.training.lora import adapt, merged
 from recipes.translation.training.machine import return_free_memory
-from recipes.translation.training.optimizer import make_optimizer, update
-from recipes.translation.training.outliers import Outliers
+from recipes.translation.training.optimizer import check_rate, learning_rate, make_optimizer, update, with_steps
 from recipes.translation.training.positions import check_positions
-from recipes.translation.training.progress import Metrics, Progress
-from recipes.translation.training.schedule import check_rate, learning_rate
+from recipes.translation.training.progress import Progress
 from recipes.translation.training.summary import Summary, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
-from recipes.translation.training.training_record import TrainingRecord
+from recipes.translation.training.trained_weights import adapt, freeze, merged
 from recipes.translation.training.utilization import share_of_peak
-from recipes.translation.training.validation import validate
+from recipes.translation.training.validation import note_validation, out_of_patience, validate
 
 
 def train(config: RunConfig, *, fresh: bool = False, insist: bool = False, ranks: Ranks | None = None) -> Summary:
@@ -85,11 +79,7 @@ def train(config: RunConfig, *, fresh: bool = False, insist: bool = False, ranks
         ranks.agree(must_agree(config))
         axes = axes_of(config.layout, ranks.world)
         devices = devices_of(config.training, ranks)
-        lock: AbstractContextManager[None] = nullcontext()
-        if ranks.is_main:
-            lock = sole_writer(Path(config.run))
-        # On all ranks: where the folder is locked already, rank 0 raises, and the others must not wait for it
-        ranks.run_on_all(lambda: held.enter_context(lock))
+        held.enter_context(ranks.held_by_main(lambda: sole_writer(Path(config.run))))
         return train_on(ranks, config, axes, devices, fresh, insist)
 
 
@@ -110,7 +100,9 @@ def train_on(
     ranks.agree({"the training and validation data": corpus.fingerprint})
     settings = with_steps(settings, corpus.train)
     teacher = ranks.run_on_main(lambda: load_teacher(config, corpus.source, corpus.target))
-    state = saved.state if saved else first_state(corpus, teacher)
+    state = TrainingState(data=corpus.fingerprint, teacher=teacher.digest if teacher else "")
+    if saved:
+        state = saved.state
     check_same_data(corpus, saved, run)
     check_same_teacher(teacher, state, run)
     ranks.run_on_main(lambda: check_end(config, settings, corpus, saved, insist))
@@ -133,17 +125,15 @@ def train_on(
     if fresh:
         # Last of all, so that no error before the first step costs the earlier run
         ranks.run_on_main(lambda: remove_run(config))
-    metrics = Metrics(run / "metrics.jsonl" if ranks.is_main else None, after_step=state.step, trackers=trackers)
+    progress = Progress(state, settings.steps, share)
     stopped_by = None
     with (
         StopSignals(ranks.world > 1) as stop,
-        metrics,
-        Journal(config, settings.steps, layout, size, ranks, resumed_at) as journal,
+        Journal(config, layout, size, ranks, resumed_at, trackers, progress) as journal,
         Saver(run, settings, resumed_at, writes=ranks.is_main, main_says=ranks.main_says) as saver,
-        Progress(state, settings.steps, share) as progress,
+        progress,
     ):
-        record = TrainingRecord(metrics, journal, progress, Outliers(metrics.records()))
-        training = Training(config, corpus, optimizer, average, state, ranks, record, saver)
+        training = Training(config, corpus, optimizer, average, state, ranks, journal, saver)
         while state.step < settings.steps and not out_of_patience(state, settings):
             if stopped_by := ranks.stopped_by(stop.signal):
                 break
@@ -166,7 +156,7 @@ def train_on(
             update(optimizer, rate)
             average.update(state.step)
             state.tokens += int(loss.tokens)
-            record.step_done(state, loss, rate, norm)
+            journal.step_done(state, loss, rate, norm)
             if state.step % settings.validate_every == 0 or state.step == settings.steps:
                 training.validate_and_save()
             training.save_if_due()
@@ -189,13 +179,6 @@ def check_end(
         check_jumps(before, config, saved.state)
         was = with_steps(before.training, corpus.train)
         check_rate(was, settings, saved.state.step, model_sizes(config.model).d_model)
-
-
-def first_state(corpus: Corpus, teacher: TeacherModel | None) -> TrainingState:
-    """Return the state of a new run on this data, with this teacher."""
-    if teacher is None:
-        return TrainingState(data=corpus.fingerprint)
-    return TrainingState(data=corpus.fingerprint, teacher=teacher.digest)
 
 
 def first_model(config: RunConfig, corpus: Corpus, saved: SavedTraining | None, ranks: Ranks) -> EncoderDecoder:
@@ -247,7 +230,7 @@ class Training:
     average: WeightAverage
     state: TrainingState
     ranks: Ranks
-    record: TrainingRecord
+    journal: Journal
     saver: Saver
 
     def validate_and_save(self) -> None:
@@ -261,9 +244,9 @@ class Training:
             raise spoiled(self.state.step, f"the validation loss is {loss}", self.saver)
         better = note_validation(self.state, found, self.config.training.best_by)
         # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
-        self.record.keep(ordinary, found)
+        self.journal.keep(ordinary, found)
         self.saver.save(translator, found.as_dict(), moments, self.state, validated=True, better=better)
-        self.record.validated(self.state, found)
+        self.journal.validated(self.state, found)
         return_free_memory()
 
     def save_if_due(self) -> None:
@@ -275,7 +258,7 @@ class Training:
     def save_between(self) -> None:
         """Begin to save the state without a validation. Every rank calls this."""
         translator, moments = self.good_state()
-        self.record.flush()
+        self.journal.flush()
         self.saver.save(translator, {"step": self.state.step}, moments, self.state)
 
     def good_state(self) -> tuple[Translator, dict[str, Tensor]]:

@@ -23,7 +23,7 @@ from models import (
     padding_mask,
 )
 from models.candidates import best_tokens, maxima_and_totals
-from models.grouped_encoding import encode
+from models.ensemble import encode
 from models.hypotheses import LengthNorm
 from tests.models.examples import BOS, EOS, PAD, batch, pad_to, random_batch, sentence, small_transformer
 from tests.models.plain_search import every_hypothesis, plain_beam_search, same
@@ -39,7 +39,7 @@ def small_pieces() -> Iterator[None]:
     """What is done piece by piece for speed has several pieces here: caches grow, two sentences go together."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("models.cache.FIRST_ROOM", 1)
-        patch.setattr("models.grouped_encoding.GROUP_SIZE", 2)
+        patch.setattr("models.ensemble.GROUP_SIZE", 2)
         patch.setattr("models.candidates.LOGITS_BYTES", 600)
         yield
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import seqpar
 from models import RecurrentConfig, beam_search, greedy, make_recurrent, padding_mask
 from models.alignment import attention_weights
-from models.grouped_encoding import encode
+from models.ensemble import encode
 from models.recurrent import RecurrentEncoderDecoder
 from seqpar.testing import assert_same_loss
 from tests.models.examples import assert_loss_over_replicas_is_plain

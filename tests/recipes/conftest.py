@@ -19,6 +19,14 @@ def short_validations() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that goes on only where a test turns it."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
 class KilledError(BaseException):
     """The process is dead: nothing catches this, and no later call changes the disk."""
 

@@ -40,7 +40,7 @@ def report(argv: Sequence[str]) -> int:
 
     from recipes.translation.report.draw import write_page
     from recipes.translation.report.records import read_run
-    from recipes.translation.training.earlier_samples import with_samples
+    from recipes.translation.training.samples import with_samples
 
     output = folders[0] / "report.html"
     if len(folders) > 1:

@@ -18,9 +18,8 @@ from recipes.translation.files.atomic_folder import verified_folder
 from recipes.translation.run_folder.checkpoint import load_belongings
 from recipes.translation.settings.config import DecodingConfig, RunConfig
 from recipes.translation.text.subwords import PAD, Subwords
-from recipes.translation.translating.search import most_steps
 from recipes.translation.translating.sentences import source_ids
-from recipes.translation.translating.translate import Translation, in_words
+from recipes.translation.translating.translate import Task, Translation, in_words, most_steps
 
 
 class ExportedTranslator(NamedTuple):
@@ -86,7 +85,7 @@ def alternatives(
     """
     ids = source_ids(translator.source, translator.config, sentences, decoding)
     rows = [row for row in range(len(ids)) if ids[row]]
-    limits = [most_steps(len(ids[row]), decoding) for row in rows]
+    limits = [most_steps(Task(ids[row]), decoding) for row in rows]
     pieces = translator.source.pieces()
     sources = [[pieces[token] for token in ids[row]] for row in rows]
     found = search(translator.engine, translator.target, sources, limits, decoding, n_best)

@@ -11,7 +11,15 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -89,6 +97,14 @@ class Ranks:
         if any(errors):
             self._raise_first(errors, failed)
         return made  # type: ignore[return-value]
+
+    @contextmanager
+    def held_by_main(self, make: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Within the block, rank 0 is within the one that it makes; if it cannot enter it, every rank raises."""
+        with ExitStack() as held:
+            # On all ranks, none of which may wait for a rank 0 that has raised
+            self.run_on_all(lambda: held.enter_context(make() if self.is_main else nullcontext()))
+            yield
 
     def _raise_first(self, errors: list[tuple[type[Exception], str] | None], own: Exception | None) -> None:
         rank, (kind, message) = next((rank, error) for rank, error in enumerate(errors) if error)

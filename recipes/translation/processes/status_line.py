@@ -41,15 +41,15 @@ class StatusLine:
             self.say(line)
             self.next_line = time.monotonic() + PLAIN_SECONDS
 
-    def say(self, line: str) -> None:
-        """Print a line that stays."""
-        line = escaped(line)
-        if self.live:
-            from rich.text import Text
+    def say(self, *lines: str) -> None:
+        """Print lines that stay."""
+        for line in map(escaped, lines):
+            if self.live:
+                from rich.text import Text
 
-            self.live.console.print(Text(line))
-        else:
-            print(line, file=self.stream, flush=True)
+                self.live.console.print(Text(line))
+            else:
+                print(line, file=self.stream, flush=True)
 
     def _redraw(self, line: str) -> None:
         from rich.console import Console
@@ -64,7 +64,7 @@ class StatusLine:
         self.live.update(Text(line))
 
 
-class SentenceProgress:
+class SentenceProgress(StatusLine):
     """On stderr, how many sentences are done, how fast, and how long the others will take.
 
     Args:
@@ -74,24 +74,18 @@ class SentenceProgress:
     """
 
     def __init__(self, label: str, lengths: Sequence[int], total: int | None = None) -> None:
+        super().__init__(sys.stderr)
         self.label = label
         self.lengths = lengths
         self.total = len(lengths) if total is None else total
         self.sentences = 0
         self.began = time.monotonic()
-        self.status = StatusLine(sys.stderr)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.status.__exit__(*error)
 
     def done(self, sentences: int) -> None:
         """Count so many more sentences, and show the line unless they were the last."""
         self.sentences += sentences
         if self.label and self.sentences < len(self.lengths):
-            self.status.show(self.line())
+            self.show(self.line())
 
     def line(self) -> str:
         """Return the line."""

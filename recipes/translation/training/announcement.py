@@ -8,7 +8,7 @@ from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.run_folder.teacher import TeacherModel
 from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.training.layout import Layout
-from recipes.translation.training.length import steps_of_epochs
+from recipes.translation.training.optimizer import steps_of_epochs
 
 
 def announce(
@@ -24,26 +24,23 @@ def announce(
     dropped = ""
     if corpus.train.dropped:
         dropped = f" ({corpus.train.dropped:,} pairs that are too long left out)"
-    print(
-        f"[train] {size}, {len(corpus.target):,} target subwords, "
-        f"{corpus.train.count(state.epoch):,} batches an epoch{dropped}, {layout}",
-        flush=True,
-    )
+    lines = [
+        f"{size}, {len(corpus.target):,} target subwords, "
+        f"{corpus.train.count(state.epoch):,} batches an epoch{dropped}, {layout}"
+    ]
     if settings.epochs:
-        print(f"[train] {end_of(settings, corpus)}", flush=True)
+        lines.append(end_of(settings, corpus))
     if teacher is not None:
-        print(
-            f"[train] learning from {teacher.folder}, {parameters_of(teacher.model)} parameters: weight "
-            f"{settings.teacher_weight:g}, temperature {settings.teacher_temperature:g}",
-            flush=True,
+        lines.append(
+            f"learning from {teacher.folder}, {parameters_of(teacher.model)} parameters: weight "
+            f"{settings.teacher_weight:g}, temperature {settings.teacher_temperature:g}"
         )
     if settings.label_smoothing:
-        print(
-            f"[train] losses are with label smoothing {settings.label_smoothing:g}, perplexities without it",
-            flush=True,
-        )
+        lines.append(f"losses are with label smoothing {settings.label_smoothing:g}, perplexities without it")
     if state.step:
-        print(f"[train] resuming from step {state.step:,} of {config.run}", flush=True)
+        lines.append(f"resuming from step {state.step:,} of {config.run}")
+    for line in lines:
+        print(f"[train] {line}", flush=True)
 
 
 def end_of(settings: TrainingConfig, corpus: Corpus) -> str:

@@ -1,20 +1,24 @@
-"""What a run writes down while it trains, beside its metrics: the machine, samples of its translations, the report."""
+"""What a training tells of itself: its numbers, the machine, samples of its translations, the report, its progress."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
+import seqpar
 from recipes.translation.processes.ranks import Ranks
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.checkpoint import TrainingState, Translator
 from recipes.translation.run_folder.resume import flat
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.training.layout import Layout
 from recipes.translation.training.machine import hardware, peak_memory, software, started_by
-from recipes.translation.training.progress import Metrics
+from recipes.translation.training.outliers import Outliers
+from recipes.translation.training.progress import Metrics, Progress
 from recipes.translation.training.samples import samples_of, write_newest
+from recipes.translation.training.trackers import Tracker
 from recipes.translation.training.validation import Validation
 from seqpar.distributed.collectives import gather_objects
 
@@ -23,18 +27,27 @@ SHARE = 0.01
 
 
 class Journal:
-    """`resources.jsonl`, `samples.jsonl`, `validation.json` and `report.html` of a run; rank 0 alone writes them."""
+    """All that observes a training is told of a step, and of a validation, here.
+
+    These are `metrics.jsonl` with the trackers, `resources.jsonl`, `samples.jsonl`, `validation.json` and `report.html`
+    of the run, which rank 0 alone writes, the progress line, and the outliers.
+    """
 
     def __init__(
-        self, config: RunConfig, steps: int, layout: Layout, size: str, ranks: Ranks, resumed_at: int | None
+        self,
+        config: RunConfig,
+        layout: Layout,
+        size: str,
+        ranks: Ranks,
+        resumed_at: int | None,
+        trackers: Sequence[Tracker],
+        progress: Progress,
     ) -> None:
-        """Note how training of so many steps begins, or goes on after the step `resumed_at`.
-
-        `size` is that of the model, as text.
-        """
+        """Note how training begins, or goes on after the step `resumed_at`; `size` is that of the model, as text."""
         self.run = Path(config.run)
         self.config = config
         self.devices = layout.devices
+        self.progress = progress
         self.ranks = ranks
         self.next_drawing = 0.0
         self.drawn = True
@@ -45,16 +58,19 @@ class Journal:
             for name in ("validation.json", "report.html"):
                 (self.run / name).unlink(missing_ok=True)
         with ExitStack() as held:
+            metrics = Metrics(self._path("metrics.jsonl"), after_step=resumed_at or 0, trackers=trackers)
+            self.metrics = held.enter_context(metrics)
+            self.outliers = Outliers(self.metrics.records())
             self.machine = held.enter_context(Metrics(self._path("resources.jsonl"), after_step=after))
             self.samples = held.enter_context(Metrics(self._path("samples.jsonl"), after_step=after))
-            self._begin(steps, layout, size, resumed_at)
+            self._begin(layout, size, resumed_at)
             self.files = held.pop_all()
 
-    def _begin(self, steps: int, layout: Layout, size: str, resumed_at: int | None) -> None:
+    def _begin(self, layout: Layout, size: str, resumed_at: int | None) -> None:
         """Write down how training begins or goes on."""
         began = {
             **started_by(),
-            "steps": steps,
+            "steps": self.progress.steps,
             "model": size,
             "layout": str(layout),
             "hardware": hardware(self.devices, self.ranks.world),
@@ -72,13 +88,21 @@ class Journal:
             self._draw()
         self.files.close()
 
-    def step_done(self, step: int, seconds: float) -> None:
-        """Note how long a step took."""
-        self.machine.write(step=step, seconds=round(seconds, 6))
+    def step_done(self, state: TrainingState, loss: seqpar.TokenLoss, rate: float, norm: float) -> None:
+        """Note a step, which `state` counts already, its learning rate and its gradient norm."""
+        mean = float(loss.mean)
+        tokens = int(loss.tokens)
+        seconds = self.progress.step_done(state, loss=mean, tokens=tokens)
+        self.outliers.judge(loss=mean, gradient_norm=norm)
+        self.progress.say(*self.outliers.lines(state.step))
+        record = {"loss": mean, "learning_rate": rate, "gradient_norm": norm, "tokens": tokens}
+        self.metrics.write(step=state.step, **record, **self.outliers.record())
+        self.machine.write(step=state.step, seconds=round(seconds, 6))
         self.drawn = False
 
     def keep(self, translator: Translator, found: Validation) -> None:
-        """Keep translations of a validation, and all records so far, before the state is saved."""
+        """Write a validation and its translations, and all records so far, to the disk before the state is saved."""
+        self.metrics.write(**found.as_dict())
         if self.ranks.is_main and found.translations:
             self.samples.write(step=found.step, samples=samples_of(translator, found.sentences, found.translations))
             write_newest(self.run / "validation.json", found.step, found.sentences, found.translations)
@@ -86,20 +110,21 @@ class Journal:
 
     def flush(self) -> None:
         """Flush all records so far to the disk."""
-        for records in (self.machine, self.samples):
+        for records in (self.metrics, self.machine, self.samples):
             records.flush()
 
-    def validated(self, step: int) -> None:
-        """Note the memory that every rank has used up to the end of a validation; every rank calls this."""
+    def validated(self, state: TrainingState, found: Validation) -> None:
+        """Say a validation whose state is saved, and note the memory used so far; every rank calls this."""
         everyone = gather_objects(peak_memory(self.devices), self.ranks.for_steps().group)
         memory = {
             _device_of(rank, name, len(everyone)): size
             for rank, own in enumerate(everyone)
             for name, size in own.items()
         }
-        self.machine.write(step=step, memory=memory)
+        self.machine.write(step=state.step, memory=memory)
         if time.monotonic() >= self.next_drawing:
             self._draw()
+        self.progress.validated(state, found)
 
     def _draw(self) -> None:
         """Draw the report; an error is said in one line and ends nothing."""

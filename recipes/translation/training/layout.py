@@ -34,7 +34,7 @@ from recipes.translation.processes.ranks import Ranks
 from recipes.translation.settings.config import LayoutConfig, RunConfig, TrainingConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.training.distillation import Teacher
-from recipes.translation.training.objective import CrossEntropyObjective, Objective, objective_of
+from recipes.translation.training.objective import Objective, objective_of
 from seqpar.distributed.collectives import group_sum, rank_in, world_size
 from seqpar.multi_device.devices import check_devices
 
@@ -242,7 +242,7 @@ class Layout:
 
         Without an objective the loss is the usual one.
         """
-        objective = objective or CrossEntropyObjective(self.settings)
+        objective = objective or Objective(self.settings)
         passes = seqpar.DataParallel(objective.passes(model), self.devices, gather_outputs=False)
         loss = objective.loss(model, self.devices, None)
 

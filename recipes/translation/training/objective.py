@@ -7,7 +7,6 @@ not need to know which objective it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,32 +19,20 @@ from recipes.translation.training.distillation import DistillationLoss, Teacher,
 from recipes.translation.training.r_drop import BothLogits, RDrop, TwoPasses
 
 
-class Objective(Protocol):
-    """The two modules of a training step."""
-
-    def passes(self, model: EncoderDecoder) -> nn.Module:
-        """Return a module of `(src, tgt)` that computes hidden states, or those and a dict of more for each token."""
-
-    def loss(
-        self, model: EncoderDecoder, devices: Sequence[torch.device] | None, vocab: seqpar.VocabShard | None
-    ) -> nn.Module:
-        """Return a module of `(hidden, target, **more)`, or of lists of them for each device, that sums the loss."""
-
-
-class CrossEntropyObjective:
-    """The usual loss: cross-entropy with label smoothing."""
+class Objective:
+    """The two modules of a training step: for the usual loss, cross-entropy with label smoothing."""
 
     def __init__(self, settings: TrainingConfig) -> None:
         self.settings = settings
 
     def passes(self, model: EncoderDecoder) -> nn.Module:
-        """Return the model itself."""
+        """Return a module of `(src, tgt)` that computes hidden states, or those and a dict of more for each token."""
         return model
 
     def loss(
         self, model: EncoderDecoder, devices: Sequence[torch.device] | None, vocab: seqpar.VocabShard | None
     ) -> nn.Module:
-        """Return the loss of the model's generator."""
+        """Return a module of `(hidden, target, **more)`, or of lists of them for each device, that sums the loss."""
         return self.of(model.generator, self.criterion(), devices, vocab)
 
     def criterion(self) -> nn.Module:
@@ -65,7 +52,7 @@ class CrossEntropyObjective:
         return seqpar.LossCompute(generator, criterion, devices, self.settings.chunk_tokens, vocab=vocab)
 
 
-class RDropObjective(CrossEntropyObjective):
+class RDropObjective(Objective):
     """R-Drop: the usual loss of two passes, and their divergence."""
 
     def passes(self, model: EncoderDecoder) -> nn.Module:
@@ -80,7 +67,7 @@ class RDropObjective(CrossEntropyObjective):
         return self.of(BothLogits(model.generator), criterion, devices, vocab)
 
 
-class DistillationObjective(CrossEntropyObjective):
+class DistillationObjective(Objective):
     """The usual loss, and the divergence from a teacher's predictions."""
 
     def __init__(self, settings: TrainingConfig, teacher: Teacher) -> None:
@@ -112,4 +99,4 @@ def objective_of(settings: TrainingConfig, teacher: Teacher | None) -> Objective
         return DistillationObjective(settings, teacher)
     if settings.r_drop:
         return RDropObjective(settings)
-    return CrossEntropyObjective(settings)
+    return Objective(settings)

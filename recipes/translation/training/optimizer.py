@@ -1,11 +1,19 @@
-"""The optimizer of a training, and its step."""
+"""The optimizer of a training, its learning rate at each step, and the number of its steps.
+
+A training ends after `training.steps` or `training.epochs`, whichever comes first.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from recipes.translation.data.batches import Epochs
+from recipes.translation.errors import ConfigError
 from recipes.translation.settings.config import TrainingConfig
+from recipes.translation.settings.schedules import SCHEDULES, Step
 
 
 def make_optimizer(model: nn.Module, settings: TrainingConfig) -> torch.optim.Optimizer:
@@ -28,3 +36,39 @@ def update(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad()
+
+
+def learning_rate(settings: TrainingConfig, step: int, d_model: int) -> float:
+    """Return the learning rate of step `step`, counted from 1."""
+    schedule = SCHEDULES[settings.schedule]
+    return schedule.rate(Step(step, settings.learning_rate, max(settings.warmup, 1), settings.steps, d_model))
+
+
+def check_rate(before: TrainingConfig, now: TrainingConfig, made: int, d_model: int) -> None:
+    """Raise ConfigError if the next step of a run that is resumed would have another learning rate than before."""
+    if not SCHEDULES[now.schedule].by_steps:
+        return
+    old, new = (learning_rate(settings, made + 1, d_model) for settings in (before, now))
+    if old != new:
+        raise ConfigError(
+            f"training.steps was {before.steps:,} and is {now.steps:,}, on which training.schedule {now.schedule} "
+            f"depends: the learning rate of step {made + 1:,} would be {new:.2g}, not {old:.2g}; keep training.steps, "
+            "begin another --run with training.start_from, or add --insist"
+        )
+
+
+def with_steps(settings: TrainingConfig, batches: Epochs) -> TrainingConfig:
+    """Return the settings with the number of steps after which training ends, also where epochs decide it.
+
+    An epoch counts as many batches as the first has: where subwords are sampled or corpora mixed, the others have a few
+    more or less, which only drawing them would tell.
+    """
+    if not settings.epochs:
+        return settings
+    steps = steps_of_epochs(settings, batches)
+    return replace(settings, steps=min(steps, settings.steps or steps))
+
+
+def steps_of_epochs(settings: TrainingConfig, batches: Epochs) -> int:
+    """Return the steps that the epochs come to; the last one takes what it lacks from the next epoch."""
+    return -(-settings.epochs * batches.count(0) // settings.accumulate)

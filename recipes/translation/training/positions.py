@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from models.presets import Sizes
-from recipes.translation.data.corpus import Corpus, ValidationSet
+from recipes.translation.data.corpus import Corpus
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.positions import most_subwords
@@ -22,15 +22,10 @@ def check_positions(config: RunConfig, sizes: Sizes, corpus: Corpus) -> None:
                 f"and end symbols: set it to {most} or less"
             )
     for valid in corpus.valid:
-        check_validation_set(valid, most)
-
-
-def check_validation_set(valid: ValidationSet, most: int) -> None:
-    """Raise DataError where a sentence has more than `most` subwords."""
-    where = valid.held_out.setting
-    for side, lengths in (("source", valid.batches.source_lengths), ("target", valid.batches.target_lengths)):
-        if lengths.max() > most:
-            raise DataError(
-                f"{where}: the {side} of pair {int(lengths.argmax()) + 1:,} has {int(lengths.max()):,} subwords, "
-                f"and the model has learned positions for {most:,}: split the sentence, or leave it out"
-            )
+        for side, lengths in (("source", valid.batches.source_lengths), ("target", valid.batches.target_lengths)):
+            if lengths.max() > most:
+                raise DataError(
+                    f"{valid.held_out.setting}: the {side} of pair {int(lengths.argmax()) + 1:,} has "
+                    f"{int(lengths.max()):,} subwords, and the model has learned positions for {most:,}: split the "
+                    "sentence, or leave it out"
+                )

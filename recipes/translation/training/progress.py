@@ -7,10 +7,9 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from recipes.translation.files.writing import add_to, adding_to, check_no_link, replace_file, writing_to
@@ -20,15 +19,13 @@ from recipes.translation.run_folder.step_records import read_metrics, record_of
 
 if TYPE_CHECKING:
     from recipes.translation.training.trackers import Tracker
-
-NO_PARTS: Mapping[str, object] = MappingProxyType({})
-
+    from recipes.translation.training.validation import Validation
 
 FIRST_STEPS = 20
 """Steps after which the log says how long the others will take."""
 
 
-class Progress:
+class Progress(StatusLine):
     """A line with step, loss, tokens/s and time left: redrawn on a terminal, printed every ten seconds in a log.
 
     Tokens are target tokens without padding; loss and speed are those of the last hundred steps. It also counts the
@@ -37,20 +34,14 @@ class Progress:
 
     def __init__(self, state: TrainingState, steps: int, share_of_peak: float = 0.0) -> None:
         """Begin after the steps of `state`; `share_of_peak` is that of one token a second, 0 where it is unknown."""
+        super().__init__(sys.stdout)
         self.steps = steps
         self.share_of_peak = share_of_peak
         self.estimated = False
         """Whether the log has said how long training will take."""
         self.recent: deque[tuple[float, int, float]] = deque(maxlen=100)
-        self.status = StatusLine(sys.stdout)
         self.mark = time.monotonic()
         self.began = self.mark - state.seconds
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.status.__exit__(*error)
 
     def step_done(self, state: TrainingState, *, loss: float, tokens: int) -> float:
         """Show the end of a step and return its seconds; `loss` is its mean per token, `tokens` its number."""
@@ -60,7 +51,7 @@ class Progress:
         if len(self.recent) == FIRST_STEPS and not self.estimated:
             self.estimated = True
             self.say(self.estimate(state.step))
-        self.status.show(self.line(state.step))
+        self.show(self.line(state.step))
         return seconds
 
     def estimate(self, step: int) -> str:
@@ -69,12 +60,12 @@ class Progress:
         left = (self.steps - step) * sum(each[0] for each in counted) / len(counted)
         return f"[train] the {self.steps - step:,} steps left will take about {in_words(left)}, without validations"
 
-    def validated(self, state: TrainingState, found: object, parts: Mapping[str, object] = NO_PARTS) -> None:
+    def validated(self, state: TrainingState, found: Validation) -> None:
         """Show the result of a validation and that of each corpus; its seconds do not count as training."""
         line = f"[valid] step {state.step:>6,}   {found}"
         if state.best_step == state.step:
             line += "   best so far"
-        self.say(line, *(f"[valid]   {part}: {of_part}" for part, of_part in parts.items()))
+        self.say(line, *(f"[valid]   {part}: {of_part}" for part, of_part in found.parts.items()))
         # The clock starts anew, so that the next step is not charged with the validation
         self._tick(state)
 
@@ -93,11 +84,6 @@ class Progress:
             f"[train] step {step:>6,}/{self.steps:,}   loss {loss:.3f}   "
             f"{speed:,.0f} tokens/s{used}   {duration(left)} left"
         )
-
-    def say(self, *lines: str) -> None:
-        """Print lines above the progress line."""
-        for line in lines:
-            self.status.say(line)
 
     def _tick(self, state: TrainingState) -> float:
         """Return the seconds since the last tick."""

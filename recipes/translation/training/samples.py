@@ -1,23 +1,29 @@
 """What a run keeps of its validations' translations.
 
 `samples.jsonl` has, for each validation, the translations of a few sentences that stay the same throughout the run,
-with the attention of the first of them. `validation.json` has all sentences of the newest validation.
+with the attention of the first of them. `validation.json` has all sentences of the newest validation. A run that kept
+none, of an earlier version or trained with `validate_bleu` 0, gets them from its best model.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from models.alignment import attention_weights
-from recipes.translation.data.batches import padded_batch
+from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.model_text import source_text, target_text
+from recipes.translation.errors import CheckpointError, ConfigError, DataError
+from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.files.writing import replace_file
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.report.records import RunRecords, Sentences
+from recipes.translation.run_folder.checkpoint import Translator, load_facts, load_translator
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.subwords import Subwords
+from recipes.translation.translating.alignments import attention_of_subwords
+from recipes.translation.translating.translate import translate
 
 SAMPLES = 6
 """Sentences of each validation that are kept."""
@@ -25,6 +31,8 @@ MAPS = 3
 """The most of them whose attention is kept."""
 LONGEST = 40
 """The most subwords, on either side, of a sentence whose attention is kept."""
+MADE_AFTERWARDS = 200
+"""Validation sentences that are translated for a run that kept none."""
 
 
 def sample_rows(sentences: int) -> list[int]:
@@ -62,13 +70,8 @@ def attention_map(translator: Translator, source: str, translation: str) -> dict
     (target_ids,) = translator.target.encode([target_text(translator.config, translation, source)])
     if not source_ids or not target_ids or max(len(source_ids), len(target_ids)) > LONGEST:
         return None
-    device = translator.model.generator.weight.device
-    symbols = translator.source.symbols
-    batch = padded_batch([source_ids], [target_ids], symbols)
-    weights_BTS = attention_weights(translator.model, batch.src.to(device), batch.tgt_in.to(device))
-    # Without the tags of an imported model: the step that reads the last token of the start predicts the first subword
-    weights_TS = weights_BTS[0, len(symbols.start) - 1 :, len(symbols.prefix) :]
-    weights_TS = weights_TS[: len(target_ids) + 1, : len(source_ids) + 1]
+    weights_BTS = attention_of_subwords(translator, [source_ids], [target_ids])
+    weights_TS = weights_BTS[0, : len(target_ids) + 1, : len(source_ids) + 1]
     return {
         "source": [*_pieces(translator.source, source_ids), "</s>"],
         "target": [*_pieces(translator.target, target_ids), "</s>"],
@@ -91,3 +94,26 @@ def write_newest(path: Path, step: int, pairs: Sequence[Pair], translations: Seq
 def _pieces(subwords: Subwords, ids: Sequence[int]) -> list[str]:
     pieces = subwords.pieces()
     return [pieces[each] for each in ids]
+
+
+def with_samples(run: RunRecords, folder: Path) -> RunRecords:
+    """Return a run with translations by its best model, if it kept none itself; say so, or why it cannot be done."""
+    if run.samples or run.newest or whole_folder(folder / "best") is None:
+        return run
+    try:
+        translator = load_translator(folder / "best")
+        step = load_facts(folder / "best").get("step", 0)
+        config = translator.config
+        sets = Corpora(config).valid
+        pairs = [pair for each in sets for pair in each.spoken(each.pairs()[: MADE_AFTERWARDS // len(sets)])]
+    except (CheckpointError, ConfigError, DataError, OSError) as error:
+        return replace(run, note=f"Training kept no translations, and now there can be none: {error}")
+    greedy = replace(config.decoding, beam=1)
+    translations = translate(translator, [pair.source for pair in pairs], greedy)
+    sentences = Sentences(step, [pair.source for pair in pairs], [pair.target for pair in pairs], translations)
+    return replace(
+        run,
+        samples=[{"step": step, "samples": samples_of(translator, pairs, translations)}],
+        newest=sentences,
+        note=f"Training kept no translations: its best model, of step {step:,}, made these for this page.",
+    )

@@ -10,9 +10,10 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from recipes.translation.errors import ConfigError
 from recipes.translation.files.json_fields import WrongFieldError
@@ -25,67 +26,31 @@ PROJECT = "seqpar"
 """The project of wandb and trackio, where WANDB_PROJECT or TRACKIO_PROJECT does not name another one."""
 
 
-class Tracker(Protocol):
-    """Where numbers go."""
+@dataclass
+class Tracker:
+    """Where numbers go, until its first error: a lost network or a full disk ends no training."""
+
+    name: str
+    send: Callable[..., object]
+    """`send(numbers, step=step)`."""
+    end: Callable[[], object]
+    failed: bool = False
 
     def log(self, values: Mapping[str, object]) -> None:
-        """Send a record of `metrics.jsonl`."""
+        """Send the numbers of a record of `metrics.jsonl`."""
+        self._try(lambda: self.send(numbers(values), step=values["step"]))
 
     def close(self) -> None:
         """Send what is left."""
+        self._try(self.end)
 
-
-class TensorBoard:
-    """Event files in `<run>/tensorboard`."""
-
-    def __init__(self, run: Path, first: int) -> None:
-        """Begin with a step: what is there of it and of later ones no longer counts."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(run / "tensorboard", purge_step=first)
-
-    def log(self, values: Mapping[str, object]) -> None:
-        step = values["step"]
-        for name, number in numbers(values).items():
-            self.writer.add_scalar(name, number, step)
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class Logged:
-    """A run of wandb or trackio, whose objects are alike."""
-
-    def __init__(self, run: Any) -> None:
-        self.run = run
-
-    def log(self, values: Mapping[str, object]) -> None:
-        self.run.log(numbers(values), step=values["step"])
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-class Forgiving:
-    """A tracker that is left out after its first error, so that a lost network or a full disk ends no training."""
-
-    def __init__(self, name: str, tracker: Tracker) -> None:
-        self.name = name
-        self.tracker: Tracker | None = tracker
-
-    def log(self, values: Mapping[str, object]) -> None:
-        self._try(lambda tracker: tracker.log(values))
-
-    def close(self) -> None:
-        self._try(lambda tracker: tracker.close())
-
-    def _try(self, call: Callable[[Tracker], None]) -> None:
-        if self.tracker is None:
+    def _try(self, call: Callable[[], object]) -> None:
+        if self.failed:
             return
         try:
-            call(self.tracker)
+            call()
         except Exception as error:  # each package has errors of its own
-            self.tracker = None
+            self.failed = True
             what = f"{type(error).__name__}: {error}"
             print(f"[train] {self.name} gets no more numbers ({what}); metrics.jsonl has them all", flush=True)
 
@@ -112,16 +77,52 @@ def open_trackers(config: RunConfig, resumed_at: int | None) -> list[Tracker]:
     found: list[Tracker] = []
     for name in names:
         try:
-            if name == "tensorboard":
-                tracker: Tracker = TensorBoard(run, (resumed_at or 0) + 1)
-            elif name == "wandb":
-                tracker = Logged(_wandb_run(config, in_trackers))
-            else:
-                tracker = Logged(_trackio_run(config, in_trackers))
+            found.append(_begun(config, name, in_trackers, (resumed_at or 0) + 1))
         except Exception as error:  # each package has errors of its own
             raise ConfigError(f"training.trackers: {name} does not begin: {type(error).__name__}: {error}") from error
-        found.append(Forgiving(name, tracker))
     return found
+
+
+def _begun(config: RunConfig, name: str, id_there: str, first: int) -> Tracker:
+    """Begin a tracker at the step `first`, or go on with its run of the name `id_there`."""
+    run = Path(config.run)
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What is there of this step and of later ones no longer counts
+        writer = SummaryWriter(run / "tensorboard", purge_step=first)
+
+        def add(values: Mapping[str, float], step: int) -> None:
+            for number, value in values.items():
+                writer.add_scalar(number, value, step)
+
+        return Tracker(name, add, writer.close)
+    opened: Any
+    if name == "wandb":
+        import wandb
+
+        opened = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            id=id_there,
+            name=run.name,
+            dir=config.run,
+            config=flat(config),
+            resume="allow",
+        )
+    else:
+        import trackio
+
+        opened = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            # Found again by its name, which therefore must not be that of another folder's run
+            name=f"{run.name}-{id_there}",
+            config=flat(config),
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+    return Tracker(name, opened.log, opened.finish)
 
 
 def _name_of(run: Path, resumed: bool) -> str:
@@ -149,31 +150,3 @@ def numbers(values: Mapping[str, object]) -> dict[str, float]:
         for name, value in values.items()
         if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
     }
-
-
-def _wandb_run(config: RunConfig, name: str) -> Any:
-    import wandb
-
-    return wandb.init(
-        project=os.environ.get("WANDB_PROJECT", PROJECT),
-        id=name,
-        name=Path(config.run).name,
-        dir=config.run,
-        config=flat(config),
-        resume="allow",
-    )
-
-
-def _trackio_run(config: RunConfig, name: str) -> Any:
-    import trackio
-
-    return trackio.init(
-        project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-        # Found again by its name, which therefore must not be that of another folder's run
-        name=f"{Path(config.run).name}-{name}",
-        config=flat(config),
-        resume="allow",
-        embed=False,
-        auto_log_cpu=False,
-        auto_log_gpu=False,
-    )

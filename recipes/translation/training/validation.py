@@ -1,4 +1,4 @@
-"""Validation during training: the numbers of METRICS, of the whole and of each pair of languages.
+"""Validation during training: the numbers of METRICS, of the whole and of each pair of languages, and the best so far.
 
 The loss of several pairs of languages is that of all their tokens, as in fairseq's multilingual tasks; scores of
 translations are means over the pairs, since one of sentences in several languages would depend on the size of each.
@@ -6,6 +6,7 @@ translations are means over the pairs, since one of sentences in several languag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -17,9 +18,10 @@ from models import EncoderDecoder
 from recipes.translation.data.batches import Batch, TokenBatches
 from recipes.translation.data.corpus import Corpus, ValidationSet
 from recipes.translation.processes.ranks import ALONE, Ranks
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.checkpoint import TrainingState, Translator
 from recipes.translation.scores.scores import bleu as bleu_of
 from recipes.translation.scores.scores import chrf as chrf_of
+from recipes.translation.settings.config import TrainingConfig
 from recipes.translation.settings.metrics import METRICS
 from recipes.translation.text.pair import Pair
 from recipes.translation.translating.translate import translate
@@ -162,3 +164,37 @@ def nothing(model: EncoderDecoder) -> seqpar.TokenLoss:
     """Return the loss of no tokens, on the model's device and in its dtype."""
     weight = model.generator.weight
     return seqpar.TokenLoss.zero(weight.dtype, weight.device, tells=True)
+
+
+def note_validation(state: TrainingState, found: Validation, best_by: str = "loss") -> bool:
+    """Record a validation in the state; return whether it is the best by `best_by`. Of equal ones the earlier stays."""
+    better = is_better(state, found, best_by)
+    if better:
+        state.stale = 0
+        state.best_loss = found["loss"]
+        state.best_score = None
+        if best_by != "loss":
+            state.best_score = found[best_by]
+        state.best_step = found.step
+    else:
+        state.stale += 1
+    return better
+
+
+def is_better(state: TrainingState, found: Validation, best_by: str) -> bool:
+    """Return whether the number that decides is better than that of the best validation before."""
+    before = state.best_score
+    if best_by == "loss":
+        before = state.best_loss
+    now = found[best_by]
+    assert now is not None  # the settings are refused where validations translate nothing
+    if before is None or math.isnan(before):
+        return True
+    if METRICS[best_by].smaller_is_better:
+        return now < before
+    return now > before
+
+
+def out_of_patience(state: TrainingState, settings: TrainingConfig) -> bool:
+    """Return whether the last `patience` validations brought no improvement; never with patience 0."""
+    return 0 < settings.patience <= state.stale

@@ -15,7 +15,7 @@ from recipes.translation.data.mistakes import check_meant
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.train import train
-from recipes.translation.training.schedule import learning_rate
+from recipes.translation.training.optimizer import learning_rate
 from tests.recipes.command_line import refusal
 from tests.recipes.tiny import options, tiny
 

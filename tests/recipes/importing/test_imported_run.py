@@ -22,9 +22,8 @@ from recipes.translation.settings.noise import NoiseConfig
 from recipes.translation.text.subwords import EOS, PAD, UNK, Subwords
 from recipes.translation.train import train
 from recipes.translation.translating.forced_decoding import log_probabilities, score_pairs
-from recipes.translation.translating.search import Task, search_rows
 from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import alternatives
+from recipes.translation.translating.translate import Task, alternatives, search_rows
 from tests.recipes.importing import published
 from tests.recipes.importing.tuned import PAIRS, files, tuning
 from tests.recipes.saved import saved_file
@@ -86,7 +85,7 @@ def test_the_score_of_a_translation_is_that_of_the_search(tmp_path: Path) -> Non
     translator = read_model(published.m2m100(tmp_path / "model"), Path("run"), "en", "de").translator
     ids = translator.source.encode(["A small dog!"])
     ((best, *_),) = alternatives(translator, ["A small dog!"], translator.config.decoding, SearchOptions(n_best=2))
-    task = Task(ids[0], [], [])
+    task = Task(ids[0])
     (((tokens, *_),),) = search_rows(translator, [task], translator.config.decoding, SearchOptions(), [0])
     if len(tokens) < min(default_limit(len(ids[0]) + 1), translator.config.decoding.max_length):
         tokens = [*tokens, EOS]

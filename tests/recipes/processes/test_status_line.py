@@ -19,6 +19,7 @@ from recipes.translation.processes.ranks import ALONE
 from recipes.translation.processes.status_line import SentenceProgress
 from recipes.translation.run_folder.checkpoint import TrainingState, load_translator, save_model
 from recipes.translation.training.progress import Progress
+from recipes.translation.training.validation import Validation
 from recipes.translation.translating.in_batches import in_batches
 from tests.recipes.random_translator import random_translator
 
@@ -32,14 +33,6 @@ def a_terminal_that_redraws(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "CI", "COLUMNS", "LINES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that goes on only where a test turns it."""
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    return now
 
 
 @contextmanager
@@ -149,7 +142,7 @@ def test_training_redraws_its_line_on_a_terminal_and_keeps_validations(
             for _ in range(3):
                 state.step += 1
                 progress.step_done(state, loss=2.0, tokens=5)
-            progress.validated(state, "loss 1.500")
+            progress.validated(state, Validation(3, {"loss": 1.5}))
         shown = received()
     assert "[train] step      3/3   loss 2.000" in shown
     assert "[valid] step      3   loss 1.500\r\n" in shown

@@ -321,13 +321,13 @@ def test_the_best_model_stays_when_it_is_no_longer_among_the_kept_ones(translato
 def test_a_validated_step_is_not_saved_once_more_when_the_run_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = training.TrainingRecord.validated
+    kept = training.Journal.validated
 
     def stopping(*given: Any) -> None:
         kept(*given)
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(training.TrainingRecord, "validated", stopping)
+    monkeypatch.setattr(training.Journal, "validated", stopping)
     assert train(tiny(tmp_path / "run", {**MADE, "training.validate_every": 2})).state.step == 2
     assert "valid_loss" in load_facts(tmp_path / "run" / "last")
 

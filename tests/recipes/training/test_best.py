@@ -17,8 +17,7 @@ from recipes.translation.run_folder.average import average
 from recipes.translation.run_folder.checkpoint import TrainingState, load_facts
 from recipes.translation.settings.metrics import METRICS
 from recipes.translation.train import train
-from recipes.translation.training.best import note_validation, out_of_patience
-from recipes.translation.training.validation import Validation
+from recipes.translation.training.validation import Validation, note_validation, out_of_patience
 from tests.recipes.tiny import tiny
 
 NUMBERS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 30.0])

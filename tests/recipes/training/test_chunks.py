@@ -14,20 +14,20 @@ from models import EncoderDecoder
 from recipes.translation.settings.training import TrainingConfig
 from recipes.translation.training import objective
 from recipes.translation.training.distillation import Teacher
-from recipes.translation.training.objective import CrossEntropyObjective
+from recipes.translation.training.objective import Objective
 from tests.models.examples import EOS, random_batch, small_transformer
 
 CHUNK, VOCAB = 9, 41
 SETTINGS = TrainingConfig(chunk_tokens=CHUNK, r_drop=1.0, teacher_weight=0.5)
 
 
-def kinds(kind: type[CrossEntropyObjective]) -> Iterator[type[CrossEntropyObjective]]:
+def kinds(kind: type[Objective]) -> Iterator[type[Objective]]:
     yield kind
     for each in kind.__subclasses__():
         yield from kinds(each)
 
 
-def made(kind: type[CrossEntropyObjective], settings: TrainingConfig) -> CrossEntropyObjective:
+def made(kind: type[Objective], settings: TrainingConfig) -> Objective:
     """The objective, with what else it needs."""
     if kind is objective.DistillationObjective:
         teacher = Teacher(small_transformer(9, VOCAB, d_model=2, heads=2), [torch.device("cpu")])
@@ -49,7 +49,7 @@ class Largest(TorchFunctionMode):
         return result
 
 
-def rows_at_once(kind: type[CrossEntropyObjective], model: EncoderDecoder, settings: TrainingConfig) -> int:
+def rows_at_once(kind: type[Objective], model: EncoderDecoder, settings: TrainingConfig) -> int:
     """The most tokens whose logits exist at once in the loss of a batch and its gradient."""
     torch.manual_seed(0)
     src, tgt = random_batch(1), random_batch(2)
@@ -63,8 +63,8 @@ def rows_at_once(kind: type[CrossEntropyObjective], model: EncoderDecoder, setti
     return largest.rows
 
 
-@pytest.mark.parametrize("kind", list(kinds(CrossEntropyObjective)))
-def test_no_objective_has_more_logits_at_once_than_it_is_told(kind: type[CrossEntropyObjective]) -> None:
+@pytest.mark.parametrize("kind", list(kinds(Objective)))
+def test_no_objective_has_more_logits_at_once_than_it_is_told(kind: type[Objective]) -> None:
     model = small_transformer(
         1, VOCAB, d_model=2, heads=2, dropout=0.1
     )  # narrower than a chunk: its weights are no logits

@@ -18,7 +18,7 @@ from recipes.translation.settings.config import ModelConfig, RunConfig
 from recipes.translation.settings.model import DECODER_ONLY
 from recipes.translation.text.subwords import BOS, EOS
 from recipes.translation.train import train
-from recipes.translation.training.frozen import freeze
+from recipes.translation.training.trained_weights import freeze
 from recipes.translation.translating.translate import translate
 from seqpar.testing.ranks import ranks
 from tests.recipes.tiny import tiny_decoder_only

@@ -25,8 +25,7 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Symbols
 from recipes.translation.train import train
 from recipes.translation.training import journal, machine
-from recipes.translation.training.earlier_samples import with_samples
-from recipes.translation.training.samples import attention_map, sample_rows
+from recipes.translation.training.samples import attention_map, sample_rows, with_samples
 from tests.recipes.saved import model_in
 from tests.recipes.tiny import few_held_out, tiny, tiny_decoder_only, tiny_lstm
 
@@ -166,7 +165,7 @@ def test_the_best_model_of_a_run_that_kept_no_samples_makes_them_for_the_command
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recipes.translation.data.sentence_pairs.BUILTIN_HELD_OUT", 8)
-    monkeypatch.setattr("recipes.translation.training.earlier_samples.SENTENCES", 7)
+    monkeypatch.setattr("recipes.translation.training.samples.MADE_AFTERWARDS", 7)
     earlier = tmp_path / "earlier"
     earlier.mkdir()
     shutil.copy(run / "metrics.jsonl", earlier)

@@ -14,7 +14,7 @@ from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import load_config
 from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.train import train
-from recipes.translation.training.length import with_steps
+from recipes.translation.training.optimizer import with_steps
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny
 

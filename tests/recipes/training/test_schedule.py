@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from recipes.translation.settings.config import TrainingConfig
 from recipes.translation.settings.schedules import SCHEDULES, Schedule
-from recipes.translation.training.schedule import learning_rate
+from recipes.translation.training.optimizer import learning_rate
 
 
 def settings(schedule: str, rate: float = 0.01, warmup: int = 100) -> TrainingConfig:

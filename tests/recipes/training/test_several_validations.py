@@ -34,7 +34,7 @@ from recipes.translation.settings.metrics import METRICS
 from recipes.translation.text.pair import Pair
 from recipes.translation.train import train
 from recipes.translation.training import validation
-from recipes.translation.training.earlier_samples import with_samples
+from recipes.translation.training.samples import with_samples
 from recipes.translation.training.validation import Validation
 from recipes.translation.translating.translate import translate
 from tests.recipes.tiny import tiny

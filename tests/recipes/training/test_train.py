@@ -380,9 +380,7 @@ def test_the_summary_says_how_good_how_fast_and_where(uninterrupted: Path, monke
     assert text.count("->") == 3
 
 
-def test_a_progress_line_has_step_loss_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+def test_a_progress_line_has_step_loss_speed_and_time_left(clock: list[float]) -> None:
     state = training.TrainingState()
     progress = Progress(state, steps=10)
     for tokens, loss in ((100, 2.0), (300, 4.0)):
@@ -392,12 +390,8 @@ def test_a_progress_line_has_step_loss_speed_and_time_left(monkeypatch: pytest.M
     assert progress.line(2) == "[train] step      2/10   loss 3.500   100 tokens/s   0:16 left"
 
 
-def test_the_log_says_once_how_long_training_will_take(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_log_says_once_how_long_training_will_take(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     """The first steps are slow, and the estimate is that of the ten after them."""
-    clock = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
     state = training.TrainingState()
     with Progress(state, steps=500) as progress:
         for step in range(60):
@@ -417,10 +411,8 @@ def test_times_are_told_as_they_are_spoken_of(seconds: float, words: str) -> Non
 
 
 def test_output_that_is_no_terminal_gets_a_plain_line_every_ten_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
     state = training.TrainingState()
     with Progress(state, steps=100) as progress:
         for _ in range(30):

@@ -68,9 +68,7 @@ def test_the_share_is_of_all_devices_and_of_a_model_that_is_trained_whole(
     assert share_of_peak(model, corpus, "bf16", [GPU], 1) == 0
 
 
-def test_the_progress_line_says_the_share_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+def test_the_progress_line_says_the_share_where_it_is_known(clock: list[float]) -> None:
     state = TrainingState()
     with Progress(state, steps=10, share_of_peak=0.42 / 50) as progress:
         clock[0] += 2.0

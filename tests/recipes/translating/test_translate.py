@@ -15,7 +15,7 @@ from recipes.translation.errors import DataError
 from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD
-from recipes.translation.translating import search as search_module
+from recipes.translation.translating import translate as translating
 from recipes.translation.translating.translate import translate
 
 WORDS = "The number is six."
@@ -41,7 +41,7 @@ def searched(monkeypatch: pytest.MonkeyPatch, name: str, answer: Any) -> list[di
         calls.append(settings)
         return [answer for _ in range(len(src))]
 
-    monkeypatch.setattr(search_module, name, search)
+    monkeypatch.setattr(translating, name, search)
     return calls
 
 
@@ -120,7 +120,7 @@ def lengths_of(translator: Translator, monkeypatch: pytest.MonkeyPatch, sentence
         seen.extend(((src != PAD) & (src != EOS)).sum(1).tolist())
         return [[] for _ in range(len(src))]
 
-    monkeypatch.setattr(search_module, "greedy", search)
+    monkeypatch.setattr(translating, "greedy", search)
     translate(translator, sentences, replace(translator.config.decoding, beam=1))
     return seen
 

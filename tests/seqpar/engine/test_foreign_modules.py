@@ -224,6 +224,14 @@ def test_a_buffer_that_would_change_once_a_chunk_is_refused_in_training_alone(na
     assert_plain(generator, criterion)
 
 
+def test_an_iteration_that_has_converged_before_the_first_call_is_refused_as_well() -> None:
+    generator = parametrizations.spectral_norm(nn.Linear(4, V).double())
+    for _ in range(200):
+        generator.weight  # one step of the power iteration
+    with pytest.raises(ValueError, match=r"the buffer generator.parametrizations.weight.0._\w changes when the gen"):
+        seqpar.LossCompute(generator, seqpar.CrossEntropy())(*batch())
+
+
 class Counting(nn.Linear):
     """Counts rows and sums scores in place, neither of which changes the scores."""
 
@@ -246,6 +254,13 @@ class CountingMatters(Counting):
         return super().forward(x) / self.rows
 
 
+class CountingMattersLittle(Counting):
+    """The same, and the scores depend on it in their sixth digit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 1e-6 * self.rows)
+
+
 def test_a_generator_may_count_its_rows_if_the_scores_do_not_depend_on_it() -> None:
     generator = Counting()
     hidden, target = batch()
@@ -253,8 +268,9 @@ def test_a_generator_may_count_its_rows_if_the_scores_do_not_depend_on_it() -> N
     assert generator.rows == len(hidden)
     plain = F.linear(hidden, generator.weight, generator.bias).sum(0)
     torch.testing.assert_close(generator.sums, plain, rtol=1e-12, atol=1e-12)
-    with pytest.raises(ValueError, match=r"the buffer generator.rows changes when the generator is called"):
-        seqpar.LossCompute(CountingMatters(), seqpar.CrossEntropy())(hidden, target)
+    for generator in (CountingMatters(), CountingMattersLittle()):
+        with pytest.raises(ValueError, match=r"the buffer generator.rows changes when the generator is called"):
+            seqpar.LossCompute(generator, seqpar.CrossEntropy())(hidden, target)
 
 
 def test_a_buffer_of_nan_does_not_count_as_changed() -> None:
