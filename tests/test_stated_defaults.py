@@ -10,7 +10,7 @@ from functools import reduce
 import pytest
 import yaml
 
-from recipes.translation.settings.config import RunConfig
+from recipes.translation.settings.config import SCHEMA, RunConfig
 from seqpar.testing import assert_same_gradients, assert_same_loss, assert_same_results
 from seqpar.testing.ranks import COLLECTIVE_TIMEOUT, TIMEOUT
 from tests.test_documents import PAGES
@@ -28,12 +28,17 @@ PHRASES = (
 
 def rows(text: str) -> Iterator[tuple[str, str]]:
     """Each setting of a table whose second column is headed `default`; a cell may have several, of one section."""
-    for table in re.findall(r"\| setting \| default \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text):
-        for row in table.splitlines():
-            names, values = (cell.replace("`", "").strip() for cell in row.split("|")[1:3])
-            section = names.partition(".")[0]
-            for name, value in zip(names.split(", "), values.split(", "), strict=True):
-                yield (name if "." in name else f"{section}.{name}"), value
+    for row in lines(text):
+        names, values = (cell.replace("`", "").strip() for cell in row.split("|")[1:3])
+        section = names.partition(".")[0]
+        for name, value in zip(names.split(", "), values.split(", "), strict=True):
+            yield (name if "." in name else f"{section}.{name}"), value
+
+
+def lines(text: str) -> list[str]:
+    """The lines of such tables."""
+    tables = re.findall(r"\| setting \| default \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text)
+    return [line for table in tables for line in table.splitlines()]
 
 
 def in_yaml(text: str) -> Iterator[tuple[str, str]]:
@@ -66,6 +71,17 @@ STATED = [(page.name, *fact) for page in PAGES for fact in stated(page.read_text
 def test_the_default_that_a_page_states_is_the_codes(page: str, setting: str, value: str) -> None:
     default = default_of(setting)
     assert as_printed(value) == list(default if isinstance(default, tuple) else [default])
+
+
+def test_the_row_of_a_setting_names_all_its_choices() -> None:
+    found = {}
+    for line in (line for page in PAGES for line in lines(page.read_text())):
+        name = line.split("`")[1]
+        if name in SCHEMA.settings:
+            choices = SCHEMA.settings[name].choices
+            found[name] = [choice for choice in choices if not re.search(rf"\b{choice}\b", line)]
+    assert not any(found.values()), found
+    assert "training.schedule" in found
 
 
 def test_the_ways_of_stating_a_default_are_all_found() -> None:

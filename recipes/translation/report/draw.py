@@ -77,8 +77,9 @@ def _comparison(runs: Sequence[RunRecords]) -> list[str]:
 
 def _planned(run: RunRecords) -> str:
     """Return how many steps there are to be; empty where that is not known."""
-    steps = run.settings.get("training.steps")
-    return f"of {steps:,}" if steps and is_number(steps) else ""  # 0 where epochs decide
+    if not run.planned:
+        return ""
+    return f"of {run.planned:,}"
 
 
 def _numbers(run: RunRecords) -> list[tuple[str, str, str]]:

@@ -64,6 +64,14 @@ class RunRecords:
         return max((record["step"] for record in (*self.steps, *self.validations)), default=0)
 
     @property
+    def planned(self) -> int:
+        """Return the steps after which training ends; 0 where an earlier version's run ended by epochs."""
+        planned = self.began.get("steps") or self.settings.get("training.steps")
+        if isinstance(planned, int) and is_number(planned):
+            return planned
+        return 0
+
+    @property
     def parts(self) -> list[str]:
         """Return the names of the corpora that have validation data, where several have some."""
         names = (name for record in self.validations for name in record if name.startswith("valid_loss."))

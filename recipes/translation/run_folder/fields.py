@@ -57,7 +57,7 @@ METRICS = fields(
     }
 )
 """A line of `metrics.jsonl`."""
-BEGAN = fields(dict.fromkeys(("settings", "hardware", "software"), maybe(OBJECT)))
+BEGAN = fields({"steps": maybe(STEP), **dict.fromkeys(("settings", "hardware", "software"), maybe(OBJECT))})
 RESOURCES = fields(
     {"step": STEP, "seconds": maybe(NUMBER), "memory": maybe(fields({"*": maybe(NUMBER)})), "began": maybe(BEGAN)}
 )

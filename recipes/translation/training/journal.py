@@ -70,6 +70,7 @@ class Journal:
         """Write down how training begins or goes on."""
         began = {
             **started_by(),
+            "steps": self.progress.steps,
             "model": size,
             "layout": str(layout),
             "hardware": hardware(self.devices, self.ranks.world),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import ctranslate2
@@ -16,11 +16,11 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import CheckpointError
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model
 from recipes.translation.run_folder.checkpoint import Translator
-from recipes.translation.settings.config import SubwordConfig
+from recipes.translation.settings.config import DecodingConfig, SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
 from recipes.translation.translating.forced_decoding import log_probabilities
 from recipes.translation.translating.translate import translate
-from tests.recipes.export.translators import SENTENCES, random_translator
+from tests.recipes.export.translators import SENTENCES, random_translator, recorded
 
 pytestmark = pytest.mark.formats
 
@@ -86,6 +86,13 @@ def test_minimum_length_and_ngrams_are_those_of_the_model(
     ours = translate(translator, SENTENCES, replace(decoding, **rule))  # type: ignore[arg-type]
     assert ctranslate2_engine.translate(found, SENTENCES, replace(decoding, **rule)) == ours  # type: ignore[arg-type]
     assert ours != translate(translator, SENTENCES, decoding)
+
+
+def test_no_setting_of_decoding_is_passed_over(subwords: Subwords, tmp_path: Path) -> None:
+    translator = random_translator(subwords, tmp_path / "run", {})
+    decoding, read = recorded(translator.config.decoding)
+    ctranslate2_engine.translate(exported(translator, tmp_path / "exported"), SENTENCES, decoding)
+    assert read == {each.name for each in fields(DecodingConfig)}
 
 
 @pytest.mark.parametrize("norm", ["gnmt", "length"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,10 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
 from recipes.translation.export import huggingface_model
 from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
-from recipes.translation.settings.config import SubwordConfig
+from recipes.translation.settings.config import DecodingConfig, SubwordConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
 from recipes.translation.translating.translate import translate
-from tests.recipes.export.translators import SENTENCES, random_translator
+from tests.recipes.export.translators import SENTENCES, random_translator, recorded
 from tests.recipes.tiny import tiny
 
 pytestmark = pytest.mark.formats
@@ -104,6 +104,13 @@ def test_text_goes_in_and_the_same_translation_comes_out(
     assert [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)] == ours
     plain = translate(translator, SENTENCES[:16], replace(translator.config.decoding, min_length=0, no_repeat_ngram=0))
     assert (plain == ours) == (not rules)
+
+
+def test_no_setting_of_decoding_that_changes_translations_is_passed_over(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", {"decoding.beam": 3, "decoding.length_norm": "length"})
+    decoding, read = recorded(config.decoding)
+    huggingface_model.generation_config(replace(config, decoding=decoding))
+    assert read == {each.name for each in fields(DecodingConfig)} - {"batch_sentences"}
 
 
 def test_the_length_penalty_is_exported_where_transformers_has_it(joint: Subwords, tmp_path: Path) -> None:

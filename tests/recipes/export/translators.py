@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
+from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import EOS, Subwords
 from tests.recipes.tiny import tiny
 
@@ -30,3 +32,17 @@ def random_translator(subwords: Subwords, run: Path, changes: dict[str, Any], en
         bytes_ = [number for number, piece in enumerate(subwords.pieces()) if piece.startswith("<0x")]
         model.generator.bias[bytes_] = -1e4  # text that differs is then seen to differ
     return Translator(config, model.eval(), subwords, subwords)
+
+
+def recorded(decoding: DecodingConfig) -> tuple[DecodingConfig, set[str]]:
+    """The same settings, and a set that is given the name of each one that is read."""
+    names = {each.name for each in fields(DecodingConfig)}
+    read: set[str] = set()
+
+    class Recorded(DecodingConfig):
+        def __getattribute__(self, name: str) -> Any:
+            if name in names:
+                read.add(name)
+            return super().__getattribute__(name)
+
+    return Recorded(**asdict(decoding)), read

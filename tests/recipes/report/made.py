@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.translation.settings.metrics import METRICS
+
 SENTENCES = [
     ("a dog runs", "ein Hund rennt", "ein Hund rennt"),
     ("the <b>house</b> & $x$", "das <b>Haus</b> & $x$", "<script>alert(1)</script>"),
@@ -29,7 +31,8 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
 
 def validation(number: int, **changes: Any) -> dict[str, Any]:
     loss = 2.5 + 5 / number
-    values = {"loss": loss, "perplexity": math.exp(loss), "accuracy": 50.0 + number, "bleu": 20.0, "chrf": 40.0}
+    values = dict.fromkeys(METRICS, 40.0)
+    values |= {"loss": loss, "perplexity": math.exp(loss), "accuracy": 50.0 + number, "bleu": 20.0}
     return {"step": number, **{f"valid_{name}": value for name, value in values.items()}, **changes}
 
 
@@ -62,6 +65,7 @@ def make_run(folder: Path, steps: int = 40, *, settings: Mapping[str, object] | 
         "time": "2026-01-01 00:00:00 UTC",
         "hardware": {"cores": 2},
         "software": {"torch": "2.11"},
+        "steps": steps + 10,
         "settings": {"training.steps": steps, **(settings or {})},
     }
     resources: list[dict[str, Any]] = [{"step": 0, "began": began}]

@@ -12,15 +12,17 @@ from recipes.translation.commands import main
 from recipes.translation.report import figures
 from recipes.translation.report.charts import Series, attention_chart, bins_of, histogram, line_chart, short
 from recipes.translation.report.draw import report, shown, write_page, write_report
-from recipes.translation.report.figures import binned, chrf_of_sentences, curves
+from recipes.translation.report.figures import Chart, binned, chrf_of_sentences, curves
 from recipes.translation.report.records import RunRecords, read_run
 from recipes.translation.run_folder.checkpoint import save_model, weights_digest
 from recipes.translation.scores.scores import chrf
+from recipes.translation.settings.metrics import METRICS
 from tests.recipes.random_translator import random_translator
 from tests.recipes.report.made import SENTENCES, lines, make_run, samples, scores, step, validation
 
-CHARTS = ["Loss", "Perplexity", "Accuracy", "BLEU", "chrF", "Learning rate", "Gradient norm", "Tokens a second"]
-CHARTS += ["Peak memory (GiB)", "Scores of sentences", "Lengths of sentences"]
+CURVES = [metric.title for metric in METRICS.values()]
+CURVES += ["Learning rate", "Gradient norm", "Tokens a second", "Peak memory (GiB)"]
+CHARTS = [*CURVES, "Scores of sentences", "Lengths of sentences"]
 
 
 class Page(HTMLParser):
@@ -64,8 +66,22 @@ def drawn(page: Page) -> list[str]:
 
 
 def test_every_record_has_its_chart_with_an_accessible_name(page: Page) -> None:
-    assert drawn(page) == [*CHARTS[:9], "Attention, sentence 1", "Attention, sentence 2", *CHARTS[9:]]
+    assert drawn(page) == [*CURVES, "Attention, sentence 1", "Attention, sentence 2", *CHARTS[len(CURVES) :]]
     assert page.tags.count("svg") == page.values("role").count("img") == len(drawn(page))
+
+
+def test_the_steps_after_which_training_ends_are_those_it_said_or_else_the_setting(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", settings={"training.steps": 60, "training.epochs": 2})
+    resources = run / "resources.jsonl"
+    recorded = resources.read_text()
+    earlier = recorded.replace('"steps": 50', '"command": ""')
+    for records, said in (
+        (recorded, "step 40 of 50"),
+        (earlier, "step 40 of 60"),
+        (earlier.replace('"training.steps": 60', '"training.steps": 0'), "step 40"),
+    ):
+        resources.write_text(records)
+        assert f">{said}; " in report([read_run(run)])
 
 
 def test_a_page_asks_no_host_and_runs_no_script(page: Page) -> None:
@@ -120,11 +136,16 @@ def test_the_worst_sentences_come_first(run: Path, page: Page) -> None:
     assert positions == sorted(positions)
 
 
+def gradient_norm(run: Path) -> Chart:
+    (chart,) = (chart for chart in curves([read_run(run)]) if chart.title == "Gradient norm")
+    return chart
+
+
 def test_steps_that_stand_out_are_counted_and_marked(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    calm = curves([read_run(run)])[6]
+    calm = gradient_norm(run)
     lines(run / "metrics.jsonl", [step(1), step(2, gradient_norm=9.0, stands_out=["gradient_norm"]), step(3)])
-    marked = curves([read_run(run)])[6]
+    marked = gradient_norm(run)
     assert "stand out: 0" in calm.caption
     assert "var(--mark)" not in calm.svg
     assert "stand out: 1," in marked.caption
@@ -151,7 +172,7 @@ def test_of_many_steps_that_stand_out_the_hundred_with_the_largest_norms_are_mar
     norms = [float(1 + (number * 37) % 151) for number in range(150)]
     records = [step(n, gradient_norm=norm, stands_out=["gradient_norm"]) for n, norm in enumerate(norms, start=1)]
     lines(run / "metrics.jsonl", records)
-    chart = curves([read_run(run)])[6]
+    chart = gradient_norm(run)
     assert "stand out: 150," in chart.caption
     smallest = sorted(norms)[-100]
     (line,) = series["Gradient norm"]

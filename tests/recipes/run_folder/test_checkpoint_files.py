@@ -74,13 +74,16 @@ def test_files_of_two_runs_are_refused_even_under_one_manifest(
 
 
 def test_files_of_two_steps_of_one_run_are_refused(run: Path, tmp_path: Path) -> None:
-    mixed = shutil.copytree(run, tmp_path / "run")
-    config = tiny(mixed, {"training.validate_every": 2, "training.steps": 6})
-    train(config)
-    shutil.copyfile(saved_file(run, "last", "training.safetensors"), saved_file(mixed, "last", "training.safetensors"))
-    resealed(saved_file(mixed, "last", "training.safetensors").parent)
-    with pytest.raises(CheckpointError, match="belongs to other weights or moments than those beside it"):
-        load_training(mixed / "last")
+    later = shutil.copytree(run, tmp_path / "later")
+    train(tiny(later, {"training.validate_every": 2, "training.steps": 6}))
+    # The moments alone, and the model with all that belongs to it
+    for names in (["training.safetensors"], ["model.safetensors", "config.yaml", "model.json"]):
+        mixed = shutil.copytree(later, tmp_path / names[0])
+        for name in names:
+            shutil.copyfile(saved_file(run, "last", name), saved_file(mixed, "last", name))
+        resealed(saved_file(mixed, "last", names[0]).parent)
+        with pytest.raises(CheckpointError, match="belongs to other weights or moments than those beside it"):
+            load_training(mixed / "last")
 
 
 def changed_header(data: bytes, change: str) -> bytes:

@@ -9,6 +9,7 @@ import pytest
 
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError
+from recipes.translation.report.records import read_run
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import load_config
 from recipes.translation.settings.schedules import SCHEDULES
@@ -57,6 +58,7 @@ def test_epochs_end_with_every_batch_and_a_validation(
     said = capsys.readouterr().out
     assert f"training.epochs 2 are {steps} steps\n" in said
     assert f"{steps} of {steps} steps" in str(summary)
+    assert read_run(tmp_path / "run").planned == steps
 
 
 def test_the_earlier_end_counts_and_the_log_says_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
