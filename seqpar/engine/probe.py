@@ -240,7 +240,8 @@ class _Probe:
     def _copy(self, moved: Mapping[int, Tensor] | None = None) -> nn.ModuleDict:
         """Return a structural copy with buffers of its own, as they were before any call, and some other weights."""
         copies = {id(p): p.detach() for p in self.head.parameters()} | {id(b): b.clone() for b in self.head.buffers()}
-        return bind(self.head, copies | (moved or {}))
+        copies.update(moved or {})
+        return bind(self.head, copies)
 
     def _scores(self, copy: nn.ModuleDict) -> Project:
         def scores(shape: tuple[int, ...], rows: Sequence[Tensor]) -> Tensor:

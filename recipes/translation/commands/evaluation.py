@@ -28,7 +28,7 @@ from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser
 
 if TYPE_CHECKING:
-    from recipes.translation.data.held_out import HeldOut
+    from recipes.translation.data.corpora import HeldOut
     from recipes.translation.processes.ranks import Ranks
     from recipes.translation.scores.evaluate import Evaluation
     from recipes.translation.text.pair import Pair
