@@ -19,6 +19,7 @@ from seqpar.distributed.torch_private import (
     expect_forward,
     forget_step,
     has_run_forward,
+    is_fsdp_unit,
     is_inside_no_sync,
     parameter_groups,
     reduced_by_ddp,
@@ -35,6 +36,30 @@ def refuse_fsdp1(model: nn.Module) -> None:
     if kind is not None and isinstance(model, kind):
         instead = "call fully_shard (FSDP2) on the module inside, or wrap it in DistributedDataParallel"
         raise TypeError(f"model is a FullyShardedDataParallel (FSDP1), which is not supported; {instead}")
+
+
+def reducer_in(model: nn.Module) -> nn.Module | None:
+    """Return the module that reduces the gradients over ranks: the model, or one inside it; None if there is none.
+
+    That is a DistributedDataParallel, or the outermost module that `fully_shard` was called on. Raises ValueError for
+    several of them, as of an encoder and a decoder that were sharded each for itself.
+    """
+    found: list[nn.Module] = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module in found:
+            continue
+        if isinstance(module, DistributedDataParallel) or is_fsdp_unit(module):
+            found.append(module)
+        else:
+            waiting.extend(module.children())
+    if len(found) > 1:
+        kinds = " and ".join(sorted(type(module).__name__ for module in found))
+        raise ValueError(
+            f"{len(found)} modules reduce gradients each for itself, {kinds}; {WRAP_BOTH}, which then reduces all"
+        )
+    return found[0] if found else None
 
 
 def gathers_for_any(model: nn.Module, wanted: bool) -> bool:

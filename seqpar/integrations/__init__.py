@@ -12,6 +12,7 @@
 | `trl_statistics` | the statistics of logits that TRL logs |
 | `lightning` | `accumulated_step` for manual optimisation |
 | `accelerate` | `accumulated_step` for your own training loop |
+| `fabric` | `accumulated_step` for your own training loop with Lightning Fabric |
 | `made_up` | make up the logits of a few tokens, and run a model on them without a trace |
 | `fairseq` | a criterion for fairseq's trainer |
 | `opennmt` | the trainers of OpenNMT-py 3 and Eole: `apply_seqpar_loss` |

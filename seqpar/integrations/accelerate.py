@@ -1,7 +1,7 @@
 """Take a step with Accelerate over micro-batches and ranks, with the gradient of one batch on one device.
 
-`accelerator.backward` divides by `gradient_accumulation_steps`, and DDP takes the mean over ranks; where token counts
-differ, that mean of means is not the gradient of the batch. Here the tokens of the step are counted first, and
+`accelerator.backward` divides by `gradient_accumulation_steps`, and DDP and FSDP2 take the mean over ranks; where token
+counts differ, that mean of means is not the gradient of the batch. Here the tokens of the step are counted first, and
 `gradient_accumulation_steps` stays at 1:
 
     accelerator = Accelerator()
@@ -23,12 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.accumulate import accumulate_gradients
+from seqpar.distributed.reducers import reducer_in, refuse_fsdp1
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -47,7 +48,8 @@ def accumulated_step(
 
     Args:
         accelerator: its `backward` is used, and with it its gradient scaler.
-        model: the module that `accelerator.prepare` returned; `loss_of` calls it.
+        model: the module that `accelerator.prepare` returned, with DDP or with FSDP2 over all ranks; `loss_of` calls
+            it.
         micro_batches, loss_of, tokens_of: as `seqpar.accumulate_gradients` takes them.
 
     Returns:
@@ -55,26 +57,31 @@ def accumulated_step(
 
     Raises:
         ValueError: an accelerator that divides by accumulation steps itself.
-        TypeError: several ranks, and a model that is not a DistributedDataParallel.
-        All errors of `seqpar.accumulate_gradients`.
+        TypeError: several ranks, and a model that nothing reduces over them; FSDP1.
+        All errors of `seqpar.accumulate_gradients`. Where a model is split over some of the ranks beside FSDP2, as by
+        tensor parallelism, call that, with the group of the ranks that have different tokens.
     """
     # `accelerator.backward` divides the loss by this number, which is already divided by the tokens of the step
     steps = accelerator.gradient_accumulation_steps
     if steps != 1:
         divides = f"the accelerator has gradient_accumulation_steps={steps} and would divide every loss by it"
         raise ValueError(f"{divides}; leave it at 1: the micro-batches passed here are the accumulation")
+    reducer = _reducer(accelerator, model)
+    group = None if reducer is None else dist.group.WORLD
     return accumulate_gradients(
-        micro_batches, loss_of, tokens_of, model=_reducer(accelerator, model), backward=accelerator.backward
+        micro_batches, loss_of, tokens_of, model=reducer, group=group, backward=accelerator.backward
     )
 
 
-def _reducer(accelerator: Accelerator, model: nn.Module) -> DistributedDataParallel | None:
+def _reducer(accelerator: Accelerator, model: nn.Module) -> nn.Module | None:
     """Return the module that reduces the gradients over ranks; None for a single process."""
     if accelerator.num_processes == 1:
         return None
-    if isinstance(model, DistributedDataParallel):
-        return model
+    refuse_fsdp1(model)
+    reducer = reducer_in(model)
+    if reducer is not None:
+        return reducer
     raise TypeError(
-        f"there are {accelerator.num_processes} ranks and the model is a {type(model).__name__}; pass the "
-        "DistributedDataParallel that accelerator.prepare returned, or call seqpar.accumulate_gradients"
+        f"there are {accelerator.num_processes} ranks and no DDP or FSDP2 reduces the gradients of this "
+        f"{type(model).__name__}; pass the model that accelerator.prepare returned, or call seqpar.accumulate_gradients"
     )

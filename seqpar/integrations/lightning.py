@@ -21,6 +21,10 @@ batches are lists of micro-batches:
             )
             optimizer.step()
             self.log("loss", loss.mean)
+
+The strategy is DDP, or `ModelParallelStrategy`, whose `configure_model` calls
+`fully_shard(self.both, mesh=self.device_mesh["data_parallel"])` on one module that holds the model and its loss, a
+`ModelWithLoss`.
 """
 
 from __future__ import annotations
@@ -29,12 +33,13 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.accumulate import accumulate_gradients
+from seqpar.distributed.reducers import reducer_in
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -61,7 +66,7 @@ def accumulated_step(
 
     Raises:
         ValueError: a module with automatic optimisation.
-        TypeError: a strategy other than one device or DDP.
+        TypeError: a strategy other than one device, DDP or ModelParallelStrategy; nothing that reduces the gradients.
         All errors of `seqpar.accumulate_gradients`.
     """
     if module.automatic_optimization:
@@ -69,20 +74,30 @@ def accumulated_step(
             f"{type(module).__name__} is optimised automatically, so Lightning would run a backward of its own; set "
             "self.automatic_optimization = False in __init__"
         )
+    reducer, group = _reducer(module)
     return accumulate_gradients(
-        micro_batches, loss_of, tokens_of, model=_reducer(module), backward=module.manual_backward
+        micro_batches, loss_of, tokens_of, model=reducer, group=group, backward=module.manual_backward
     )
 
 
-def _reducer(module: LightningModule) -> DistributedDataParallel | None:
-    """Return the module that reduces the gradients over ranks; None for a single device."""
-    # `strategy.model` is the wrapper around the LightningModule, whose reduction must wait for the last micro-batch
+def _reducer(module: LightningModule) -> tuple[nn.Module | None, ProcessGroup | None]:
+    """Return what reduces the gradients over ranks, and its group; None for a single device, and for DDP's group."""
+    # `strategy.model` may be a wrapper around the LightningModule, whose reduction must wait for the last micro-batch
     strategy = module.trainer.strategy
-    if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
-        return strategy.model
     if isinstance(strategy, SingleDeviceStrategy):
-        return None
-    raise TypeError(
-        f"the Trainer's strategy is a {type(strategy).__name__}; accumulated_step supports one device and DDP; for "
-        "any other call seqpar.accumulate_gradients with the module that reduces the gradients"
-    )
+        return None, None
+    if not isinstance(strategy, DDPStrategy | ModelParallelStrategy):
+        raise TypeError(
+            f"the Trainer's strategy is a {type(strategy).__name__}; accumulated_step supports one device, DDP and "
+            "ModelParallelStrategy (FSDP2); for any other call seqpar.accumulate_gradients with the module that "
+            "reduces the gradients"
+        )
+    reducer = reducer_in(strategy.model)
+    if reducer is None:
+        raise TypeError(
+            f"nothing in this {type(module).__name__} reduces the gradients over ranks; with ModelParallelStrategy, "
+            'call fully_shard(..., mesh=self.device_mesh["data_parallel"]) in configure_model'
+        )
+    if isinstance(strategy, DDPStrategy):
+        return reducer, None
+    return reducer, strategy.device_mesh["data_parallel"].get_group()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import seqpar
 from tests.seqpar.integrations.tiny_models import gradients
@@ -51,6 +52,16 @@ def loss_of(model: Any, micro_batch: dict[str, Tensor]) -> seqpar.TokenLoss:
 
 def tokens_of(micro_batch: dict[str, Tensor]) -> Tensor:
     return (micro_batch["target"] != PAD).sum()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor, put together if FSDP2 sharded it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients by name, put together if FSDP2 sharded them; every rank calls this."""
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def as_one_batch(batches: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:

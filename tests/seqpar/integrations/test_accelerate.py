@@ -3,36 +3,52 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin
 
 from seqpar.integrations.accelerate import accumulated_step
 from seqpar.testing.ranks import Pool
-from tests.seqpar.integrations.small_seq2seq import as_one_batch, loss_of, micro_batches, tokens_of, with_loss
+from tests.seqpar.integrations.small_seq2seq import (
+    as_one_batch,
+    loss_of,
+    micro_batches,
+    tokens_of,
+    whole,
+    whole_gradients,
+    with_loss,
+)
 from tests.seqpar.integrations.tiny_models import gradients, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-def fresh_accelerator(steps=1):
+def fresh_accelerator(steps=1, fsdp=None):
     AcceleratorState._reset_state(True)
     PartialState._reset_state()
     GradientState._reset_state()
-    return Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    if fsdp is None:
+        return Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    # accelerate shards on accelerators only, which it takes these processes' CPUs for from here on
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=fsdp, auto_wrap_policy="NO_WRAP", cpu_ram_efficient_loading=False
+    )
+    return Accelerator(cpu=True, fsdp_plugin=plugin)
 
 
-def stepped(rank, world, counts):
+def stepped(rank, world, counts, fsdp=None):
     """One step of this rank's micro-batches: gradients, mean loss, and how far the weights moved."""
-    accelerator = fresh_accelerator()
-    model = with_loss()
-    plain = model
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    before = [p.clone() for p in plain.parameters()]
+    accelerator = fresh_accelerator(fsdp=fsdp)
+    plain = with_loss()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), 0.1))
+    before = [whole(p.detach()).clone() for p in plain.parameters()]
     loss = accumulated_step(
         accelerator, model, micro_batches(counts[rank], rank), lambda m: loss_of(model, m), tokens_of
     )
-    got = gradients(plain)
+    got = whole_gradients(plain)
     optimizer.step()
-    moved = max((a - b).abs().max().item() for a, b in zip(before, plain.parameters(), strict=True))
+    moved = max((a - whole(b.detach())).abs().max().item() for a, b in zip(before, plain.parameters(), strict=True))
     return got, loss.mean, moved
 
 
@@ -45,11 +61,11 @@ def test_the_gradient_is_that_of_the_whole_batch(count):
     assert moved > 0
 
 
-@pytest.mark.parametrize("counts", [[1, 1], [3, 2], [4, 0]])
-def test_the_gradient_of_two_ranks_is_that_of_the_whole_batch(counts):
+@pytest.mark.parametrize(("counts", "fsdp"), [([1, 1], None), ([3, 2], None), ([4, 0], None), ([3, 2], 2), ([4, 0], 2)])
+def test_the_gradient_of_two_ranks_is_that_of_the_whole_batch(counts, fsdp):
     pool = Pool(2)  # of its own, because an Accelerator leaves state behind in its process
     try:
-        results = pool.call(stepped, counts)
+        results = pool.call(stepped, counts, fsdp)
     finally:
         pool.close()
     batches = [m for rank, count in enumerate(counts) for m in micro_batches(count, rank)]
@@ -83,7 +99,7 @@ def test_an_accelerator_that_divides_itself_is_refused():
 
 def refused(rank, world):
     accelerator, model = fresh_accelerator(), with_loss()
-    with pytest.raises(TypeError, match="2 ranks and the model is a ModelWithLoss"):
+    with pytest.raises(TypeError, match="2 ranks and no DDP or FSDP2 reduces the gradients of this ModelWithLoss"):
         accumulated_step(accelerator, model, micro_batches(1, 0), lambda m: loss_of(model, m), tokens_of)
     return True
 

@@ -8,11 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from seqpar.integrations.lightning import accumulated_step
 from seqpar.testing.ranks import Pool
-from tests.seqpar.integrations.small_seq2seq import as_one_batch, loss_of, micro_batches, tokens_of, with_loss
+from tests.seqpar.integrations.small_seq2seq import (
+    as_one_batch,
+    loss_of,
+    micro_batches,
+    tokens_of,
+    whole_gradients,
+    with_loss,
+)
 from tests.seqpar.integrations.tiny_models import gradients, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -29,22 +38,43 @@ class Translation(LightningModule):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         loss = accumulated_step(self, batches, lambda m: loss_of(self.both, m), tokens_of)
-        self.seen.append((gradients(self.both), loss.mean))
+        self.seen.append((whole_gradients(self.both), loss.mean))
         optimizer.step()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.0)
 
 
-def fitted(rank, world, counts, module=None):
+class Sharded(Translation):
+    def configure_model(self):
+        fully_shard(self.both, mesh=self.device_mesh["data_parallel"])
+
+
+class InTwo(Translation):
+    def configure_model(self):
+        for part in (self.both.model, self.both.loss):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+class InNone(Translation):
+    def configure_model(self):
+        pass
+
+
+def fitted(rank, world, counts, kind=Translation):
     """Two steps of `counts[rank]` micro-batches each: the gradients and mean loss of both."""
     steps = [micro_batches(counts[rank], 10 * step + rank) for step in range(2)]
-    module = module or Translation()
+    module = kind()
+    strategy = "auto"
+    if kind is not Translation:
+        strategy = ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
+    elif world > 1:
+        strategy = "ddp"
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             accelerator="cpu",
             devices=world,
-            strategy="ddp" if world > 1 else "auto",
+            strategy=strategy,
             max_epochs=1,
             logger=False,
             enable_checkpointing=False,
@@ -69,17 +99,35 @@ def test_the_gradient_is_that_of_the_whole_batch(count):
         torch.testing.assert_close(mean, loss, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("counts", [[1, 1], [2, 4]])
-def test_the_gradient_of_two_ranks_is_that_of_the_whole_batch(counts):
+@pytest.mark.parametrize(("counts", "kind"), [([1, 1], Translation), ([2, 4], Translation), ([2, 4], Sharded)])
+def test_the_gradient_of_two_ranks_is_that_of_the_whole_batch(counts, kind):
     pool = Pool(2)  # of its own, because a Trainer leaves state behind in its process
     try:
-        results = pool.call(fitted, counts)
+        results = pool.call(fitted, counts, kind)
     finally:
         pool.close()
     for seen in results:
         for (got, mean), (expected, loss) in zip(seen, expected_of(counts), strict=True):
             assert relative_error(got, expected) < 1e-12
             torch.testing.assert_close(mean, loss, rtol=1e-12, atol=0)
+
+
+def refused(rank, world):
+    with pytest.raises(ValueError, match="2 modules reduce gradients each for itself, FSDPLossCompute and FSDPTrunk"):
+        fitted(rank, world, [1, 1], InTwo)
+    with pytest.raises(
+        TypeError, match=r"nothing in this InNone reduces the gradients over ranks; .* call fully_shard"
+    ):
+        fitted(rank, world, [1, 1], InNone)
+    return True
+
+
+def test_a_module_that_is_sharded_in_two_or_not_at_all_is_refused():
+    pool = Pool(2)
+    try:
+        assert pool.call(refused) == [True, True]
+    finally:
+        pool.close()
 
 
 class Returned(Translation):
@@ -114,5 +162,5 @@ def test_a_module_that_is_optimised_automatically_is_refused():
 def test_a_strategy_that_is_not_known_is_refused():
     trainer = SimpleNamespace(strategy=Fraction())
     module = SimpleNamespace(automatic_optimization=False, trainer=trainer, manual_backward=None)
-    with pytest.raises(TypeError, match="strategy is a Fraction; accumulated_step supports one device and DDP"):
+    with pytest.raises(TypeError, match="strategy is a Fraction; accumulated_step supports one device, DDP and"):
         accumulated_step(module, micro_batches(1, 0), lambda m: None, tokens_of)

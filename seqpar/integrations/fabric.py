@@ -1,0 +1,77 @@
+"""Take a step with Lightning Fabric over micro-batches and ranks, with the gradient of one batch on one device.
+
+DDP and FSDP2 take the mean over ranks, and a loss is usually a mean over its own micro-batch; where token counts
+differ, that mean of means is not the gradient of the batch. Here the tokens of the step are counted first:
+
+    fabric = Fabric(strategy="ddp", devices=2)
+    fabric.launch()
+    model, optimizer = fabric.setup(model, optimizer)
+    for micro_batches in itertools.batched(loader, 8):
+        loss = accumulated_step(
+            fabric,
+            model,                                      # returns a TokenLoss: a ModelWithLoss
+            micro_batches,
+            lambda m: model(m["source"], m["target_in"], target=m["target"]),
+            tokens_of=lambda m: (m["target"] != PAD).sum(),
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+
+With `ModelParallelStrategy`, its `parallelize_fn` calls `fully_shard(model, mesh=mesh["data_parallel"])`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from seqpar.core.token_loss import TokenLoss
+from seqpar.distributed.accumulate import accumulate_gradients
+from seqpar.distributed.reducers import reducer_in
+
+MicroBatch = TypeVar("MicroBatch")
+
+
+def accumulated_step(
+    fabric: Fabric,
+    model: nn.Module,
+    micro_batches: Iterable[MicroBatch],
+    loss_of: Callable[[MicroBatch], TokenLoss],
+    tokens_of: Callable[[MicroBatch], int | Tensor],
+) -> TokenLoss:
+    """Add to `.grad` the gradient of (summed loss) / (tokens) over the micro-batches of all ranks, as if one batch.
+
+    Plain equivalent, with every rank's micro-batches on one device:
+    `loss = sum(loss_of(m) for m in all_micro_batches); (loss.total / loss.tokens).backward()`.
+
+    Args:
+        fabric: its `backward` is used, and with it its precision plugin.
+        model: the module that `fabric.setup` returned, with DDP or with FSDP2 (`ModelParallelStrategy`); `loss_of`
+            calls it.
+        micro_batches, loss_of, tokens_of: as `seqpar.accumulate_gradients` takes them.
+
+    Returns:
+        `TokenLoss` of the whole step, detached, the same on every rank.
+
+    Raises:
+        TypeError: several ranks, and a model that nothing reduces over them; FSDP1.
+        All errors of `seqpar.accumulate_gradients`.
+    """
+    reducer = None
+    group: ProcessGroup | None = None
+    if fabric.world_size > 1:
+        reducer = reducer_in(model)
+        if reducer is None:
+            raise TypeError(
+                f"there are {fabric.world_size} ranks and no DDP or FSDP2 reduces the gradients of this "
+                f"{type(model).__name__}; pass the model that fabric.setup returned, or call "
+                "seqpar.accumulate_gradients"
+            )
+        if isinstance(fabric.strategy, ModelParallelStrategy):
+            group = fabric.strategy.device_mesh["data_parallel"].get_group()
+    return accumulate_gradients(micro_batches, loss_of, tokens_of, model=reducer, group=group, backward=fabric.backward)
