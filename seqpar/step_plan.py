@@ -412,7 +412,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"step_plan: {error}")
 
 
-def _print(training: Training, options: argparse.Namespace) -> None:
+def _rate(training: Training, options: argparse.Namespace) -> float:
+    """Return the rate that was measured, having checked the numbers of the command."""
+    for devices in [*options.devices, options.measured_on]:
+        check_integer(devices, "devices", 1, wrong_kind=ValueError)
+    check_number(options.memory, "memory", above=0)
     measured = options.tokens_per_second
     if measured is None:
         measured = options.flops_per_second / training.flops
@@ -420,7 +424,11 @@ def _print(training: Training, options: argparse.Namespace) -> None:
         raise ValueError(
             f"measured_on is {options.measured_on}, and no layout is given; name the one it was measured in"
         )
-    rate = rate_of(training, measured, options.measured_on, options.layout or "ddp")
+    return rate_of(training, measured, options.measured_on, options.layout or "ddp")
+
+
+def _print(training: Training, options: argparse.Namespace) -> None:
+    rate = _rate(training, options)
     layouts = [options.layout]
     if layouts == [None]:
         layouts = [each for each in get_args(Layout) if each != "pipeline" or training.stages > 1]
