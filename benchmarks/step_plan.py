@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
+from benchmarks.loss.plots import use_style
 from benchmarks.loss.results import hardware
 from models import DecoderOnlyConfig, make_decoder_only
 from models.sharding import split_weights
@@ -113,23 +114,36 @@ def published_table() -> str:
 
 # Steps on this machine
 
-WIDTH, LAYERS, VOCAB, LENGTH, BATCH = 256, 4, 8192, 128, 2
-"""Of a model whose gradients take long to reduce for what a step computes."""
 SMALL_BYTES, LARGE_BYTES = 2**14, 2**24
-BUILT: dict[str, Callable[[], object]] = {}
+
+
+class Sizes(NamedTuple):
+    """A model whose gradients take long to reduce for what a step computes, and the sequences of a rank."""
+
+    width: int = 256
+    layers: int = 4
+    vocab: int = 8192
+    length: int = 128
+    batch: int = 2
+
+
+BUILT: dict[tuple[str, Sizes], Callable[[], object]] = {}
 """In a rank: what it runs, made once."""
 
 
-def timed(rank: int, world: int, what: str) -> float:
+def timed(rank: int, world: int, what: str, sizes: Sizes) -> float:
     """Return the seconds until all ranks have done one of these together: a step in a layout, or a collective."""
-    if what not in BUILT:
-        kind, _, size = what.partition(" ")
-        BUILT[what] = _collective(kind, int(size), world) if kind in KINDS else _step(kind, rank, world, int(size or 0))
-        BUILT[what]()
-        BUILT[what]()
+    if (what, sizes) not in BUILT:
+        kind, number = what.split()
+        size = int(number)
+        run = _collective(kind, size, world) if kind in KINDS else _step(kind, rank, world, size, sizes)
+        # What is set up in the first steps is not timed
+        run()
+        run()
+        BUILT[what, sizes] = run
     dist.barrier()
     start = time.perf_counter()
-    BUILT[what]()
+    BUILT[what, sizes]()
     dist.barrier()
     return time.perf_counter() - start
 
@@ -151,17 +165,18 @@ def _collective(kind: str, size: int, world: int) -> Callable[[], object]:
     }[kind]
 
 
-def _model() -> Any:
+def _model(sizes: Sizes) -> Any:
     torch.manual_seed(1)
-    config = DecoderOnlyConfig(d_model=WIDTH, d_ff=4 * WIDTH, heads=8, decoder_layers=LAYERS, dropout=0.0, tie="none")
-    return make_decoder_only(config, VOCAB)
+    width = sizes.width
+    config = DecoderOnlyConfig(width, 4 * width, heads=8, decoder_layers=sizes.layers, dropout=0.0, tie="none")
+    return make_decoder_only(config, sizes.vocab)
 
 
-def _step(layout: str, rank: int, world: int, sequences: int) -> Callable[[], object]:
+def _step(layout: str, rank: int, world: int, sequences: int, sizes: Sizes) -> Callable[[], object]:
     """Return forward and backward of this many sequences; those of a split vocabulary are the same in all ranks."""
-    model = _model()
+    model = _model(sizes)
     torch.manual_seed(0 if layout == "vocab" else rank)
-    tokens = torch.randint(1, VOCAB, (sequences, LENGTH + 1))
+    tokens = torch.randint(1, sizes.vocab, (sequences, sizes.length + 1))
     src, tgt, target = tokens[:, :1], tokens[:, :-1], tokens[:, 1:]
     if layout == "vocab":
         shard = split_weights(model, dist.group.WORLD)
@@ -198,16 +213,16 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp", "vocab")
 
 
-def measure(world: int, rounds: int) -> dict[str, float]:
+def measure(world: int, rounds: int, sizes: Sizes) -> dict[str, float]:
     """Return the median seconds of everything that is timed, one after another in each round."""
     # A split vocabulary has all ranks' sequences in each of them, so the rate is measured with as many, too
-    steps = [f"{what} {BATCH}" for what in ("alone", "ddp", "fsdp")]
-    steps += [f"{what} {BATCH * world}" for what in ("alone", "vocab")]
+    steps = [f"{what} {sizes.batch}" for what in ("alone", "ddp", "fsdp")]
+    steps += [f"{what} {sizes.batch * world}" for what in ("alone", "vocab")]
     whats = [*steps, *(f"{kind} {size}" for kind in KINDS for size in (SMALL_BYTES, LARGE_BYTES))]
     found: dict[str, list[float]] = {what: [] for what in whats}
     for _ in range(rounds):
         for what in whats:
-            found[what].append(max(ranks(world, timed, what)))
+            found[what].append(max(ranks(world, timed, what, sizes)))
     return {what: statistics.median(seconds) for what, seconds in found.items()}
 
 
@@ -225,21 +240,22 @@ def links_of(seconds: dict[str, float], world: int) -> tuple[Link, float]:
 def here_table(worlds: list[int], rounds: int) -> str:
     """Return the table of predicted against measured steps of this machine."""
     rows = []
-    parameters = sum(each.numel() for each in _model().parameters())
+    sizes = Sizes()
+    parameters = sum(each.numel() for each in _model(sizes).parameters())
     for world in worlds:
-        seconds = measure(world, rounds)
+        seconds = measure(world, rounds, sizes)
         link, start = links_of(seconds, world)
         speeds = " / ".join(f"{each[0] / 1e9:.2f}" for each in link[1:])
         print(f"{world} ranks: gloo {start:,.0f} us, {speeds} GB/s ({', '.join(KINDS)})")
         for layout in LAYOUTS:
-            sequences = BATCH * world if layout == "vocab" else BATCH
+            sequences = sizes.batch * world if layout == "vocab" else sizes.batch
             training = Training(
                 parameters=parameters,
-                layers=LAYERS,
-                d=WIDTH,
-                vocab=VOCAB,
-                length=LENGTH,
-                local_batch=BATCH,
+                layers=sizes.layers,
+                d=sizes.width,
+                vocab=sizes.vocab,
+                length=sizes.length,
+                local_batch=sizes.batch,
                 micro_batch=sequences,
                 dtype="float32",
                 host=world,
@@ -248,7 +264,7 @@ def here_table(worlds: list[int], rounds: int) -> str:
                 overlap="none",
             )
             alone = seconds[f"alone {sequences}"]
-            said = step_plan(training, sequences * LENGTH * training.flops / alone, world, layout)
+            said = step_plan(training, sequences * sizes.length * training.flops / alone, world, layout)
             real = seconds[f"{layout} {sequences}"]
             share = f"{(said.exchange + said.exposed) / said.seconds:.0%}"
             times = [f"{each:.3f}" for each in (alone, said.seconds, real)]
@@ -259,30 +275,12 @@ def here_table(worlds: list[int], rounds: int) -> str:
 
 # The picture
 
-INK = "#75808c"
-"""A grey that stands out from white and from near-black."""
 COLOURS = ("#1f7ae0", "#d9822b", "#2f9e63")
 
 
 def draw(file: Path) -> None:
     """Write efficiency against devices, up to 4,096, and the published figures, as an SVG."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update(
-        {
-            # Text remains text, and the same figures give the same bytes
-            "svg.fonttype": "none",
-            "svg.hashsalt": "seqpar",
-            "font.family": "sans-serif",
-            "font.size": 11,
-            **{f"{name}.color": INK for name in ("text", "xtick", "ytick")},
-            "axes.labelcolor": INK,
-            "axes.edgecolor": INK,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-        }
-    )
+    use_style()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
