@@ -25,8 +25,8 @@ The device's rate is measured, never assumed. A decoder is on R data x S vocabul
     once forward and once backward in each micro-batch, the reduce in the last one only. Layout "pipeline" shards the
     optimizer: (5) with a reduce-scatter, and (6) forward for one gather a step. With overlap "none" nothing hides.
 
-Left out: contention of computation and communication, stragglers, data loading, and an optimizer that gets quicker when
-it is sharded; the measured rate contains one optimizer. docs/scaling.md compares plans with published runs.
+Left out: computation that is slowed down by communication beside it, ranks that wait for each other, a pipeline's
+messages, and the optimizer, which the measured rate contains. docs/scaling.md compares plans with published trainings.
 """
 
 from __future__ import annotations
@@ -226,6 +226,49 @@ def _ranks(training: Training, layout: Layout, devices: int) -> tuple[int, int, 
     return data, split, stages, micro_batches
 
 
+def _data_parallel(
+    training: Training,
+    layout: Layout,
+    data: int,
+    split: int,
+    weights: Sequence[float],
+    forward: Sequence[float],
+    micro_batches: int,
+) -> tuple[float, float]:
+    """Return the seconds of gathering and reducing the units' weights: those exposed, (5) and (6), and all."""
+    width = DTYPES[training.dtype].itemsize
+    reduced = DTYPES[training.reduce_dtype].itemsize
+    # Ranks of a vocabulary are neighbours: a host has this many ranks of a data group
+    on_host = max(1, training.host // split)
+    shard = min(training.host, data) if layout == "hsdp" else data
+
+    def reduce(weight: float) -> float:
+        if layout == "ddp" or "vocab" in layout:
+            buckets = math.ceil(weight * width / (training.bucket * 2**20))
+            return buckets * training.collective("all_reduce", weight * reduced / buckets, data, on_host)
+        scattered = training.collective("reduce_scatter", weight * reduced, shard, on_host)
+        replicas = max(1, on_host // shard)
+        return scattered + training.collective("all_reduce", weight * reduced / shard, data // shard, replicas)
+
+    # A tied projection has no weights of its own to send
+    gathers = [training.collective("all_gather", each * width, shard, on_host) if each else 0.0 for each in weights]
+    reduces = [reduce(each) if each else 0.0 for each in reversed(weights)]
+    backward = [2 * seconds for seconds in reversed(forward)]
+    nothing = [0.0] * len(weights)
+    communicated = sum(reduces)
+    if layout in ("fsdp", "hsdp"):
+        communicated += 2 * micro_batches * sum(gathers)
+        exposed = micro_batches * gather_exposed(forward, gathers, nothing)
+        exposed += (micro_batches - 1) * gather_exposed(backward, gathers[::-1], nothing)
+        exposed += gather_exposed(backward, gathers[::-1], reduces)
+    else:
+        exposed = reduce_exposed(backward, reduces)
+    if layout == "pipeline":
+        communicated += sum(gathers)
+        exposed += gather_exposed(forward, gathers, nothing)
+    return communicated if training.overlap == "none" else exposed, communicated
+
+
 def step_plan(training: Training, rate: float, devices: int, layout: Layout) -> StepPlan:
     """Return the step on `devices` of which each computes `rate` operations per second, counted as in (1).
 
@@ -237,62 +280,34 @@ def step_plan(training: Training, rate: float, devices: int, layout: Layout) -> 
     check_number(rate, "rate", above=0)
     data, split, stages, micro_batches = _ranks(training, layout, devices)
     tokens = training.micro_batch * training.length
-    width = DTYPES[training.dtype].itemsize
-    reduced = DTYPES[training.reduce_dtype].itemsize
-    sharded = layout in ("fsdp", "hsdp")
-    shard = min(training.host, data) if layout == "hsdp" else data
-    # Ranks of a vocabulary are neighbours: a host has this many ranks of a data group
-    on_host = max(1, training.host // split)
+    dtype = DTYPES[training.dtype]
 
     # Units in forward order: weights on this device, and seconds of a micro-batch's forward
-    layer = ((training.parameters - training.embeddings) / training.layers / split, training.layer_flops)
+    layers = training.layers // stages
     table = training.vocab * training.d / split
-    units = [layer] * (training.layers // stages) + [(table, training.projection_flops)]
+    weights = [(training.parameters - training.embeddings) / training.layers / split] * layers + [table]
+    flops = [training.layer_flops] * layers + [training.projection_flops]
     if stages == 1:
         # A tied projection's gradient is complete where the embedding's is
-        units = [(table, 0.0), *units[:-1], (0.0 if training.tied else table, training.projection_flops)]
-    weights = [weight for weight, _ in units]
-    forward = [flops / 3 * tokens / (split * rate) for _, flops in units]
-    backward = [2 * seconds for seconds in reversed(forward)]
+        weights = [table, *weights[:-1], 0.0 if training.tied else table]
+        flops = [0.0, *flops]
+    forward = [each / 3 * tokens / (split * rate) for each in flops]
     compute = 3 * sum(forward)
 
-    hidden_states = training.collective("all_reduce", tokens * training.d * width, split, training.host)
-    rows = rows_per_chunk(math.ceil(training.vocab / split), DTYPES[training.dtype], "cuda")
-    chunks = math.ceil(tokens / rows)
-    of_loss = hidden_states + chunks * training.collective(
-        "all_gather", 20 * tokens / chunks * split, split, training.host
-    )
-    exchange = of_loss + (4 * (training.layers // stages) + (stages == 1)) * hidden_states
+    def over_vocab(kind: Collective, size: float) -> float:
+        return training.collective(kind, size, split, training.host)
 
-    def reduce(weight: float) -> float:
-        if sharded or layout == "pipeline":
-            scattered = training.collective("reduce_scatter", weight * reduced, shard, on_host)
-            replicas = max(1, on_host // shard)
-            return scattered + training.collective("all_reduce", weight * reduced / shard, data // shard, replicas)
-        buckets = math.ceil(weight * width / (training.bucket * 2**20))
-        return buckets * training.collective("all_reduce", weight * reduced / buckets, data, on_host)
+    hidden_states = over_vocab("all_reduce", tokens * training.d * dtype.itemsize)
+    chunks = math.ceil(tokens / rows_per_chunk(math.ceil(training.vocab / split), dtype, "cuda"))
+    of_loss = hidden_states + chunks * over_vocab("all_gather", 20 * tokens / chunks * split)
+    exchange = of_loss + (4 * layers + (stages == 1)) * hidden_states
 
-    gathers = [training.collective("all_gather", each * width, shard, on_host) if each else 0.0 for each in weights]
-    reduces = [reduce(each) if each else 0.0 for each in reversed(weights)]
-    nothing = [0.0] * len(units)
-    communicated = sum(reduces)
-    if sharded:
-        communicated += 2 * micro_batches * sum(gathers)
-        exposed = micro_batches * gather_exposed(forward, gathers, nothing)
-        exposed += (micro_batches - 1) * gather_exposed(backward, gathers[::-1], nothing)
-        exposed += gather_exposed(backward, gathers[::-1], reduces)
-    else:
-        exposed = reduce_exposed(backward, reduces)
-    if layout == "pipeline":
-        communicated += sum(gathers)
-        exposed += gather_exposed(forward, gathers, nothing)
-    if training.overlap == "none":
-        exposed = communicated
-
+    exposed, communicated = _data_parallel(training, layout, data, split, weights, forward, micro_batches)
     bubble = (stages - 1) / training.interleave * (compute + exchange)
     seconds = micro_batches * (compute + exchange) + bubble + exposed
     all_tokens = tokens * micro_batches * data
-    adam = (12 if width < 4 else 8) / (data if layout == "pipeline" else 1)
+    sharing = {"fsdp": data, "hsdp": min(training.host, data)}.get(layout, 1)
+    adam = (12 if dtype.itemsize < 4 else 8) / (data if layout == "pipeline" else 1)
     return StepPlan(
         layout=layout,
         devices=devices,
@@ -306,7 +321,7 @@ def step_plan(training: Training, rate: float, devices: int, layout: Layout) -> 
         projection=micro_batches * (3 * forward[-1] + of_loss) / seconds,
         tokens_per_second=all_tokens / seconds / devices,
         efficiency=all_tokens * training.flops / (devices * rate * seconds),
-        state=sum(weights) * (width + reduced + adam) / (shard if sharded else 1),
+        state=sum(weights) * (dtype.itemsize + DTYPES[training.reduce_dtype].itemsize + adam) / sharing,
     )
 
 
