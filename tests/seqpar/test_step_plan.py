@@ -151,6 +151,15 @@ def test_the_vocabulary_is_split_inside_a_host_and_weights_between_hosts() -> No
     assert planned(64, "vocab").ranks == (1, 64, 1)
 
 
+def test_the_fewer_ranks_of_a_data_group_are_on_a_host_the_fewer_adapters_it_has() -> None:
+    # A byte between hosts takes a second for each adapter, everything else nothing
+    links: dict[str, Any] = {"within": Link.of(0, 1e30), "between": Link.of(0, 1e-9), "start": 0, "overlap": "none"}
+    for split, adapters in ((8, 1), (4, 2), (2, 4), (1, 8)):
+        data = 64 // split
+        moved = 2 * (data - 1) / data * 4 * LLAMA["parameters"] / split
+        assert planned(64, "data-vocab", vocab_ranks=split, **links).exposed == pytest.approx(moved / adapters), split
+
+
 def test_the_share_of_projection_and_loss_is_that_of_its_operations_and_grows_with_the_vocabulary() -> None:
     training = Training(**LLAMA)
     assert planned(1, "ddp").projection == pytest.approx(training.projection_flops / training.flops)
