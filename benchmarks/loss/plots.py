@@ -19,11 +19,8 @@ OTHERS = "#8c959f"
 OURS_BLUE = "#1f7ae0"
 
 
-def draw(results: Results, beside: Path) -> list[str]:
-    """Write the pictures that there are figures for, and return their names."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no pictures: matplotlib is not installed (the extra `bench` has it)", file=sys.stderr)
-        return []
+def use_style() -> None:
+    """Make matplotlib write SVG files whose text remains text, and whose bytes depend on the figures alone."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -41,6 +38,14 @@ def draw(results: Results, beside: Path) -> list[str]:
             "axes.spines.right": False,
         }
     )
+
+
+def draw(results: Results, beside: Path) -> list[str]:
+    """Write the pictures that there are figures for, and return their names."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no pictures: matplotlib is not installed (the extra `bench` has it)", file=sys.stderr)
+        return []
+    use_style()
     written = []
     pictures = {"": _bars(results), "-memory": _memory(results), "-linear": _lines(results)}
     for suffix, picture in pictures.items():

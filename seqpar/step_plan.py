@@ -1,0 +1,469 @@
+"""Calculate the seconds of a training step in each layout, on one device or on thousands, before anything runs.
+
+    python -m seqpar.step_plan --parameters 8.03e9 --layers 32 --d 4096 --vocab 128256 --length 8192 --local-batch 2 \\
+        --layout fsdp --tokens-per-second 5762 --measured-on 8 --devices 8 128 1024 4096
+
+The device's rate is measured, never assumed. A decoder is on R data x S vocabulary x Q pipeline ranks.
+
+(1) flops = 6 (parameters - embedding) + 12 layers d length, of a token, forward and backward; the projection's are
+    6 V d. An embedding is looked up and not multiplied; a tied one is the projection.
+(2) A collective takes start + hops + its bytes / bandwidth: `seqpar/links.py` has the equation and known links.
+(3) step = (micro_batches + (Q - 1) / interleave) (compute + exchange) + exposed,
+    of the slowest stage, the last one, which has the projection (Narayanan et al. 2021, 2.2). A third of compute is
+    forward.
+(4) exchange, of a split vocabulary, hides behind nothing: 4 all-reduces of hidden states in each layer, one of the
+    projection's and one of the embedding's (Megatron-LM, section 3), an all-gather of 5 numbers a token in each chunk.
+(5) DDP's all-reduce of a unit u (a layer, the embedding, the projection) begins when its gradient is there and the one
+    before has ended, in the last micro-batch; with T_u the transfer and B_u the backward of the units up to u
+
+        done_u = max(done_(u-1), B_u) + T_u,    exposed = done - B
+
+(6) FSDP's gather of the next unit and reduce of the previous one hide behind this unit's computation, and no others do:
+
+        exposed = gather_first + sum_u max(0, gather_(u+1) + reduce_(u-1) - compute_u) + reduce_last
+
+    once forward and once backward in each micro-batch, the reduce in the last one only. Layout "pipeline" shards the
+    optimizer: (5) with a reduce-scatter, and (6) forward for one gather a step. With overlap "none" nothing hides.
+
+Left out: computation that is slowed down by communication beside it, ranks that wait for each other, a pipeline's
+messages, and the optimizer, which the measured rate contains. docs/scaling.md compares plans with published trainings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from itertools import product
+from typing import Literal, get_args
+
+import torch
+
+from seqpar.core.checks import check_choice, check_integer, check_number, check_size
+from seqpar.core.chunks import rows_per_chunk
+from seqpar.links import LINKS, NCCL_START, Collective, Link, parse_link, seconds_of
+from seqpar.testing.markdown_table import markdown_table
+
+Layout = Literal["ddp", "fsdp", "hsdp", "data-vocab", "vocab", "pipeline"]
+"""The simplest first. "hsdp" shards over the devices of a host; "vocab" splits matrices and vocabulary over all
+devices, "data-vocab" over those of a host."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+HELP = {
+    "parameters": "all parameters of the model",
+    "layers": "layers of the model",
+    "d": "width of the hidden states",
+    "vocab": "classes of the whole vocabulary",
+    "tied": "the projection is the embedding",
+    "length": "tokens of a sequence",
+    "batch": "sequences of a step over all devices; or",
+    "local_batch": "sequences of a step per device",
+    "micro_batch": "sequences that a data rank computes at once",
+    "dtype": "of weights and activations",
+    "reduce_dtype": "of the gradients that are reduced",
+    "bucket": "MiB of weights whose gradients DDP reduces at once",
+    "vocab_ranks": "S of data-vocab and pipeline; default: the devices of a host",
+    "stages": "Q of pipeline",
+    "interleave": "pieces of the model that a pipeline rank has, in turns",
+    "host": "devices of a host",
+    "within": f"link inside a host: {', '.join(LINKS)}, or microseconds:GB/s",
+    "between": "link between hosts, likewise; per device, and several GB/s are those of 2,4,8,... hosts",
+    "start": "microseconds of a collective before its first hop",
+    "overlap": "layers: as (5) and (6) say; none: nothing hides",
+}
+"""What the fields of `Training` are; each is an option of the command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A model, its batch, and the machines. `HELP` says what each field is."""
+
+    parameters: int
+    layers: int
+    d: int
+    vocab: int
+    tied: bool = False
+    length: int
+    batch: int | None = None
+    local_batch: int | None = None
+    micro_batch: int = 1
+    dtype: str = "bfloat16"
+    reduce_dtype: str = "float32"
+    bucket: float = 25.0
+    vocab_ranks: int | None = None
+    stages: int = 1
+    interleave: int = 1
+    host: int = 8
+    within: Link = LINKS["nvlink4"]
+    between: Link = LINKS["rdma400"]
+    start: float = NCCL_START
+    overlap: str = "layers"
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "layers", "d", "vocab", "length", "micro_batch", "stages", "interleave", "host"):
+            check_integer(getattr(self, name), name, 1, wrong_kind=ValueError)
+        for name in ("batch", "local_batch", "vocab_ranks"):
+            check_size(getattr(self, name), name)
+        if (self.batch is None) == (self.local_batch is None):
+            given = "neither" if self.batch is None else "both"
+            raise ValueError(
+                f"{given} of batch (over all devices) and local_batch (per device) given; give one of them"
+            )
+        check_choice(self.dtype, "dtype", list(DTYPES))
+        check_choice(self.reduce_dtype, "reduce_dtype", list(DTYPES))
+        check_choice(self.overlap, "overlap", ["layers", "none"])
+        check_number(self.bucket, "bucket", above=0)
+        check_number(self.start, "start", at_least=0)
+        if self.embeddings >= self.parameters:
+            raise ValueError(
+                f"parameters is {self.parameters}, and embedding and projection alone have {self.embeddings}; "
+                "count all of the model's, and say tied if the projection is the embedding"
+            )
+
+    @property
+    def embeddings(self) -> int:
+        """Return the parameters of embedding and projection."""
+        return self.vocab * self.d * (1 if self.tied else 2)
+
+    @property
+    def layer_flops(self) -> float:
+        """Return the operations of a token in a layer: (1)."""
+        return 6.0 * (self.parameters - self.embeddings) / self.layers + 12.0 * self.d * self.length
+
+    @property
+    def projection_flops(self) -> float:
+        """Return the operations of a token in the projection."""
+        return 6.0 * self.vocab * self.d
+
+    @property
+    def flops(self) -> float:
+        """Return the operations of a token: (1)."""
+        return self.layers * self.layer_flops + self.projection_flops
+
+    def collective(self, kind: Collective, size: float, ranks: int, on_host: int) -> float:
+        """Return the seconds of a collective of `size` bytes over `ranks`, `on_host` of them on each host: (2)."""
+        return seconds_of(kind, size, ranks, on_host, self.within, self.between, self.start * 1e-6)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A training step in one layout, on the slowest of its devices; times are in seconds."""
+
+    layout: Layout
+    devices: int
+    ranks: tuple[int, int, int]
+    """R, S and Q."""
+    micro_batches: int
+    compute: float
+    exchange: float
+    """Of the split vocabulary and matrices, (4)."""
+    bubble: float
+    """While the pipeline fills and drains."""
+    exposed: float
+    """What can be seen of gathering weights and reducing gradients, (5) and (6)."""
+    hidden: float
+    """What cannot."""
+    projection: float
+    """Projection and loss, with their part of the exchange: a share of the step."""
+    tokens_per_second: float
+    """Of one device."""
+    efficiency: float
+    """To the same device alone."""
+    state: float
+    """Bytes of weights, gradients, Adam's moments, and a float32 copy of narrow weights, on a device."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of the step: (3)."""
+        return self.compute + self.exchange + self.bubble + self.exposed
+
+
+def reduce_exposed(backward: Sequence[float], transfers: Sequence[float]) -> float:
+    """Return what outlasts the backward, where each unit's transfer queues up at the end of its backward: (5)."""
+    computed = done = 0.0
+    for compute, transfer in zip(backward, transfers, strict=True):
+        computed += compute
+        done = max(done, computed) + transfer
+    return done - computed
+
+
+def gather_exposed(compute: Sequence[float], gathers: Sequence[float], reduces: Sequence[float]) -> float:
+    """Return what can be seen where a unit hides the next one's gather and the previous one's reduce: (6)."""
+    exposed = gathers[0] + reduces[-1]
+    for here, gather, reduce in zip(compute, [*gathers[1:], 0.0], [0.0, *reduces[:-1]], strict=True):
+        exposed += max(0.0, gather + reduce - here)
+    return exposed
+
+
+def _divide(whole: int, parts: int, name: str, by: str) -> int:
+    """Return `whole` / `parts`; raise ValueError unless it is a whole number."""
+    if whole % parts:
+        raise ValueError(f"{name} is {whole}, which {by} = {parts} does not divide; change one of them")
+    return whole // parts
+
+
+def _ranks(training: Training, layout: Layout, devices: int) -> tuple[int, int, int, int]:
+    """Return data, vocabulary and pipeline ranks, and micro-batches."""
+    stages = 1
+    split = 1
+    if layout == "vocab":
+        split = devices
+    if layout in ("data-vocab", "pipeline"):
+        split = training.vocab_ranks or min(training.host, devices)
+    if layout == "pipeline":
+        stages = training.stages
+        _divide(training.layers, stages * training.interleave, "layers", "stages x interleave")
+    data = _divide(devices, split * stages, "devices", "vocab_ranks x stages")
+    if layout == "hsdp":
+        _divide(data, min(training.host, data), "devices", "host")
+    batch = training.batch or (training.local_batch or 1) * devices
+    micro_batches = _divide(batch, data * training.micro_batch, "batch", "data ranks x micro_batch")
+    if stages > 1 and training.interleave > 1:
+        _divide(micro_batches, stages, "the number of micro-batches", "stages (with interleave)")
+    return data, split, stages, micro_batches
+
+
+def _data_parallel(
+    training: Training,
+    layout: Layout,
+    data: int,
+    split: int,
+    weights: Sequence[float],
+    forward: Sequence[float],
+    micro_batches: int,
+) -> tuple[float, float]:
+    """Return the seconds of gathering and reducing the units' weights: those exposed, (5) and (6), and all."""
+    width = DTYPES[training.dtype].itemsize
+    reduced = DTYPES[training.reduce_dtype].itemsize
+    # Ranks of a vocabulary are neighbours: a host has this many ranks of a data group
+    on_host = max(1, training.host // split)
+    shard = min(training.host, data) if layout == "hsdp" else data
+
+    def reduce(weight: float) -> float:
+        if layout == "ddp" or "vocab" in layout:
+            buckets = math.ceil(weight * width / (training.bucket * 2**20))
+            return buckets * training.collective("all_reduce", weight * reduced / buckets, data, on_host)
+        scattered = training.collective("reduce_scatter", weight * reduced, shard, on_host)
+        replicas = max(1, on_host // shard)
+        return scattered + training.collective("all_reduce", weight * reduced / shard, data // shard, replicas)
+
+    # A tied projection has no weights of its own to send
+    gathers = [training.collective("all_gather", each * width, shard, on_host) if each else 0.0 for each in weights]
+    reduces = [reduce(each) if each else 0.0 for each in reversed(weights)]
+    backward = [2 * seconds for seconds in reversed(forward)]
+    nothing = [0.0] * len(weights)
+    communicated = sum(reduces)
+    if layout in ("fsdp", "hsdp"):
+        communicated += 2 * micro_batches * sum(gathers)
+        exposed = micro_batches * gather_exposed(forward, gathers, nothing)
+        exposed += (micro_batches - 1) * gather_exposed(backward, gathers[::-1], nothing)
+        exposed += gather_exposed(backward, gathers[::-1], reduces)
+    else:
+        exposed = reduce_exposed(backward, reduces)
+    if layout == "pipeline":
+        communicated += sum(gathers)
+        exposed += gather_exposed(forward, gathers, nothing)
+    return communicated if training.overlap == "none" else exposed, communicated
+
+
+def step_plan(training: Training, rate: float, devices: int, layout: Layout) -> StepPlan:
+    """Return the step on `devices` of which each computes `rate` operations per second, counted as in (1).
+
+    Raises:
+        ValueError: a count below 1, or one that does not divide; an unknown layout; a rate that is not above 0.
+    """
+    check_integer(devices, "devices", 1, wrong_kind=ValueError)
+    check_choice(layout, "layout", get_args(Layout))
+    check_number(rate, "rate", above=0)
+    data, split, stages, micro_batches = _ranks(training, layout, devices)
+    tokens = training.micro_batch * training.length
+    dtype = DTYPES[training.dtype]
+
+    # Units in forward order: weights on this device, and seconds of a micro-batch's forward
+    layers = training.layers // stages
+    table = training.vocab * training.d / split
+    weights = [(training.parameters - training.embeddings) / training.layers / split] * layers + [table]
+    flops = [training.layer_flops] * layers + [training.projection_flops]
+    if stages == 1:
+        # A tied projection's gradient is complete where the embedding's is
+        weights = [table, *weights[:-1], 0.0 if training.tied else table]
+        flops = [0.0, *flops]
+    forward = [each / 3 * tokens / (split * rate) for each in flops]
+    compute = 3 * sum(forward)
+
+    def over_vocab(kind: Collective, size: float) -> float:
+        return training.collective(kind, size, split, training.host)
+
+    hidden_states = over_vocab("all_reduce", tokens * training.d * dtype.itemsize)
+    chunks = math.ceil(tokens / rows_per_chunk(math.ceil(training.vocab / split), dtype, "cuda"))
+    of_loss = hidden_states + chunks * over_vocab("all_gather", 20 * tokens / chunks * split)
+    exchange = of_loss + (4 * layers + (stages == 1)) * hidden_states
+
+    exposed, communicated = _data_parallel(training, layout, data, split, weights, forward, micro_batches)
+    bubble = (stages - 1) / training.interleave * (compute + exchange)
+    seconds = micro_batches * (compute + exchange) + bubble + exposed
+    all_tokens = tokens * micro_batches * data
+    sharing = {"fsdp": data, "hsdp": min(training.host, data)}.get(layout, 1)
+    adam = (12 if dtype.itemsize < 4 else 8) / (data if layout == "pipeline" else 1)
+    return StepPlan(
+        layout=layout,
+        devices=devices,
+        ranks=(data, split, stages),
+        micro_batches=micro_batches,
+        compute=micro_batches * compute,
+        exchange=micro_batches * exchange,
+        bubble=bubble,
+        exposed=exposed,
+        hidden=communicated - exposed,
+        projection=micro_batches * (3 * forward[-1] + of_loss) / seconds,
+        tokens_per_second=all_tokens / seconds / devices,
+        efficiency=all_tokens * training.flops / (devices * rate * seconds),
+        state=sum(weights) * (dtype.itemsize + DTYPES[training.reduce_dtype].itemsize + adam) / sharing,
+    )
+
+
+def rate_of(training: Training, tokens_per_second: float, devices: int = 1, layout: Layout = "ddp") -> float:
+    """Return the rate with which each of `devices` has this measured throughput.
+
+    Raises:
+        ValueError: communication alone takes longer than what was measured; and as `step_plan`.
+    """
+    check_number(tokens_per_second, "tokens_per_second", above=0)
+    # Communication only adds time, so this bounds the rate from below; no device is a million times as fast
+    low = tokens_per_second * training.flops
+    high = 1e6 * low
+    fastest = step_plan(training, high, devices, layout).tokens_per_second
+    if fastest < tokens_per_second:
+        raise ValueError(
+            f"tokens_per_second is {tokens_per_second:g} on {devices} devices, and communication alone allows "
+            f"{fastest:g}: check the links, the layout and the batch"
+        )
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        if step_plan(training, middle, devices, layout).tokens_per_second < tokens_per_second:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+HEADER = (
+    "layout", "devices", "R x S x Q", "micro-batches", "step s", "compute", "exchange", "bubble", "exposed", "hidden",
+    "tokens/s/device", "efficiency", "projection, loss", "state GiB",
+)  # fmt: skip
+
+
+def table(plans: Sequence[StepPlan]) -> str:
+    """Return a Markdown table: a row per plan, in seconds of a step."""
+    rows = []
+    for plan in plans:
+        times = (plan.seconds, plan.compute, plan.exchange, plan.bubble, plan.exposed, plan.hidden)
+        ranks = " x ".join(map(str, plan.ranks))
+        shares = [f"{plan.tokens_per_second:,.0f}", f"{plan.efficiency:.1%}", f"{plan.projection:.1%}"]
+        seconds = [f"{time:.3f}" for time in times]
+        first = [plan.layout, str(plan.devices), ranks, str(plan.micro_batches)]
+        rows.append([*first, *seconds, *shares, f"{plan.state / 2**30:.1f}"])
+    return markdown_table(HEADER, rows)
+
+
+def advice(plans: Sequence[StepPlan], memory: float) -> str:
+    """Return a line that names the simplest layout within 5 % of the quickest, of those whose state fits (GiB)."""
+    fitting = [plan for plan in plans if plan.state <= memory * 2**30]
+    if not fitting:
+        least = min(plan.state for plan in plans) / 2**30
+        on = f"on each of {plans[0].devices} devices"
+        return (
+            f"No layout fits: weights, gradients and moments need at least {least:.1f} GiB {on}, which has {memory:g}"
+        )
+    quickest = max(plan.tokens_per_second for plan in fitting)
+    near = [plan for plan in fitting if plan.tokens_per_second >= 0.95 * quickest]
+    best = min(near, key=lambda plan: get_args(Layout).index(plan.layout))
+    return (
+        f"Choose {best.layout} on {best.devices} devices: {best.seconds:.3f} s a step, {best.tokens_per_second:,.0f} "
+        f"tokens/s per device, {best.efficiency:.1%} of one device alone; projection and loss are {best.projection:.1%}"
+    )
+
+
+def _count(text: str) -> int:
+    """Return a whole number, which may be written as 8.03e9."""
+    if float(text) != int(float(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(float(text))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m seqpar.step_plan", description="Seconds of a training step.")
+    kinds: dict[str, Callable[[str], object]] = {"int": _count, "float": float, "str": str, "Link": parse_link}
+    for each in fields(Training):
+        name = f"--{each.name.replace('_', '-')}"
+        if each.type == "bool":
+            parser.add_argument(name, action="store_true", help=HELP[each.name])
+            continue
+        kind = kinds[str(each.type).removesuffix(" | None")]
+        required = each.default is MISSING
+        parser.add_argument(name, type=kind, default=each.default, required=required, help=HELP[each.name])
+    rate = parser.add_mutually_exclusive_group(required=True)
+    rate.add_argument("--tokens-per-second", type=float, help="measured, per device")
+    rate.add_argument("--flops-per-second", type=float, help="measured, per device, counted as in (1)")
+    parser.add_argument(
+        "--measured-on", type=_count, default=1, help="devices of that measurement, in the layout given"
+    )
+    parser.add_argument("--devices", type=_count, nargs="+", required=True, help="one or several numbers of devices")
+    parser.add_argument("--layout", help=f"{', '.join(get_args(Layout))}; default: all that are possible")
+    parser.add_argument("--memory", type=float, default=80.0, help="GiB of a device")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table and the advice."""
+    options = _parser().parse_args(arguments)
+    try:
+        training = Training(**{each.name: getattr(options, each.name) for each in fields(Training)})
+        _print(training, options)
+    except ValueError as error:
+        sys.exit(f"step_plan: {error}")
+
+
+def _rate(training: Training, options: argparse.Namespace) -> float:
+    """Return the rate that was measured, having checked the numbers of the command."""
+    for devices in [*options.devices, options.measured_on]:
+        check_integer(devices, "devices", 1, wrong_kind=ValueError)
+    check_number(options.memory, "memory", above=0)
+    measured = options.tokens_per_second
+    if measured is None:
+        measured = options.flops_per_second / training.flops
+    if options.measured_on > 1 and options.layout is None:
+        raise ValueError(
+            f"measured_on is {options.measured_on}, and no layout is given; name the one it was measured in"
+        )
+    return rate_of(training, measured, options.measured_on, options.layout or "ddp")
+
+
+def _print(training: Training, options: argparse.Namespace) -> None:
+    rate = _rate(training, options)
+    layouts = [options.layout]
+    if layouts == [None]:
+        layouts = [each for each in get_args(Layout) if each != "pipeline" or training.stages > 1]
+    plans = []
+    impossible = []
+    for layout, devices in product(layouts, options.devices):
+        try:
+            plans.append(step_plan(training, rate, devices, layout))
+        except ValueError as error:
+            impossible.append(f"{layout} on {devices} devices: {error}")
+    if not plans:
+        raise ValueError(impossible[0])
+    print(f"{training.flops / 1e9:,.2f} GFLOP a token, {rate / 1e12:,.4g} TFLOP/s of a device; seconds of a step\n")
+    print(table(plans))
+    for line in impossible:
+        print(f"\nNot possible: {line}")
+    for devices in options.devices:
+        if here := [plan for plan in plans if plan.devices == devices]:
+            print(f"\n{advice(here, options.memory)}")
+
+
+if __name__ == "__main__":
+    main()
