@@ -28,7 +28,8 @@ from benchmarks.loss.results import hardware
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model
 from recipes.translation.files.atomic_folder import whole_folder
-from recipes.translation.run_folder.checkpoint import Translator, load_translator
+from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.scores.bootstrap import Interval, interval, resampled_scores
 from recipes.translation.scores.scores import measure
 from recipes.translation.scores.statistics import Measured

@@ -26,25 +26,22 @@ from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.errors import TrainingError
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals
-from recipes.translation.run_folder.checkpoint import (
-    WEIGHTS,
-    SavedTraining,
-    TrainingState,
-    Translator,
-    build_model,
-    check_moments,
-    check_sizes,
-    fill_model,
-    model_sizes,
-    model_to_fill,
-    saved_config,
-)
+from recipes.translation.run_folder.checkpoint import SavedTraining, TrainingState, check_moments, saved_config
 from recipes.translation.run_folder.jumps import check_jumps
 from recipes.translation.run_folder.lock import sole_writer
 from recipes.translation.run_folder.resume import begin, check_same_data, check_steps, flat, remove_run
 from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.start import run_subwords, starting_weights
 from recipes.translation.run_folder.teacher import check_same_teacher, load_teacher
+from recipes.translation.run_folder.translator import (
+    WEIGHTS,
+    Translator,
+    build_model,
+    check_sizes,
+    fill_model,
+    model_sizes,
+    model_to_fill,
+)
 from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.training.announcement import announce, size_of
 from recipes.translation.training.ema import WeightAverage

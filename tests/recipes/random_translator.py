@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
+from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.text.subwords import EOS, Subwords, train_subwords
 from tests.recipes.tiny import tiny
 

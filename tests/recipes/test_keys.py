@@ -18,7 +18,7 @@ import torch
 from recipes.translation.data import prepare, token_store
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import store_key
-from recipes.translation.run_folder.checkpoint import Translator, tensors_of
+from recipes.translation.run_folder.translator import Translator, tensors_of
 from recipes.translation.settings.config import SCHEMA, CorpusConfig, RunConfig
 from recipes.translation.settings.schema import Schema
 from recipes.translation.text.subwords import Subwords

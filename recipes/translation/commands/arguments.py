@@ -23,7 +23,7 @@ from recipes.translation.settings.options import ALSO, METAVARS, OneLineParser, 
 if TYPE_CHECKING:
     from recipes.translation.export.ctranslate2_engine import ExportedTranslator
     from recipes.translation.processes.ranks import Ranks
-    from recipes.translation.run_folder.checkpoint import Translator
+    from recipes.translation.run_folder.translator import Translator
 
 N = TypeVar("N", int, float)
 PROGRAM = "python -m recipes.translation"

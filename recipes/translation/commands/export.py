@@ -21,7 +21,7 @@ from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.settings.config import LayoutConfig
 
 if TYPE_CHECKING:
-    from recipes.translation.run_folder.checkpoint import Translator
+    from recipes.translation.run_folder.translator import Translator
 
 PACKAGES = {
     "safetensors": ["safetensors"],

@@ -15,7 +15,7 @@ from recipes.translation.translating.search_options import Sampling, SearchOptio
 
 if TYPE_CHECKING:
     from recipes.translation.processes.ranks import Ranks
-    from recipes.translation.run_folder.checkpoint import Translator
+    from recipes.translation.run_folder.translator import Translator
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from recipes.translation.data.corpora import Corpora, language_pairs, with_languages
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.serve.models import Model
 from recipes.translation.translating.alignments import Link, align
 from recipes.translation.translating.search_options import SearchOptions

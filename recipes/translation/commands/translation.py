@@ -27,7 +27,7 @@ from recipes.translation.translating.search_options import SearchOptions
 
 if TYPE_CHECKING:
     from recipes.translation.processes.ranks import Ranks
-    from recipes.translation.run_folder.checkpoint import Translator
+    from recipes.translation.run_folder.translator import Translator
     from recipes.translation.translating.translate import Translation
 
 

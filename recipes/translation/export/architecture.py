@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from models import DecoderOnlyConfig, TransformerConfig
 from recipes.translation.errors import ConfigError
-from recipes.translation.run_folder.checkpoint import Translator, model_sizes
+from recipes.translation.run_folder.translator import Translator, model_sizes
 
 
 def transformer_sizes(translator: Translator) -> TransformerConfig:

@@ -21,8 +21,9 @@ from models.presets import Activation
 from models.transformer import EncoderLayer, FeedForward
 from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
-from recipes.translation.run_folder.checkpoint import Translator, save_belongings
+from recipes.translation.run_folder.checkpoint import save_belongings
 from recipes.translation.run_folder.made_from import note_origin
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.subwords import EOS, UNK
 
 ACTIVATIONS: dict[Activation, Any] = {

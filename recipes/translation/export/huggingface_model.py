@@ -33,7 +33,7 @@ from models.huggingface_names import huggingface_names
 from recipes.translation.errors import ConfigError
 from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, Subwords
 

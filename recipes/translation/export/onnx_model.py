@@ -26,7 +26,8 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.export.architecture import transformer_sizes
 from recipes.translation.export.onnx_graphs import names_of, save
 from recipes.translation.files.atomic_folder import replaced_folder
-from recipes.translation.run_folder.checkpoint import Translator, save_belongings, subword_names
+from recipes.translation.run_folder.checkpoint import save_belongings, subword_names
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.subwords import BOS, EOS, PAD, UNK
 
 

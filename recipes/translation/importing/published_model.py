@@ -16,8 +16,9 @@ from recipes.translation.importing.folder import Folder, Weights, check_subwords
 from recipes.translation.importing.generation import decoding_of, lost_settings, read_generation, searches_on
 from recipes.translation.importing.tokenizer import Tokenizer, read_tokenizer
 from recipes.translation.importing.weights import our_weights
-from recipes.translation.run_folder.checkpoint import Translator, fill_model, model_to_fill, save_model, tensors_of
+from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.outputs import is_run
+from recipes.translation.run_folder.translator import Translator, fill_model, model_to_fill, tensors_of
 from recipes.translation.settings.config import ModelConfig, RunConfig, load_config
 from recipes.translation.text.sentencepiece_file import kind_of_model
 from recipes.translation.text.subwords import Subwords

@@ -16,7 +16,6 @@ from torch import Tensor
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import model_folder, sha256, whole_folder
 from recipes.translation.run_folder.checkpoint import (
-    fill_model,
     load_facts,
     load_translator,
     load_weights,
@@ -28,6 +27,7 @@ from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.run_folder.resume import MAY_CHANGE, flat, without_paths
 from recipes.translation.run_folder.start import sizes_and_subwords
+from recipes.translation.run_folder.translator import fill_model
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.metrics import METRICS
 

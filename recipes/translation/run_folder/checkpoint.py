@@ -25,30 +25,18 @@ Earlier versions had a state's files in the folder of its model, `<run>/last`, a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from models import (
-    PRESETS,
-    DecoderOnlyConfig,
-    EncoderDecoder,
-    RecurrentConfig,
-    make_decoder_only,
-    make_recurrent,
-    make_transformer,
-)
 from models.lora import has_lora, merged_tensors
-from models.presets import Sizes
-from models.undrawn import undrawn
-from recipes.translation.errors import CheckpointError, ConfigError
+from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import (
     listed_files,
     replaced_folder,
@@ -60,27 +48,17 @@ from recipes.translation.files.atomic_folder import (
 from recipes.translation.files.json_fields import Check, WrongFieldError
 from recipes.translation.files.tensors import MIXED, read_tensors, write_tensors
 from recipes.translation.run_folder.fields import FACTS, STATE
-from recipes.translation.settings.config import ModelConfig, RunConfig, load_config, save_config
-from recipes.translation.text.subwords import PAD, Subwords
-
-
-@dataclass(frozen=True)
-class Translator:
-    """A model with the subwords and settings that belong to it."""
-
-    config: RunConfig
-    model: EncoderDecoder
-    source: Subwords
-    target: Subwords
-    others: tuple[EncoderDecoder, ...] = ()
-    """Models that translate together with `model`; they are not saved."""
-    digests: tuple[str, ...] = ()
-    """The SHA-256 of the weights of each model, as they were saved, where they have been read from a folder."""
-
-    @property
-    def models(self) -> list[EncoderDecoder]:
-        """Return the models whose probabilities are averaged in translation: most often one."""
-        return [self.model, *self.others]
+from recipes.translation.run_folder.translator import (
+    Translator,
+    check_sizes,
+    fill_model,
+    fingerprint,
+    model_sizes,
+    model_to_fill,
+    tensors_of,
+)
+from recipes.translation.settings.config import RunConfig, load_config, save_config
+from recipes.translation.text.subwords import Subwords
 
 
 @dataclass
@@ -109,67 +87,6 @@ class TrainingState:
     """Fingerprint of the training and validation data."""
     teacher: str = ""
     """Fingerprint of the weights that the run learns from; empty without a teacher."""
-
-
-def model_sizes(config: ModelConfig) -> Sizes:
-    """Return the sizes of the preset, which decides the architecture, changed by the settings that are not None."""
-    if config.preset not in PRESETS:
-        raise ConfigError(f"model.preset is {config.preset!r}; it must be one of {', '.join(PRESETS)}")
-    changed = {name: value for name, value in asdict(config).items() if name != "preset" and value is not None}
-    preset = PRESETS[config.preset]
-    known = {field.name for field in fields(preset)}
-    for name in changed.keys() - known:
-        raise ConfigError(f"model.{name} is not a setting of {config.preset}, which has {', '.join(sorted(known))}")
-    try:
-        return replace(preset, **changed)
-    except ValueError as error:
-        raise ConfigError(f"model: {error}") from error
-
-
-def build_model(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDecoder:
-    """Build a model with random weights for these subwords."""
-    try:
-        if isinstance(sizes, RecurrentConfig):
-            return make_recurrent(sizes, len(source), len(target), pad=PAD)
-        if isinstance(sizes, DecoderOnlyConfig):
-            return make_decoder_only(sizes, len(target), pad=PAD)
-        return make_transformer(sizes, len(source), len(target), pad=PAD)
-    except ValueError as error:
-        raise ConfigError(f"model: {error}") from error
-
-
-def check_layers(sizes: Sizes, saved: Mapping[str, Tensor], folder: Path | str) -> None:
-    """Raise CheckpointError if a model has more layers than there are saved tensors: each layer has several."""
-    for name in ("encoder_layers", "decoder_layers"):
-        if (layers := getattr(sizes, name, 0)) > len(saved):
-            raise CheckpointError(
-                f"{folder} does not fit the model its config.yaml describes, which has {name} {layers:,}: all its "
-                f"tensors are {len(saved):,}"
-            )
-
-
-def check_sizes(
-    sizes: Sizes, source: Subwords, target: Subwords, saved: Mapping[str, Tensor], folder: Path | str
-) -> None:
-    """Raise CheckpointError unless saved tensors have these sizes, before anything of these sizes takes up memory."""
-    check_layers(sizes, saved, folder)
-    try:
-        with torch.device("meta"):  # shapes without numbers
-            model = build_model(sizes, source, target)
-    except RuntimeError as error:  # a size beyond 64 bits
-        (reason, *_) = str(error).splitlines()
-        raise CheckpointError(f"{folder}: no model can have the sizes in its config.yaml: {reason}") from None
-    check_fits(dict(model.named_parameters()), saved, folder)
-
-
-def model_to_fill(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDecoder:
-    """Build a model for `fill_model`: no weight is drawn, and the random numbers of the run stay where they are."""
-    with undrawn():
-        return build_model(sizes, source, target)
-
-
-WEIGHTS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
-"""The dtype of weights and moments, by `training.precision`."""
 
 
 def save_model(folder: Path, translator: Translator, facts: Mapping[str, object]) -> None:
@@ -331,44 +248,6 @@ def saved_config(folder: Path) -> RunConfig | None:
     return undisturbed(folder, lambda: load_config(verified_folder(folder, ["config.yaml"]) / "config.yaml"))
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's state, a tied tensor only under the first of its names."""
-    seen: set[int] = set()
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:  # tied tensors are different objects in the same memory
-            seen.add(tensor.data_ptr())
-            tensors[name] = tensor
-    return tensors
-
-
-@torch.no_grad()
-def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str) -> None:
-    """Copy saved tensors into a model of the same shape."""
-    own = tensors_of(model)
-    check_fits(own, saved, folder)
-    # Only now that everything fits: an error leaves the model as it was
-    for name, tensor in own.items():
-        tensor.copy_(saved[name])
-
-
-def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Path | str) -> None:
-    """Raise CheckpointError unless saved tensors have the names and shapes of a model's own, in a dtype of weights."""
-    for name in sorted(own.keys() ^ saved.keys()):
-        where = "it is missing there"
-        if name in saved:
-            where = "the model has no such tensor"
-        raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {name}: {where}")
-    for name, tensor in own.items():
-        if tensor.shape != saved[name].shape:
-            raise CheckpointError(
-                f"{folder} does not fit the model its config.yaml describes: {name} is {tuple(saved[name].shape)} "
-                f"there and {tuple(tensor.shape)} here"
-            )
-        if saved[name].dtype not in WEIGHTS.values():
-            raise CheckpointError(f"{folder}: {name} is {saved[name].dtype}; weights are float32 or float64")
-
-
 def check_moments(model: nn.Module, saved: SavedTraining, folder: Path) -> None:
     """Raise CheckpointError unless there are Adam's moments for every parameter of the whole model that is trained."""
     shapes: dict[str, torch.Size] = {}
@@ -396,17 +275,6 @@ def subword_names(config: RunConfig) -> tuple[str, str]:
     if config.subwords.joint:
         return "joint", "joint"
     return "source", "target"
-
-
-def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """Compute the SHA-256 of names, dtypes, shapes and every bit."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        # The line before the bits separates the tensors: no bit can move from one to the next unnoticed
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        # As bytes, since numpy has no bfloat16
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 BELONGINGS = ("config.yaml", "joint.model", "source.model", "target.model")

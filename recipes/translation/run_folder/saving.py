@@ -14,8 +14,9 @@ from typing import Self
 from torch import Tensor
 
 from recipes.translation.files.atomic_folder import whole_folder
-from recipes.translation.run_folder.checkpoint import TrainingState, Translator, tensors_of, write_model, write_state
+from recipes.translation.run_folder.checkpoint import TrainingState, write_model, write_state
 from recipes.translation.run_folder.numbered import model_at, point_at, state_at
+from recipes.translation.run_folder.translator import Translator, tensors_of
 from recipes.translation.settings.training import TrainingConfig, save_interval
 
 

@@ -13,15 +13,9 @@ from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.prepare import SHAPING, prepare
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, verified_folder, whole_folder
-from recipes.translation.run_folder.checkpoint import (
-    BELONGINGS,
-    check_layers,
-    load_belongings,
-    load_weights,
-    model_sizes,
-    saved_config,
-)
+from recipes.translation.run_folder.checkpoint import BELONGINGS, load_belongings, load_weights, saved_config
 from recipes.translation.run_folder.teacher import teacher_subwords
+from recipes.translation.run_folder.translator import check_layers, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Subwords
 

@@ -11,16 +11,12 @@ from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, verified_folder, whole_folder
 from recipes.translation.run_folder.checkpoint import (
     BELONGINGS,
-    WEIGHTS,
     TrainingState,
-    check_sizes,
-    fill_model,
     load_belongings,
     load_weights_with_digest,
-    model_sizes,
-    model_to_fill,
     saved_config,
 )
+from recipes.translation.run_folder.translator import WEIGHTS, check_sizes, fill_model, model_sizes, model_to_fill
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Subwords
 

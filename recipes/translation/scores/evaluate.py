@@ -15,9 +15,9 @@ from recipes.translation.errors import DataError
 from recipes.translation.files.lines import read_lines
 from recipes.translation.files.writing import replace_files
 from recipes.translation.processes.ranks import ALONE, Ranks
-from recipes.translation.run_folder.checkpoint import Translator
 from recipes.translation.run_folder.made_from import lines_digest
 from recipes.translation.run_folder.outputs import check_output
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.scores.comet import check_comet
 from recipes.translation.scores.groups import parts_by_label, parts_by_length, scores_of_sets
 from recipes.translation.scores.scores import measure, record_of, scores_in_words

@@ -10,8 +10,9 @@ from typing import Self
 
 import seqpar
 from recipes.translation.processes.ranks import Ranks
-from recipes.translation.run_folder.checkpoint import TrainingState, Translator
+from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.run_folder.resume import flat
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.training.layout import Layout
 from recipes.translation.training.machine import hardware, peak_memory, software, started_by

@@ -19,7 +19,8 @@ from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.files.atomic_folder import whole_folder
 from recipes.translation.files.writing import replace_file
 from recipes.translation.report.records import RunRecords, Sentences
-from recipes.translation.run_folder.checkpoint import Translator, load_facts, load_translator
+from recipes.translation.run_folder.checkpoint import load_facts, load_translator
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.subwords import Subwords
 from recipes.translation.translating.alignments import attention_of_subwords

@@ -20,7 +20,7 @@ from recipes.translation.data.tags import tags_of
 from recipes.translation.files.writing import add_to, adding_to, make_folder, replace_file, writing_to
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.processes.status_line import StatusLine, duration
-from recipes.translation.run_folder.checkpoint import Translator, fingerprint, tensors_of
+from recipes.translation.run_folder.translator import Translator, fingerprint, tensors_of
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.translating.translate import translate
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from models import EncoderDecoder
 from models.lora import add_lora, without_lora
 from recipes.translation.errors import ConfigError
-from recipes.translation.run_folder.checkpoint import Translator, model_sizes
+from recipes.translation.run_folder.translator import Translator, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.training import PARTS
 

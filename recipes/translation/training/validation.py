@@ -18,7 +18,8 @@ from models import EncoderDecoder
 from recipes.translation.data.batches import Batch, TokenBatches
 from recipes.translation.data.corpus import Corpus, ValidationSet
 from recipes.translation.processes.ranks import ALONE, Ranks
-from recipes.translation.run_folder.checkpoint import TrainingState, Translator
+from recipes.translation.run_folder.checkpoint import TrainingState
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.scores.scores import bleu as bleu_of
 from recipes.translation.scores.scores import chrf as chrf_of
 from recipes.translation.settings.config import TrainingConfig

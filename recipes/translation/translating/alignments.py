@@ -10,7 +10,7 @@ from models.alignment import attention_weights
 from recipes.translation.data.batches import padded_batch
 from recipes.translation.data.model_text import source_text, target_text
 from recipes.translation.processes.ranks import ALONE, Ranks
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import Subwords
 from recipes.translation.translating.in_batches import in_batches

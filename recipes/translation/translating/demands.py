@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from models import Phrase
 from recipes.translation.data.model_text import target_text
 from recipes.translation.errors import DataError
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.translator import Translator
 
 BLANK = "▁"
 """What sentencepiece writes for a blank; a piece that begins with it begins a word."""

@@ -16,7 +16,7 @@ from recipes.translation.data.batches import padded
 from recipes.translation.data.model_text import target_text
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
-from recipes.translation.run_folder.checkpoint import Translator, model_sizes
+from recipes.translation.run_folder.translator import Translator, model_sizes
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.positions import most_subwords
 from recipes.translation.text.subwords import EOS, ORDINARY, PAD, Symbols

@@ -12,7 +12,7 @@ from models import evaluating
 from recipes.translation.data.batches import padded
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.processes.status_line import SentenceProgress
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.translator import Translator
 from seqpar.distributed.collectives import gather_objects
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import torch
 from recipes.translation.errors import ConfigError
 from recipes.translation.files.atomic_folder import model_folder, whole_folder
 from recipes.translation.run_folder import checkpoint
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.checks import check_decoding
 from recipes.translation.settings.config import SCHEMA, DecodingConfig
 from recipes.translation.translating.search_options import SearchOptions

@@ -29,7 +29,7 @@ from models.decoding_rules import Rule
 from recipes.translation.data.model_text import finished
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig, RunConfig
 from recipes.translation.text.subwords import EOS, Subwords
 from recipes.translation.translating.demands import phrases_of, prefix_ids, word_boundaries

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.translation.run_folder.checkpoint import Translator, save_model
+from recipes.translation.run_folder.checkpoint import save_model
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.subwords import EOS
 from recipes.translation.translating.translate import translate
 from tests.recipes.random_translator import random_translator

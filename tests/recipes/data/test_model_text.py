@@ -13,7 +13,7 @@ from torch import Tensor
 from recipes.translation.commands.searching import check_same_subwords
 from recipes.translation.data.model_text import source_text, target_text
 from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
+from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import BLANK, EOS, Subwords, train_subwords
 from recipes.translation.translating import alignments

@@ -30,7 +30,7 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
 from recipes.translation.export import onnx_graphs, onnx_model
 from recipes.translation.export.onnx_model import check
-from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
+from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.settings.config import ModelConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD
 from tests.recipes.random_translator import random_translator

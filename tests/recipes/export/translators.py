@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
+from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import EOS, Subwords
 from tests.recipes.tiny import tiny

@@ -12,7 +12,7 @@ import torch
 from recipes.translation.errors import ConfigError
 from recipes.translation.export import ctranslate2_engine, ctranslate2_model, huggingface_model, onnx_model
 from recipes.translation.importing.published_model import read_model
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.subwords import PAD
 from recipes.translation.translating.translate import translate
 from tests.recipes.importing import published

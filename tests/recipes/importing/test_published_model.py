@@ -24,7 +24,8 @@ from recipes.translation.importing.folder import Folder
 from recipes.translation.importing.generation import decoding_of
 from recipes.translation.importing.published_model import import_model, read_model
 from recipes.translation.importing.tokenizer import read_tokenizer
-from recipes.translation.run_folder.checkpoint import Translator, load_translator
+from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.subwords import EOS, PAD
 from recipes.translation.translating.translate import translate
 from tests.recipes.importing import published

@@ -21,7 +21,7 @@ from recipes.translation.importing.published_model import read_model
 from recipes.translation.importing.tokenizer import SPM
 from recipes.translation.importing.tokenizer_json import sentencepiece_model
 from recipes.translation.importing.vocabulary import Special
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.sentencepiece_file import fields_of, pieces_of
 from recipes.translation.text.subwords import UNK
 from tests.recipes.importing import published

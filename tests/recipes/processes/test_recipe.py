@@ -16,9 +16,9 @@ import torch.distributed as dist
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import OtherRankError
 from recipes.translation.processes.ranks import joined
-from recipes.translation.run_folder.checkpoint import build_model, model_sizes
 from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.step_records import read_metrics
+from recipes.translation.run_folder.translator import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.train import train

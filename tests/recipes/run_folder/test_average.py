@@ -21,16 +21,9 @@ from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.errors import CheckpointError
 from recipes.translation.run_folder import average as averages
 from recipes.translation.run_folder.average import average, best_first
-from recipes.translation.run_folder.checkpoint import (
-    WEIGHTS,
-    Translator,
-    build_model,
-    load_facts,
-    load_translator,
-    model_sizes,
-    save_model,
-)
+from recipes.translation.run_folder.checkpoint import load_facts, load_translator, save_model
 from recipes.translation.run_folder.numbered import kept_models
+from recipes.translation.run_folder.translator import WEIGHTS, Translator, build_model, model_sizes
 from recipes.translation.text.subwords import Subwords, train_subwords
 from recipes.translation.translating.translate import translate
 from tests.recipes.saved import keep_model

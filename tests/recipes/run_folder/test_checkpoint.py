@@ -20,12 +20,8 @@ from models.presets import TransformerConfig
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import MANIFEST, replaced_folder, verified_folder, whole_folder
 from recipes.translation.run_folder import checkpoint
-from recipes.translation.run_folder.checkpoint import (
-    fill_model,
-    load_training,
-    load_translator,
-    tensors_of,
-)
+from recipes.translation.run_folder.checkpoint import load_training, load_translator
+from recipes.translation.run_folder.translator import fill_model, tensors_of
 from recipes.translation.train import train
 from recipes.translation.translating.translate import translate
 from tests.recipes.saved import model_in, saved_file

@@ -15,7 +15,6 @@ from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import MANIFEST, sha256
 from recipes.translation.run_folder.average import average
 from recipes.translation.run_folder.checkpoint import (
-    fingerprint,
     load_facts,
     load_training,
     load_translator,
@@ -24,6 +23,7 @@ from recipes.translation.run_folder.checkpoint import (
 )
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.saving import Saver
+from recipes.translation.run_folder.translator import fingerprint
 from recipes.translation.settings.training import TrainingConfig
 from recipes.translation.train import train
 from tests.recipes.run_folder.made import MADE, contents, refused

@@ -26,17 +26,10 @@ from recipes.translation.files import atomic_folder, tensors
 from recipes.translation.files.atomic_folder import MANIFEST, whole_folder
 from recipes.translation.processes.ranks import ALONE
 from recipes.translation.run_folder import checkpoint, saving
-from recipes.translation.run_folder.checkpoint import (
-    TrainingState,
-    Translator,
-    fingerprint,
-    load_facts,
-    load_training,
-    load_translator,
-    tensors_of,
-)
+from recipes.translation.run_folder.checkpoint import TrainingState, load_facts, load_training, load_translator
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.saving import Saver
+from recipes.translation.run_folder.translator import Translator, fingerprint, tensors_of
 from recipes.translation.settings.training import TrainingConfig
 from recipes.translation.train import train
 from tests.recipes.random_translator import random_translator

@@ -20,7 +20,8 @@ from models import greedy
 from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.errors import ConfigError, DataError
-from recipes.translation.run_folder.checkpoint import Translator, load_translator
+from recipes.translation.run_folder.checkpoint import load_translator
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.scores.evaluate import evaluate
 from recipes.translation.scores.scores import score, scores_in_words
 from recipes.translation.text.bleu_tokenizers import check_tokenizer

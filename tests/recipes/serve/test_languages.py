@@ -15,7 +15,7 @@ from models import PRESETS, make_transformer
 from recipes.translation.commands import served_models
 from recipes.translation.data.corpora import Corpora, language_pairs
 from recipes.translation.data.model_text import source_text
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.serve.app import application
 from recipes.translation.serve.batching import Batcher
 from recipes.translation.serve.bodies import Limits

@@ -18,7 +18,8 @@ import pytest
 
 from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.run_folder.checkpoint import Translator, save_model
+from recipes.translation.run_folder.checkpoint import save_model
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.translating.alignments import align
 from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.translate import alternatives, translate

@@ -16,7 +16,7 @@ from recipes.translation.commands import main
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.errors import ConfigError
-from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes
+from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.scores import evaluate as evaluate_module
 from recipes.translation.scores.evaluate import evaluate, evaluate_each
 from recipes.translation.scores.scores import score

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqpar
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.processes.ranks import ALONE
-from recipes.translation.run_folder.checkpoint import build_model, model_sizes
 from recipes.translation.run_folder.step_records import read_metrics
+from recipes.translation.run_folder.translator import build_model, model_sizes
 from recipes.translation.train import train
 from recipes.translation.training.layout import Layout, axes_of, devices_of
 from tests.recipes.tiny import tiny, tiny_decoder_only, tiny_lstm

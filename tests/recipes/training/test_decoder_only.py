@@ -12,8 +12,9 @@ from models import PRESETS, DecoderOnlyConfig, make_decoder_only
 from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
-from recipes.translation.run_folder.checkpoint import Translator, load_translator, load_weights, model_sizes
+from recipes.translation.run_folder.checkpoint import load_translator, load_weights
 from recipes.translation.run_folder.step_records import read_metrics
+from recipes.translation.run_folder.translator import Translator, model_sizes
 from recipes.translation.settings.config import ModelConfig, RunConfig
 from recipes.translation.settings.model import DECODER_ONLY
 from recipes.translation.text.subwords import BOS, EOS

@@ -18,9 +18,10 @@ import seqpar
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.processes.ranks import ALONE
-from recipes.translation.run_folder.checkpoint import build_model, load_translator, model_sizes
+from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.teacher import load_teacher
+from recipes.translation.run_folder.translator import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.train import dropout_seed, first_model, train

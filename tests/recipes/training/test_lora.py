@@ -18,10 +18,11 @@ from recipes.translation.commands.distillation import student_config
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.average import average
-from recipes.translation.run_folder.checkpoint import fill_model, load_translator, load_weights
+from recipes.translation.run_folder.checkpoint import load_translator, load_weights
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.start import run_subwords
 from recipes.translation.run_folder.step_records import read_metrics
+from recipes.translation.run_folder.translator import fill_model
 from recipes.translation.settings.options import add_config_options
 from recipes.translation.train import train
 from tests.recipes.saved import saved_file

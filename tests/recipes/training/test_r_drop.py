@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import seqpar
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError
-from recipes.translation.run_folder.checkpoint import build_model, model_sizes
 from recipes.translation.run_folder.step_records import read_metrics
+from recipes.translation.run_folder.translator import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.train import dropout_seed, train

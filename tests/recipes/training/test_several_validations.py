@@ -23,9 +23,10 @@ from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.report.records import read_run
-from recipes.translation.run_folder.checkpoint import fill_model, load_facts, load_translator, load_weights
+from recipes.translation.run_folder.checkpoint import load_facts, load_translator, load_weights
 from recipes.translation.run_folder.resume import begin
 from recipes.translation.run_folder.step_records import read_metrics
+from recipes.translation.run_folder.translator import fill_model
 from recipes.translation.scores import evaluate
 from recipes.translation.scores.compare import compare
 from recipes.translation.scores.scores import score

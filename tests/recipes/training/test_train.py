@@ -23,8 +23,9 @@ from recipes.translation import train as training
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError, TrainingError
 from recipes.translation.processes.stop import StopSignals
-from recipes.translation.run_folder.checkpoint import Translator, build_model, load_facts, load_translator, model_sizes
+from recipes.translation.run_folder.checkpoint import load_facts, load_translator
 from recipes.translation.run_folder.step_records import read_metrics
+from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.scores.scores import score
 from recipes.translation.train import train
 from recipes.translation.training import validation

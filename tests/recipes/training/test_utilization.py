@@ -10,7 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.run_folder.checkpoint import TrainingState, build_model, model_sizes
+from recipes.translation.run_folder.checkpoint import TrainingState
+from recipes.translation.run_folder.translator import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.training.progress import Progress
 from recipes.translation.training.utilization import PEAKS, flops_of_token, peak_of, share_of_peak

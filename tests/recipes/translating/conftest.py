@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.translator import Translator
 from tests.recipes.random_translator import random_translator
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from models.alignment import attention_weights
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.subwords import BOS, EOS
 from recipes.translation.translating.alignments import align, links, pharaoh
 

@@ -16,7 +16,8 @@ from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import joined
-from recipes.translation.run_folder.checkpoint import Translator, build_model, load_translator, model_sizes, save_model
+from recipes.translation.run_folder.checkpoint import load_translator, save_model
+from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.text.subwords import BOS, EOS, Subwords, train_subwords
 from recipes.translation.translating.alignments import align
 from recipes.translation.translating.forced_decoding import PairScore, log_probabilities, score_pairs

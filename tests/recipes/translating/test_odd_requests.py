@@ -16,7 +16,8 @@ from models.hypotheses import LengthNorm, length_normaliser
 from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError, DataError
-from recipes.translation.run_folder.checkpoint import Translator, build_model, model_sizes, save_model
+from recipes.translation.run_folder.checkpoint import save_model
+from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
 from recipes.translation.settings.config import load_config
 from recipes.translation.text.subwords import EOS, Subwords, train_subwords
 from recipes.translation.translating.alignments import align

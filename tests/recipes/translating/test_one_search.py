@@ -17,7 +17,8 @@ from recipes.translation.commands.serving import models_of
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
 from recipes.translation.files.lines import read_lines
-from recipes.translation.run_folder.checkpoint import Translator, load_translator, save_model
+from recipes.translation.run_folder.checkpoint import load_translator, save_model
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.settings.options import OneLineParser
 from recipes.translation.training.teacher_translations import write_translations

@@ -16,7 +16,8 @@ from models import beam_search, default_limit
 from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import DataError
-from recipes.translation.run_folder.checkpoint import Translator, load_translator, save_model
+from recipes.translation.run_folder.checkpoint import load_translator, save_model
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import BOS, EOS
 from recipes.translation.translating.demands import begins_anew, phrases_of

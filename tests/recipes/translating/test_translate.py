@@ -12,7 +12,7 @@ import torch
 from models import beam_search
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import DataError
-from recipes.translation.run_folder.checkpoint import Translator
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD
 from recipes.translation.translating import translate as translating

@@ -1,0 +1,154 @@
+"""A model with its subwords and settings: what sizes it has, how it is built, and how saved tensors get into it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from models import (
+    PRESETS,
+    DecoderOnlyConfig,
+    EncoderDecoder,
+    RecurrentConfig,
+    make_decoder_only,
+    make_recurrent,
+    make_transformer,
+)
+from models.presets import Sizes
+from models.undrawn import undrawn
+from recipes.translation.errors import CheckpointError, ConfigError
+from recipes.translation.settings.config import ModelConfig, RunConfig
+from recipes.translation.text.subwords import PAD, Subwords
+
+WEIGHTS = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}
+"""The dtype of weights and moments, by `training.precision`."""
+
+
+@dataclass(frozen=True)
+class Translator:
+    """A model with the subwords and settings that belong to it."""
+
+    config: RunConfig
+    model: EncoderDecoder
+    source: Subwords
+    target: Subwords
+    others: tuple[EncoderDecoder, ...] = ()
+    """Models that translate together with `model`; they are not saved."""
+    digests: tuple[str, ...] = ()
+    """The SHA-256 of the weights of each model, as they were saved, where they have been read from a folder."""
+
+    @property
+    def models(self) -> list[EncoderDecoder]:
+        """Return the models whose probabilities are averaged in translation: most often one."""
+        return [self.model, *self.others]
+
+
+def model_sizes(config: ModelConfig) -> Sizes:
+    """Return the sizes of the preset, which decides the architecture, changed by the settings that are not None."""
+    if config.preset not in PRESETS:
+        raise ConfigError(f"model.preset is {config.preset!r}; it must be one of {', '.join(PRESETS)}")
+    changed = {name: value for name, value in asdict(config).items() if name != "preset" and value is not None}
+    preset = PRESETS[config.preset]
+    known = {field.name for field in fields(preset)}
+    for name in changed.keys() - known:
+        raise ConfigError(f"model.{name} is not a setting of {config.preset}, which has {', '.join(sorted(known))}")
+    try:
+        return replace(preset, **changed)
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from error
+
+
+def build_model(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDecoder:
+    """Build a model with random weights for these subwords."""
+    try:
+        if isinstance(sizes, RecurrentConfig):
+            return make_recurrent(sizes, len(source), len(target), pad=PAD)
+        if isinstance(sizes, DecoderOnlyConfig):
+            return make_decoder_only(sizes, len(target), pad=PAD)
+        return make_transformer(sizes, len(source), len(target), pad=PAD)
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from error
+
+
+def model_to_fill(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDecoder:
+    """Build a model for `fill_model`: no weight is drawn, and the random numbers of the run stay where they are."""
+    with undrawn():
+        return build_model(sizes, source, target)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's state, a tied tensor only under the first of its names."""
+    seen: set[int] = set()
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:  # tied tensors are different objects in the same memory
+            seen.add(tensor.data_ptr())
+            tensors[name] = tensor
+    return tensors
+
+
+@torch.no_grad()
+def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str) -> None:
+    """Copy saved tensors into a model of the same shape."""
+    own = tensors_of(model)
+    check_fits(own, saved, folder)
+    # Only now that everything fits: an error leaves the model as it was
+    for name, tensor in own.items():
+        tensor.copy_(saved[name])
+
+
+def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Path | str) -> None:
+    """Raise CheckpointError unless saved tensors have the names and shapes of a model's own, in a dtype of weights."""
+    for name in sorted(own.keys() ^ saved.keys()):
+        where = "it is missing there"
+        if name in saved:
+            where = "the model has no such tensor"
+        raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {name}: {where}")
+    for name, tensor in own.items():
+        if tensor.shape != saved[name].shape:
+            raise CheckpointError(
+                f"{folder} does not fit the model its config.yaml describes: {name} is {tuple(saved[name].shape)} "
+                f"there and {tuple(tensor.shape)} here"
+            )
+        if saved[name].dtype not in WEIGHTS.values():
+            raise CheckpointError(f"{folder}: {name} is {saved[name].dtype}; weights are float32 or float64")
+
+
+def check_layers(sizes: Sizes, saved: Mapping[str, Tensor], folder: Path | str) -> None:
+    """Raise CheckpointError if a model has more layers than there are saved tensors: each layer has several."""
+    for name in ("encoder_layers", "decoder_layers"):
+        if (layers := getattr(sizes, name, 0)) > len(saved):
+            raise CheckpointError(
+                f"{folder} does not fit the model its config.yaml describes, which has {name} {layers:,}: all its "
+                f"tensors are {len(saved):,}"
+            )
+
+
+def check_sizes(
+    sizes: Sizes, source: Subwords, target: Subwords, saved: Mapping[str, Tensor], folder: Path | str
+) -> None:
+    """Raise CheckpointError unless saved tensors have these sizes, before anything of these sizes takes up memory."""
+    check_layers(sizes, saved, folder)
+    try:
+        with torch.device("meta"):  # shapes without numbers
+            model = build_model(sizes, source, target)
+    except RuntimeError as error:  # a size beyond 64 bits
+        (reason, *_) = str(error).splitlines()
+        raise CheckpointError(f"{folder}: no model can have the sizes in its config.yaml: {reason}") from None
+    check_fits(dict(model.named_parameters()), saved, folder)
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """Compute the SHA-256 of names, dtypes, shapes and every bit."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        # The line before the bits separates the tensors: no bit can move from one to the next unnoticed
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        # As bytes, since numpy has no bfloat16
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
