@@ -314,7 +314,7 @@ class Runs:
             "subwords": [digest(path) for path in sorted(model_in(run, "last").glob("*.model"))],
             "translations": list(found.translations),
             "translations that could end anywhere": list(ended.translations),
-            "scores": dataclasses.asdict(found.scores),
+            "scores": found.scores,
         }
 
 
