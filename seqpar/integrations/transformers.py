@@ -59,8 +59,8 @@ from seqpar.rows.criteria import LabelSmoothing
 from seqpar.rows.smoothing import check_smoothing
 
 WAY_OUT_OF_SHARDS = (
-    "do not make the output embeddings a unit of their own (call fully_shard on the layers, then on the model), and "
-    "leave them out of a tensor-parallel plan"
+    "call fully_shard on the model as well, so that they are gathered in its forward, leave out compute_loss_func, "
+    "which runs after it, and leave them out of a tensor-parallel plan"
 )
 
 CALL = "seqpar_call"
@@ -109,7 +109,7 @@ def apply_seqpar_loss(
         RuntimeError: in the first training forward, or the first with other arguments or settings: the model's own
             logits or loss of a few made-up tokens differ from ours (the message says by how much), or it adds an
             auxiliary loss (mixtures of experts), which would be lost. In any training forward: the output embeddings
-            have been replaced or resized, or are sharded.
+            have been replaced or resized, or are sharded where the loss needs them.
 
     A forward with new arguments or settings runs the model twice, for this check.
     """
@@ -240,14 +240,13 @@ class AppliedLoss:
         return (), kwargs
 
     def _check_head(self, head: nn.Linear) -> None:
-        """Raise RuntimeError if the output embeddings are not the ones that were hooked, or are sharded."""
+        """Raise RuntimeError if the output embeddings are not the ones that were hooked."""
         # Tied ones remain the same module, with another weight
         if self._at_head not in head._forward_pre_hooks.values() or len(head.weight) != self.vocab_size:
             raise RuntimeError(
                 "the output embeddings were replaced since apply_seqpar_loss (resize_token_embeddings does that); call "
                 "remove() and apply it again"
             )
-        refuse_sharded(head, WAY_OUT_OF_SHARDS)
 
     def _with_window(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
         """Return what the loss of this call needs, and the model's arguments with the labels of a window."""
@@ -298,17 +297,19 @@ class AppliedLoss:
         """Run the model on the window and return what it does to logits, or raise an error (`examine`)."""
         name = type(model).__name__
         head = model.get_output_embeddings()
-        call = Call(model, made_up=made_up_logits(self.window_1W, head.weight[:, 0]))
+        call = Call(model, examined=True)
         head.__dict__[_of_this_thread()] = call
+        # Behind all other hooks, also those that `fully_shard` has added since
+        widening = head.register_forward_hook(self._unrounded)
         try:
             # With gradients, so that a loss that needs one is noticed
             with undisturbed(model, head.weight.device), torch.enable_grad(), graph_of_its_own():
                 outputs = own_outputs(model, kwargs, lambda: setattr(call, "hidden_BTD", None))
         finally:
+            widening.remove()
             head.__dict__[_of_this_thread()] = None
-        if call.hidden_BTD is None:
+        if call.made_up is None:
             raise RefusedModelError(f"{name} did not call its output embeddings, {type(head).__name__}; {WITHOUT}")
-        assert call.made_up is not None
         logits_1WV = call.made_up
         bias_V = final_bias(model, head.weight)
         # Added by the model outside of the head, whose output is what was made up
@@ -325,6 +326,8 @@ class AppliedLoss:
         name = type(call.model).__name__
         if call.hidden_BTD is not None:
             raise RefusedModelError(f"{name} called its output embeddings twice in one forward; {WITHOUT}")
+        # FSDP2's own hook, which is always the first one, has gathered them by now where they are a unit or part of one
+        refuse_sharded(head, WAY_OUT_OF_SHARDS)
         (hidden_BTD,) = args
         if hidden_BTD.dim() != 3:
             shape = f"{tuple(hidden_BTD.shape)}, and not (batch, time, hidden)"
@@ -336,7 +339,7 @@ class AppliedLoss:
         # Any rows serve as the window: its logits are replaced by random ones, or thrown away with their loss
         rows_ND = hidden_BTD.detach().flatten(0, 1)
         tokens = WINDOW_TOKENS
-        if call.made_up is not None:
+        if call.examined:
             tokens = self.window_1W.numel()
         some_W = torch.arange(tokens, device=rows_ND.device) % max(1, len(rows_ND))
         call.window_1WD = rows_ND[some_W].unsqueeze(0)
@@ -352,12 +355,20 @@ class AppliedLoss:
                 f"the weight of {type(call.model).__name__}'s output embeddings is computed in each forward by a hook "
                 "(pruning, spectral_norm) that was added after apply_seqpar_loss; call remove() and apply it again"
             )
-        if call.made_up is None:
+        if not call.examined:
             return output.detach()
         assert call.window_1WD is not None
         if not torch.equal(output, F.linear(call.window_1WD, head.weight, head.bias)):
             raise RefusedModelError(f"{more_than_linear(type(call.model).__name__)}; {WITHOUT}")
+        call.made_up = made_up_logits(self.window_1W, head.weight[:, 0])
         # A copy, because a model may change its logits in place
+        return call.made_up.clone()
+
+    def _unrounded(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        """Return the made-up logits in full where another hook has only rounded them, as `output_dtype` of FSDP2."""
+        call: Call | None = head.__dict__.get(_of_this_thread())
+        if call is None or call.made_up is None or not torch.equal(output, call.made_up.to(output.dtype)):
+            return None
         return call.made_up.clone()
 
     def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
@@ -373,6 +384,7 @@ class AppliedLoss:
         refuse_added(name, outputs)
         fields: dict[str, Any] = {"loss": None, "logits": None}
         if call.loss is None:
+            refuse_sharded(head, WAY_OUT_OF_SHARDS)
             # A Trainer's loss function gets hidden states as logits, and computes the loss of them
             fields["logits"] = UsingParameters.apply(call.hidden_BTD, *head.parameters())
         else:

@@ -25,6 +25,8 @@ class Call:
     """The label that each position predicts; None if the labels come after the forward."""
     reading: Reading | None = None
     """What the model does to its logits; None during the check that finds it out."""
+    examined: bool = False
+    """Whether this is that check, in which the output embeddings return random logits."""
     items: Tensor | int | None = None
     """The number that the summed loss is divided by; None is the number of labels that are not ignored."""
     as_tuple: bool = False
@@ -35,7 +37,7 @@ class Call:
     computed_weight: Tensor | None = None
     """The weight that a hook of the output embeddings, such as that of pruning, had computed before the loss was."""
     made_up: Tensor | None = None
-    """The random logits of the check; None in all other forwards."""
+    """The random logits of the check, once the output embeddings have returned them."""
 
 
 class UsingParameters(torch.autograd.Function):

@@ -53,6 +53,14 @@ def test_output_embeddings_of_their_own_are_reduced_once_over_two_ranks(two_rank
         assert relative_error(got, expected) < 1e-12
 
 
+@pytest.mark.parametrize(("name", "way"), [("llama", "applied"), ("llama-tied", "function"), ("gpt2", "applied")])
+def test_under_fsdp2_as_accelerate_wraps_it_the_gradient_is_that_of_the_whole_batch(two_ranks, name, way):
+    run = Run(name, 2, 0.1, way, fsdp2=True)
+    expected = whole_batch(run, 2)
+    for got in two_ranks.call(trained, run):
+        assert relative_error(got, expected) < 1e-12
+
+
 @pytest.mark.parametrize("way", ["applied", "function"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_decoder_only_model_is_divided_by_the_labels_it_predicts(name, way):

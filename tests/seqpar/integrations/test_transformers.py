@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
@@ -287,13 +287,78 @@ def test_under_fsdp2_the_gradient_is_that_of_both_ranks(name, applied_first):
         assert relative_error(got, gradients(model)) < 1e-12
 
 
+def with_units(model, units, **policy):
+    """The model with units as accelerate makes them ("tail"), or with its output embeddings as one of their own."""
+    for layer in model.model.layers:
+        fully_shard(layer, **policy)
+    if units == "tail":
+        tail = [model.model.norm, model.lm_head]
+        if model.lm_head.weight is model.model.embed_tokens.weight:
+            tail.append(model.model.embed_tokens)
+        fully_shard(tail, reshard_after_forward=False, **policy)
+    if units == "head":
+        fully_shard(model.lm_head, reshard_after_forward=True, **policy)
+    return fully_shard(model, **policy)
+
+
+def two_steps(model, ranks, items):
+    """The parameters after two steps of two micro-batches, which have other numbers of tokens on every rank."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro in range(2):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(micro == 1)
+            for rank in ranks:
+                batch = batch_of(model, [5 - rank, 3 + micro], seed=10 * step + 2 * micro + rank)
+                # The mean over the ranks, which FSDP2 takes, of sums
+                loss_of(model, batch, items).backward()
+        optimizer.step()
+    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
+
+
+def loss_of(model, batch, items):
+    if model.lm_head._forward_pre_hooks:
+        return model(**batch, num_items_in_batch=items).loss
+    return plain_loss(model, batch) / items
+
+
+def trained_in_units(rank, world, name, units):
+    model = tiny(name)
+    apply_seqpar_loss(model, chunk_tokens=3)
+    return two_steps(with_units(model, units), [rank], 10)
+
+
+@pytest.mark.parametrize(("name", "units"), [("llama", "tail"), ("llama-tied", "tail"), ("llama", "head")])
+def test_under_fsdp2_output_embeddings_in_a_unit_below_the_model_are_trained_as_on_one_device(name, units):
+    expected = two_steps(tiny(name), [0, 1], 20)
+    for got in ranks(2, trained_in_units, name, units):
+        assert relative_error(got, expected) < 1e-12
+
+
+def in_bfloat16(rank, world, ours):
+    """The gradients of a model whose units compute in bfloat16 and round what they return, as accelerate sets them."""
+    model = tiny("gemma2", torch.float32)
+    if ours:
+        apply_seqpar_loss(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
+    with_units(model, "tail", mp_policy=policy)(**batch_of(model, [5, 3])).loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_under_fsdp2_units_that_round_logits_to_bfloat16_do_not_make_another_model_of_it():
+    model = tiny("gemma2", torch.float32)
+    batch = batch_of(model, [5, 3])
+    (plain_loss(model, batch) / predicted(model, batch["labels"])).backward()
+    ours, stock = (relative_error(ranks(2, in_bfloat16, way)[0], gradients(model)) for way in (True, False))
+    assert ours <= 2 * stock
+
+
 def with_other_arguments(rank, world):
     """The gradients of three steps of a `fully_shard` model, of which the second has a mask on one rank only."""
     model = tiny("llama")
     apply_seqpar_loss(model)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    with_units(model, "tail")
     for step in range(3):
         batch = batch_of(model, [5, 5], seed=rank)
         if (rank, step) != (0, 1):

@@ -28,15 +28,17 @@ from tests.seqpar.integrations.tiny_models import (
 
 def sharded_head(rank, world):
     model = tiny("llama")
-    apply_seqpar_loss(model)
+    function = compute_loss_func(apply_seqpar_loss(model))
     fully_shard(model.lm_head)
     fully_shard(model)
-    with pytest.raises(RuntimeError, match=r"weight is sharded .* do not make the output embeddings a unit"):
-        model(**batch_of(model, [5, 3]))
+    batch = batch_of(model, [5, 3])
+    labels = batch.pop("labels")
+    with pytest.raises(RuntimeError, match=r"weight is sharded .* leave out compute_loss_func, which runs after"):
+        function(model(**batch), labels)
     return True
 
 
-def test_output_embeddings_that_are_a_unit_of_fsdp2_are_refused():
+def test_output_embeddings_that_are_sharded_again_before_a_loss_function_runs_are_refused():
     assert ranks(2, sharded_head) == [True, True]
 
 

@@ -5,11 +5,14 @@ trained(rank, world, run) -> the gradients before the optimizer's step, after al
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
 
@@ -26,6 +29,7 @@ class Run(NamedTuple):
     smoothing: float
     way: str
     """"stock", "applied" or "function"."""
+    fsdp2: bool = False
 
 
 def sentences(model: Any, count: int) -> list[dict[str, Tensor]]:
@@ -51,7 +55,8 @@ class Gradients(TrainerCallback):
         self.seen: dict[str, Tensor] = {}
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self.seen = {name.removeprefix("module."): g for name, g in gradients(model).items()}
+        found = {name.removeprefix("module."): g for name, g in gradients(model).items()}
+        self.seen = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in found.items()}
 
 
 def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
@@ -63,7 +68,8 @@ def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
     if run.way != "stock":
         applied = apply_seqpar_loss(model, label_smoothing=run.smoothing, chunk_tokens=5)
         function = compute_loss_func(applied) if run.way == "function" else None
-    with tempfile.TemporaryDirectory() as folder:
+    # The Trainer leaves settings of FSDP behind in the environment
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
         arguments = Seq2SeqTrainingArguments(
             folder,
             per_device_train_batch_size=BATCH,
@@ -76,7 +82,13 @@ def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
             save_strategy="no",
             disable_tqdm=True,
             dataloader_pin_memory=False,
+            fsdp=run.fsdp2,
+            fsdp_config={"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} if run.fsdp2 else None,
         )
+        if run.fsdp2:
+            # accelerate shards on accelerators only, which it takes these processes' CPUs for from here on
+            assert arguments.device.type == "cpu"
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         labels_go = function is not None or (run.way == "stock" and run.smoothing > 0)
         Seq2SeqTrainer(
             model,
