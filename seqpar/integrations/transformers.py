@@ -33,11 +33,14 @@ from seqpar.integrations.made_up import RefusedModelError, made_up_logits, more_
 from seqpar.integrations.transformers_call import Call, UsingParameters, divided
 from seqpar.integrations.transformers_check import (
     WITHOUT,
+    Examined,
+    certain_logits,
+    check_added,
     check_shapes,
     examine,
     made_up_labels,
+    mean_loss,
     own_outputs,
-    refuse_added,
 )
 from seqpar.integrations.transformers_model import (
     IGNORED,
@@ -86,7 +89,9 @@ def apply_seqpar_loss(
     Evaluation (whose loss has no smoothing), `generate` and calls without labels do not change. With
     `num_items_in_batch`, which a Trainer passes to the model, the loss is sum / num_items_in_batch, so that
     accumulation and several ranks are exact; without it the loss is the mean over labels that are not -100 (0, not nan,
-    if there are none). Leave the Trainer's own `label_smoothing_factor` at 0: it would need all logits.
+    if there are none). A router's auxiliary loss (Mixtral and Qwen3-MoE with `output_router_logits`) is added as the
+    model adds it, once a forward, undivided. Leave the Trainer's own `label_smoothing_factor` at 0: it would need all
+    logits.
 
     Args:
         model: an encoder-decoder or decoder-only model, or any other whose output embeddings are an `nn.Linear` that is
@@ -107,11 +112,12 @@ def apply_seqpar_loss(
         ValueError: a number out of its range, a model that has the loss already, an `ignore_index` other than -100 in a
             call, or labels whose number is not that of the predictions.
         RuntimeError: in the first training forward, or the first with other arguments or settings: the model's own
-            logits or loss of a few made-up tokens differ from ours (the message says by how much), or it adds an
-            auxiliary loss (mixtures of experts), which would be lost. In any training forward: the output embeddings
-            have been replaced or resized, or are sharded where the loss needs them.
+            logits or loss of a few made-up tokens differ from ours (the message says by how much), or it adds something
+            that depends on labels or logits, or an auxiliary loss where there is a `compute_loss_func`, which would
+            lose it. In any training forward: the output embeddings have been replaced or resized, or are sharded where
+            the loss needs them.
 
-    A forward with new arguments or settings runs the model twice, for this check.
+    A forward with new arguments or settings runs the model twice, for this check, or three times if it adds a loss.
     """
     check_smoothing(label_smoothing, "torch")
     check_size(chunk_tokens, "chunk_tokens")
@@ -149,6 +155,14 @@ def compute_loss_func(applied: AppliedLoss) -> Callable[..., Tensor]:
 def _of_this_thread() -> str:
     """Return the name under which the output embeddings keep this thread's forward: threads may share a model."""
     return f"{CALL}_{threading.get_ident()}"
+
+
+def _shortened(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with the labels of a few tokens of the window."""
+    short = {
+        name: kwargs[name][:, :WINDOW_TOKENS] for name in ("labels", "shift_labels") if kwargs.get(name) is not None
+    }
+    return kwargs | short
 
 
 class AppliedLoss:
@@ -231,12 +245,17 @@ class AppliedLoss:
         call, kwargs = self._with_window(model, kwargs)
         call.reading = self._reading(model, kwargs)
         if call.target_BT is None:
+            if call.reading.adds:
+                raise RuntimeError(
+                    f"{type(model).__name__} adds an auxiliary loss to its own (output_router_logits), which a "
+                    "compute_loss_func would lose; leave it out: with apply_seqpar_loss alone the model adds it"
+                )
             self.withheld = call.reading
         # In the head's __dict__, past nn.Module.__setattr__: the head's hooks and the model's share it for this forward
         head.__dict__[_of_this_thread()] = call
-        for name in ("labels", "shift_labels"):
-            if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name][:, :WINDOW_TOKENS]
+        kwargs = _shortened(kwargs)
+        call.window_1W = self._window_target(kwargs)
+        call.certain = call.reading.adds
         return (), kwargs
 
     def _check_head(self, head: nn.Linear) -> None:
@@ -271,7 +290,8 @@ class AppliedLoss:
         return_dict = kwargs.get("return_dict")
         if return_dict is None:
             return_dict = getattr(model.config, "return_dict", True)
-        return Call(model, target_BT, items=items, as_tuple=not return_dict), kwargs | self._window(model, kwargs)
+        kwargs |= self._window(model, kwargs)
+        return Call(model, self._window_target(kwargs), target_BT, items=items, as_tuple=not return_dict), kwargs
 
     def _window(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the labels of the window, and the argument that gives the outputs their names."""
@@ -294,10 +314,17 @@ class AppliedLoss:
         return self.checked[settings]
 
     def _checked_reading(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> Reading:
-        """Run the model on the window and return what it does to logits, or raise an error (`examine`)."""
+        """Run the model on the window and return what it does to logits and adds to their loss, or raise an error."""
+        random = self._examined(model, kwargs)
+        if gathers_for_any(model, random.adds):
+            check_added(type(model).__name__, random, self._examined(model, _shortened(kwargs), certain=True))
+        return random.reading._replace(adds=random.adds)
+
+    def _examined(self, model: PreTrainedModel, kwargs: dict[str, Any], certain: bool = False) -> Examined:
+        """Run the model on the window and return what it made of it (`examine`)."""
         name = type(model).__name__
         head = model.get_output_embeddings()
-        call = Call(model, examined=True)
+        call = Call(model, self._window_target(kwargs), examined=True, certain=certain)
         head.__dict__[_of_this_thread()] = call
         # Behind all other hooks, also those that `fully_shard` has added since
         widening = head.register_forward_hook(self._unrounded)
@@ -310,13 +337,8 @@ class AppliedLoss:
             head.__dict__[_of_this_thread()] = None
         if call.made_up is None:
             raise RefusedModelError(f"{name} did not call its output embeddings, {type(head).__name__}; {WITHOUT}")
-        logits_1WV = call.made_up
         bias_V = final_bias(model, head.weight)
-        # Added by the model outside of the head, whose output is what was made up
-        if bias_V is not None:
-            logits_1WV = logits_1WV + bias_V
-        target_1W = self._target(kwargs["labels"], kwargs.get("shift_labels"))
-        return examine(name, readings(model), logits_1WV, target_1W, outputs)
+        return examine(name, readings(model), call.made_up, bias_V, call.window_1W, outputs)
 
     def _at_head(self, head: Any, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         """Compute the loss of all hidden states, and let only a window of them go on to the output embeddings."""
@@ -338,10 +360,7 @@ class AppliedLoss:
             call.loss = self._token_loss(call.model, call.reading, hidden_BTD, call.target_BT)
         # Any rows serve as the window: its logits are replaced by random ones, or thrown away with their loss
         rows_ND = hidden_BTD.detach().flatten(0, 1)
-        tokens = WINDOW_TOKENS
-        if call.examined:
-            tokens = self.window_1W.numel()
-        some_W = torch.arange(tokens, device=rows_ND.device) % max(1, len(rows_ND))
+        some_W = torch.arange(call.window_1W.numel(), device=rows_ND.device) % max(1, len(rows_ND))
         call.window_1WD = rows_ND[some_W].unsqueeze(0)
         return (call.window_1WD,)
 
@@ -356,11 +375,13 @@ class AppliedLoss:
                 "(pruning, spectral_norm) that was added after apply_seqpar_loss; call remove() and apply it again"
             )
         if not call.examined:
-            return output.detach()
+            return certain_logits(call.window_1W, output[0, 0]) if call.certain else output.detach()
         assert call.window_1WD is not None
         if not torch.equal(output, F.linear(call.window_1WD, head.weight, head.bias)):
             raise RefusedModelError(f"{more_than_linear(type(call.model).__name__)}; {WITHOUT}")
-        call.made_up = made_up_logits(self.window_1W, head.weight[:, 0])
+        make = certain_logits if call.certain else made_up_logits
+        # They need a gradient, so that it shows what else the loss is made of
+        call.made_up = make(call.window_1W, head.weight[:, 0]).requires_grad_()
         # A copy, because a model may change its logits in place
         return call.made_up.clone()
 
@@ -381,7 +402,11 @@ class AppliedLoss:
         name = type(model).__name__
         if call.hidden_BTD is None:
             raise RuntimeError(f"{name} did not call its output embeddings, {type(head).__name__}")
-        refuse_added(name, outputs)
+        added = None
+        if call.certain:
+            added = outputs["loss"] - mean_loss(outputs["logits"].detach(), call.window_1W)
+        elif isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor) and outputs["loss"].requires_grad:
+            raise RuntimeError(f"{name} adds something to its own loss, and did not when it was checked; {WITHOUT}")
         fields: dict[str, Any] = {"loss": None, "logits": None}
         if call.loss is None:
             refuse_sharded(head, WAY_OUT_OF_SHARDS)
@@ -389,6 +414,8 @@ class AppliedLoss:
             fields["logits"] = UsingParameters.apply(call.hidden_BTD, *head.parameters())
         else:
             fields["loss"] = divided(call.loss, call.items)
+        if added is not None:
+            fields["loss"] = fields["loss"] + added.to(fields["loss"].device)
         if not call.as_tuple:
             return type(outputs)(**{**outputs, **fields})
         # As the model does it: a loss that is None is left out of the tuple
@@ -421,6 +448,10 @@ class AppliedLoss:
         criterion = LabelSmoothing(self.label_smoothing, "torch", ignore_index=IGNORED)
         check_shapes(type(self.model).__name__, scores, target_BT)
         return divided(criterion.token_loss(scores.flatten(0, -2), target_BT.flatten()), num_items_in_batch)
+
+    def _window_target(self, kwargs: dict[str, Any]) -> Tensor:
+        """Return the label that each position of the window predicts."""
+        return self._target(kwargs["labels"], kwargs.get("shift_labels"))
 
     def _target(self, labels_BT: Tensor, shifted_BT: Tensor | None) -> Tensor:
         """Return the label that each position predicts."""

@@ -21,12 +21,16 @@ class Call:
     """The state of one training forward, from before the model until after it."""
 
     model: PreTrainedModel
+    window_1W: Tensor
+    """The target of each token of the window."""
     target_BT: Tensor | None = None
     """The label that each position predicts; None if the labels come after the forward."""
     reading: Reading | None = None
     """What the model does to its logits; None during the check that finds it out."""
     examined: bool = False
-    """Whether this is that check, in which the output embeddings return random logits."""
+    """Whether this is that check, in which the output embeddings return made-up logits."""
+    certain: bool = False
+    """Whether the logits that the model gets for the window are certain of its targets, so that their loss is 0."""
     items: Tensor | int | None = None
     """The number that the summed loss is divided by; None is the number of labels that are not ignored."""
     as_tuple: bool = False
@@ -37,7 +41,7 @@ class Call:
     computed_weight: Tensor | None = None
     """The weight that a hook of the output embeddings, such as that of pruning, had computed before the loss was."""
     made_up: Tensor | None = None
-    """The random logits of the check, once the output embeddings have returned them."""
+    """The logits of the check, once the output embeddings have returned them."""
 
 
 class UsingParameters(torch.autograd.Function):

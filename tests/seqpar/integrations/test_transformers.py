@@ -28,7 +28,14 @@ from tests.seqpar.integrations.tiny_models import (
     tiny,
 )
 
-EXACT = [name for name in MODELS if name not in ("bart-decoder", "bert", "mixtral", "switch")]
+EXPERTS = {
+    "mixtral": ["aux"],
+    "qwen3-moe": ["aux"],
+    "switch": ["encoder_aux", "decoder_aux", "encoder_z", "decoder_z"],
+}
+"""Mixtures of experts, and the losses of their routers."""
+
+EXACT = [name for name in MODELS if name not in ("bart-decoder", "bert", *EXPERTS)]
 
 
 def plain(model, batch, smoothing=0.0):
@@ -70,6 +77,29 @@ def test_the_gradient_is_that_of_the_stock_loss(name):
     tolerance = 1e-12 if is_seq2seq(model) else 1e-6
     torch.testing.assert_close(loss.double(), stock.double(), rtol=tolerance, atol=0)
     assert relative_error(gradients(model), expected) < tolerance
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_routers_auxiliary_loss_is_added_with_its_gradient_as_the_model_adds_it(name, smoothing):
+    model = tiny(name)
+    batch = batch_of(model, [6, 4, 3])
+    given = {"output_router_logits": True, "num_items_in_batch": 7}
+    outputs = model(**batch, **given)
+    labels = batch["labels"] if is_seq2seq(model) else F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    logits = outputs.logits.flatten(0, 1)
+    loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=smoothing, reduction="sum") / 7
+    for part in EXPERTS[name]:
+        loss = loss + outputs[f"{part}_loss"] * getattr(model, f"router_{part.split('_')[-1]}_loss_coef")
+    loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with apply_seqpar_loss(model, label_smoothing=smoothing, chunk_tokens=3):
+        ours = model(**batch, **given).loss
+    ours.backward()
+    # The routers' probabilities are in float32 whatever the model's precision, and the sum of their losses is
+    torch.testing.assert_close(ours, loss, rtol=1e-7, atol=0)
+    assert relative_error(gradients(model), expected) < 1e-12
 
 
 @settings(max_examples=30)
@@ -373,6 +403,24 @@ def test_under_fsdp2_a_rank_with_other_arguments_does_not_hang_the_others():
     total = sum(plain_loss(model, batch_of(model, [5, 5], seed=rank)) for rank in range(2))
     (total / 20).backward()  # 10 items, and the mean over ranks that FSDP2 takes
     for got in ranks(2, with_other_arguments):
+        assert relative_error(got, gradients(model)) < 1e-12
+
+
+def with_a_routers_loss(rank, world):
+    """The gradients of a `fully_shard` model, to whose loss the first rank alone adds that of its routers."""
+    model = tiny("mixtral")
+    apply_seqpar_loss(model)
+    given = {"output_router_logits": rank == 0, "num_items_in_batch": 10}
+    with_units(model, "tail")(**batch_of(model, [5, 3], seed=rank), **given).loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_under_fsdp2_a_routers_loss_of_one_rank_is_reduced_once_and_does_not_hang_the_other():
+    model = tiny("mixtral")
+    total = sum(plain_loss(model, batch_of(model, [5, 3], seed=rank)) for rank in range(2))
+    outputs = model(**batch_of(model, [5, 3], seed=0), output_router_logits=True)
+    (total / 20 + model.router_aux_loss_coef * outputs.aux_loss / 2).backward()
+    for got in ranks(2, with_a_routers_loss):
         assert relative_error(got, gradients(model)) < 1e-12
 
 

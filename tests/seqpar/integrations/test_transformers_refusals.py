@@ -82,13 +82,45 @@ def test_a_model_that_does_not_shift_as_its_kind_does_is_refused():
         model(**batch_of(model, [6]))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("mixtral", torch.float32), ("mixtral", torch.bfloat16), ("switch", torch.float64)]
-)
-def test_an_auxiliary_loss_is_refused_in_any_precision(name, dtype):
-    model = tiny(name, dtype)
-    with apply_seqpar_loss(model), pytest.raises(RuntimeError, match="adds an auxiliary loss"):
-        model(**batch_of(model, [6]), output_router_logits=True)
+def test_for_a_loss_function_which_would_lose_it_an_auxiliary_loss_is_refused():
+    model = tiny("mixtral")
+    batch = batch_of(model, [6])
+    del batch["labels"]
+    with apply_seqpar_loss(model) as applied:
+        compute_loss_func(applied)
+        with pytest.raises(
+            RuntimeError, match=r"adds an auxiliary loss .* a compute_loss_func would lose; leave it out"
+        ):
+            model(**batch, output_router_logits=True)
+
+
+class Added:
+    """A loss of the model plus something else of its logits, labels and a weight of one of its layers."""
+
+    def __init__(self, model, what):
+        self.own, self.weight, self.what = model.loss_function, model.model.layers[0].mlp.up_proj.weight, what
+
+    def __call__(self, logits, labels, *args, **kwargs):
+        return self.what(self.own(logits, labels, *args, **kwargs), logits, labels, self.weight.square().mean())
+
+
+ADDED = {
+    "a factor of the loss": lambda loss, logits, labels, norm: loss * (1 + norm - norm.detach()),
+    "a factor of what is added": lambda loss, logits, labels, norm: loss + norm * logits.square().mean(),
+    "the labels": lambda loss, logits, labels, norm: loss + norm * labels.float().mean() / 100,
+    "the logits": lambda loss, logits, labels, norm: loss + 0.01 * logits.logsumexp(-1).mean(),
+}
+
+
+@pytest.mark.parametrize("what", ADDED)
+def test_what_is_added_to_the_loss_and_depends_on_logits_or_labels_is_refused(what):
+    model = copy.deepcopy(model_of("llama"))
+    model.loss_function = Added(model, ADDED[what])
+    with (
+        apply_seqpar_loss(model),
+        pytest.raises(RuntimeError, match="adds to the cross-entropy what depends on labels"),
+    ):
+        model(**batch_of(model, [6]))
 
 
 def test_a_loss_that_is_not_known_is_refused():
