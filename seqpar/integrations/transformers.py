@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,6 +67,12 @@ WAY_OUT_OF_SHARDS = (
     "which runs after it, and leave them out of a tensor-parallel plan"
 )
 
+UNLABELLED = (
+    "got no labels in a training forward, which makes all logits, and the loss of apply_seqpar_loss is not used; a "
+    "Trainer takes the labels away for its label_smoothing_factor or a compute_loss_func: leave the first at 0 and use "
+    "apply_seqpar_loss(model, label_smoothing=...), or pass compute_loss_func=compute_loss_func(applied)"
+)
+
 CALL = "seqpar_call"
 """How the names begin under which the output embeddings keep the forward that runs, one for each thread."""
 
@@ -90,8 +97,8 @@ def apply_seqpar_loss(
     `num_items_in_batch`, which a Trainer passes to the model, the loss is sum / num_items_in_batch, so that
     accumulation and several ranks are exact; without it the loss is the mean over labels that are not -100 (0, not nan,
     if there are none). A router's auxiliary loss (Mixtral and Qwen3-MoE with `output_router_logits`) is added as the
-    model adds it, once a forward, undivided. Leave the Trainer's own `label_smoothing_factor` at 0: it would need all
-    logits.
+    model adds it, once a forward, undivided. Leave the Trainer's own `label_smoothing_factor` at 0: it needs all
+    logits, and a training forward without labels, as it makes them, warns once that this loss is not used.
 
     Args:
         model: an encoder-decoder or decoder-only model, or any other whose output embeddings are an `nn.Linear` that is
@@ -177,6 +184,7 @@ class AppliedLoss:
         self.withholds = False
         self.withheld: Reading | None = None
         self.unlabelled: dict[str, Any] | None = None
+        self.warned = False
         self.checked: dict[Settings, Reading] = {}
         head = model.get_output_embeddings()
         # Not its `out_features`, which Marian's resize_token_embeddings leaves as it was
@@ -227,6 +235,9 @@ class AppliedLoss:
         if args:
             kwargs = self.signature.bind_partial(*args).arguments | kwargs
         if kwargs.get("labels") is None and not self.withholds:
+            if model.training and torch.is_grad_enabled() and not self.warned:
+                self.warned = True
+                warnings.warn(f"{type(model).__name__} {UNLABELLED}", stacklevel=2)
             return None
         if PROVED.get() and not model.training:
             evaluating = f"{type(model).__name__} is in evaluation mode, where its own loss stays"

@@ -92,6 +92,14 @@ def test_stock_label_smoothing_is_exact_and_makes_all_logits():
     assert relative_error(trained(0, 1, run), whole_batch(run, 1)) < 1e-6
 
 
+def test_where_the_trainer_smooths_labels_itself_one_warning_says_that_it_makes_all_logits():
+    run = Run("marian", 4, 0.1, "both")
+    with pytest.warns(UserWarning, match=r"^MarianMTModel got no labels .* leave the first at 0") as warned:
+        got = trained(0, 1, run)
+    assert len([each for each in warned if "got no labels" in str(each.message)]) == 1
+    assert relative_error(got, whole_batch(run, 1)) < 1e-6
+
+
 def test_without_the_labels_hidden_states_stand_for_logits_only_once_the_function_is_asked_for():
     model = tiny("marian")
     batch = batch_of(model, [5, 3])

@@ -28,7 +28,7 @@ class Run(NamedTuple):
     accumulation: int
     smoothing: float
     way: str
-    """"stock", "applied" or "function"."""
+    """"stock", "applied", "function", or "both", where the Trainer smooths labels as well."""
     fsdp2: bool = False
 
 
@@ -74,7 +74,7 @@ def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
             folder,
             per_device_train_batch_size=BATCH,
             gradient_accumulation_steps=run.accumulation,
-            label_smoothing_factor=run.smoothing if run.way == "stock" else 0.0,
+            label_smoothing_factor=run.smoothing if run.way in ("stock", "both") else 0.0,
             max_steps=1,
             max_grad_norm=0.0,
             use_cpu=True,
@@ -89,7 +89,7 @@ def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
             # accelerate shards on accelerators only, which it takes these processes' CPUs for from here on
             assert arguments.device.type == "cpu"
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        labels_go = function is not None or (run.way == "stock" and run.smoothing > 0)
+        labels_go = function is not None or (run.way in ("stock", "both") and run.smoothing > 0)
         Seq2SeqTrainer(
             model,
             arguments,
