@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from seqpar.core.checks import PROVED, check_size
+from seqpar.core.checks import PROVED, check_size, is_dtensor
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.reducers import gathers_for_any
@@ -63,8 +63,8 @@ from seqpar.rows.criteria import LabelSmoothing
 from seqpar.rows.smoothing import check_smoothing
 
 WAY_OUT_OF_SHARDS = (
-    "call fully_shard on the model as well, so that they are gathered in its forward, leave out compute_loss_func, "
-    "which runs after it, and leave them out of a tensor-parallel plan"
+    "call fully_shard on the model as well, so that they are gathered in its forward, and leave out compute_loss_func, "
+    "which runs after it; to split their classes use a tensor-parallel plan of from_pretrained"
 )
 
 UNLABELLED = (
@@ -170,6 +170,19 @@ def _shortened(kwargs: dict[str, Any]) -> dict[str, Any]:
         name: kwargs[name][:, :WINDOW_TOKENS] for name in ("labels", "shift_labels") if kwargs.get(name) is not None
     }
     return kwargs | short
+
+
+def _plain_logits(hidden_1WD: Tensor, head: nn.Linear) -> Tensor:
+    """Return the product and the bias of all classes, by the same kernels as the head where its classes are split."""
+    weight: Any = head.weight
+    if not is_dtensor(weight):
+        return F.linear(hidden_1WD, weight, head.bias)
+    # Importing DTensor takes longer than importing this library
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere_1WD = DTensor.from_local(hidden_1WD, weight.device_mesh, [Replicate()], run_check=False)
+    logits_1WV: Any = F.linear(everywhere_1WD, weight, head.bias)
+    return logits_1WV.full_tensor()  # type: ignore[no-any-return]
 
 
 class AppliedLoss:
@@ -278,6 +291,13 @@ class AppliedLoss:
                 "remove() and apply it again"
             )
 
+    def _refuse_sharded(self, head: nn.Linear) -> None:
+        """Raise RuntimeError if the output embeddings are sharded in another way than by a plan that splits classes."""
+        # A tensor-parallel plan of transformers gives them a forward of their own, and a mesh of one axis
+        split = "forward" in vars(head) and len(getattr(head.weight, "placements", ())) == 1
+        if not split:
+            refuse_sharded(head, WAY_OUT_OF_SHARDS)
+
     def _with_window(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
         """Return what the loss of this call needs, and the model's arguments with the labels of a window."""
         kwargs = dict(kwargs)
@@ -360,7 +380,7 @@ class AppliedLoss:
         if call.hidden_BTD is not None:
             raise RefusedModelError(f"{name} called its output embeddings twice in one forward; {WITHOUT}")
         # FSDP2's own hook, which is always the first one, has gathered them by now where they are a unit or part of one
-        refuse_sharded(head, WAY_OUT_OF_SHARDS)
+        self._refuse_sharded(head)
         (hidden_BTD,) = args
         if hidden_BTD.dim() != 3:
             shape = f"{tuple(hidden_BTD.shape)}, and not (batch, time, hidden)"
@@ -388,11 +408,11 @@ class AppliedLoss:
         if not call.examined:
             return certain_logits(call.window_1W, output[0, 0]) if call.certain else output.detach()
         assert call.window_1WD is not None
-        if not torch.equal(output, F.linear(call.window_1WD, head.weight, head.bias)):
+        if not torch.equal(output, _plain_logits(call.window_1WD, head)):
             raise RefusedModelError(f"{more_than_linear(type(call.model).__name__)}; {WITHOUT}")
         make = certain_logits if call.certain else made_up_logits
         # They need a gradient, so that it shows what else the loss is made of
-        call.made_up = make(call.window_1W, head.weight[:, 0]).requires_grad_()
+        call.made_up = make(call.window_1W, output[0, 0].detach()).requires_grad_()
         # A copy, because a model may change its logits in place
         return call.made_up.clone()
 
@@ -420,7 +440,7 @@ class AppliedLoss:
             raise RuntimeError(f"{name} adds something to its own loss, and did not when it was checked; {WITHOUT}")
         fields: dict[str, Any] = {"loss": None, "logits": None}
         if call.loss is None:
-            refuse_sharded(head, WAY_OUT_OF_SHARDS)
+            self._refuse_sharded(head)
             # A Trainer's loss function gets hidden states as logits, and computes the loss of them
             fields["logits"] = UsingParameters.apply(call.hidden_BTD, *head.parameters())
         else:
@@ -453,7 +473,7 @@ class AppliedLoss:
             return divided(loss, num_items_in_batch)
         # Evaluated before its first training step, so the label shift is unchecked
         if self.unlabelled is not None:
-            refuse_sharded(head, WAY_OUT_OF_SHARDS)
+            self._refuse_sharded(head)
             self._reading(self.model, self.unlabelled | self._window(self.model, self.unlabelled))
             self.unlabelled = None
         criterion = LabelSmoothing(self.label_smoothing, "torch", ignore_index=IGNORED)

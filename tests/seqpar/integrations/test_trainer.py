@@ -21,7 +21,7 @@ def two_ranks():
 
 def whole_batch(run, world):
     """The gradient of all sentences of all micro-batches and ranks as one batch on one device."""
-    model = tiny(run.model)
+    model = run.tiny
     batch = collated(model, sentences(model, world * run.accumulation * BATCH))
     (plain_loss(model, batch, run.smoothing) / predicted(model, batch["labels"])).backward()
     return gradients(model)
@@ -55,8 +55,27 @@ def test_output_embeddings_of_their_own_are_reduced_once_over_two_ranks(two_rank
 
 @pytest.mark.parametrize(("name", "way"), [("llama", "applied"), ("llama-tied", "function"), ("gpt2", "applied")])
 def test_under_fsdp2_as_accelerate_wraps_it_the_gradient_is_that_of_the_whole_batch(two_ranks, name, way):
-    run = Run(name, 2, 0.1, way, fsdp2=True)
+    run = Run(name, 2, 0.1, way, "fsdp2")
     expected = whole_batch(run, 2)
+    for got in two_ranks.call(trained, run):
+        assert relative_error(got, expected) < 1e-12
+
+
+def test_loaded_with_fsdp2_by_transformers_the_gradient_is_that_of_the_whole_batch(two_ranks, tmp_path):
+    run = Run("llama", 2, 0.1, "applied", "loaded-fsdp2", str(tmp_path))
+    run.tiny.save_pretrained(tmp_path)
+    expected = whole_batch(run, 2)
+    for got in two_ranks.call(trained, run):
+        assert relative_error(got, expected) < 1e-12
+
+
+@pytest.mark.parametrize(("name", "way"), [("llama", "applied"), ("llama-tied", "function")])
+def test_with_output_embeddings_that_a_tensor_parallel_plan_splits_the_gradient_is_that_of_one_device(
+    two_ranks, tmp_path, name, way
+):
+    run = Run(name, 2, 0.1, way, "split", str(tmp_path))
+    run.tiny.save_pretrained(tmp_path)
+    expected = whole_batch(run, 1)
     for got in two_ranks.call(trained, run):
         assert relative_error(got, expected) < 1e-12
 

@@ -8,7 +8,9 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
 
@@ -40,6 +42,20 @@ def sharded_head(rank, world):
 
 def test_output_embeddings_that_are_sharded_again_before_a_loss_function_runs_are_refused():
     assert ranks(2, sharded_head) == [True, True]
+
+
+def head_that_nothing_gathers(rank, world):
+    model = tiny("llama")
+    rows = distribute_tensor(model.lm_head.weight.detach(), init_device_mesh("cpu", (world,)), [Shard(0)])
+    model.lm_head.weight = torch.nn.Parameter(rows)
+    apply_seqpar_loss(model)
+    with pytest.raises(RuntimeError, match=r"weight is sharded .* use a tensor-parallel plan of from_pretrained"):
+        model(**batch_of(model, [5, 3]))
+    return True
+
+
+def test_output_embeddings_that_are_sharded_and_that_nothing_gathers_are_refused():
+    assert ranks(2, head_that_nothing_gathers) == [True, True]
 
 
 def test_a_forward_that_raises_leaves_the_output_embeddings_as_they_are():
