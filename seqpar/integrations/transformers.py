@@ -21,21 +21,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from seqpar.core.checks import PROVED, check_size, is_dtensor
+from seqpar.core.checks import PROVED, check_size
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.reducers import gathers_for_any
-from seqpar.distributed.wrappers import refuse_sharded
-from seqpar.integrations.made_up import RefusedModelError, made_up_logits, more_than_linear, undisturbed
-from seqpar.integrations.transformers_call import Call, UsingParameters, divided
+from seqpar.integrations.made_up import RefusedModelError, undisturbed
+from seqpar.integrations.transformers_call import Call, UsingParameters, divided, shortened
 from seqpar.integrations.transformers_check import (
     WITHOUT,
     Examined,
-    certain_logits,
     check_added,
     check_shapes,
     examine,
@@ -43,6 +40,7 @@ from seqpar.integrations.transformers_check import (
     mean_loss,
     own_outputs,
 )
+from seqpar.integrations.transformers_head import logits_for, refuse_sharded_head
 from seqpar.integrations.transformers_model import (
     IGNORED,
     Reading,
@@ -62,11 +60,6 @@ from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.rows.criteria import LabelSmoothing
 from seqpar.rows.smoothing import check_smoothing
 
-WAY_OUT_OF_SHARDS = (
-    "call fully_shard on the model as well, so that they are gathered in its forward, and leave out compute_loss_func, "
-    "which runs after it; to split their classes use a tensor-parallel plan of from_pretrained"
-)
-
 UNLABELLED = (
     "got no labels in a training forward, which makes all logits, and the loss of apply_seqpar_loss is not used; a "
     "Trainer takes the labels away for its label_smoothing_factor or a compute_loss_func: leave the first at 0 and use "
@@ -75,9 +68,6 @@ UNLABELLED = (
 
 CALL = "seqpar_call"
 """How the names begin under which the output embeddings keep the forward that runs, one for each thread."""
-
-WINDOW_TOKENS = 2
-"""The number of tokens in the window of a call whose settings have been checked before."""
 
 
 def apply_seqpar_loss(
@@ -162,27 +152,6 @@ def compute_loss_func(applied: AppliedLoss) -> Callable[..., Tensor]:
 def _of_this_thread() -> str:
     """Return the name under which the output embeddings keep this thread's forward: threads may share a model."""
     return f"{CALL}_{threading.get_ident()}"
-
-
-def _shortened(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with the labels of a few tokens of the window."""
-    short = {
-        name: kwargs[name][:, :WINDOW_TOKENS] for name in ("labels", "shift_labels") if kwargs.get(name) is not None
-    }
-    return kwargs | short
-
-
-def _plain_logits(hidden_1WD: Tensor, head: nn.Linear) -> Tensor:
-    """Return the product and the bias of all classes, by the same kernels as the head where its classes are split."""
-    weight: Any = head.weight
-    if not is_dtensor(weight):
-        return F.linear(hidden_1WD, weight, head.bias)
-    # Importing DTensor takes longer than importing this library
-    from torch.distributed.tensor import DTensor, Replicate
-
-    everywhere_1WD = DTensor.from_local(hidden_1WD, weight.device_mesh, [Replicate()], run_check=False)
-    logits_1WV: Any = F.linear(everywhere_1WD, weight, head.bias)
-    return logits_1WV.full_tensor()  # type: ignore[no-any-return]
 
 
 class AppliedLoss:
@@ -277,7 +246,7 @@ class AppliedLoss:
             self.withheld = call.reading
         # In the head's __dict__, past nn.Module.__setattr__: the head's hooks and the model's share it for this forward
         head.__dict__[_of_this_thread()] = call
-        kwargs = _shortened(kwargs)
+        kwargs = shortened(kwargs)
         call.window_1W = self._window_target(kwargs)
         call.certain = call.reading.adds
         return (), kwargs
@@ -290,13 +259,6 @@ class AppliedLoss:
                 "the output embeddings were replaced since apply_seqpar_loss (resize_token_embeddings does that); call "
                 "remove() and apply it again"
             )
-
-    def _refuse_sharded(self, head: nn.Linear) -> None:
-        """Raise RuntimeError if the output embeddings are sharded in another way than by a plan that splits classes."""
-        # A tensor-parallel plan of transformers gives them a forward of their own, and a mesh of one axis
-        split = "forward" in vars(head) and len(getattr(head.weight, "placements", ())) == 1
-        if not split:
-            refuse_sharded(head, WAY_OUT_OF_SHARDS)
 
     def _with_window(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
         """Return what the loss of this call needs, and the model's arguments with the labels of a window."""
@@ -348,7 +310,7 @@ class AppliedLoss:
         """Run the model on the window and return what it does to logits and adds to their loss, or raise an error."""
         random = self._examined(model, kwargs)
         if gathers_for_any(model, random.adds):
-            check_added(type(model).__name__, random, self._examined(model, _shortened(kwargs), certain=True))
+            check_added(type(model).__name__, random, self._examined(model, shortened(kwargs), certain=True))
         return random.reading._replace(adds=random.adds)
 
     def _examined(self, model: PreTrainedModel, kwargs: dict[str, Any], certain: bool = False) -> Examined:
@@ -380,7 +342,7 @@ class AppliedLoss:
         if call.hidden_BTD is not None:
             raise RefusedModelError(f"{name} called its output embeddings twice in one forward; {WITHOUT}")
         # FSDP2's own hook, which is always the first one, has gathered them by now where they are a unit or part of one
-        self._refuse_sharded(head)
+        refuse_sharded_head(head)
         (hidden_BTD,) = args
         if hidden_BTD.dim() != 3:
             shape = f"{tuple(hidden_BTD.shape)}, and not (batch, time, hidden)"
@@ -396,25 +358,9 @@ class AppliedLoss:
         return (call.window_1WD,)
 
     def _from_head(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        """Return logits that need no gradient, so that a loss which needs one depends on something else as well."""
+        """Return the logits that the model gets for the window (`logits_for`)."""
         call: Call | None = head.__dict__.get(_of_this_thread())
-        if call is None:
-            return None
-        if vars(head).get("weight") is not call.computed_weight:
-            raise RefusedModelError(
-                f"the weight of {type(call.model).__name__}'s output embeddings is computed in each forward by a hook "
-                "(pruning, spectral_norm) that was added after apply_seqpar_loss; call remove() and apply it again"
-            )
-        if not call.examined:
-            return certain_logits(call.window_1W, output[0, 0]) if call.certain else output.detach()
-        assert call.window_1WD is not None
-        if not torch.equal(output, _plain_logits(call.window_1WD, head)):
-            raise RefusedModelError(f"{more_than_linear(type(call.model).__name__)}; {WITHOUT}")
-        make = certain_logits if call.certain else made_up_logits
-        # They need a gradient, so that it shows what else the loss is made of
-        call.made_up = make(call.window_1W, output[0, 0].detach()).requires_grad_()
-        # A copy, because a model may change its logits in place
-        return call.made_up.clone()
+        return None if call is None else logits_for(call, head, output)
 
     def _unrounded(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         """Return the made-up logits in full where another hook has only rounded them, as `output_dtype` of FSDP2."""
@@ -440,7 +386,7 @@ class AppliedLoss:
             raise RuntimeError(f"{name} adds something to its own loss, and did not when it was checked; {WITHOUT}")
         fields: dict[str, Any] = {"loss": None, "logits": None}
         if call.loss is None:
-            self._refuse_sharded(head)
+            refuse_sharded_head(head)
             # A Trainer's loss function gets hidden states as logits, and computes the loss of them
             fields["logits"] = UsingParameters.apply(call.hidden_BTD, *head.parameters())
         else:
@@ -473,7 +419,7 @@ class AppliedLoss:
             return divided(loss, num_items_in_batch)
         # Evaluated before its first training step, so the label shift is unchecked
         if self.unlabelled is not None:
-            self._refuse_sharded(head)
+            refuse_sharded_head(head)
             self._reading(self.model, self.unlabelled | self._window(self.model, self.unlabelled))
             self.unlabelled = None
         criterion = LabelSmoothing(self.label_smoothing, "torch", ignore_index=IGNORED)

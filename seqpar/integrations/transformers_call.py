@@ -15,6 +15,9 @@ from transformers import PreTrainedModel
 from seqpar.core.token_loss import TokenLoss
 from seqpar.integrations.transformers_model import Reading
 
+WINDOW_TOKENS = 2
+"""The number of tokens in the window of a call whose settings have been checked before."""
+
 
 @dataclass
 class Call:
@@ -42,6 +45,14 @@ class Call:
     """The weight that a hook of the output embeddings, such as that of pruning, had computed before the loss was."""
     made_up: Tensor | None = None
     """The logits of the check, once the output embeddings have returned them."""
+
+
+def shortened(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with the labels of a few tokens of the window."""
+    short = {
+        name: kwargs[name][:, :WINDOW_TOKENS] for name in ("labels", "shift_labels") if kwargs.get(name) is not None
+    }
+    return kwargs | short
 
 
 class UsingParameters(torch.autograd.Function):
