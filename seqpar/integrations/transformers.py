@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -28,17 +28,19 @@ from seqpar.core.checks import PROVED, check_size
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.reducers import gathers_for_any
-from seqpar.distributed.wrappers import refuse_sharded
-from seqpar.integrations.made_up import RefusedModelError, made_up_logits, more_than_linear, undisturbed
-from seqpar.integrations.transformers_call import Call, UsingParameters, divided
+from seqpar.integrations.made_up import RefusedModelError, undisturbed
+from seqpar.integrations.transformers_call import Call, UsingParameters, divided, shortened
 from seqpar.integrations.transformers_check import (
     WITHOUT,
+    Examined,
+    check_added,
     check_shapes,
     examine,
     made_up_labels,
+    mean_loss,
     own_outputs,
-    refuse_added,
 )
+from seqpar.integrations.transformers_head import logits_for, refuse_sharded_head
 from seqpar.integrations.transformers_model import (
     IGNORED,
     Reading,
@@ -58,16 +60,14 @@ from seqpar.linear.cross_entropy import linear_cross_entropy
 from seqpar.rows.criteria import LabelSmoothing
 from seqpar.rows.smoothing import check_smoothing
 
-WAY_OUT_OF_SHARDS = (
-    "do not make the output embeddings a unit of their own (call fully_shard on the layers, then on the model), and "
-    "leave them out of a tensor-parallel plan"
+UNLABELLED = (
+    "got no labels in a training forward, which makes all logits, and the loss of apply_seqpar_loss is not used; a "
+    "Trainer takes the labels away for its label_smoothing_factor or a compute_loss_func: leave the first at 0 and use "
+    "apply_seqpar_loss(model, label_smoothing=...), or pass compute_loss_func=compute_loss_func(applied)"
 )
 
 CALL = "seqpar_call"
 """How the names begin under which the output embeddings keep the forward that runs, one for each thread."""
-
-WINDOW_TOKENS = 2
-"""The number of tokens in the window of a call whose settings have been checked before."""
 
 
 def apply_seqpar_loss(
@@ -86,7 +86,9 @@ def apply_seqpar_loss(
     Evaluation (whose loss has no smoothing), `generate` and calls without labels do not change. With
     `num_items_in_batch`, which a Trainer passes to the model, the loss is sum / num_items_in_batch, so that
     accumulation and several ranks are exact; without it the loss is the mean over labels that are not -100 (0, not nan,
-    if there are none). Leave the Trainer's own `label_smoothing_factor` at 0: it would need all logits.
+    if there are none). A router's auxiliary loss (Mixtral and Qwen3-MoE with `output_router_logits`) is added as the
+    model adds it, once a forward, undivided. Leave the Trainer's own `label_smoothing_factor` at 0: it needs all
+    logits, and a training forward without labels, as it makes them, warns once that this loss is not used.
 
     Args:
         model: an encoder-decoder or decoder-only model, or any other whose output embeddings are an `nn.Linear` that is
@@ -107,11 +109,12 @@ def apply_seqpar_loss(
         ValueError: a number out of its range, a model that has the loss already, an `ignore_index` other than -100 in a
             call, or labels whose number is not that of the predictions.
         RuntimeError: in the first training forward, or the first with other arguments or settings: the model's own
-            logits or loss of a few made-up tokens differ from ours (the message says by how much), or it adds an
-            auxiliary loss (mixtures of experts), which would be lost. In any training forward: the output embeddings
-            have been replaced or resized, or are sharded.
+            logits or loss of a few made-up tokens differ from ours (the message says by how much), or it adds something
+            that depends on labels or logits, or an auxiliary loss where there is a `compute_loss_func`, which would
+            lose it. In any training forward: the output embeddings have been replaced or resized, or are sharded where
+            the loss needs them.
 
-    A forward with new arguments or settings runs the model twice, for this check.
+    A forward with new arguments or settings runs the model twice, for this check, or three times if it adds a loss.
     """
     check_smoothing(label_smoothing, "torch")
     check_size(chunk_tokens, "chunk_tokens")
@@ -163,6 +166,7 @@ class AppliedLoss:
         self.withholds = False
         self.withheld: Reading | None = None
         self.unlabelled: dict[str, Any] | None = None
+        self.warned = False
         self.checked: dict[Settings, Reading] = {}
         head = model.get_output_embeddings()
         # Not its `out_features`, which Marian's resize_token_embeddings leaves as it was
@@ -213,6 +217,9 @@ class AppliedLoss:
         if args:
             kwargs = self.signature.bind_partial(*args).arguments | kwargs
         if kwargs.get("labels") is None and not self.withholds:
+            if model.training and torch.is_grad_enabled() and not self.warned:
+                self.warned = True
+                warnings.warn(f"{type(model).__name__} {UNLABELLED}", stacklevel=2)
             return None
         if PROVED.get() and not model.training:
             evaluating = f"{type(model).__name__} is in evaluation mode, where its own loss stays"
@@ -231,23 +238,27 @@ class AppliedLoss:
         call, kwargs = self._with_window(model, kwargs)
         call.reading = self._reading(model, kwargs)
         if call.target_BT is None:
+            if call.reading.adds:
+                raise RuntimeError(
+                    f"{type(model).__name__} adds an auxiliary loss to its own (output_router_logits), which a "
+                    "compute_loss_func would lose; leave it out: with apply_seqpar_loss alone the model adds it"
+                )
             self.withheld = call.reading
         # In the head's __dict__, past nn.Module.__setattr__: the head's hooks and the model's share it for this forward
         head.__dict__[_of_this_thread()] = call
-        for name in ("labels", "shift_labels"):
-            if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name][:, :WINDOW_TOKENS]
+        kwargs = shortened(kwargs)
+        call.window_1W = self._window_target(kwargs)
+        call.certain = call.reading.adds
         return (), kwargs
 
     def _check_head(self, head: nn.Linear) -> None:
-        """Raise RuntimeError if the output embeddings are not the ones that were hooked, or are sharded."""
+        """Raise RuntimeError if the output embeddings are not the ones that were hooked."""
         # Tied ones remain the same module, with another weight
         if self._at_head not in head._forward_pre_hooks.values() or len(head.weight) != self.vocab_size:
             raise RuntimeError(
                 "the output embeddings were replaced since apply_seqpar_loss (resize_token_embeddings does that); call "
                 "remove() and apply it again"
             )
-        refuse_sharded(head, WAY_OUT_OF_SHARDS)
 
     def _with_window(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
         """Return what the loss of this call needs, and the model's arguments with the labels of a window."""
@@ -272,7 +283,8 @@ class AppliedLoss:
         return_dict = kwargs.get("return_dict")
         if return_dict is None:
             return_dict = getattr(model.config, "return_dict", True)
-        return Call(model, target_BT, items=items, as_tuple=not return_dict), kwargs | self._window(model, kwargs)
+        kwargs |= self._window(model, kwargs)
+        return Call(model, self._window_target(kwargs), target_BT, items=items, as_tuple=not return_dict), kwargs
 
     def _window(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the labels of the window, and the argument that gives the outputs their names."""
@@ -295,27 +307,31 @@ class AppliedLoss:
         return self.checked[settings]
 
     def _checked_reading(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> Reading:
-        """Run the model on the window and return what it does to logits, or raise an error (`examine`)."""
+        """Run the model on the window and return what it does to logits and adds to their loss, or raise an error."""
+        random = self._examined(model, kwargs)
+        if gathers_for_any(model, random.adds):
+            check_added(type(model).__name__, random, self._examined(model, shortened(kwargs), certain=True))
+        return random.reading._replace(adds=random.adds)
+
+    def _examined(self, model: PreTrainedModel, kwargs: dict[str, Any], certain: bool = False) -> Examined:
+        """Run the model on the window and return what it made of it (`examine`)."""
         name = type(model).__name__
         head = model.get_output_embeddings()
-        call = Call(model, made_up=made_up_logits(self.window_1W, head.weight[:, 0]))
+        call = Call(model, self._window_target(kwargs), examined=True, certain=certain)
         head.__dict__[_of_this_thread()] = call
+        # Behind all other hooks, also those that `fully_shard` has added since
+        widening = head.register_forward_hook(self._unrounded)
         try:
             # With gradients, so that a loss that needs one is noticed
             with undisturbed(model, head.weight.device), torch.enable_grad(), graph_of_its_own():
                 outputs = own_outputs(model, kwargs, lambda: setattr(call, "hidden_BTD", None))
         finally:
+            widening.remove()
             head.__dict__[_of_this_thread()] = None
-        if call.hidden_BTD is None:
+        if call.made_up is None:
             raise RefusedModelError(f"{name} did not call its output embeddings, {type(head).__name__}; {WITHOUT}")
-        assert call.made_up is not None
-        logits_1WV = call.made_up
         bias_V = final_bias(model, head.weight)
-        # Added by the model outside of the head, whose output is what was made up
-        if bias_V is not None:
-            logits_1WV = logits_1WV + bias_V
-        target_1W = self._target(kwargs["labels"], kwargs.get("shift_labels"))
-        return examine(name, readings(model), logits_1WV, target_1W, outputs)
+        return examine(name, readings(model), call.made_up, bias_V, call.window_1W, outputs)
 
     def _at_head(self, head: Any, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         """Compute the loss of all hidden states, and let only a window of them go on to the output embeddings."""
@@ -325,6 +341,8 @@ class AppliedLoss:
         name = type(call.model).__name__
         if call.hidden_BTD is not None:
             raise RefusedModelError(f"{name} called its output embeddings twice in one forward; {WITHOUT}")
+        # FSDP2's own hook, which is always the first one, has gathered them by now where they are a unit or part of one
+        refuse_sharded_head(head)
         (hidden_BTD,) = args
         if hidden_BTD.dim() != 3:
             shape = f"{tuple(hidden_BTD.shape)}, and not (batch, time, hidden)"
@@ -335,29 +353,20 @@ class AppliedLoss:
             call.loss = self._token_loss(call.model, call.reading, hidden_BTD, call.target_BT)
         # Any rows serve as the window: its logits are replaced by random ones, or thrown away with their loss
         rows_ND = hidden_BTD.detach().flatten(0, 1)
-        tokens = WINDOW_TOKENS
-        if call.made_up is not None:
-            tokens = self.window_1W.numel()
-        some_W = torch.arange(tokens, device=rows_ND.device) % max(1, len(rows_ND))
+        some_W = torch.arange(call.window_1W.numel(), device=rows_ND.device) % max(1, len(rows_ND))
         call.window_1WD = rows_ND[some_W].unsqueeze(0)
         return (call.window_1WD,)
 
     def _from_head(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        """Return logits that need no gradient, so that a loss which needs one depends on something else as well."""
+        """Return the logits that the model gets for the window (`logits_for`)."""
         call: Call | None = head.__dict__.get(_of_this_thread())
-        if call is None:
+        return None if call is None else logits_for(call, head, output)
+
+    def _unrounded(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        """Return the made-up logits in full where another hook has only rounded them, as `output_dtype` of FSDP2."""
+        call: Call | None = head.__dict__.get(_of_this_thread())
+        if call is None or call.made_up is None or not torch.equal(output, call.made_up.to(output.dtype)):
             return None
-        if vars(head).get("weight") is not call.computed_weight:
-            raise RefusedModelError(
-                f"the weight of {type(call.model).__name__}'s output embeddings is computed in each forward by a hook "
-                "(pruning, spectral_norm) that was added after apply_seqpar_loss; call remove() and apply it again"
-            )
-        if call.made_up is None:
-            return output.detach()
-        assert call.window_1WD is not None
-        if not torch.equal(output, F.linear(call.window_1WD, head.weight, head.bias)):
-            raise RefusedModelError(f"{more_than_linear(type(call.model).__name__)}; {WITHOUT}")
-        # A copy, because a model may change its logits in place
         return call.made_up.clone()
 
     def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
@@ -370,13 +379,20 @@ class AppliedLoss:
         name = type(model).__name__
         if call.hidden_BTD is None:
             raise RuntimeError(f"{name} did not call its output embeddings, {type(head).__name__}")
-        refuse_added(name, outputs)
+        added = None
+        if call.certain:
+            added = outputs["loss"] - mean_loss(outputs["logits"].detach(), call.window_1W)
+        elif isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor) and outputs["loss"].requires_grad:
+            raise RuntimeError(f"{name} adds something to its own loss, and did not when it was checked; {WITHOUT}")
         fields: dict[str, Any] = {"loss": None, "logits": None}
         if call.loss is None:
+            refuse_sharded_head(head)
             # A Trainer's loss function gets hidden states as logits, and computes the loss of them
             fields["logits"] = UsingParameters.apply(call.hidden_BTD, *head.parameters())
         else:
             fields["loss"] = divided(call.loss, call.items)
+        if added is not None:
+            fields["loss"] = fields["loss"] + added.to(fields["loss"].device)
         if not call.as_tuple:
             return type(outputs)(**{**outputs, **fields})
         # As the model does it: a loss that is None is left out of the tuple
@@ -403,12 +419,16 @@ class AppliedLoss:
             return divided(loss, num_items_in_batch)
         # Evaluated before its first training step, so the label shift is unchecked
         if self.unlabelled is not None:
-            refuse_sharded(head, WAY_OUT_OF_SHARDS)
+            refuse_sharded_head(head)
             self._reading(self.model, self.unlabelled | self._window(self.model, self.unlabelled))
             self.unlabelled = None
         criterion = LabelSmoothing(self.label_smoothing, "torch", ignore_index=IGNORED)
         check_shapes(type(self.model).__name__, scores, target_BT)
         return divided(criterion.token_loss(scores.flatten(0, -2), target_BT.flatten()), num_items_in_batch)
+
+    def _window_target(self, kwargs: dict[str, Any]) -> Tensor:
+        """Return the label that each position of the window predicts."""
+        return self._target(kwargs["labels"], kwargs.get("shift_labels"))
 
     def _target(self, labels_BT: Tensor, shifted_BT: Tensor | None) -> Tensor:
         """Return the label that each position predicts."""

@@ -15,16 +15,25 @@ from transformers import PreTrainedModel
 from seqpar.core.token_loss import TokenLoss
 from seqpar.integrations.transformers_model import Reading
 
+WINDOW_TOKENS = 2
+"""The number of tokens in the window of a call whose settings have been checked before."""
+
 
 @dataclass
 class Call:
     """The state of one training forward, from before the model until after it."""
 
     model: PreTrainedModel
+    window_1W: Tensor
+    """The target of each token of the window."""
     target_BT: Tensor | None = None
     """The label that each position predicts; None if the labels come after the forward."""
     reading: Reading | None = None
     """What the model does to its logits; None during the check that finds it out."""
+    examined: bool = False
+    """Whether this is that check, in which the output embeddings return made-up logits."""
+    certain: bool = False
+    """Whether the logits that the model gets for the window are certain of its targets, so that their loss is 0."""
     items: Tensor | int | None = None
     """The number that the summed loss is divided by; None is the number of labels that are not ignored."""
     as_tuple: bool = False
@@ -35,7 +44,15 @@ class Call:
     computed_weight: Tensor | None = None
     """The weight that a hook of the output embeddings, such as that of pruning, had computed before the loss was."""
     made_up: Tensor | None = None
-    """The random logits of the check; None in all other forwards."""
+    """The logits of the check, once the output embeddings have returned them."""
+
+
+def shortened(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with the labels of a few tokens of the window."""
+    short = {
+        name: kwargs[name][:, :WINDOW_TOKENS] for name in ("labels", "shift_labels") if kwargs.get(name) is not None
+    }
+    return kwargs | short
 
 
 class UsingParameters(torch.autograd.Function):

@@ -3,8 +3,9 @@
 The model runs unchanged except for its output embeddings: these return random logits from -50 to 50, in float32 or
 wider whatever the model's precision, so that the effect of a soft cap, a factor or a clamp is far above rounding. The
 logits and the loss that the model returns must then equal ours. The labels include every token id that the
-configuration names. The loss must also depend on nothing else: the random logits need no gradient, so a loss that needs
-one depends on something besides them.
+configuration names. Where the loss is another, or depends on more than the logits, the model runs once more, with other
+labels and with logits that are certain of them. It may differ by the same number with the same gradient in both runs, a
+router's auxiliary loss, which is then added to ours as well; anything else is refused.
 
 Shape suffixes: W tokens of the window (the made-up labels), V vocabulary.
 """
@@ -12,15 +13,19 @@ Shape suffixes: W tokens of the window (the made-up labels), V vocabulary.
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from transformers.cache_utils import Cache
 
-from seqpar.integrations.made_up import WINDOW, RefusedModelError, close, in_one_line, same_logits
+from seqpar.core.graphs import nodes_of_graph
+from seqpar.core.token_loss import wide
+from seqpar.integrations.made_up import SPREAD, WINDOW, RefusedModelError, close, in_one_line, same_logits
 from seqpar.integrations.transformers_model import IGNORED, Reading
 
 WITHOUT = "use the model without apply_seqpar_loss"
@@ -29,10 +34,19 @@ WITHOUT = "use the model without apply_seqpar_loss"
 def made_up_labels(special: set[int], vocab_size: int) -> Tensor:
     """Return labels (1, W): different ones spread over the vocabulary, the special ones, and one that is ignored."""
     spread = torch.linspace(0, vocab_size - 1, WINDOW).long().tolist()
-    labels = torch.tensor([*sorted({*special, *spread}), IGNORED])
+    labels = torch.tensor(sorted({*special, *spread}))
     # In random order, so that neighbours differ in no regular way and a shift by any number of positions shows
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    return labels[order].unsqueeze(0)
+    # Not at either end, so that a window of the first or last two has one that is predicted
+    first, last = labels[order].tensor_split(2)
+    return torch.cat([first, torch.tensor([IGNORED]), last]).unsqueeze(0)
+
+
+def certain_logits(target_1W: Tensor, like_V: Tensor) -> Tensor:
+    """Return logits (1, W, V), in float32 or wider, that are certain of each target: their cross-entropy is 0."""
+    logits_1WV = torch.full((*target_1W.shape, len(like_V)), -SPREAD, dtype=wide(like_V.dtype), device=like_V.device)
+    certain_1W1 = target_1W.clamp(min=0).unsqueeze(-1).to(like_V.device)
+    return logits_1WV.scatter_(-1, certain_1W1, SPREAD)
 
 
 def own_outputs(model: nn.Module, kwargs: dict[str, Any], forget: Callable[[], None]) -> object:
@@ -85,27 +99,86 @@ def check_shapes(name: str, scores: Tensor, target_BT: Tensor) -> None:
         raise ValueError(f"{made}; give each a label, -100 where none is wanted (images, soft prompts)")
 
 
-def examine(name: str, ways: list[Reading], logits_1WV: Tensor, target_1W: Tensor, outputs: object) -> Reading:
-    """Return what the model does to its logits; raise an error unless its logits and loss of the window are ours."""
+class Examined(NamedTuple):
+    """What a model made of the logits and labels of a window."""
+
+    reading: Reading
+    ours: Tensor
+    """The mean cross-entropy of the logits that it returned."""
+    theirs: Tensor
+    """Its own loss."""
+    entering: list[Tensor]
+    """The gradient of its loss with respect to all that enters it beside the logits."""
+
+    @property
+    def adds(self) -> bool:
+        """Return whether the loss is more than the cross-entropy, or has other parameters."""
+        return bool(self.entering) or not close(self.ours, self.theirs)
+
+
+def examine(
+    name: str, ways: list[Reading], made_up_1WV: Tensor, bias_V: Tensor | None, target_1W: Tensor, outputs: object
+) -> Examined:
+    """Return what the model made of the logits and labels of a window; raise an error unless its logits are ours."""
     if not isinstance(outputs, Mapping) or outputs.get("logits") is None:
         fields = list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise RefusedModelError(f"{name} returns no field logits but {fields}; {WITHOUT}")
-    refuse_added(name, outputs)
+    logits_1WV = made_up_1WV.detach()
+    # Added by the model outside of the head, whose output is what was made up
+    if bias_V is not None:
+        logits_1WV = logits_1WV + bias_V
     theirs = outputs["logits"].detach()
     # The configuration names the numbers but not what is done with them; the model's own logits decide
     reading = matching_reading(name, ways, logits_1WV, theirs, WITHOUT)
-    # With these logits, random and far apart, a loss that shifts its labels in another way is far off
     loss = outputs.get("loss")
     if loss is None:
         raise RefusedModelError(f"{name} returns no loss for labels; {WITHOUT}")
-    ours = mean_loss(theirs, target_1W)
-    if loss.dim() != 0 or not close(ours, loss.detach()):
-        theirs_shown = f"{loss.item():.6g}" if loss.dim() == 0 else f"of shape {tuple(loss.shape)}"
-        raise RuntimeError(
-            f"{name}'s own loss of a few tokens is {theirs_shown}, that of apply_seqpar_loss {ours.item():.6g}; "
-            f"it shifts its labels in another way, or adds to the cross-entropy; {WITHOUT}"
-        )
-    return reading
+    if loss.dim() != 0:
+        raise RefusedModelError(f"{name} returns a loss of shape {tuple(loss.shape)} and not one number; {WITHOUT}")
+    return Examined(reading, mean_loss(theirs, target_1W), loss.detach(), _entering(loss, made_up_1WV))
+
+
+def check_added(name: str, random: Examined, certain: Examined) -> None:
+    """Raise RuntimeError unless a model adds the same to the loss of random logits and of others with other labels.
+
+    Where the added part is the same number with the same gradient, it depends on neither logits nor labels, and is the
+    difference of the two losses in any forward. With random logits, far apart, a loss that shifts its labels in another
+    way or has a factor is far off.
+    """
+    added, again = (each.theirs - each.ours for each in (random, certain))
+    # As exact as the losses are of which it is the difference
+    rounding = 8 * torch.finfo(torch.float32).eps * max(1.0, abs(random.ours.item()))
+    same = abs(added.item() - again.item()) <= rounding and len(random.entering) == len(certain.entering)
+    if same and all(map(close, random.entering, certain.entering)):
+        return
+    raise RuntimeError(
+        f"{name}'s own loss of a few tokens is {random.theirs.item():.6g}, that of apply_seqpar_loss "
+        f"{random.ours.item():.6g}; it shifts its labels in another way, or adds to the cross-entropy what depends on "
+        f"labels or logits; {WITHOUT}"
+    )
+
+
+def _entering(loss: Tensor, logits: Tensor) -> list[Tensor]:
+    """Return the gradient of the loss with respect to all that enters it on the way from the logits.
+
+    It is 1 for a term that is added, and depends on the logits for a factor, such as a parameter behind the head.
+    """
+    users = defaultdict(set)
+    for node in nodes_of_graph(loss.grad_fn):
+        for parent, _ in node.next_functions:
+            users[parent].add(node)
+    todo = [node for node in users if getattr(node, "variable", None) is logits]
+    way = set(todo)
+    while todo:
+        further = users[todo.pop()] - way
+        way |= further
+        todo += further
+    on_the_way = (node for node in nodes_of_graph(loss.grad_fn) if node in way)
+    edges = [GradientEdge(*edge) for node in on_the_way for edge in node.next_functions if edge[0] not in {None, *way}]
+    if loss.requires_grad and not way:
+        # The model has cut the logits off, and all that its loss depends on is added
+        return [torch.ones_like(loss)]
+    return [gradient.detach() for gradient in torch.autograd.grad(loss, edges)] if edges else []
 
 
 def matching_reading(name: str, ways: list[Reading], logits_1WV: Tensor, theirs: Tensor, way_out: str) -> Reading:
@@ -121,20 +194,6 @@ def matching_reading(name: str, ways: list[Reading], logits_1WV: Tensor, theirs:
         f"{name}'s own logits of a few tokens differ {by} from hidden x output embeddings with the bias, softcap "
         f"and scale its configuration names: it does something else to them as well; {way_out}"
     )
-
-
-def refuse_added(name: str, outputs: object) -> None:
-    """Raise RuntimeError if the model adds something to the cross-entropy, which the chunked loss would lose."""
-    fields = outputs if isinstance(outputs, Mapping) else {}
-    # Either sign is enough: a router's loss under a name of its own, or a loss that needs a gradient although its
-    # logits need none
-    named = any(key.endswith(("aux_loss", "z_loss")) for key in fields)
-    loss = fields.get("loss")
-    if named or (isinstance(loss, Tensor) and loss.requires_grad):
-        raise RuntimeError(
-            f"{name} adds an auxiliary loss to its own (output_router_logits), or parameters behind its output "
-            f"embeddings, which the chunked loss would drop; {WITHOUT}"
-        )
 
 
 def mean_loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ class Reading(NamedTuple):
 
     softcap: float | None
     temperature: float
+    adds: bool = False
+    """Whether the model adds to the cross-entropy what depends on neither logits nor labels, as a router's loss."""
 
     def applied(self, logits: Tensor) -> Tensor:
         """Apply it to logits."""

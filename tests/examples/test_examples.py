@@ -72,6 +72,7 @@ def test_there_is_an_example_for_each_way_to_use_it() -> None:
         "dpo",
         "fsdp2",
         "grpo",
+        "hf_fsdp2",
         "hf_trainer",
         "language_model",
         "lightning_module",

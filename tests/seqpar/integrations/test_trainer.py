@@ -21,7 +21,7 @@ def two_ranks():
 
 def whole_batch(run, world):
     """The gradient of all sentences of all micro-batches and ranks as one batch on one device."""
-    model = tiny(run.model)
+    model = run.tiny
     batch = collated(model, sentences(model, world * run.accumulation * BATCH))
     (plain_loss(model, batch, run.smoothing) / predicted(model, batch["labels"])).backward()
     return gradients(model)
@@ -49,6 +49,33 @@ def test_the_gradient_of_two_ranks_is_that_of_the_whole_batch(two_ranks, accumul
 def test_output_embeddings_of_their_own_are_reduced_once_over_two_ranks(two_ranks, way):
     run = Run("llama", 2, 0.0, way)
     expected = whole_batch(run, 2)
+    for got in two_ranks.call(trained, run):
+        assert relative_error(got, expected) < 1e-12
+
+
+@pytest.mark.parametrize(("name", "way"), [("llama", "applied"), ("llama-tied", "function"), ("gpt2", "applied")])
+def test_under_fsdp2_as_accelerate_wraps_it_the_gradient_is_that_of_the_whole_batch(two_ranks, name, way):
+    run = Run(name, 2, 0.1, way, "fsdp2")
+    expected = whole_batch(run, 2)
+    for got in two_ranks.call(trained, run):
+        assert relative_error(got, expected) < 1e-12
+
+
+def test_loaded_with_fsdp2_by_transformers_the_gradient_is_that_of_the_whole_batch(two_ranks, tmp_path):
+    run = Run("llama", 2, 0.1, "applied", "loaded-fsdp2", str(tmp_path))
+    run.tiny.save_pretrained(tmp_path)
+    expected = whole_batch(run, 2)
+    for got in two_ranks.call(trained, run):
+        assert relative_error(got, expected) < 1e-12
+
+
+@pytest.mark.parametrize(("name", "way"), [("llama", "applied"), ("llama-tied", "function")])
+def test_with_output_embeddings_that_a_tensor_parallel_plan_splits_the_gradient_is_that_of_one_device(
+    two_ranks, tmp_path, name, way
+):
+    run = Run(name, 2, 0.1, way, "split", str(tmp_path))
+    run.tiny.save_pretrained(tmp_path)
+    expected = whole_batch(run, 1)
     for got in two_ranks.call(trained, run):
         assert relative_error(got, expected) < 1e-12
 
@@ -82,6 +109,14 @@ def test_stock_label_smoothing_is_exact_and_makes_all_logits():
     """The Trainer's own smoother divides by the tokens of the step."""
     run = Run("marian", 4, 0.1, "stock")
     assert relative_error(trained(0, 1, run), whole_batch(run, 1)) < 1e-6
+
+
+def test_where_the_trainer_smooths_labels_itself_one_warning_says_that_it_makes_all_logits():
+    run = Run("marian", 4, 0.1, "both")
+    with pytest.warns(UserWarning, match=r"^MarianMTModel got no labels .* leave the first at 0") as warned:
+        got = trained(0, 1, run)
+    assert len([each for each in warned if "got no labels" in str(each.message)]) == 1
+    assert relative_error(got, whole_batch(run, 1)) < 1e-6
 
 
 def test_without_the_labels_hidden_states_stand_for_logits_only_once_the_function_is_asked_for():

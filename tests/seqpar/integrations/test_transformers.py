@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
@@ -28,7 +28,14 @@ from tests.seqpar.integrations.tiny_models import (
     tiny,
 )
 
-EXACT = [name for name in MODELS if name not in ("bart-decoder", "bert", "mixtral", "switch")]
+EXPERTS = {
+    "mixtral": ["aux"],
+    "qwen3-moe": ["aux"],
+    "switch": ["encoder_aux", "decoder_aux", "encoder_z", "decoder_z"],
+}
+"""Mixtures of experts, and the losses of their routers."""
+
+EXACT = [name for name in MODELS if name not in ("bart-decoder", "bert", *EXPERTS)]
 
 
 def plain(model, batch, smoothing=0.0):
@@ -70,6 +77,29 @@ def test_the_gradient_is_that_of_the_stock_loss(name):
     tolerance = 1e-12 if is_seq2seq(model) else 1e-6
     torch.testing.assert_close(loss.double(), stock.double(), rtol=tolerance, atol=0)
     assert relative_error(gradients(model), expected) < tolerance
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_routers_auxiliary_loss_is_added_with_its_gradient_as_the_model_adds_it(name, smoothing):
+    model = tiny(name)
+    batch = batch_of(model, [6, 4, 3])
+    given = {"output_router_logits": True, "num_items_in_batch": 7}
+    outputs = model(**batch, **given)
+    labels = batch["labels"] if is_seq2seq(model) else F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    logits = outputs.logits.flatten(0, 1)
+    loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=smoothing, reduction="sum") / 7
+    for part in EXPERTS[name]:
+        loss = loss + outputs[f"{part}_loss"] * getattr(model, f"router_{part.split('_')[-1]}_loss_coef")
+    loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with apply_seqpar_loss(model, label_smoothing=smoothing, chunk_tokens=3):
+        ours = model(**batch, **given).loss
+    ours.backward()
+    # The routers' probabilities are in float32 whatever the model's precision, and the sum of their losses is
+    torch.testing.assert_close(ours, loss, rtol=1e-7, atol=0)
+    assert relative_error(gradients(model), expected) < 1e-12
 
 
 @settings(max_examples=30)
@@ -180,7 +210,8 @@ def test_evaluation_generation_and_calls_without_labels_are_untouched(name):
     before = everything()
     with apply_seqpar_loss(model):
         model(**batch).loss.backward()
-        during = everything()
+        with pytest.warns(UserWarning, match="got no labels in a training forward, which makes all logits"):
+            during = everything()
     for a, b in zip(before, during, strict=True):
         assert torch.equal(a, b)
 
@@ -287,13 +318,78 @@ def test_under_fsdp2_the_gradient_is_that_of_both_ranks(name, applied_first):
         assert relative_error(got, gradients(model)) < 1e-12
 
 
+def with_units(model, units, **policy):
+    """The model with units as accelerate makes them ("tail"), or with its output embeddings as one of their own."""
+    for layer in model.model.layers:
+        fully_shard(layer, **policy)
+    if units == "tail":
+        tail = [model.model.norm, model.lm_head]
+        if model.lm_head.weight is model.model.embed_tokens.weight:
+            tail.append(model.model.embed_tokens)
+        fully_shard(tail, reshard_after_forward=False, **policy)
+    if units == "head":
+        fully_shard(model.lm_head, reshard_after_forward=True, **policy)
+    return fully_shard(model, **policy)
+
+
+def two_steps(model, ranks, items):
+    """The parameters after two steps of two micro-batches, which have other numbers of tokens on every rank."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro in range(2):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(micro == 1)
+            for rank in ranks:
+                batch = batch_of(model, [5 - rank, 3 + micro], seed=10 * step + 2 * micro + rank)
+                # The mean over the ranks, which FSDP2 takes, of sums
+                loss_of(model, batch, items).backward()
+        optimizer.step()
+    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
+
+
+def loss_of(model, batch, items):
+    if model.lm_head._forward_pre_hooks:
+        return model(**batch, num_items_in_batch=items).loss
+    return plain_loss(model, batch) / items
+
+
+def trained_in_units(rank, world, name, units):
+    model = tiny(name)
+    apply_seqpar_loss(model, chunk_tokens=3)
+    return two_steps(with_units(model, units), [rank], 10)
+
+
+@pytest.mark.parametrize(("name", "units"), [("llama", "tail"), ("llama-tied", "tail"), ("llama", "head")])
+def test_under_fsdp2_output_embeddings_in_a_unit_below_the_model_are_trained_as_on_one_device(name, units):
+    expected = two_steps(tiny(name), [0, 1], 20)
+    for got in ranks(2, trained_in_units, name, units):
+        assert relative_error(got, expected) < 1e-12
+
+
+def in_bfloat16(rank, world, ours):
+    """The gradients of a model whose units compute in bfloat16 and round what they return, as accelerate sets them."""
+    model = tiny("gemma2", torch.float32)
+    if ours:
+        apply_seqpar_loss(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
+    with_units(model, "tail", mp_policy=policy)(**batch_of(model, [5, 3])).loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_under_fsdp2_units_that_round_logits_to_bfloat16_do_not_make_another_model_of_it():
+    model = tiny("gemma2", torch.float32)
+    batch = batch_of(model, [5, 3])
+    (plain_loss(model, batch) / predicted(model, batch["labels"])).backward()
+    ours, stock = (relative_error(ranks(2, in_bfloat16, way)[0], gradients(model)) for way in (True, False))
+    assert ours <= 2 * stock
+
+
 def with_other_arguments(rank, world):
     """The gradients of three steps of a `fully_shard` model, of which the second has a mask on one rank only."""
     model = tiny("llama")
     apply_seqpar_loss(model)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    with_units(model, "tail")
     for step in range(3):
         batch = batch_of(model, [5, 5], seed=rank)
         if (rank, step) != (0, 1):
@@ -308,6 +404,24 @@ def test_under_fsdp2_a_rank_with_other_arguments_does_not_hang_the_others():
     total = sum(plain_loss(model, batch_of(model, [5, 5], seed=rank)) for rank in range(2))
     (total / 20).backward()  # 10 items, and the mean over ranks that FSDP2 takes
     for got in ranks(2, with_other_arguments):
+        assert relative_error(got, gradients(model)) < 1e-12
+
+
+def with_a_routers_loss(rank, world):
+    """The gradients of a `fully_shard` model, to whose loss the first rank alone adds that of its routers."""
+    model = tiny("mixtral")
+    apply_seqpar_loss(model)
+    given = {"output_router_logits": rank == 0, "num_items_in_batch": 10}
+    with_units(model, "tail")(**batch_of(model, [5, 3], seed=rank), **given).loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_under_fsdp2_a_routers_loss_of_one_rank_is_reduced_once_and_does_not_hang_the_other():
+    model = tiny("mixtral")
+    total = sum(plain_loss(model, batch_of(model, [5, 3], seed=rank)) for rank in range(2))
+    outputs = model(**batch_of(model, [5, 3], seed=0), output_router_logits=True)
+    (total / 20 + model.router_aux_loss_coef * outputs.aux_loss / 2).backward()
+    for got in ranks(2, with_a_routers_loss):
         assert relative_error(got, gradients(model)) < 1e-12
 
 

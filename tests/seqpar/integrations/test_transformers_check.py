@@ -119,35 +119,42 @@ def test_a_soft_cap_or_factor_of_another_name_is_the_models_own(model_class, cha
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "given", [{"output_router_logits": True}, {"output_router_logits": True, "return_dict": False}]
-)
+@pytest.mark.parametrize("as_dict", [True, False])
 @pytest.mark.parametrize("name", ["mixtral", "switch"])
-def test_an_auxiliary_loss_of_a_later_call_is_refused_also_in_tuples(name, given, dtype):
+def test_an_auxiliary_loss_of_a_later_call_is_added_also_in_tuples_and_is_not_in_others(name, as_dict, dtype):
     model = tiny(name, dtype)
+    batch = batch_of(model, [6, 3])
+    given = [{}, {"output_router_logits": True}, {}]
+    own = [model(**batch, **each).loss for each in given]
+    assert own[1] > own[0] + 0.1
+    with apply_seqpar_loss(model):
+        ours = [model(**batch, **each, return_dict=as_dict)["loss" if as_dict else 0] for each in given]
+    torch.testing.assert_close(torch.stack(ours), torch.stack(own), rtol=1e-6, atol=8 * torch.finfo(dtype).eps)
+
+
+def test_an_auxiliary_loss_that_the_configuration_turns_on_later_is_added():
+    model = tiny("mixtral")
+    batch = batch_of(model, [6, 3])
+    with apply_seqpar_loss(model):
+        before = model(**batch, return_dict=False)[0]
+        model.config.output_router_logits = True
+        after = model(**batch, return_dict=False)[0]
+    assert after > before + 0.1
+    torch.testing.assert_close(after.float(), model(**batch).loss, rtol=1e-6, atol=0)
+
+
+def test_a_loss_added_under_no_name_is_known_by_its_gradient():
+    model = tiny("llama")
+    own, weight = model.loss_function, model.model.layers[0].mlp.up_proj.weight
     batch = batch_of(model, [6])
     with apply_seqpar_loss(model):
         model(**batch).loss.backward()
-        with pytest.raises(RuntimeError, match="adds an auxiliary loss"):
-            model(**batch, **given)
-
-
-def test_an_auxiliary_loss_that_the_configuration_turns_on_later_is_refused():
-    model = tiny("mixtral", torch.bfloat16)
-    batch = batch_of(model, [6])
-    with apply_seqpar_loss(model):
-        model(**batch, return_dict=False)[0].backward()
-        model.config.output_router_logits = True
-        with pytest.raises(RuntimeError, match="MixtralForCausalLM adds an auxiliary loss"):
-            model(**batch, return_dict=False)
-
-
-def test_a_loss_added_under_no_name_is_refused_by_its_gradient():
-    model = tiny("llama", torch.bfloat16)
-    own, weight = model.loss_function, model.model.layers[0].mlp.up_proj.weight
-    model.loss_function = lambda logits, labels, **kwargs: own(logits, labels, **kwargs) + 1e-9 * weight.sum()
-    with apply_seqpar_loss(model), pytest.raises(RuntimeError, match="adds an auxiliary loss"):
-        model(**batch_of(model, [6]))
+        expected = gradients(model)
+        expected["model.layers.0.mlp.up_proj.weight"] += 1e-9
+        model.zero_grad()
+        model.loss_function = lambda logits, labels, **kwargs: own(logits, labels, **kwargs) + 1e-9 * weight.sum()
+        model(**batch).loss.backward()
+    assert relative_error(gradients(model), expected) < 1e-15
 
 
 def bert_for_pretraining():

@@ -8,7 +8,9 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
 
@@ -28,16 +30,32 @@ from tests.seqpar.integrations.tiny_models import (
 
 def sharded_head(rank, world):
     model = tiny("llama")
-    apply_seqpar_loss(model)
+    function = compute_loss_func(apply_seqpar_loss(model))
     fully_shard(model.lm_head)
     fully_shard(model)
-    with pytest.raises(RuntimeError, match=r"weight is sharded .* do not make the output embeddings a unit"):
+    batch = batch_of(model, [5, 3])
+    labels = batch.pop("labels")
+    with pytest.raises(RuntimeError, match=r"weight is sharded .* leave out compute_loss_func, which runs after"):
+        function(model(**batch), labels)
+    return True
+
+
+def test_output_embeddings_that_are_sharded_again_before_a_loss_function_runs_are_refused():
+    assert ranks(2, sharded_head) == [True, True]
+
+
+def head_that_nothing_gathers(rank, world):
+    model = tiny("llama")
+    rows = distribute_tensor(model.lm_head.weight.detach(), init_device_mesh("cpu", (world,)), [Shard(0)])
+    model.lm_head.weight = torch.nn.Parameter(rows)
+    apply_seqpar_loss(model)
+    with pytest.raises(RuntimeError, match=r"weight is sharded .* use a tensor-parallel plan of from_pretrained"):
         model(**batch_of(model, [5, 3]))
     return True
 
 
-def test_output_embeddings_that_are_a_unit_of_fsdp2_are_refused():
-    assert ranks(2, sharded_head) == [True, True]
+def test_output_embeddings_that_are_sharded_and_that_nothing_gathers_are_refused():
+    assert ranks(2, head_that_nothing_gathers) == [True, True]
 
 
 def test_a_forward_that_raises_leaves_the_output_embeddings_as_they_are():
@@ -80,13 +98,45 @@ def test_a_model_that_does_not_shift_as_its_kind_does_is_refused():
         model(**batch_of(model, [6]))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("mixtral", torch.float32), ("mixtral", torch.bfloat16), ("switch", torch.float64)]
-)
-def test_an_auxiliary_loss_is_refused_in_any_precision(name, dtype):
-    model = tiny(name, dtype)
-    with apply_seqpar_loss(model), pytest.raises(RuntimeError, match="adds an auxiliary loss"):
-        model(**batch_of(model, [6]), output_router_logits=True)
+def test_for_a_loss_function_which_would_lose_it_an_auxiliary_loss_is_refused():
+    model = tiny("mixtral")
+    batch = batch_of(model, [6])
+    del batch["labels"]
+    with apply_seqpar_loss(model) as applied:
+        compute_loss_func(applied)
+        with pytest.raises(
+            RuntimeError, match=r"adds an auxiliary loss .* a compute_loss_func would lose; leave it out"
+        ):
+            model(**batch, output_router_logits=True)
+
+
+class Added:
+    """A loss of the model plus something else of its logits, labels and a weight of one of its layers."""
+
+    def __init__(self, model, what):
+        self.own, self.weight, self.what = model.loss_function, model.model.layers[0].mlp.up_proj.weight, what
+
+    def __call__(self, logits, labels, *args, **kwargs):
+        return self.what(self.own(logits, labels, *args, **kwargs), logits, labels, self.weight.square().mean())
+
+
+ADDED = {
+    "a factor of the loss": lambda loss, logits, labels, norm: loss * (1 + norm - norm.detach()),
+    "a factor of what is added": lambda loss, logits, labels, norm: loss + norm * logits.square().mean(),
+    "the labels": lambda loss, logits, labels, norm: loss + norm * labels.float().mean() / 100,
+    "the logits": lambda loss, logits, labels, norm: loss + 0.01 * logits.logsumexp(-1).mean(),
+}
+
+
+@pytest.mark.parametrize("what", ADDED)
+def test_what_is_added_to_the_loss_and_depends_on_logits_or_labels_is_refused(what):
+    model = copy.deepcopy(model_of("llama"))
+    model.loss_function = Added(model, ADDED[what])
+    with (
+        apply_seqpar_loss(model),
+        pytest.raises(RuntimeError, match="adds to the cross-entropy what depends on labels"),
+    ):
+        model(**batch_of(model, [6]))
 
 
 def test_a_loss_that_is_not_known_is_refused():

@@ -91,12 +91,21 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mixtral": (
         hf.MixtralForCausalLM,
         hf.MixtralConfig,
-        DECODER | {"num_local_experts": 2},
+        DECODER | {"num_local_experts": 2, "router_aux_loss_coef": 0.3, "experts_implementation": "eager"},
+    ),
+    "qwen3-moe": (
+        hf.Qwen3MoeForCausalLM,
+        hf.Qwen3MoeConfig,
+        DECODER
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+        | {"router_aux_loss_coef": 0.3, "experts_implementation": "eager"},
     ),
     "switch": (
         hf.SwitchTransformersForConditionalGeneration,
         hf.SwitchTransformersConfig,
-        T5 | {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+        T5
+        | {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+        | {"router_jitter_noise": 0.0, "router_aux_loss_coef": 0.3},
     ),
 }
 

@@ -5,13 +5,17 @@ trained(rank, world, run) -> the gradients before the optimizer's step, after al
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+from transformers.distributed import DistributedConfig
 
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
 from tests.seqpar.integrations.tiny_models import batch_of, gradients, is_seq2seq, shifted_right, tiny
@@ -25,7 +29,16 @@ class Run(NamedTuple):
     accumulation: int
     smoothing: float
     way: str
-    """"stock", "applied" or "function"."""
+    """"stock", "applied", "function", or "both", where the Trainer smooths labels as well."""
+    layout: str = "ddp"
+    """Or "fsdp2", as accelerate shards; or as transformers does, "loaded-fsdp2" and "split", its tensor parallelism."""
+    folder: str = ""
+    """Of the model, if transformers divides it."""
+
+    @property
+    def tiny(self) -> Any:
+        # Tensor parallelism gives each rank some of the heads
+        return tiny(self.model, **({"num_key_value_heads": 2} if self.layout == "split" else {}))
 
 
 def sentences(model: Any, count: int) -> list[dict[str, Tensor]]:
@@ -51,24 +64,35 @@ class Gradients(TrainerCallback):
         self.seen: dict[str, Tensor] = {}
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self.seen = {name.removeprefix("module."): g for name, g in gradients(model).items()}
+        found = {name.removeprefix("module."): g for name, g in gradients(model).items()}
+        self.seen = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in found.items()}
+
+
+def loaded(run: Run) -> Any:
+    """The model; from its folder, if transformers is to divide it over the ranks."""
+    parts = {"loaded-fsdp2": {"fsdp_size": 2}, "split": {"tp_size": 2, "tp_plan": "auto"}}
+    if run.layout not in parts:
+        return run.tiny
+    config = DistributedConfig(**parts[run.layout])
+    return type(run.tiny).from_pretrained(run.folder, dtype=torch.float64, distributed_config=config).train()
 
 
 def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
     AcceleratorState._reset_state(True)
     PartialState._reset_state()
     GradientState._reset_state()
-    model = tiny(run.model)
+    model = loaded(run)
     function, kept = None, Gradients()
     if run.way != "stock":
         applied = apply_seqpar_loss(model, label_smoothing=run.smoothing, chunk_tokens=5)
         function = compute_loss_func(applied) if run.way == "function" else None
-    with tempfile.TemporaryDirectory() as folder:
+    # The Trainer leaves settings of FSDP behind in the environment
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
         arguments = Seq2SeqTrainingArguments(
             folder,
             per_device_train_batch_size=BATCH,
             gradient_accumulation_steps=run.accumulation,
-            label_smoothing_factor=run.smoothing if run.way == "stock" else 0.0,
+            label_smoothing_factor=run.smoothing if run.way in ("stock", "both") else 0.0,
             max_steps=1,
             max_grad_norm=0.0,
             use_cpu=True,
@@ -76,12 +100,19 @@ def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
             save_strategy="no",
             disable_tqdm=True,
             dataloader_pin_memory=False,
+            fsdp=run.layout == "fsdp2",
+            fsdp_config={"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} if run.layout == "fsdp2" else None,
         )
-        labels_go = function is not None or (run.way == "stock" and run.smoothing > 0)
+        if run.layout in ("fsdp2", "split"):
+            # accelerate shards on accelerators only, which it takes these processes' CPUs for from here on
+            assert arguments.device.type == "cpu"
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        labels_go = function is not None or (run.way in ("stock", "both") and run.smoothing > 0)
         Seq2SeqTrainer(
             model,
             arguments,
-            train_dataset=sentences(model, world * run.accumulation * BATCH),  # type: ignore[arg-type]
+            # Ranks that split a model have the same sentences
+            train_dataset=sentences(model, (1 if run.layout == "split" else world) * run.accumulation * BATCH),  # type: ignore[arg-type]
             data_collator=lambda rows: collated(model, rows, labels_go),
             compute_loss_func=function,
             callbacks=[kept],
