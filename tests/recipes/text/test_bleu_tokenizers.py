@@ -201,7 +201,7 @@ def test_evaluation_uses_the_tokeniser_of_the_settings_unless_another_is_asked_f
     model = build_model(model_sizes(config.model), corpus.source, corpus.target).eval()
     translator = Translator(config, model, corpus.source, corpus.target)
     assert "|tok:zh|" in evaluate(translator, "test").scores["bleu_signature"]
-    (asked,) = evaluate_each(translator, Corpora(config).test, "char")
+    (asked,) = evaluate_each(translator, Corpora(config).held_out("test"), "char")
     assert "|tok:char|" in asked.scores["bleu_signature"]
     set_char = replace(translator, config=replace(config, data=replace(config.data, tokenize="char")))
     found = evaluate(set_char, "test")
