@@ -33,8 +33,8 @@ from tests.recipes.tiny import options as tiny_options
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ("python", "python3", "make", "pip", "torchrun", "curl")
 """The programs whose calls are noted; a block in which none of them begins a line is no block of commands."""
-AROUND = ("srun", "scontrol", "sudo")
-"""Programs that a page may use and that a machine may lack; they do nothing, or run the rest of their line."""
+AROUND = ("sudo",)
+"""Programs that a page may use and that a machine may lack; they run the rest of their line."""
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\n$")
 """The mark before a block that no test may run; it gives the reason."""
 TRAINS = ("train", "distil", "demo")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -289,9 +291,18 @@ def _as_it_is(step: T) -> T:
 
 
 def _leave_signals_to_the_parent(_: int) -> None:
-    # A terminal sends Ctrl-C to the workers too, but the parent finishes its step and then ends them by SIGTERM
+    # A terminal sends Ctrl-C, and Slurm SIGTERM, to the workers too, but the parent finishes a step
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_by_parent, daemon=True).start()
+
+
+def _end_by_parent() -> None:
+    """End this process by a SIGTERM of its parent, and of nobody else."""
+    parent = os.getppid()
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def padded_batch(sources: Sequence[Ids], targets: Sequence[Ids], symbols: Symbols = ORDINARY) -> Batch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import subprocess
 from collections import Counter
 from itertools import islice
 
@@ -124,3 +126,23 @@ def test_worker_processes_make_the_same_batches() -> None:
         assert all(
             torch.equal(a, b) for one, two in zip(ours, theirs, strict=True) for a, b in zip(one, two, strict=True)
         )
+
+
+def test_worker_processes_end_by_a_sigterm_of_their_parent_alone() -> None:
+    """Slurm sends it to every process of a job; a step that is to be finished and saved needs its batches."""
+    sentences = [[4 + index % 5] * (1 + index % 7) for index in range(50)]
+    steps = Steps(TokenBatches(sentences, sentences, batch_tokens=30), 2, 0, 1, torch.device("cpu"))
+    steps.workers = 2
+    made = steps.after(0, 0)
+    next(made)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    for worker in workers:
+        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+    for _ in range(8):
+        next(made)
+    assert all(worker.is_alive() for worker in workers)
+    for worker in workers:
+        worker.terminate()
+        worker.join(timeout=20)
+    assert [worker.exitcode for worker in workers] == [0, 0]
