@@ -17,10 +17,10 @@ from tests.deploy.slurm import ROOT, SCRIPT, Slurm, wait_for
 LAUNCHER = """
 trap 'exit 1' TERM
 printf '%s\\n' "$@" > @FOLDER/words.$SLURM_NODEID
-if [ -n "$SLURM_RESTART_COUNT" ] || [ "$1" = --help ]; then exit 0; fi
+if [ -n "$SLURM_RESTART_COUNT" ]; then exit 0; fi
 touch @FOLDER/started.$SLURM_NODEID
-case "$*" in *--ends) exit 3 ;; *--finishes) exit 0 ;; esac
-while true; do sleep 0.05; done
+case "$*" in *--ends) exit 3 ;; *--finishes) exit 0 ;; *--last-step) trap 'exit 0' TERM ;; esac
+for ((tick = 0; tick < 1000; tick++)); do sleep 0.05; done
 """
 """As torch's: it ends with an error after SIGTERM, once the ranks have saved. After it was queued again it finishes."""
 
@@ -39,8 +39,8 @@ def outcome(process: subprocess.Popen[str]) -> tuple[int, int]:
     return process.returncode, output.count("queued again")
 
 
-def started(slurm: Slurm) -> subprocess.Popen[str]:
-    process = slurm.submit(["--config", "mine.yaml"])
+def started(slurm: Slurm, *words: str) -> subprocess.Popen[str]:
+    process = slurm.submit(["--config", "mine.yaml", *words])
     wait_for([slurm.folder / "started.0", slurm.folder / "started.1"], process)
     return process
 
@@ -49,6 +49,12 @@ def test_a_job_near_its_time_limit_is_stopped_and_queued_again(slurm: Slurm) -> 
     process = started(slurm)
     slurm.near_the_time_limit()
     assert outcome(process) == (0, 1)
+
+
+def test_a_training_whose_last_step_comes_with_the_signal_is_not_queued_again(slurm: Slurm) -> None:
+    process = started(slurm, "--last-step")
+    slurm.near_the_time_limit()
+    assert outcome(process) == (0, 0)
 
 
 def test_a_job_that_is_warned_of_its_preemption_is_queued_again(slurm: Slurm) -> None:
