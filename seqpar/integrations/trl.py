@@ -20,13 +20,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer import utils as trl_utils
 
-from seqpar.core.checks import check_size
+from seqpar.core.checks import check_size, is_dtensor
+from seqpar.distributed.wrappers import inside_unit, refuse_sharded
 from seqpar.integrations.transformers_model import Reading, Settings, refuse_adapter, settings_of
 from seqpar.integrations.trl_head import WITHOUT, Adapter, adapted_head, adapter_of, base_of, examine, is_peft_model
 from seqpar.integrations.trl_options import COMPACT, NODE, check_version, refuse_options
 from seqpar.integrations.trl_statistics import LogitStatistics
 from seqpar.linear.lora import adapter_rows, lora_scores
 from seqpar.linear.token_scores import TokenScores, token_scores
+
+WAY_OUT_OF_SHARDS = f"let the trainer's fsdp_config shard the model; {WITHOUT}"
 
 
 def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> AppliedScores:
@@ -43,8 +46,9 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
     by name. A reference model is treated in the same way. Rows without a label are never projected.
 
     Args:
-        trainer: an `SFTTrainer`, `DPOTrainer`, `KTOTrainer` or `GRPOTrainer` of TRL 1.16, of a full model or one with
-            PEFT's adapters. For an adapter on the output embeddings see `allow_head_adapter`.
+        trainer: an `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `GRPOTrainer` or `RLOOTrainer` of TRL 1.16, of a full
+            model or one with PEFT's adapters, on one process or several, under DDP or FSDP2. For an adapter on the
+            output embeddings see `allow_head_adapter`.
         chunk_tokens: the most tokens whose logits exist at once; None chooses by bytes.
 
     Returns:
@@ -55,22 +59,23 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
             PEFT's LoRA or `modules_to_save`; PEFT's AdaLoRA, AdaptionPrompt and CPT.
         ValueError: an option that needs the logits of all tokens (`label_smoothing_factor`, `compute_loss_func`,
             `compute_metrics`, `preprocess_logits_for_metrics`) or is not supported (`use_liger_kernel`,
-            `torch_compile`, DeepSpeed, FSDP, tensor, context or sequence parallelism), or a trainer that has the scores
-            already. With `precompute_ref_log_probs`, a model whose logits TRL does not compute as the model does: the
-            references were computed before.
-        RuntimeError: another version of TRL, or a model whose logits are not those of its configuration. In training, a
-            trainer that asks the model for logits instead (as distillation does).
+            `torch_compile`, DeepSpeed, FSDP1, tensor, context or sequence parallelism), or a trainer that has the
+            scores already. With `precompute_ref_log_probs`, a model whose logits TRL does not compute as the model
+            does: the references were computed before.
+        RuntimeError: another version of TRL whose log-probabilities are computed in another way, or a model whose
+            logits are not those of its configuration. In training, a trainer that asks the model for logits instead (as
+            distillation does).
     """
     check_size(chunk_tokens, "chunk_tokens")
     check_version()
     refuse_options(trainer)
     if is_peft_model(trainer.model):
         refuse_adapter(trainer.model, WITHOUT)
-    models = [base_of(trainer.model)]
+    models = [trainer.model]
     reference = getattr(trainer, "ref_model", None)
     if reference is not None:
-        models.append(base_of(trainer.accelerator.unwrap_model(reference)))
-    for model in models:
+        models.append(trainer.accelerator.unwrap_model(reference))
+    for model in map(base_of, models):
         if has_scores(model):
             raise ValueError(f"this {type(trainer).__name__} has the scores already; remove() the first before another")
         if hasattr(model, "_orig_mod"):
@@ -151,18 +156,22 @@ def has_scores(model: Any) -> bool:
 class AppliedScores:
     """The scores of a trainer's models, until `remove()`; `apply_seqpar_scores` returns it."""
 
-    def __init__(self, models: list[PreTrainedModel], chunk_tokens: int | None) -> None:
+    def __init__(self, models: list[Any], chunk_tokens: int | None) -> None:
         self.chunk_tokens = chunk_tokens
         self.checked: dict[int, tuple[Settings, Reading]] = {}
         self.asked = False
         self.running: _Node | None = None
+        self.exact: dict[str, Any] = {}
+        self.last_hook: Any = None
         self.replaced: dict[str, Any] = {}
-        for model in models:
-            self._reading(model)
+        bases = [base_of(model) for model in models]
+        self.whole = {id(base): model for base, model in zip(bases, models, strict=True)}
+        for base in bases:
+            self._reading(base)
         self.hooks: list[Any] = []
-        for model in models:
-            self.hooks.append(model.register_forward_pre_hook(self._before, with_kwargs=True))
-            self.hooks.append(model.register_forward_hook(self._after, prepend=True, always_call=True))
+        for base in bases:
+            self.hooks.append(base.register_forward_pre_hook(self._before, with_kwargs=True))
+            self.hooks.append(base.register_forward_hook(self._after, prepend=True, always_call=True))
 
     def remove(self) -> None:
         """Restore the trainer; a second call does nothing."""
@@ -170,6 +179,7 @@ class AppliedScores:
             hook.remove()
         self.hooks = []
         self._restore()
+        self._forget()
 
     def __enter__(self) -> AppliedScores:
         return self
@@ -190,14 +200,16 @@ class AppliedScores:
         """Put our function in the place of TRL's, until the forward returns."""
         # torch does not call `_after` for a forward that Ctrl-C has ended
         self._restore()
+        self._forget()
         if not kwargs.get("fused_lm_head"):
             if not self.asked and model.training and torch.is_grad_enabled():
                 asked = f"the trainer asks {type(model).__name__} for its logits in training and not for its scores"
                 raise RuntimeError(f"{asked}; {WITHOUT}")
             return
         self.asked = True
-        head = model.get_output_embeddings()
-        self.running = _Node(self._reading(model), adapter_of(model), head.weight, self.chunk_tokens)
+        self.running = _Node(model, self._reading(model), self.chunk_tokens)
+        # Now, so that it is called after that of FSDP2, which the trainer adds when training begins
+        self.last_hook = self.whole[id(model)].register_forward_hook(self._unrounded)
         self.replaced = {name: getattr(trl_utils, name) for name in (NODE, COMPACT)}
         setattr(trl_utils, NODE, self.running)
         setattr(trl_utils, COMPACT, _only_rows_with_a_label)
@@ -209,6 +221,21 @@ class AppliedScores:
         if node is not None and outputs is not None and node.calls != 1:
             asked = f"{type(model).__name__} asked for its log-probabilities {node.calls} times in a forward"
             raise RuntimeError(f"{asked} of TRL's, which must be once; {WITHOUT}")
+        if node is not None and outputs is not None:
+            self.exact = dict(outputs)
+
+    def _unrounded(self, model: Any, args: tuple[Any, ...], outputs: Any) -> Any:
+        """Return the scores as they were computed where FSDP2 has rounded them to its `output_dtype`."""
+        exact = self.exact
+        self._forget()
+        return type(outputs)(**exact)
+
+    def _forget(self) -> None:
+        """Forget the outputs of the latest forward."""
+        self.exact = {}
+        if self.last_hook is not None:
+            self.last_hook.remove()
+        self.last_hook = None
 
     def _restore(self) -> None:
         """Put TRL's functions back in their place, if ours are there."""
@@ -226,10 +253,9 @@ def _only_rows_with_a_label(device: torch.device) -> bool:
 class _Node:
     """Compute what TRL's `ChunkedLogProbFunction` does, in its place, for one forward of one model."""
 
-    def __init__(self, reading: Reading, adapter: Adapter | None, weight: Tensor, chunk_tokens: int | None) -> None:
+    def __init__(self, model: PreTrainedModel, reading: Reading, chunk_tokens: int | None) -> None:
+        self.model = model
         self.reading = reading
-        self.adapter = adapter
-        self.weight = weight
         self.chunk_tokens = chunk_tokens
         self.calls = 0
 
@@ -249,25 +275,57 @@ class _Node:
 
         The softcap and the factor are those the model was seen to use, not those TRL reads from its configuration.
         """
+        head: Any = self.model.get_output_embeddings()
+        asked = (target_N, temperature, outputs)
+        self.calls += 1
+        if is_dtensor(head.weight):
+            # TRL has gathered the weight, but would leave each rank the gradient of its own tokens
+            return self._inside_unit(head, hidden_ND, *asked)
         # In the place of TRL's function for the whole process, and Ctrl-C may have left it there
-        if weight_VD.data_ptr() != self.weight.data_ptr():
+        if weight_VD.data_ptr() != head.weight.data_ptr():
             remains = "a forward with apply_seqpar_scores was interrupted before it ended"
             raise RuntimeError(f"{remains}; call its remove() before another model is trained")
-        self.calls += 1
+        return self._fields(hidden_ND, weight_VD, bias_V, *asked)
+
+    def _inside_unit(self, head: Any, hidden_ND: Tensor, *asked: Any) -> tuple[Tensor | None, ...]:
+        """Return the fields of TRL's function where the output embeddings are an FSDP2 unit that nobody has called."""
+        found = []
+
+        def compute(hidden_ND: Tensor) -> tuple[Tensor | None, ...]:
+            refuse_sharded(head, WAY_OUT_OF_SHARDS)
+            found.append(self._fields(hidden_ND, head.weight, head.bias, *asked))
+            return found[0]
+
+        inside_unit(head, compute, hidden_ND)
+        # As they were before the unit rounded them to its `output_dtype`; backward finds its hooks on them
+        return found[0]
+
+    def _fields(
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_N: Tensor,
+        temperature: float,
+        outputs: tuple[str, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """Return the fields of TRL's function, of weights that are whole at this moment."""
+        # Read here and not before the backbone, because FSDP2 gathers the weights on the way
+        adapter = adapter_of(self.model)
         dropped_ND = hidden_ND
-        if self.adapter is not None:
-            dropped_ND = self.adapter.dropout(hidden_ND)
+        if adapter is not None:
+            dropped_ND = adapter.dropout(hidden_ND)
         options: dict[str, Any] = {
             "bias": bias_V,
             "softcap": self.reading.softcap,
             "temperature": self.reading.temperature * temperature,
         }
-        scores = self._scores(hidden_ND, dropped_ND, weight_VD, target_N, outputs, options)
+        scores = self._scores(hidden_ND, dropped_ND, weight_VD, adapter, target_N, outputs, options)
         with torch.no_grad():
             parts = [(hidden_ND, weight_VD)]
-            if self.adapter is not None:
-                low_rank_NR = adapter_rows(dropped_ND, self.adapter.a_RD, self.adapter.scaling)
-                parts.append((low_rank_NR, self.adapter.b_VR))
+            if adapter is not None:
+                low_rank_NR = adapter_rows(dropped_ND, adapter.a_RD, adapter.scaling)
+                parts.append((low_rank_NR, adapter.b_VR))
             statistics = LogitStatistics(parts, **options, chunk_tokens=self.chunk_tokens)
             mean_logits_N = statistics.mean_logits() if "mean_logits" in outputs else None
             log_sum_sq_N = statistics.log_sum_sq_probs() if "log_sum_sq_probs" in outputs else None
@@ -282,6 +340,7 @@ class _Node:
         hidden_ND: Tensor,
         dropped_ND: Tensor,
         weight_VD: Tensor,
+        adapter: Adapter | None,
         target_N: Tensor,
         outputs: tuple[str, ...],
         options: dict[str, Any],
@@ -295,9 +354,9 @@ class _Node:
         if not torch.is_autocast_enabled(hidden_ND.device.type):
             # As in TRL, the products have the dtype of the hidden states, also where the projection's is wider
             asked["product_dtype"] = hidden_ND.dtype
-        if self.adapter is None:
+        if adapter is None:
             return token_scores(hidden_ND, weight_VD, target_N, **asked, **options)
-        a_RD, b_VR, scaling, _ = self.adapter
+        a_RD, b_VR, scaling, _ = adapter
         return lora_scores(
             hidden_ND, weight_VD, a_RD, b_VR, scaling, target_N, adapter_hidden=dropped_ND, **asked, **options
         )

@@ -113,7 +113,9 @@ class _Seen:
         self.hidden: list[Tensor] = []
         self.last_hidden: list[Tensor] = []
         self.own_logits: list[Tensor] = []
+        self.plain_logits: list[Tensor] = []
         self.made_up: list[Tensor] = []
+        self.theirs: list[Tensor] = []
 
 
 def examine(model: PreTrainedModel) -> Reading:
@@ -124,7 +126,7 @@ def examine(model: PreTrainedModel) -> Reading:
     names. Raises TypeError or RuntimeError otherwise.
     """
     name = type(model).__name__
-    adapter = adapter_of(model)
+    adapter_of(model)
     head: Any = model.get_output_embeddings()
     ids_1W = _made_up_text(model, head)
     text: dict[str, Any] = {"input_ids": ids_1W, "attention_mask": torch.ones_like(ids_1W), "use_cache": False}
@@ -132,7 +134,7 @@ def examine(model: PreTrainedModel) -> Reading:
     with undisturbed(model, head.weight.device), _evaluating(model):
         try:
             with _watched(model, head, text, seen):
-                theirs = model(**text).logits
+                theirs = _unrounded(model(**text).logits, seen.theirs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -145,7 +147,7 @@ def examine(model: PreTrainedModel) -> Reading:
         between = "changes its hidden states between its backbone and its output embeddings"
         raise RefusedModelError(f"{name} {between}; {WITHOUT}")
     own = seen.own_logits[0]
-    if not same_logits(_plain_logits(seen.hidden[0], head, adapter), own, own.dtype):
+    if not same_logits(seen.plain_logits[0], own, own.dtype):
         raise RefusedModelError(f"{more_than_linear(name)}; {WITHOUT}")
     return matching_reading(name, readings(model), seen.made_up[0], theirs, WITHOUT)
 
@@ -186,16 +188,36 @@ def _watched(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen
             if last_hidden is not None:
                 seen.last_hidden.append(last_hidden)
         seen.own_logits.append(output)
+        # Here the weights are whole under FSDP2, too
+        seen.plain_logits.append(_plain_logits(args[0], head, adapter_of(model)))
         seen.made_up.append(made_up_logits(text["input_ids"], output))
         # A copy, because a model may change its logits in place
         return seen.made_up[-1].clone()
 
-    # Before the hooks of others, which then change the random logits and are noticed
-    hook = head.register_forward_hook(after_head, prepend=True)
+    def last_after_head(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return _unrounded(output, seen.made_up).clone()
+
+    def after_model(module: Any, args: tuple[Any, ...], outputs: Any) -> None:
+        seen.theirs.append(outputs.logits)
+
+    hooks = [
+        # Before the hooks of others, which then change the random logits and are noticed
+        head.register_forward_hook(after_head, prepend=True),
+        head.register_forward_hook(last_after_head),
+        model.register_forward_hook(after_model, prepend=True),
+    ]
     try:
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
+
+
+def _unrounded(output: Tensor, before: list[Tensor]) -> Tensor:
+    """Return the logits as they were before hooks that only round them, as those of FSDP2 to its `output_dtype`."""
+    if before and before[-1].shape == output.shape and torch.equal(output, before[-1].to(output.dtype)):
+        return before[-1]
+    return output
 
 
 def _plain_logits(hidden: Tensor, head: Any, adapter: Adapter | None) -> Tensor:

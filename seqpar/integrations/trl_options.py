@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import trl
-from trl import DPOTrainer, GRPOTrainer, KTOTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
 from trl.trainer import utils as trl_utils
 
-TRAINERS = (SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer)
+TRAINERS = (SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer)
 
 NODE = "_ChunkedLogProbFunction"
 COMPACT = "_use_triton"
@@ -30,17 +31,50 @@ NODE_ARGUMENTS = [
 ]
 
 
+FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+"""What that function returns, in its order."""
+
+
 def check_version() -> None:
     """Raise RuntimeError unless the installed TRL computes its log-probabilities as this integration expects."""
-    node: Any = getattr(trl_utils, NODE, None)
-    arguments: list[str] = []
-    if node is not None and hasattr(trl_utils, COMPACT):
-        arguments = list(inspect.signature(node.forward).parameters)[1:]
-    if arguments != NODE_ARGUMENTS:
+    if changed := _changed():
         raise RuntimeError(
             f"TRL {trl.__version__} computes its log-probabilities in another way than 1.16, for which "
-            "apply_seqpar_scores is written; install trl==1.16.0, or train without it"
+            f"apply_seqpar_scores is written: {changed}; install trl==1.16.0, or train without it"
         )
+
+
+def _changed() -> str:
+    """Return how TRL's function differs from the one that ours takes the place of; an empty string if it does not."""
+    missing = [name for name in (NODE, COMPACT) if not hasattr(trl_utils, name)]
+    if missing:
+        return f"trl.trainer.utils has no {' and no '.join(missing)}"
+    node: Any = getattr(trl_utils, NODE)
+    arguments = list(inspect.signature(node.forward).parameters)[1:]
+    if arguments != NODE_ARGUMENTS:
+        return f"{NODE} takes {', '.join(arguments)} where it took {', '.join(NODE_ARGUMENTS)}"
+    # On the CPU, wherever the model is
+    with torch.no_grad(), torch.device("cpu"):
+        hidden, weight = torch.linspace(-1, 1, 6).view(3, 2), torch.linspace(-2, 3, 10).view(5, 2)
+        bias, target = torch.linspace(0, 1, 5), torch.tensor([0, 3, 4])
+        theirs = node.apply(hidden, weight, bias, target, 0.7, 4, 2.0, 0.5, FIELDS)
+        logits = 2 * torch.tanh(0.5 * (hidden @ weight.T + bias) / 2) / 0.7
+        log_p = logits.log_softmax(-1)
+        ours = (
+            log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1),
+            -(log_p * log_p.exp()).sum(-1),
+            (2 * log_p).logsumexp(-1),
+            logits.mean(-1),
+            logits.argmax(-1) == target,
+        )
+    if len(theirs) != len(FIELDS):
+        return f"{NODE} returns {len(theirs)} fields where it returned {len(FIELDS)}"
+    for name, got, expected in zip(FIELDS, theirs, ours, strict=True):
+        difference = float((got.double() - expected.double()).abs().max())
+        # Of float32, in numbers of about 1
+        if not difference < 1e-4:
+            return f"{NODE} returns {name} that differ by up to {difference:.2g} from those of the same three logits"
+    return ""
 
 
 def refuse_options(trainer: Any) -> None:
@@ -62,8 +96,7 @@ def _unsupported(trainer: Any) -> Iterator[tuple[str, str]]:
         yield "torch_compile=True", "the scores are computed outside the compiled graph"
     for option in _needing_logits(trainer):
         yield option, "TRL computes the logits of all tokens for it"
-    for option in _layouts(trainer):
-        yield option, "the scores are not tested with it"
+    yield from _layouts(trainer)
 
 
 def _needing_logits(trainer: Any) -> Iterator[str]:
@@ -80,13 +113,13 @@ def _needing_logits(trainer: Any) -> Iterator[str]:
         yield "preprocess_logits_for_metrics"
 
 
-def _layouts(trainer: Any) -> Iterator[str]:
-    """Yield the ways to split the model or a sequence over devices."""
+def _layouts(trainer: Any) -> Iterator[tuple[str, str]]:
+    """Yield the ways to split the model or a sequence over devices that are not supported, each with the reason."""
     if trainer.is_deepspeed_enabled:
-        yield "DeepSpeed"
-    if trainer.is_fsdp_enabled:
-        yield "FSDP"
+        yield "DeepSpeed", "the scores are not tested with it; of sharded models they are with FSDP2"
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        yield "FSDP1", 'TRL gathers the output embeddings only of FSDP2; set fsdp_config={"version": 2}'
     parallelism = trainer.accelerator.parallelism_config
     for name in ("tp", "cp", "sp"):
         if parallelism is not None and getattr(parallelism, f"{name}_enabled", False):
-            yield f"parallelism_config with {name}_size > 1"
+            yield f"parallelism_config with {name}_size > 1", "the scores are not tested with it"

@@ -78,5 +78,6 @@ def test_there_is_an_example_for_each_way_to_use_it() -> None:
         "lightning_module",
         "minimum_risk",
         "own_loop",
+        "trl_sft_fsdp2",
         "vocabulary_split",
     }

@@ -151,7 +151,7 @@ def trainer(tmp_path_factory):
         ("", "compute_metrics", len, "compute_metrics", "logits of all tokens"),
         ("", "preprocess_logits_for_metrics", len, "preprocess_logits_for_metrics", "logits of all tokens"),
         ("", "is_deepspeed_enabled", True, "DeepSpeed", "not tested"),
-        ("", "is_fsdp_enabled", True, "FSDP", "not tested"),
+        ("", "is_fsdp_enabled", True, "FSDP1", "set fsdp_config="),
         (
             "accelerator.state",
             "parallelism_config",
@@ -175,13 +175,28 @@ def test_options_that_need_all_logits_or_are_not_supported_are_refused_by_name(
 
 
 def test_another_trainer_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"got a Linear; it supports SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer"):
+    with pytest.raises(TypeError, match=r"got a Linear; it supports SFTTrainer, .*, RLOOTrainer, and"):
         apply_seqpar_scores(nn.Linear(2, 2))
 
 
 def test_another_version_of_trl_is_refused(trainer, monkeypatch):
-    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", torch.autograd.Function)
-    with pytest.raises(RuntimeError, match=r"TRL 1\.16\.0 computes its log-probabilities in another way than 1\.16"):
+    own = trl_utils._ChunkedLogProbFunction
+
+    class Hotter(own):
+        @staticmethod
+        def apply(hidden, weight, bias, targets, temperature, *others):
+            return own.apply(hidden, weight, bias, targets, 1.0, *others)
+
+    another = r"TRL 1\.16\.0 computes its log-probabilities in another way than 1\.16, .*: "
+    for changed, how in (
+        (torch.autograd.Function, r"takes kwargs where it took hidden, weight"),
+        (Hotter, r"returns log_probs that differ by up to 0\.\d+ from"),
+    ):
+        monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", changed)
+        with pytest.raises(RuntimeError, match=f"{another}_ChunkedLogProbFunction {how}.*install trl==1.16.0"):
+            apply_seqpar_scores(trainer)
+    monkeypatch.delattr(trl_utils, "_use_triton")
+    with pytest.raises(RuntimeError, match=f"{another}trl.trainer.utils has no _use_triton"):
         apply_seqpar_scores(trainer)
 
 

@@ -17,9 +17,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 
-KINDS = ["sft", "dpo", "kto", "grpo"]
+KINDS = ["sft", "dpo", "kto", "grpo", "rloo"]
 TRUNK = {"target_modules": ["q_proj", "up_proj"]}
 HEAD = {"target_modules": ["q_proj", "lm_head"]}
+COPY = TRUNK | {"modules_to_save": ["lm_head"]}
 
 
 def same(got, expected, error):
@@ -58,7 +59,7 @@ def test_with_an_adapter_on_the_projection_a_step_is_that_of_the_models_own_logi
 
 
 def test_with_a_trained_copy_of_the_projection_a_step_is_that_of_the_models_own_logits():
-    check(Run("dpo", "", lora=TRUNK | {"modules_to_save": ["lm_head"]}))
+    check(Run("dpo", "", lora=COPY))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,3 +162,39 @@ def test_on_two_ranks_a_step_is_that_of_the_models_own_logits(two_ranks, kind, l
         assert relative_error(got.gradients, expected.gradients) < 1e-12
     assert scores[0].metrics[0] == pytest.approx(plain[0].metrics[0], rel=1e-7, abs=1e-9)
     assert relative_error(scores[0].gradients, scores[1].gradients) == 0
+
+
+def whole(run):
+    """What one process with the batches of both ranks computes from the model's own logits, all of them."""
+    return trained(0, 1, run._replace(layout="whole", way="plain"))
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("kind", "lora"), [*((kind, {}) for kind in KINDS), ("sft", TRUNK), ("sft", HEAD), ("dpo", HEAD), ("dpo", COPY)]
+)
+def test_on_two_ranks_accumulated_steps_are_those_of_one_process_with_the_whole_batch(two_ranks, layout, kind, lora):
+    run = Run(kind, "scores", lora=lora, accumulation=2, layout=layout)
+    got, expected = two_ranks.call(trained, run), whole(run)
+    losses = [sum(ranks) / 2 for ranks in zip(*(each.losses for each in got), strict=True)]
+    # Micro-batches may have gone to other ranks; their sum is the step's loss
+    assert sum(losses) == pytest.approx(sum(expected.losses), rel=1e-12, abs=1e-12)
+    # Else the gradient of one rank's tokens could be that of all
+    assert got[0].losses != pytest.approx(got[1].losses, rel=1e-3) or (kind, lora) in [("dpo", HEAD), ("dpo", COPY)]
+    for each in got:
+        assert relative_error(each.gradients, expected.gradients) < 1e-12
+
+
+def test_without_the_scores_trl_loses_gradients_of_a_trained_copy_of_the_projection_under_fsdp2(two_ranks):
+    run = Run("sft", "stock", lora=COPY, layout="fsdp2")
+    got, expected = two_ranks.call(trained, run)[0].gradients, whole(run).gradients
+    wrong = {name for name in expected if relative_error({name: got[name]}, {name: expected[name]}) > 0.1}
+    assert {name.split(".")[-2] for name in wrong} == {"default"}
+
+
+def test_under_fsdp2_in_bfloat16_the_scores_are_not_rounded_to_its_output_dtype(two_ranks):
+    run = Run("dpo", "scores", dtype=torch.float32, options={"bf16": True}, layout="fsdp2")
+    ours, theirs = (two_ranks.call(trained, run._replace(way=way))[0] for way in ("scores", "stock"))
+    rounded = [torch.tensor(each.losses).bfloat16().tolist() == each.losses for each in (ours, theirs)]
+    assert rounded == [False, True]
+    assert ours.losses == pytest.approx(theirs.losses, rel=2e-2)

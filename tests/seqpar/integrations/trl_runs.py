@@ -8,18 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import tempfile
 import types
 from typing import Any, NamedTuple
+from unittest import mock
 
 import datasets
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TrainerCallback
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from trl.trainer.utils import FusedCausalLMOutput
 
 from seqpar.integrations.trl import allow_head_adapter, apply_seqpar_scores
@@ -30,6 +44,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "dpo": (DPOTrainer, DPOConfig),
     "kto": (KTOTrainer, KTOConfig),
     "grpo": (GRPOTrainer, GRPOConfig),
+    "rloo": (RLOOTrainer, RLOOConfig),
 }
 BATCH = 2
 TIMES = ("runtime", "per_second", "step_time", "flos", "epoch", "mfu", "tflops")
@@ -49,6 +64,8 @@ class Run(NamedTuple):
     """Arguments of the trainer's configuration."""
     accumulation: int = 1
     steps: int = 1
+    layout: str = ""
+    """Two ranks under "ddp" or "fsdp2" take the step of one process that has their batches at once, "whole"."""
 
 
 class Outcome(NamedTuple):
@@ -58,21 +75,22 @@ class Outcome(NamedTuple):
 
 
 def words() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    # Of two digits, so that no word begins with a special one, which would be cut out of it
+    tokenizer = Tokenizer(models.WordLevel({f"w{i:02}": i for i in range(VOCAB)}, unk_token="w00"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w1", eos_token="w3")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w01", eos_token="w03")
 
 
 def text(length: int, seed: int) -> str:
     ids = torch.randint(4, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
-    return " ".join(f"w{i}" for i in ids.tolist())
+    return " ".join(f"w{i:02}" for i in ids.tolist())
 
 
-def examples(kind: str, count: int) -> datasets.Dataset:
+def examples(kind: str, count: int, prompt_lengths: int = 3) -> datasets.Dataset:
     """Of different lengths, so that batches have padding."""
     rows: list[dict[str, Any]] = []
     for i in range(count):
-        prompt = text(2 + i % 3, 10 * i)
+        prompt = text(2 + i % prompt_lengths, 10 * i)
         chosen = " " + text(2 + (5 * i * i + i) % 5, 10 * i + 1)
         if kind == "sft":
             rows.append({"prompt": prompt, "completion": chosen})
@@ -86,7 +104,7 @@ def examples(kind: str, count: int) -> datasets.Dataset:
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    return [float(i) for i in range(len(completions))]
+    return [float(i % 2) for i in range(len(completions))]
 
 
 class Kept(TrainerCallback):
@@ -96,7 +114,8 @@ class Kept(TrainerCallback):
         self.seen: dict[str, Tensor] = {}
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self.seen = {name.removeprefix("module."): g for name, g in gradients(model).items()}
+        found = {name.removeprefix("module."): g for name, g in gradients(model).items()}
+        self.seen = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in found.items()}
 
 
 def policy(run: Run) -> Any:
@@ -116,12 +135,15 @@ def made(run: Run, folder: str, world: int = 1, **keywords: Any) -> Any:
     """The trainer, before its first step."""
     trainer_class, config_class = KINDS[run.kind]
     model = policy(run)
+    ranks = 2 if run.layout == "whole" else world
+    # Padding on the left moves positions, whose rotations are rounded to float32: not where layouts are compared
+    prompt_lengths = 1 if run.kind in ("grpo", "rloo") and run.layout else 3
     if run.lora:
         torch.manual_seed(1)
         settings = LoraConfig(r=2, task_type="CAUSAL_LM", **({"init_lora_weights": False} | run.lora))
         model = get_peft_model(model, settings, autocast_adapter_dtype=False)
     options: dict[str, Any] = {
-        "per_device_train_batch_size": BATCH,
+        "per_device_train_batch_size": BATCH if run.kind == "kto" else BATCH * ranks // world,
         "gradient_accumulation_steps": run.accumulation,
         "max_steps": run.steps,
         "learning_rate": 0.01,
@@ -139,9 +161,9 @@ def made(run: Run, folder: str, world: int = 1, **keywords: Any) -> Any:
         keywords["eval_dataset"] = examples(run.kind, 3)
     if run.kind in ("dpo", "kto") and not run.lora:
         keywords["ref_model"] = reference(run)
-    if run.kind == "grpo":
+    if run.kind in ("grpo", "rloo"):
         beta = 0.1
-        if world > 1 and not run.lora:
+        if ranks > 1 and not run.lora:
             beta = 0.0  # no reference model, which only the first rank could save
         elif not run.lora:  # this trainer loads its reference model from where the configuration says it is
             reference(run).save_pretrained(f"{folder}/reference")
@@ -149,16 +171,33 @@ def made(run: Run, folder: str, world: int = 1, **keywords: Any) -> Any:
             options["model_init_kwargs"] = {"dtype": "auto"}
         options |= {"num_generations": 2, "max_completion_length": 5, "temperature": 0.7, "beta": beta}
         keywords["reward_funcs"] = reward
+    if run.layout == "fsdp2":
+        options |= {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    arguments = config_class(folder, **(options | run.options))
+    if run.layout == "fsdp2":
+        # accelerate shards on accelerators only, which it takes these processes' CPUs for from here on
+        assert arguments.device.type == "cpu"
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     head = model.get_output_embeddings() if run.lora else None
     allowed = allow_head_adapter(model) if hasattr(head, "lora_A") else contextlib.nullcontext()
     with allowed:
-        return trainer_class(
+        trainer = trainer_class(
             model,
-            args=config_class(folder, **(options | run.options)),
-            train_dataset=examples(run.kind, world * run.accumulation * run.steps * BATCH),
+            args=arguments,
+            train_dataset=examples(run.kind, ranks * run.accumulation * run.steps * BATCH, prompt_lengths),
             processing_class=words(),
             **keywords,
         )
+    if run.kind == "kto":
+        # Only now, because it shuffles the completions for its KL within the batches of one rank
+        trainer._train_batch_size = BATCH * ranks // world
+    return trainer
+
+
+def completed(prompt_ids: list[list[int]], *_: Any) -> list[list[int]]:
+    """Completions that are functions of the prompts, where TRL's differ with the number of ranks."""
+    seeds = [sum(ids) + i % 2 for i, ids in enumerate(prompt_ids)]
+    return [[int(word[1:]) for word in text(1 + seed % 5, seed).split()] for seed in seeds]
 
 
 def use_plain_logits(trainer: Any) -> None:
@@ -203,8 +242,13 @@ def trained(rank: int, world: int, run: Run) -> Outcome:
     kept = Kept()
     losses: list[float] = []
     gc.freeze()  # the Trainer collects garbage at the start; going through all imported packages is most of its time
-    with tempfile.TemporaryDirectory() as folder:
+    # The Trainer leaves settings of FSDP behind in the environment
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
         trainer = made(run, folder, world, callbacks=[kept])
+        if run.layout:
+            trainer._generate_single_turn = completed
+            if run.kind == "grpo":
+                trainer._generate_single_turn = lambda *prompts: (completed(*prompts), None)
         step = trainer.training_step
 
         def recorded(*args: Any, **kwargs: Any) -> Tensor:
