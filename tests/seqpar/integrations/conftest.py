@@ -2,4 +2,5 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [f"test_{name}_itself.py" for name in ("eole", "fairseq", "onmt") if find_spec(name) is None]
+PACKAGES = ("eole", "fairseq", "onmt", "ray", "torchtitan")
+collect_ignore = [f"test_{name}_itself.py" for name in PACKAGES if find_spec(name) is None]

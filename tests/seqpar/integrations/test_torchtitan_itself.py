@@ -1,0 +1,181 @@
+"""torchtitan's own trainer step and decoder: with the loss of the example, gradients are those of one batch."""
+
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from seqpar.testing.ranks import Pool
+
+with warnings.catch_warnings(action="ignore"):
+    import torchtitan.distributed.parallel_dims
+    from torchtitan.components.loss import IGNORE_INDEX
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed import utils as titan
+    from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+    from torchtitan.models.common import Embedding, Linear, RMSNorm, TransformerBlock
+    from torchtitan.models.common.config_utils import make_ffn_config
+    from torchtitan.models.common.decoder import Decoder
+    from torchtitan.models.common.decoder_sharding import (
+        dense_activation_placement,
+        norm_config,
+        set_decoder_sharding_config,
+        set_dense_ffn_sharding,
+    )
+    from torchtitan.trainer import Trainer
+
+    from examples.torchtitan_loss import ChunkedLoss
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+VOCAB, WIDTH = 23, 8
+SETTINGS = {"label_smoothing": 0.1}
+
+
+class Block(TransformerBlock):
+    """torchtitan's feed-forward block alone: its attention rotates in float32."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TransformerBlock.Config):
+        pass
+
+    def __init__(self, config):
+        super().__init__()
+        self.ffn_norm, self.feed_forward = config.ffn_norm.build(), config.feed_forward.build()
+
+    def forward(self, x, attention_masks, positions=None):
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+def decoder(tied=False):
+    normal = {"weight": partial(nn.init.normal_, std=0.5)}
+    norm = RMSNorm.Config(normalized_shape=WIDTH, param_init={"weight": nn.init.ones_})
+    feed_forward = make_ffn_config(dim=WIDTH, hidden_dim=2 * WIDTH, w1_param_init=normal, w2w3_param_init=normal)
+    block = Block.Config(attention=None, attention_norm=norm, ffn_norm=norm, feed_forward=feed_forward)
+    return Decoder.Config(
+        dim=WIDTH,
+        vocab_size=VOCAB,
+        tok_embeddings=Embedding.Config(num_embeddings=VOCAB, embedding_dim=WIDTH, param_init=normal),
+        norm=RMSNorm.Config(normalized_shape=WIDTH, param_init={"weight": nn.init.ones_}),
+        lm_head=Linear.Config(in_features=WIDTH, out_features=VOCAB, param_init=normal),
+        layers=[block],
+        enable_weight_tying=tied,
+    )
+
+
+def batch(data_rank, index):
+    """Two sequences, of which the data ranks and micro-batches ignore different parts."""
+    generator = torch.Generator().manual_seed(10 * data_rank + index)
+    tokens = torch.randint(VOCAB, (2, 7), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[: 1 + data_rank, 1 + index :] = IGNORE_INDEX
+    return {"input": tokens[:, :-1]}, labels
+
+
+def whole_batch(ranks, tied):
+    """Loss and gradients in one process, of all micro-batches' logits."""
+    torch.manual_seed(0)
+    model = decoder(tied).build().double()
+    model.init_states()
+    batches = [batch(rank, index) for rank in range(ranks) for index in range(2)]
+    logits = model(torch.cat([inputs["input"] for inputs, _ in batches]))
+    labels = torch.cat([labels for _, labels in batches])
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, **SETTINGS)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def sharded(config, dims):
+    """torchtitan's decoder with its own tensor parallelism and FSDP2, and the weights of `whole_batch`."""
+    set_decoder_sharding_config(config, enable_sp=False)
+    for layer in config.layers:
+        layer.ffn_norm.sharding_config = norm_config(enable_sp=False)
+        set_dense_ffn_sharding(layer.feed_forward, attn_x_layout=dense_activation_placement(tp=spmd.I), enable_sp=False)
+    torch.manual_seed(0)
+    model = config.build().double()
+    model.init_states()
+    if dims.tp > 1 or dims.spmd_backend == "spmd_types":
+        model.parallelize(dims)
+    if dims.spmd_backend == "spmd_types":
+        return model  # sharding its weights, too, needs an FSDP2 that knows spmd_types, which torch 2.13 has not
+    apply_fsdp_to_decoder(model, dims.get_mesh(["fsdp"]), torch.float64, torch.float64, pp_enabled=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+    return model
+
+
+def trained(rank, world, tensor_parallel, backend, tied):
+    """One step of torchtitan's trainer, without what its constructor needs an accelerator for."""
+    torchtitan.distributed.parallel_dims.device_type = "cpu"
+    titan.set_spmd_backend(backend)
+    dims = ParallelDims(1, world // tensor_parallel, 1, tensor_parallel, 1, 1, world, spmd_backend=backend)
+    dims.build_mesh()
+    trainer = Trainer.__new__(Trainer)
+    model = sharded(decoder(tied), dims)
+    trainer.loss_fn = ChunkedLoss.Config(**SETTINGS).build()
+    trainer.loss_fn.set_lm_head(model.lm_head)
+    model._skip_lm_head = True
+    training = SimpleNamespace(disable_cuda_graphs=True, max_norm=float("inf"))
+    trainer.config = SimpleNamespace(training=training, parallelism=ParallelismConfig(spmd_backend=backend))
+    trainer.parallel_dims, trainer.model_parts, trainer.model_config = dims, [model], None
+    trainer.device, trainer.step, trainer.ntokens_seen = torch.device("cpu"), 1, 0
+    trainer.gradient_accumulation_steps, trainer.num_pipeline_parallel_microbatches = 2, 1
+    trainer.optimizers, trainer.lr_schedulers, trainer.checkpointer = MagicMock(), MagicMock(), MagicMock()
+    trainer.metrics_processor = SimpleNamespace(should_log=lambda step: False)
+    trainer.train_context = titan.get_spmd_context(parallel_dims=dims)
+    losses = []
+
+    def recorded(*arguments):
+        losses.append(trainer._forward_backward_body(*arguments))
+        return losses[-1]
+
+    trainer.fwd_bwd_fn = recorded
+    data_rank = rank // tensor_parallel
+    trainer.train_step(iter([batch(data_rank, index) for index in range(2)]))
+    return data_rank, sum(losses).detach(), {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def whole(gradient):
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def put_together(parts, like):
+    """Return the gradient that torchtitan's ranks have, or have the parts of: by rows, else by columns."""
+    if parts[0].shape == like.shape:
+        return parts[0]
+    return torch.cat(parts, 1 if len(parts[0]) == len(like) else 0)
+
+
+@pytest.mark.parametrize(
+    ("world", "tensor_parallel", "backend", "tied"),
+    [
+        (2, 1, "partial_dtensor", False),
+        (2, 1, "partial_dtensor", True),
+        (2, 2, "partial_dtensor", False),
+        (2, 2, "spmd_types", False),
+        (4, 2, "partial_dtensor", False),
+    ],
+)
+def test_a_step_of_the_trainer_has_loss_and_gradients_of_the_whole_batch(world, tensor_parallel, backend, tied):
+    pool = Pool(world)  # of its own, because torchtitan leaves its meshes behind in a process
+    try:
+        results = pool.call(trained, tensor_parallel, backend, tied)
+    finally:
+        pool.close()
+    loss, expected = whole_batch(world // tensor_parallel, tied)
+    shares = {data_rank: share for data_rank, share, _ in results}
+    torch.testing.assert_close(sum(shares.values()), loss, rtol=1e-12, atol=0)
+    for name, gradient in expected.items():
+        got = put_together([gradients[name] for _, _, gradients in results], gradient)
+        assert (got - gradient).norm() < 1e-12 * gradient.norm(), name
