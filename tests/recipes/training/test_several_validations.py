@@ -172,14 +172,16 @@ def test_bleu_and_chrf_together_are_the_means_of_the_corpora(both: RunConfig, mo
     for valid in corpus.valid:
         texts = [short[pair.source] for pair in valid.pairs[:4]]
         parts.append(score(texts, [pair.target for pair in valid.pairs[:4]]))
-    assert [(part["bleu"], part["chrf"]) for part in found.parts.values()] == [(part.bleu, part.chrf) for part in parts]
+    assert [(part["bleu"], part["chrf"]) for part in found.parts.values()] == [
+        (part["bleu"], part["chrf"]) for part in parts
+    ]
     for name, metric in METRICS.items():
         own = [part.values[name] for part in found.parts.values()]
         if metric.of_translations:
             assert found[name] == sum(own) / 2
         else:
             assert found[name] == metric.of_loss(loss + loss)
-    assert parts[0].bleu != parts[1].bleu
+    assert parts[0]["bleu"] != parts[1]["bleu"]
 
 
 def test_validations_translate_greedily_whatever_the_beam_of_the_run_is(
@@ -265,8 +267,8 @@ def test_evaluate_scores_each_test_set_by_itself_and_their_mean(both: RunConfig,
         assert f"test.{each.name}, by length:" in evaluated
     (mean,) = [line for line in evaluated.splitlines() if line.split()[:1] == ["mean"]]
     assert mean.split()[1] == str(6 + 8)
-    assert f"{np.mean([each.chrf for each in found]):6.2f}" in mean
-    assert f"{np.mean([each.ter for each in found]):6.2f}" in mean
+    assert f"{np.mean([each['chrf'] for each in found]):6.2f}" in mean
+    assert f"{np.mean([each['ter'] for each in found]):6.2f}" in mean
     assert not (run / "test.scores.json").exists()
 
 
