@@ -389,9 +389,12 @@ def advice(plans: Sequence[StepPlan], memory: float) -> str:
 
 def _count(text: str) -> int:
     """Return a whole number, which may be written as 8.03e9."""
-    if float(text) != int(float(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(float(text))
+    try:
+        if (number := float(text)).is_integer():
+            return int(number)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -434,6 +437,7 @@ def _rate(training: Training, options: argparse.Namespace) -> float:
     check_number(options.memory, "memory", above=0)
     measured = options.tokens_per_second
     if measured is None:
+        check_number(options.flops_per_second, "flops_per_second", above=0)
         measured = options.flops_per_second / training.flops
     if options.measured_on > 1 and options.layout is None:
         raise ValueError(

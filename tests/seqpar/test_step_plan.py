@@ -334,6 +334,18 @@ def test_what_is_no_number_and_no_link_is_refused_by_name(words: list[str], caps
     assert f"argument {words[-2]}: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("word", ["8.5", "many", "inf", "nan"])
+def test_what_is_no_whole_number_is_said_to_be_none(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*COMMAND, "--devices", word])
+    assert f"argument --devices: {word!r} is not a whole number\n" in capsys.readouterr().err
+
+
+def test_operations_per_second_are_refused_by_their_own_name() -> None:
+    with pytest.raises(SystemExit, match=r"step_plan: flops_per_second is -3"):
+        main([*COMMAND[:-2], "--flops-per-second", "-3", "--devices", "8"])
+
+
 def test_the_advice_is_the_simplest_layout_within_a_twentieth_of_the_quickest_that_fits() -> None:
     def said(devices: int, memory: float, **changed: Any) -> str:
         plans = [planned(devices, x, **changed) for x in LAYOUTS if x != "pipeline"]
