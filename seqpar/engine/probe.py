@@ -316,9 +316,10 @@ class _Probe:
         for some in (slice(0, PROBE_ROWS // 2), slice(PROBE_ROWS // 2, PROBE_ROWS)):
             self._call(in_halves, some)
         added = _buffers_of(in_halves)
+        repeated = self._is_repeated(scores, again)
         for name in changed:
             kept = name in at_once and at_once[name].tensor is tensors[name].tensor
-            if kept and _close(at_once[name].numbers, added[name].numbers) and self._is_repeated(scores, again):
+            if kept and _close(at_once[name].numbers, added[name].numbers) and repeated:
                 continue
             raise ValueError(
                 f"the buffer {name} changes when the {name.split('.')[0]} is called, which happens once for each chunk "

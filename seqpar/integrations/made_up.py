@@ -82,6 +82,13 @@ def same_logits(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32
     return ours.shape == theirs.shape and close(ours, theirs, dtype)
 
 
+def unrounded(output: Tensor, before: Tensor) -> Tensor:
+    """Return an output as it was before hooks that have only rounded it, as those of FSDP2 do to its `output_dtype`."""
+    if before.shape == output.shape and torch.equal(output, before.to(output.dtype)):
+        return before
+    return output
+
+
 def close(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Return whether numbers are the same up to a few roundings of float32, or of a narrower `dtype`.
 

@@ -28,7 +28,7 @@ from seqpar.core.checks import PROVED, check_size
 from seqpar.core.graphs import graph_of_its_own
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.reducers import gathers_for_any
-from seqpar.integrations.made_up import RefusedModelError, undisturbed
+from seqpar.integrations.made_up import RefusedModelError, undisturbed, unrounded
 from seqpar.integrations.transformers_call import Call, UsingParameters, divided, shortened
 from seqpar.integrations.transformers_check import (
     WITHOUT,
@@ -365,9 +365,9 @@ class AppliedLoss:
     def _unrounded(self, head: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         """Return the made-up logits in full where another hook has only rounded them, as `output_dtype` of FSDP2."""
         call: Call | None = head.__dict__.get(_of_this_thread())
-        if call is None or call.made_up is None or not torch.equal(output, call.made_up.to(output.dtype)):
+        if call is None or call.made_up is None:
             return None
-        return call.made_up.clone()
+        return unrounded(output, call.made_up).clone()
 
     def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         """Replace the window's loss by that of all tokens."""

@@ -25,6 +25,7 @@ from seqpar.integrations.made_up import (
     more_than_linear,
     same_logits,
     undisturbed,
+    unrounded,
 )
 from seqpar.integrations.transformers_check import matching_reading
 from seqpar.integrations.transformers_model import Reading, plain_linear, readings, special_labels
@@ -134,7 +135,7 @@ def examine(model: PreTrainedModel) -> Reading:
     with undisturbed(model, head.weight.device), _evaluating(model):
         try:
             with _watched(model, head, text, seen):
-                theirs = _unrounded(model(**text).logits, seen.theirs)
+                logits = model(**text).logits
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -149,6 +150,7 @@ def examine(model: PreTrainedModel) -> Reading:
     own = seen.own_logits[0]
     if not same_logits(seen.plain_logits[0], own, own.dtype):
         raise RefusedModelError(f"{more_than_linear(name)}; {WITHOUT}")
+    theirs = unrounded(logits, seen.theirs[-1])
     return matching_reading(name, readings(model), seen.made_up[0], theirs, WITHOUT)
 
 
@@ -195,7 +197,7 @@ def _watched(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen
         return seen.made_up[-1].clone()
 
     def last_after_head(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return _unrounded(output, seen.made_up).clone()
+        return unrounded(output, seen.made_up[-1]).clone()
 
     def after_model(module: Any, args: tuple[Any, ...], outputs: Any) -> None:
         seen.theirs.append(outputs.logits)
@@ -211,13 +213,6 @@ def _watched(model: PreTrainedModel, head: nn.Module, text: dict[str, Any], seen
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _unrounded(output: Tensor, before: list[Tensor]) -> Tensor:
-    """Return the logits as they were before hooks that only round them, as those of FSDP2 to its `output_dtype`."""
-    if before and before[-1].shape == output.shape and torch.equal(output, before[-1].to(output.dtype)):
-        return before[-1]
-    return output
 
 
 def _plain_logits(hidden: Tensor, head: Any, adapter: Adapter | None) -> Tensor:
