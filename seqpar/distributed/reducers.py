@@ -62,6 +62,23 @@ def reducer_in(model: nn.Module) -> nn.Module | None:
     return found[0] if found else None
 
 
+def reducer_over(ranks: int, model: nn.Module, made_by: str) -> nn.Module | None:
+    """Return what reduces the gradients of a model over ranks, None for one rank; `made_by` returns such a model.
+
+    Raises TypeError for a model that nothing reduces, and for the first FSDP; ValueError as `reducer_in`.
+    """
+    if ranks == 1:
+        return None
+    refuse_fsdp1(model)
+    reducer = reducer_in(model)
+    if reducer is None:
+        raise TypeError(
+            f"there are {ranks} ranks and no DDP or FSDP2 reduces the gradients of this {type(model).__name__}; pass "
+            f"the model that {made_by} returned, or call seqpar.accumulate_gradients"
+        )
+    return reducer
+
+
 def gathers_for_any(model: nn.Module, wanted: bool) -> bool:
     """Return whether any rank wants a further forward of the model, in which all ranks that share it must take part.
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.accumulate import accumulate_gradients
-from seqpar.distributed.reducers import reducer_in, refuse_fsdp1
+from seqpar.distributed.reducers import reducer_over
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -66,22 +66,8 @@ def accumulated_step(
     if steps != 1:
         divides = f"the accelerator has gradient_accumulation_steps={steps} and would divide every loss by it"
         raise ValueError(f"{divides}; leave it at 1: the micro-batches passed here are the accumulation")
-    reducer = _reducer(accelerator, model)
+    reducer = reducer_over(accelerator.num_processes, model, "accelerator.prepare")
     group = None if reducer is None else dist.group.WORLD
     return accumulate_gradients(
         micro_batches, loss_of, tokens_of, model=reducer, group=group, backward=accelerator.backward
-    )
-
-
-def _reducer(accelerator: Accelerator, model: nn.Module) -> nn.Module | None:
-    """Return the module that reduces the gradients over ranks; None for a single process."""
-    if accelerator.num_processes == 1:
-        return None
-    refuse_fsdp1(model)
-    reducer = reducer_in(model)
-    if reducer is not None:
-        return reducer
-    raise TypeError(
-        f"there are {accelerator.num_processes} ranks and no DDP or FSDP2 reduces the gradients of this "
-        f"{type(model).__name__}; pass the model that accelerator.prepare returned, or call seqpar.accumulate_gradients"
     )

@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.accumulate import accumulate_gradients
-from seqpar.distributed.reducers import reducer_in
+from seqpar.distributed.reducers import reducer_over
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -62,16 +62,8 @@ def accumulated_step(
         TypeError: several ranks, and a model that nothing reduces over them; FSDP1.
         All errors of `seqpar.accumulate_gradients`.
     """
-    reducer = None
+    reducer = reducer_over(fabric.world_size, model, "fabric.setup")
     group: ProcessGroup | None = None
-    if fabric.world_size > 1:
-        reducer = reducer_in(model)
-        if reducer is None:
-            raise TypeError(
-                f"there are {fabric.world_size} ranks and no DDP or FSDP2 reduces the gradients of this "
-                f"{type(model).__name__}; pass the model that fabric.setup returned, or call "
-                "seqpar.accumulate_gradients"
-            )
-        if isinstance(fabric.strategy, ModelParallelStrategy):
-            group = fabric.strategy.device_mesh["data_parallel"].get_group()
+    if reducer is not None and isinstance(fabric.strategy, ModelParallelStrategy):
+        group = fabric.strategy.device_mesh["data_parallel"].get_group()
     return accumulate_gradients(micro_batches, loss_of, tokens_of, model=reducer, group=group, backward=fabric.backward)
