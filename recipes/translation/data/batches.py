@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -293,8 +294,10 @@ def _as_it_is(step: T) -> T:
 def _leave_signals_to_the_parent(_: int) -> None:
     # A terminal sends Ctrl-C, and Slurm SIGTERM, to the workers too, but the parent finishes a step
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_by_parent, daemon=True).start()
+    # macOS does not say who sent a signal; blocked there, SIGTERM would never end a worker
+    if sys.platform != "darwin":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_by_parent, daemon=True).start()
 
 
 def _end_by_parent() -> None:
