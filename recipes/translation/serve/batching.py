@@ -99,7 +99,7 @@ class Batcher:
             request.answer.set_result([])
             return request.answer
         with self._changed:
-            if self._stopped or not self.alive:
+            if self._stopped:
                 raise StoppedError("the service is stopping")
             waiting = self._waiting()
             if waiting + len(lines) > self.most:
@@ -117,6 +117,9 @@ class Batcher:
             self._stopped = True
             self._changed.notify()
         self._thread.join(seconds)
+        self._drop()
+
+    def _drop(self) -> None:
         for request in self._requests:
             fail(request, StoppedError("the service is stopping"))
 
@@ -124,9 +127,15 @@ class Batcher:
         return sum(request.waiting for request in self._requests)
 
     def _run(self) -> None:
-        with ready(self.models):
-            while batch := self._next():
-                self._translate(batch)
+        try:
+            with ready(self.models):
+                while batch := self._next():
+                    self._translate(batch)
+        finally:
+            # Also where packing the weights failed: nobody waits for a thread that has ended
+            with self._changed:
+                self._stopped = True
+            self._drop()
 
     def _next(self) -> list[Place]:
         """Wait for lines and return the next batch; an empty one after `close`."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from recipes.translation.errors import DataError
-from recipes.translation.serve.batching import QueueFullError, StoppedError, Wanted
+from recipes.translation.serve.batching import Batcher, QueueFullError, StoppedError, Wanted
 from recipes.translation.serve.models import Line
 from tests.recipes.serve.recorder import Recorder
 from tests.recipes.serve.serving import batching
@@ -115,6 +116,29 @@ def test_closing_drops_what_waits_and_refuses_more() -> None:
         with pytest.raises(StoppedError):
             batcher.submit(Wanted(0), ["b"])
     assert model.batches == [["first"]]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_thread_that_ended_while_it_packed_the_weights() -> None:
+    class Unpacked(Recorder):
+        @property
+        def weights(self) -> tuple[()]:  # type: ignore[override]
+            assert self.gate.wait(20)
+            raise MemoryError("no room for packed weights")
+
+        @weights.setter
+        def weights(self, _: tuple[()]) -> None: ...
+
+    model = Unpacked()
+    models: Any = [model]
+    batcher = Batcher(models, most=100)
+    waiting = batcher.submit(Wanted(0), ["a"])
+    model.gate.set()
+    with pytest.raises(StoppedError):
+        waiting.result(20)
+    with pytest.raises(StoppedError):
+        batcher.submit(Wanted(0), ["b"])
+    batcher.close(20)
 
 
 def test_nothing_to_translate_is_answered_at_once() -> None:
