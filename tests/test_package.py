@@ -101,6 +101,8 @@ def test_a_users_type_checker_sees_the_signatures(installed, tmp_path):
         "mypy",
         "--python-executable",
         str(installed),
+        "--config-file",
+        str(ROOT / "pyproject.toml"),
         "--cache-dir",
         str(ROOT / ".mypy_cache"),
     ]
