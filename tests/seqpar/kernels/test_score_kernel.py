@@ -347,7 +347,7 @@ SETTINGS = st.fixed_dictionaries(
 @settings(max_examples=EXAMPLES // 2, derandomize=True)
 @given(
     LOW,
-    st.tuples(st.integers(8, 24), st.integers(2, 8), st.integers(3, 70)),
+    st.tuples(st.integers(8, 12), st.integers(2, 8), st.integers(3, 40)),
     st.integers(0, 2**16),
     st.sampled_from([1.0, 10.0]),
     SETTINGS,
