@@ -1,17 +1,17 @@
-"""Compile a Triton kernel for a GPU that is not there: the compilers come with Triton.
+"""Compile the Triton kernels for GPUs that are not there: the compilers come with Triton.
 
-`PYTHONPATH=. python tests/seqpar/kernels/compile_kernel.py KERNEL TARGET DTYPE --all` prints the registers that a
-thread takes and the bytes it spills (NVIDIA), or the size of the code. With `--plain` it is the kernel of a
-cross-entropy without bias, class weights and entropy; with `--ptx` NVIDIA's assembly of that is printed. It is a
+`PYTHONPATH=. python tests/seqpar/kernels/compile_kernel.py` prints, as JSON by kernel, target, dtype and what is asked
+for ("all", or "plain", which is a cross-entropy without bias, class weights and entropy), the registers that a thread
+takes and the bytes it spills (NVIDIA), or the size of the code; and NVIDIA's assembly of the plain gradient. It is a
 program outside the package of tests, which imports Triton for its interpreter: a process in which that has happened
 compiles nothing.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,17 @@ PLAIN = {
 }  # fmt: skip
 """A plain cross-entropy with smoothing: no bias, no class weights, no entropy."""
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+BUILDS = [("sm_90", "bfloat16"), ("sm_80", "bfloat16"), ("sm_80", "float64"), ("gfx942", "bfloat16")]
 
 
-def compiled(kernel: Any, target: str, dtype: str, changed: dict[str, Any] | None = None) -> Any:
+def compiled(kernel: Any, target: str, dtype: str, changed: dict[str, Any]) -> Any:
     """As a launch with such arguments would compile it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     narrow, wide = {"bfloat16": ("*bf16", "*fp32"), "float64": ("*fp64", "*fp64")}[dtype]
-    settings = SETTINGS | (changed or {})
+    settings = SETTINGS | changed
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in settings:
@@ -67,16 +68,20 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def main(kernel: Any, target: str, dtype: str, what: str) -> None:
-    """Compile a kernel and print what the docstring of this file says."""
-    made = compiled(kernel, target, dtype, {} if what == "--all" else PLAIN)
-    if what == "--ptx":
-        print(made.asm["ptx"])
-    else:
-        print(*(resources(made.asm["cubin"]) if "cubin" in made.asm else (len(made.asm["hsaco"]), 0)))
+def main() -> None:
+    """Compile all and print what the docstring of this file says."""
+    from seqpar.kernels import triton_rows
+
+    found: dict[str, Any] = {}
+    for kernel in ("_row_sums", "_row_before", "_row_gradient"):
+        for target, dtype in BUILDS:
+            for what, changed in (("all", {}), ("plain", PLAIN)):
+                made = compiled(vars(triton_rows)[kernel], target, dtype, changed)
+                size = resources(made.asm["cubin"]) if "cubin" in made.asm else (len(made.asm["hsaco"]), 0)
+                found[f"{kernel} {target} {dtype} {what}"] = size
+    gradient = compiled(triton_rows._row_gradient, "sm_90", "bfloat16", PLAIN)
+    print(json.dumps({**found, "ptx": gradient.asm["ptx"]}))
 
 
 if __name__ == "__main__":
-    from seqpar.kernels import triton_rows
-
-    main(vars(triton_rows)[sys.argv[1]], *sys.argv[2:5])
+    main()

@@ -1,5 +1,6 @@
 """The Triton kernels compile for real GPUs, where there is none to run them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,41 +12,37 @@ PROGRAM = Path(__file__).with_name("compile_kernel.py")
 ROOT = PROGRAM.parents[3]
 
 
-@pytest.fixture
-def printed(tmp_path):
-    """Run the program with an empty cache of its own: a kernel that is found in one has not been compiled."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-
-    def run(*arguments: str) -> str:
-        command = [sys.executable, PROGRAM, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        assert done.returncode == 0, done.stderr
-        assert any(tmp_path.iterdir())
-        return done.stdout
-
-    return run
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """What the program prints, with an empty cache of its own: a kernel that is found in one has not been compiled."""
+    cache = tmp_path_factory.mktemp("triton")
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert any(cache.iterdir())
+    return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("what", ["--all", "--plain"])
+@pytest.mark.parametrize("what", ["all", "plain"])
 @pytest.mark.parametrize("kernel", ["_row_sums", "_row_before", "_row_gradient"])
 @pytest.mark.parametrize(
     ("target", "dtype"),
     [("sm_90", "bfloat16"), ("sm_80", "bfloat16"), ("sm_80", "float64"), ("gfx942", "bfloat16")],
 )
 def test_a_kernel_compiles_and_in_bfloat16_spills_nothing(
-    printed, kernel: str, target: str, dtype: str, what: str
+    compiled, kernel: str, target: str, dtype: str, what: str
 ) -> None:
-    size, spilled = map(int, printed(kernel, target, dtype, what).split())
+    size, spilled = compiled[f"{kernel} {target} {dtype} {what}"]
     assert size
     if dtype == "bfloat16" and target != "gfx942":
         assert spilled == 0
         # 24 warps share a multiprocessor, which has 65,536 registers; 19 if everything is asked for at once
-        assert size <= (80 if what == "--plain" else 104)
+        assert size <= (80 if what == "plain" else 104)
 
 
-def test_the_gradient_reads_no_product_out_of_turn(printed) -> None:
+def test_the_gradient_reads_no_product_out_of_turn(compiled) -> None:
     """Each warp reads what it overwrites, whole vectors of it: no product of a class that another may have written."""
-    lines = printed("_row_gradient", "sm_90", "bfloat16", "--ptx").splitlines()
+    lines = compiled["ptx"].splitlines()
     assert [line for line in lines if "st.global.v4" in line]
     # The products are the only numbers of two bytes
     assert [line for line in lines if "ld.global.b16" in line] == []
