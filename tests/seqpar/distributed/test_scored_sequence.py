@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -193,6 +193,7 @@ def assembled(answers, layout, cut):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@settings(max_examples=settings.default.max_examples // 3)  # of each of four layouts
 @given(data=st.data())
 def test_over_a_split_sequence_every_loss_of_scores_is_that_of_one_device(layout, data):
     cut = data.draw(cuts(layout))
