@@ -1,4 +1,4 @@
-"""Check implementations of linear + cross-entropy, or of the scores of tokens: who passes what, and how to see it."""
+"""Check implementations of a loss, of token scores or of a step over ranks: who passes what, and how to see it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from seqpar.testing.conformance import report
+from seqpar.testing.conformance.adapter import loaded
 from seqpar.testing.conformance.finding import Checked, Finding
-from seqpar.testing.conformance.parts import PARTS, Part, loaded, run
+from seqpar.testing.conformance.parts import LOSSES, PARTS, SCORES, Part, run
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,14 +39,16 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m seqpar.testing.conformance", description=__doc__)
     known = "; ".join(f"{part.name}: {', '.join(part.known)}" for part in PARTS.values())
     parser.add_argument("names", nargs="*", help=f"{known}; module:object for your own; none is all")
-    parser.add_argument("--part", choices=[*PARTS, "both"], default="losses", help="what to check (losses)")
+    parser.add_argument(
+        "--part", choices=[*PARTS, "both"], default="losses", help="what to check (losses); both is losses and scores"
+    )
     return parser.parse_args(arguments)
 
 
 def _chosen(name: str) -> list[Part[Any]]:
     """Return the parts that are asked for."""
     if name == "both":
-        return [*PARTS.values()]
+        return [LOSSES, SCORES]
     return [PARTS[name]]
 
 
