@@ -14,9 +14,9 @@ from seqpar.testing.conformance.adapters import KNOWN
 from seqpar.testing.conformance.checks import CHECKS
 from seqpar.testing.conformance.finding import Check, Finding
 from seqpar.testing.conformance.layout_adapter import EVERY_LAYOUT, LayoutAdapter, Work
-from seqpar.testing.conformance.layout_adapters import KNOWN_LAYOUTS
 from seqpar.testing.conformance.layout_cases import Case
 from seqpar.testing.conformance.layout_checks import LAYOUT_CHECKS, answers
+from seqpar.testing.conformance.layout_known import KNOWN_LAYOUTS
 from seqpar.testing.conformance.parts import adapter_of, layout_adapter_of, run, score_adapter_of
 from seqpar.testing.conformance.score_adapter import ALL_SCORES, ScoreAdapter, ScoreOptions
 from seqpar.testing.conformance.score_adapters import KNOWN_SCORES

@@ -17,7 +17,7 @@ from seqpar.distributed.collectives import group_sum, rank_in, world_size
 from seqpar.distributed.model_with_loss import ModelWithLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.cross_entropy import linear_cross_entropy
-from seqpar.testing.conformance.layout_adapter import EVERY_LAYOUT, LayoutAdapter, Work
+from seqpar.testing.conformance.layout_adapter import Work
 
 
 def wrapped(both: nn.Module, work: Work) -> nn.Module:
@@ -108,11 +108,15 @@ class Both(nn.Module):
         return loss
 
 
+def counted(work: Work) -> Tensor:
+    """Return the number of this rank's targets that count."""
+    return torch.stack([(target != work.ignore_index).sum() for _, target in work.micro_batches]).sum()
+
+
 def accumulated(work: Work, both: nn.Module) -> Tensor:
     """Return the step's mean loss, and leave its gradients: sums of micro-batches, divided by all ranks' tokens."""
     group = work.token_group
-    own = torch.stack([(target != work.ignore_index).sum() for _, target in work.micro_batches]).sum()
-    count = group_sum(own, group).clamp(min=1)
+    count = group_sum(counted(work), group).clamp(min=1)
     total = torch.zeros((), dtype=torch.float64)
     for number, batch in enumerate(work.micro_batches):
         is_last = number == len(work.micro_batches) - 1
@@ -133,7 +137,7 @@ def pipelined(work: Work, summed: Callable[[Tensor, Tensor], Tensor]) -> Tensor 
     assert work.stage is not None
     rank, last = rank_in(group), world_size(group) - 1
     tokens, target = (torch.cat(parts) for parts in zip(*work.micro_batches, strict=True))
-    count = (target != work.ignore_index).sum()
+    count = counted(work)
     stage = PipelineStage(work.stage, rank, last + 1, torch.device("cpu"), group=group)
     schedule = ScheduleGPipe(
         stage,
@@ -172,20 +176,3 @@ def loss_parallel_step(work: Work) -> Tensor:
     # Around forward and backward: its context changes what both of them do
     with loss_parallel():
         return accumulated(work, wrapped(Both(work.model, LossParallel(work.model.head, work)), work))
-
-
-VOCABULARY = frozenset({"split vocabulary", "data x vocabulary"})
-OF_TORCH = EVERY_LAYOUT - VOCABULARY
-KNOWN_LAYOUTS = {
-    adapter.name: adapter
-    for adapter in (
-        LayoutAdapter("torch", torch_step, OF_TORCH, "`F.cross_entropy`, summed, under DDP, FSDP2 and GPipe"),
-        LayoutAdapter(
-            "torch-loss-parallel",
-            loss_parallel_step,
-            VOCABULARY | {"float64", "uneven vocabulary"},
-            "`F.cross_entropy` of DTensor logits under `loss_parallel`",
-        ),
-        LayoutAdapter("seqpar", seqpar_step, EVERY_LAYOUT, "`accumulate_gradients` and `ModelWithLoss`", "seqpar"),
-    )
-}

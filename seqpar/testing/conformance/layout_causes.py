@@ -151,6 +151,17 @@ class Place(NamedTuple):
         extra = -self.case.vocab_size % self.case.inner
         return self._replace(logits_NV=F.pad(self.logits_NV, (0, extra))).usual
 
+    def found_unevenly(self) -> Tensor:
+        """Return the losses where each rank's classes begin at its number times how many it has itself."""
+        picked = torch.zeros_like(self.lse)
+        for number in range(self.case.inner):
+            first, end = self.case.rows_of(number)
+            local = self.target_N - number * (end - first)
+            here = (local >= 0) & (local < end - first)
+            rows = (first + local).where(here, 0).unsqueeze(1)
+            picked = picked + self.logits_NV.gather(1, rows).squeeze(1) * here
+        return self.lse - picked
+
     def for_others(self, eps: float) -> float:
         """Return eps v / (v - 1), the share of v local classes that is meant for those other than the target."""
         sizes = [v / (v - 1) for v in (int(self.mine.sum()), self.case.vocab_size) if v > 1]
@@ -187,6 +198,10 @@ SPLITTINGS = (
         "the softmax is over one rank's classes", lambda p: (p.logits_NV[:, p.mine].logsumexp(1) - p.picked).sum()
     ),
     Splitting("the target's logit counts only on the rank that has it", lambda p: (p.lse - p.picked * p.owned).sum()),
+    Splitting(
+        "uneven parts: each rank's classes are taken to begin at its number times its own number of classes",
+        lambda p: p.found_unevenly().sum(),
+    ),
     Splitting("padded classes are counted in the softmax", lambda p: p.padded().sum()),
     Splitting(LOCAL_SMOOTHING, lambda p: p.smoothed(p.case.label_smoothing).sum()),
     Splitting(LOCAL_SMOOTHING, lambda p: p.smoothed(p.for_others(p.case.label_smoothing)).sum()),

@@ -16,9 +16,9 @@ from seqpar.core.checks import is_dtensor
 from seqpar.testing.conformance.adapter import loaded
 from seqpar.testing.conformance.finding import Check, Finding
 from seqpar.testing.conformance.layout_adapter import LAYOUTS, Layout, LayoutAdapter
-from seqpar.testing.conformance.layout_adapters import KNOWN_LAYOUTS
 from seqpar.testing.conformance.layout_cases import MAY_RAISE, NAMES, NEEDS, SPLIT, Answer, Case, cases
 from seqpar.testing.conformance.layout_causes import Evidence, likely_cause
+from seqpar.testing.conformance.layout_known import KNOWN_LAYOUTS
 from seqpar.testing.conformance.problem import EXACT, error
 from seqpar.testing.ranks import RankError, ranks
 

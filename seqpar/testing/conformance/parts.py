@@ -11,8 +11,8 @@ from seqpar.testing.conformance.adapter import Adapter, loaded
 from seqpar.testing.conformance.adapters import KNOWN
 from seqpar.testing.conformance.finding import Check, Finding, Kind
 from seqpar.testing.conformance.layout_adapter import LayoutAdapter
-from seqpar.testing.conformance.layout_adapters import KNOWN_LAYOUTS
 from seqpar.testing.conformance.layout_checks import LAYOUT_CHECKS
+from seqpar.testing.conformance.layout_known import KNOWN_LAYOUTS
 from seqpar.testing.conformance.problem import Problem
 from seqpar.testing.conformance.score_adapter import ScoreAdapter
 from seqpar.testing.conformance.score_adapters import KNOWN_SCORES
