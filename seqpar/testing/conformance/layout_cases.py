@@ -29,8 +29,8 @@ IGNORED = -100
 class Answer(NamedTuple):
     """The mean loss of a step, and its gradients by the names of the parameters."""
 
-    loss: float | None
-    """None where it is not asked for."""
+    loss: float
+    """Not a number where none was returned."""
     gradients: dict[str, Tensor]
 
 

@@ -178,6 +178,7 @@ class Splitting(NamedTuple):
     """Whether the gradient of what is below the generator is added up over these ranks."""
 
 
+NOT_FINITE = "a number that is not finite, such as 0 / 0 tokens"
 MISSING = "gradient of one rank's classes missing"
 REACHES = f"{MISSING}: a token reaches only the classes of the rank that has its target"
 LOCAL_SMOOTHING = "smoothing spread over the local classes"
@@ -211,7 +212,7 @@ SPLITTINGS = (
 
 def likely_cause(e: Evidence) -> str:
     """Return the name of the first mistake whose numbers are those of the ranks."""
-    value = not all(a.loss is None or _close(a.loss, e.right.loss) for a in e.got)
+    value = e.case.reduction == "sum" and not all(_close(a.loss, e.right.loss) for a in e.got)
     gradient = not e.is_same([e.right.gradients] * len(e.got))
     causes = [_of_the_value(e) if value else iter(()), _of_the_gradient(e) if gradient else iter(())]
     name = next((name for each in causes for name in each), "none of the usual ones")
@@ -223,9 +224,8 @@ def likely_cause(e: Evidence) -> str:
 
 def _of_the_value(e: Evidence) -> Iterator[str]:
     """Yield the mistakes with the ranks' losses."""
-    losses = [a.loss for a in e.got if a.loss is not None]
-    if not all(map(math.isfinite, losses)):
-        yield "a number that is not finite, such as 0 / 0 tokens"
+    if not all(math.isfinite(a.loss) for a in e.got):
+        yield f"{NOT_FINITE}, or no loss at all"
     for mistake in SPLITTINGS if e.case.layout in SPLIT else ():
         if all(_close(a.loss, b.loss) for a, b in zip(e.got, e.split(mistake), strict=True)):
             yield mistake.name
@@ -233,6 +233,8 @@ def _of_the_value(e: Evidence) -> Iterator[str]:
 
 def _of_the_gradient(e: Evidence) -> Iterator[str]:
     """Yield the mistakes with the ranks' gradients, the most specific first."""
+    if not all(g.isfinite().all() for a in e.got for g in a.gradients.values()):
+        yield NOT_FINITE
     ratios = e.ratios([e.right.gradients] * len(e.got))
     if times := _one(r for each in ratios for r in each.values()):
         yield _scale(e.case, times)
@@ -332,6 +334,6 @@ def _one(ratios: Iterable[float | None]) -> float | None:
     return None
 
 
-def _close(a: float | None, b: float | None) -> bool:
-    """Return whether two numbers are the same; one that is not asked for is."""
-    return a is None or b is None or math.isclose(a, b, rel_tol=SAME)
+def _close(a: float, b: float) -> bool:
+    """Return whether two numbers are the same."""
+    return math.isclose(a, b, rel_tol=SAME)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import re
 from dataclasses import fields, replace
 from functools import partial
@@ -65,16 +66,17 @@ def fault(adapter: LayoutAdapter, case: Case) -> Fault | None:
     size = case.ranks // case.groups
     for group in range(case.groups):
         right, got = case.right(group), found[group * size : (group + 1) * size]
-        errors = {n: [error(a.gradients[n], g) for a in got] for n, g in right.gradients.items() if g.any()}
-        # A loss that is not asked for, as that of a pipeline's first ranks, has no error
-        errors["loss"] = [0.0 if a.loss is None else abs(a.loss / (right.loss or 1) - 1) for a in got]
+        errors = {n: [error(a.gradients[n], g) for a in got] for n, g in right.gradients.items()}
+        if case.reduction == "sum":
+            errors["loss"] = [abs(a.loss / right.loss - 1) for a in got]
         # Not `> allowed`, which is false for nan
         wrong = [name for name, each in errors.items() if not all(one <= allowed for one in each)]
         if wrong:
             worst = max(wrong, key=lambda name: max(errors[name]))
-            losses = ", ".join("none" if a.loss is None else f"{a.loss:.4g}" for a in got)
-            off = ", ".join(f"{one:.2g}" for one in errors[worst])
-            numbers = f"by rank: loss {losses} ({right.loss:.4g} is right), {worst} off by {off}"
+            losses = ""
+            if "loss" in errors:
+                losses = f"loss {', '.join(f'{a.loss:.4g}' for a in got)} ({right.loss:.4g} is right), "
+            numbers = f"by rank: {losses}{worst} off by {', '.join(f'{one:.2g}' for one in errors[worst])}"
             return Fault(likely_cause(Evidence(case, group, got, right)), numbers, worst)
     return None
 
@@ -88,7 +90,7 @@ def answers(name: str, case: Case) -> list[Answer]:
     return [_joined(found, rank, case) for rank in range(case.ranks)]
 
 
-def _step(rank: int, world: int, name: str, case: Case) -> tuple[float | None, dict[str, Tensor | None]]:
+def _step(rank: int, world: int, name: str, case: Case) -> tuple[float, dict[str, Tensor | None]]:
     """Run the training step of one rank."""
     torch.manual_seed(rank)
     adapter = KNOWN_LAYOUTS.get(name) or loaded(name)
@@ -96,7 +98,7 @@ def _step(rank: int, world: int, name: str, case: Case) -> tuple[float | None, d
     work, model = case.work(rank)
     loss = adapter.step(work)
     gradients = {n: _whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
-    return None if loss is None else float(loss), gradients
+    return math.nan if loss is None else float(loss), gradients
 
 
 def _whole(gradient: Tensor | None) -> Tensor | None:
@@ -108,7 +110,7 @@ def _whole(gradient: Tensor | None) -> Tensor | None:
     return whole
 
 
-def _joined(found: list[tuple[float | None, dict[str, Tensor | None]]], rank: int, case: Case) -> Answer:
+def _joined(found: list[tuple[float, dict[str, Tensor | None]]], rank: int, case: Case) -> Answer:
     """Return a rank's answer, completed by those that have other classes or layers of the same tokens."""
     first = rank - rank % case.inner
     together = found[first : first + case.inner]

@@ -74,11 +74,11 @@ def read(path: Path) -> dict[str, dict[str, Finding]]:
 
 
 def ran(adapter: Checked) -> str:
-    """Return when an adapter ran, where, and with which versions."""
+    """Return when an adapter ran over ranks, which are on the CPU, and with which versions."""
     versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     if adapter.package:
         versions.append(f"{adapter.package} {installed_version(adapter.package)}")
-    return f"{date.today()}, {DEVICE.upper()}, {', '.join(versions)}"
+    return f"{date.today()}, CPU, {', '.join(versions)}"
 
 
 def _cell(finding: Finding) -> str:
@@ -123,8 +123,11 @@ def heading(adapters: Sequence[Checked], part: str = "losses") -> str:
     option = ""
     if part != "losses":
         option = f"--part {part} "
+    device = DEVICE
+    if part == "layouts":
+        device = "cpu"
     return (
-        f"```\npython -m seqpar.testing.conformance {option}{names}\n```\n\n{date.today()}, {DEVICE.upper()}. {what}."
+        f"```\npython -m seqpar.testing.conformance {option}{names}\n```\n\n{date.today()}, {device.upper()}. {what}."
     )
 
 

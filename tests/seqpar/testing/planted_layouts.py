@@ -86,6 +86,14 @@ def skips_a_rank_without_tokens(work):
     return torch_step(work)
 
 
+def nothing(work):
+    torch_step(work)
+
+
+def not_a_number(work):
+    return stepped(work, wrapped(both_of(work), work), lambda number: float("nan"))
+
+
 def raises_on_one_rank(work):
     if rank_in(work.token_group) == 1:
         raise KeyError("nobody")
@@ -331,6 +339,8 @@ for name, (step, *_) in LAYOUT_MISTAKES.items():
     globals()[name] = LayoutAdapter(name, step)
 for name, step, offers in (
     ("raises_on_rank_1", raises_on_one_rank, EVERY_LAYOUT),
-    ("right", vocabulary(), EVERY_LAYOUT - {"pipeline", "mean", "uneven vocabulary"}),
+    ("returns_nothing", nothing, EVERY_LAYOUT),
+    ("not_a_number", not_a_number, EVERY_LAYOUT),
+    ("right", vocabulary(), {"split vocabulary", "data x vocabulary", "float64", "smoothing"}),
 ):
     globals()[name] = LayoutAdapter(name, step, offers)

@@ -43,7 +43,8 @@ def test_seqpar_is_right_in_every_case_of_every_layout():
 
 
 def test_plain_sums_are_right_and_a_mean_under_ddp_is_named_a_mean_of_means():
-    failed = failures(run(KNOWN_LAYOUTS["torch"]))
+    layouts = ("data parallel", "split sequence", "pipeline")
+    failed = failures(run(KNOWN_LAYOUTS["torch"], tuple(c for c in LAYOUT_CHECKS if c.name.startswith(layouts))))
     assert failed.keys() == {"data parallel: mean differentiated"}
     assert "mean of means: each rank divides by its own tokens" in failed["data parallel: mean differentiated"]
 
@@ -84,6 +85,16 @@ def test_a_verdict_has_the_numbers_of_every_rank_and_its_five_lines_print_them(c
     exec(finding.reproduction, {})
     said = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in said] == ["0", "1", "right"]
+
+
+def test_a_step_that_returns_no_loss_or_has_no_number_is_a_failure():
+    finding = BY_NAME["data parallel: unequal tokens"](planted("returns_nothing"))
+    assert (
+        "not finite, such as 0 / 0 tokens, or no loss at all; only the value is wrong; by rank: loss nan"
+        in finding.figure
+    )
+    finding = BY_NAME["data parallel: unequal tokens"](planted("not_a_number"))
+    assert finding.figure.startswith("2 ranks: a number that is not finite, such as 0 / 0 tokens; the value is right")
 
 
 def test_an_error_is_named_with_its_rank():
