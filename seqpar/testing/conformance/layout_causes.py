@@ -139,8 +139,12 @@ class Place(NamedTuple):
     @property
     def usual(self) -> Tensor:
         """Return the right losses."""
+        return self.losses(self.lse, self.picked)
+
+    def losses(self, lse: Tensor, picked: Tensor) -> Tensor:
+        """Return the losses with another log-sum-exp or another logit of the target."""
         smooth = self.case.label_smoothing
-        return self.lse - (1 - smooth) * self.picked - smooth * self.logits_NV.mean(1)
+        return lse - (1 - smooth) * picked - smooth * self.logits_NV.mean(1)
 
     def smoothed(self, share: float) -> Tensor:
         """Return the losses where that share is spread over this rank's classes."""
@@ -160,7 +164,7 @@ class Place(NamedTuple):
             here = (local >= 0) & (local < end - first)
             rows = (first + local).where(here, 0).unsqueeze(1)
             picked = picked + self.logits_NV.gather(1, rows).squeeze(1) * here
-        return self.lse - picked
+        return self.losses(self.lse, picked)
 
     def for_others(self, eps: float) -> float:
         """Return eps v / (v - 1), the share of v local classes that is meant for those other than the target."""
@@ -193,12 +197,16 @@ SPLITTINGS = (
     Splitting(REACHES, lambda p: (p.part.usual * p.owned).sum(), is_summed=True),
     Splitting(REACHES, lambda p: (p.part.usual * p.owned).sum()),
     Splitting(
-        "the softmax has no gradient: only the target's logit has one", lambda p: (p.lse.detach() - p.picked).sum()
+        "the softmax has no gradient: only the target's logit has one",
+        lambda p: p.losses(p.lse.detach(), p.picked).sum(),
     ),
     Splitting(
-        "the softmax is over one rank's classes", lambda p: (p.logits_NV[:, p.mine].logsumexp(1) - p.picked).sum()
+        "the softmax is over one rank's classes",
+        lambda p: p.losses(p.logits_NV[:, p.mine].logsumexp(1), p.picked).sum(),
     ),
-    Splitting("the target's logit counts only on the rank that has it", lambda p: (p.lse - p.picked * p.owned).sum()),
+    Splitting(
+        "the target's logit counts only on the rank that has it", lambda p: p.losses(p.lse, p.picked * p.owned).sum()
+    ),
     Splitting(
         "uneven parts: each rank's classes are taken to begin at its number times its own number of classes",
         lambda p: p.found_unevenly().sum(),

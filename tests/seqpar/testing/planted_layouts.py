@@ -168,6 +168,8 @@ class VocabLoss(nn.Module):
         work, wrong = self.work, self.mistakes
         group, start, weight = work.vocab_group, work.start, self.head.weight
         hidden = hidden if "hidden" in wrong else copy_to_group(hidden, group)
+        if "even start" in wrong:
+            start = rank_in(group) * len(weight)
         if "gathered" in wrong:
             parts = group_gather(weight.detach(), group)
             parts[rank_in(group)] = weight
@@ -182,6 +184,8 @@ class VocabLoss(nn.Module):
         here = (target >= 0) & (target < logits.size(1))
         highest = group_max(logits.detach().amax(-1), group)
         total = sum_from_group((logits - highest.unsqueeze(-1)).exp().sum(-1), group)
+        if "own softmax" in wrong:
+            total = (logits - highest.unsqueeze(-1)).exp().sum(-1)
         lse = highest + total.log()
         if "identity" in wrong:  # log-softmax hands its gradient on as it is
             lse = lse.detach()
@@ -189,8 +193,9 @@ class VocabLoss(nn.Module):
         if "picked" in wrong:
             log_probs = logits - lse.unsqueeze(1)
             return -no_gradient_sum(log_probs.gather(1, index).squeeze(1) * here, group).sum()
-        nll = (lse - sum_from_group(logits.gather(1, index).squeeze(1) * here, group)).sum()
-        if not work.label_smoothing:
+        picked = logits.gather(1, index).squeeze(1) * here
+        nll = (lse - (picked if "own target" in wrong else sum_from_group(picked, group))).sum()
+        if not work.label_smoothing or "unsmoothed" in wrong:
             return nll
         eps, mean = work.label_smoothing, sum_from_group(logits.sum(-1), group) / vocab_size
         if "local smoothing" in wrong:
@@ -203,6 +208,39 @@ def vocabulary(*mistakes):
         return accumulated(work, wrapped(Both(work.model, VocabLoss(work, **dict.fromkeys(mistakes))), work))
 
     return step
+
+
+def last_micro_batch_only(work):
+    """Gradients are set to zero before every micro-batch."""
+    both, count = wrapped(both_of(work), work), group_sum(sum(counted(work)), work.token_group)
+
+    def factor(number):
+        both.zero_grad()
+        return world_size(work.token_group) / count
+
+    return stepped(work, both, factor)
+
+
+def rows(work):
+    """The number of all ranks' targets, ignored ones too."""
+    return sum(target.numel() for _, target in work.micro_batches) * world_size(work.token_group)
+
+
+def factor_of(wrong):
+    """A step that is right but for this factor, given the work and the number of the step's tokens."""
+
+    def step(work):
+        count = group_sum(sum(counted(work)), work.token_group)
+        right = world_size(work.token_group) / count
+        return stepped(work, wrapped(both_of(work), work), lambda number: right * wrong(work, count))
+
+    return step
+
+
+def head_reduced_twice(work):
+    loss = torch_step(work)
+    work.model.head.weight.grad = group_sum(work.model.head.weight.grad, work.token_group)
+    return loss
 
 
 MEGATRON = "https://github.com/NVIDIA/Megatron-LM/issues"
@@ -335,7 +373,32 @@ LAYOUT_MISTAKES = {
     ),
 }
 """Name: the step, the check that catches it, the cause that it names, and where the mistake was published."""
-for name, (step, *_) in LAYOUT_MISTAKES.items():
+OTHER_MISTAKES = {
+    "last_only": (last_micro_batch_only, "accumulation: unequal tokens", "only the gradient of the last micro-batch"),
+    "all_rows": (factor_of(lambda w, n: n / rows(w)), "data parallel: unequal tokens", "divided by all rows, padding"),
+    "scaled_twice": (factor_of(lambda w, n: w.loss_scale), "FSDP2: loss scale", "the loss scale is applied twice"),
+    "unscaled": (factor_of(lambda w, n: 1 / w.loss_scale), "data parallel: loss scale", "the loss scale is missing"),
+    "silent": (
+        factor_of(lambda w, n: rank_in(w.token_group) != 1),
+        "data parallel: tied weights",
+        "rank 1 contributes",
+    ),
+    "head_twice": (
+        head_reduced_twice,
+        "data parallel: unequal tokens",
+        "multiples of the right ones: embed.weight 1, ",
+    ),
+    "own_softmax": (
+        vocabulary("own softmax"),
+        "split vocabulary: unequal tokens",
+        "the softmax is over one rank's classes",
+    ),
+    "own_target": (vocabulary("own target"), "split vocabulary: unequal tokens", "the target's logit counts only on"),
+    "unsmoothed": (vocabulary("unsmoothed"), "data x vocabulary: label smoothing", "label smoothing is left out"),
+    "even_start": (vocabulary("even start"), "split vocabulary: odd vocabulary", "uneven parts"),
+}
+"""Mistakes without a source, for the causes that no published one has."""
+for name, (step, *_) in (LAYOUT_MISTAKES | OTHER_MISTAKES).items():
     globals()[name] = LayoutAdapter(name, step)
 for name, step, offers in (
     ("raises_on_rank_1", raises_on_one_rank, EVERY_LAYOUT),

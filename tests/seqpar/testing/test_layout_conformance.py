@@ -22,7 +22,7 @@ from seqpar.testing.conformance.layout_adapter import LAYOUTS
 from seqpar.testing.conformance.layout_adapters import torch_step
 from seqpar.testing.conformance.layout_cases import NAMES, cases
 from seqpar.testing.conformance.layout_checks import fault
-from tests.seqpar.testing.planted_layouts import LAYOUT_MISTAKES
+from tests.seqpar.testing.planted_layouts import LAYOUT_MISTAKES, OTHER_MISTAKES
 
 pytestmark = pytest.mark.unswitched
 
@@ -77,6 +77,13 @@ def test_a_published_mistake_is_caught_and_its_cause_named(name, monkeypatch):
     assert finding.verdict == "fail"
     assert cause in finding.figure
     assert len(finding.reproduction.splitlines()) == 5
+
+
+@pytest.mark.parametrize("name", OTHER_MISTAKES)
+def test_every_other_cause_is_named_too(name):
+    _, about, cause = OTHER_MISTAKES[name]
+    finding = BY_NAME[about](planted(name))
+    assert (finding.verdict, cause in finding.figure) == ("fail", True), finding.figure
 
 
 def test_a_verdict_has_the_numbers_of_every_rank_and_its_five_lines_print_them(capsys):
