@@ -226,8 +226,9 @@ def _over(layout: Layout, ranks: int, seed: int) -> Iterator[tuple[str, Case]]:
     micro_batches = MICRO_BATCHES.get(layout, 1)
     g = torch.Generator().manual_seed(seed)
     drawn = torch.randint(1, 7, (data, micro_batches), generator=g)
-    # No two alike beside each other, whatever was drawn
-    drawn[0, 0], drawn[-1, -1] = 5, 2
+    # At least two that differ, whatever was drawn; 5 where there is one micro-batch alone
+    drawn[-1, -1] = 2
+    drawn[0, 0] = 5
     unequal = Case(layout, ranks, tuple(map(tuple, drawn.tolist())), seed=seed)
     yield "unequal tokens", unequal
     if data > 1:
