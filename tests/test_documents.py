@@ -16,8 +16,6 @@ FRAGMENTS = {"scaling.md"}
 """Pages whose blocks are pieces of a loop that needs ranks; tests/distributed runs such loops whole."""
 TUTORIALS = {"tutorial.md", "tutorial-huggingface.md", "tutorial-research.md"}
 """Pages that tests/tutorials runs as printed, commands too, in full: make test-tutorial."""
-REPRODUCTIONS = "## Every failure, in five lines"
-"""What follows needs other people's packages, and was run by the command that made the page, with what it printed."""
 
 
 def blocks(text: str) -> list[str]:
@@ -26,13 +24,10 @@ def blocks(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_code_of_a_page_runs_when_pasted(page, capsys):
-    ours, _, others = page.read_text().partition(REPRODUCTIONS)
-    elsewhere = page.name in FRAGMENTS | TUTORIALS
-    for code in blocks(others) + (blocks(ours) if elsewhere else []):
-        compile(code, f"a block of {page.name}", "exec")
+    compiled = [compile(code, f"a block of {page.name}", "exec") for code in blocks(page.read_text())]
     names = {"__name__": "pasted"}
-    for code in [] if elsewhere else blocks(ours):
-        exec(compile(code, f"a block of {page.name}", "exec"), names)
+    for code in [] if page.name in FRAGMENTS | TUTORIALS else compiled:
+        exec(code, names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

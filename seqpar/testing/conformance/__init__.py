@@ -2,16 +2,22 @@
 
     python -m seqpar.testing.conformance torch seqpar my_module:my_adapter
     python -m seqpar.testing.conformance --part scores torch seqpar my_module:my_score_adapter
+    python -m seqpar.testing.conformance --part layouts torch seqpar my_module:my_layout_adapter
 
 The first part checks a loss: `Adapter` describes an implementation, and `CHECKS` are the checks. The second checks the
-scores of tokens (log-probability, entropy, top-k): `ScoreAdapter` and `SCORE_CHECKS`. `run` runs either.
+scores of tokens (log-probability, entropy, top-k): `ScoreAdapter` and `SCORE_CHECKS`. The third checks a training step
+over several ranks: `LayoutAdapter` and `LAYOUT_CHECKS`. `run` runs any.
 """
 
 from seqpar.testing.conformance.adapter import EVERYTHING, Adapter, Options
 from seqpar.testing.conformance.adapters import KNOWN
 from seqpar.testing.conformance.checks import CHECKS
 from seqpar.testing.conformance.finding import Check, Finding
-from seqpar.testing.conformance.parts import adapter_of, run, score_adapter_of
+from seqpar.testing.conformance.layout_adapter import EVERY_LAYOUT, LayoutAdapter, Work
+from seqpar.testing.conformance.layout_cases import Case
+from seqpar.testing.conformance.layout_checks import LAYOUT_CHECKS, answers
+from seqpar.testing.conformance.layout_known import KNOWN_LAYOUTS
+from seqpar.testing.conformance.parts import adapter_of, layout_adapter_of, run, score_adapter_of
 from seqpar.testing.conformance.score_adapter import ALL_SCORES, ScoreAdapter, ScoreOptions
 from seqpar.testing.conformance.score_adapters import KNOWN_SCORES
 from seqpar.testing.conformance.score_checks import SCORE_CHECKS
@@ -20,16 +26,24 @@ __all__ = [
     "ALL_SCORES",
     "CHECKS",
     "EVERYTHING",
+    "EVERY_LAYOUT",
     "KNOWN",
+    "KNOWN_LAYOUTS",
     "KNOWN_SCORES",
+    "LAYOUT_CHECKS",
     "SCORE_CHECKS",
     "Adapter",
+    "Case",
     "Check",
     "Finding",
+    "LayoutAdapter",
     "Options",
     "ScoreAdapter",
     "ScoreOptions",
+    "Work",
     "adapter_of",
+    "answers",
+    "layout_adapter_of",
     "run",
     "score_adapter_of",
 ]

@@ -1,4 +1,4 @@
-"""Check implementations of linear + cross-entropy, or of the scores of tokens: who passes what, and how to see it."""
+"""Check implementations of a loss, of token scores or of a step over ranks: who passes what, and how to see it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from seqpar.testing.conformance import report
+from seqpar.testing.conformance.adapter import loaded
 from seqpar.testing.conformance.finding import Checked, Finding
-from seqpar.testing.conformance.parts import PARTS, Part, loaded, run
+from seqpar.testing.conformance.parts import LAYOUTS, LOSSES, PARTS, SCORES, Part, run
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # All of them first: Triton's interpreter must be chosen before anything loads Triton, as some packages do
     for adapter in sorted(everyone, key=lambda adapter: "TRITON_INTERPRET" not in adapter.imports):
         adapter.why_not()
-    said = [_report(part, adapters) for part, adapters in columns.items() if adapters]
+    said = [_report(part, adapters, given.json) for part, adapters in columns.items() if adapters]
     print("\n\n".join(said))
     if given.names:
         _exit_if_missing(columns)
@@ -38,14 +40,21 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m seqpar.testing.conformance", description=__doc__)
     known = "; ".join(f"{part.name}: {', '.join(part.known)}" for part in PARTS.values())
     parser.add_argument("names", nargs="*", help=f"{known}; module:object for your own; none is all")
-    parser.add_argument("--part", choices=[*PARTS, "both"], default="losses", help="what to check (losses)")
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--part", choices=[*PARTS, "both"], default="losses", help="what to check (losses); both is losses and scores"
+    )
+    where = "for layouts: write verdicts and reproductions to this file, beside those of other implementations in it"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=where)
+    parsed = parser.parse_args(arguments)
+    if parsed.json and parsed.part != LAYOUTS.name:
+        parser.error(f"--json is for --part {LAYOUTS.name}, and the part is {parsed.part}")
+    return parsed
 
 
 def _chosen(name: str) -> list[Part[Any]]:
     """Return the parts that are asked for."""
     if name == "both":
-        return [*PARTS.values()]
+        return [LOSSES, SCORES]
     return [PARTS[name]]
 
 
@@ -74,16 +83,18 @@ def _check_used(names: Sequence[str], columns: dict[Part[Any], dict[str, Checked
             raise ValueError(f"{name!r} is not known; there are {known}, and module:object for your own")
 
 
-def _report(part: Part[Any], adapters: dict[str, Checked]) -> str:
-    """Return the report of one part."""
+def _report(part: Part[Any], adapters: dict[str, Checked], path: Path | None) -> str:
+    """Return the report of one part; with a path, the table of all that the file has."""
     findings: dict[str, dict[str, Finding]] = {}
     for name, adapter in adapters.items():
         print(f"[{part.name}: {name}]", file=sys.stderr, flush=True)
         findings[name] = run(adapter)  # type: ignore[type-var]
     columns = [*adapters.values()]
+    if path:
+        return report.by_layout(report.kept(path, findings, columns))
     said = [
         report.heading(columns, part.name),
-        report.table(findings, part.checks),
+        report.by_layout(findings) if part is LAYOUTS else report.table(findings, part.checks),
         report.notes(columns),
         report.reproductions(findings),
     ]

@@ -146,6 +146,15 @@ def evaluator(imports: str, switch: str = "") -> Callable[[str, Mapping[str, Any
     return evaluate
 
 
+def loaded(name: str) -> object:
+    """Return the object at `module:object`; raise ValueError if there is none."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name!r} cannot be loaded: {error}") from error
+
+
 def why_missing(module: str) -> str:
     """Return why that module cannot be imported here; empty if it can, or if there is none."""
     if not module:

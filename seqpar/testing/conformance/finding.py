@@ -10,11 +10,12 @@ from typing import Generic, TypeVar
 import torch
 
 from seqpar.testing.conformance.adapter import Adapter, quietly
+from seqpar.testing.conformance.layout_adapter import LayoutAdapter
 from seqpar.testing.conformance.score_adapter import ScoreAdapter
 
-Checked = Adapter | ScoreAdapter
-"""An implementation, of either part."""
-Kind = TypeVar("Kind", Adapter, ScoreAdapter)
+Checked = Adapter | ScoreAdapter | LayoutAdapter
+"""An implementation, of any part."""
+Kind = TypeVar("Kind", Adapter, ScoreAdapter, LayoutAdapter)
 
 
 class RaisedError(Exception):

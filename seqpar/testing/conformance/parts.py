@@ -1,16 +1,18 @@
-"""The parts of the checks, losses and scores: the known implementations of each, and the checks to run on them."""
+"""The parts of the checks, losses, scores and layouts: known implementations, and the checks to run on them."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 from seqpar.testing.conformance import checks, score_checks
-from seqpar.testing.conformance.adapter import Adapter
+from seqpar.testing.conformance.adapter import Adapter, loaded
 from seqpar.testing.conformance.adapters import KNOWN
 from seqpar.testing.conformance.finding import Check, Finding, Kind
+from seqpar.testing.conformance.layout_adapter import LayoutAdapter
+from seqpar.testing.conformance.layout_checks import LAYOUT_CHECKS
+from seqpar.testing.conformance.layout_known import KNOWN_LAYOUTS
 from seqpar.testing.conformance.problem import Problem
 from seqpar.testing.conformance.score_adapter import ScoreAdapter
 from seqpar.testing.conformance.score_adapters import KNOWN_SCORES
@@ -18,14 +20,14 @@ from seqpar.testing.conformance.score_adapters import KNOWN_SCORES
 
 @dataclass(frozen=True, eq=False)
 class Part(Generic[Kind]):
-    """One half of the suite."""
+    """One part of the suite."""
 
     name: str
     known: Mapping[str, Kind]
     checks: tuple[Check[Kind], ...]
     kind: type[Kind]
-    measured: Callable[[Kind, int], Problem]
-    """Returns the problem of so many rows whose forward and backward have their peak memory measured."""
+    measured: Callable[[Kind, int], Problem] | None = None
+    """Returns the problem of so many rows whose forward and backward have their peak memory measured, if any has."""
 
     def adapter_of(self, name: str) -> Kind:
         """Return the known adapter of that name, or the one at `module:object`.
@@ -47,21 +49,14 @@ class Part(Generic[Kind]):
 
     def step(self, name: str, rows: int) -> Callable[[], object]:
         """Return a function that runs the forward and backward whose peak memory is measured."""
+        assert self.measured is not None
         return self.measured(self.adapter_of(name), rows).answer
-
-
-def loaded(name: str) -> object:
-    """Return the object at `module:object`; raise ValueError if there is none."""
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name!r} cannot be loaded: {error}") from error
 
 
 LOSSES = Part("losses", KNOWN, checks.CHECKS, Adapter, checks.measured_inputs)
 SCORES = Part("scores", KNOWN_SCORES, score_checks.SCORE_CHECKS, ScoreAdapter, score_checks.measured_inputs)
-PARTS: dict[str, Part[Any]] = {part.name: part for part in (LOSSES, SCORES)}
+LAYOUTS = Part("layouts", KNOWN_LAYOUTS, LAYOUT_CHECKS, LayoutAdapter)
+PARTS: dict[str, Part[Any]] = {part.name: part for part in (LOSSES, SCORES, LAYOUTS)}
 
 
 def adapter_of(name: str) -> Adapter:
@@ -84,10 +79,20 @@ def score_adapter_of(name: str) -> ScoreAdapter:
     return found
 
 
+def layout_adapter_of(name: str) -> LayoutAdapter:
+    """Return the known implementation of a step over ranks of that name, or the `LayoutAdapter` at `module:object`.
+
+    Raises:
+        ValueError: there is no such adapter; the message lists the known ones.
+    """
+    found: LayoutAdapter = LAYOUTS.adapter_of(name)
+    return found
+
+
 def run(adapter: Kind, chosen: tuple[Check[Kind], ...] | None = None) -> dict[str, Finding]:
     """Return every check's finding, by name; all are "not measured" if the adapter cannot run here.
 
-    The checks are those of the adapter's part, `CHECKS` or `SCORE_CHECKS`, unless others are given.
+    The checks are those of the adapter's part, `CHECKS`, `SCORE_CHECKS` or `LAYOUT_CHECKS`, unless others are given.
     """
     if chosen is None:
         chosen = next(part for part in PARTS.values() if isinstance(adapter, part.kind)).checks

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ import torch
 from seqpar.testing.conformance.adapter import DEVICE
 from seqpar.testing.conformance.checks import CHECKS
 from seqpar.testing.conformance.finding import Check, Checked, Finding
+from seqpar.testing.conformance.layout_adapter import LAYOUTS
 from seqpar.testing.markdown_table import markdown_table
 
 Findings = Mapping[str, Mapping[str, Finding]]
@@ -29,6 +34,51 @@ def table(findings: Findings, checks: Sequence[Check[Any]] = CHECKS) -> str:
         if cells:
             rows.append([check.name, *cells])
     return markdown_table(["", *findings], rows)
+
+
+def by_layout(findings: Findings) -> str:
+    """Return a Markdown table of the checks of layouts: a row for each layout, a column for each adapter."""
+    rows = [[layout, *(_layout_cell(layout, of) for of in findings.values())] for layout in LAYOUTS]
+    return markdown_table(["", *findings], [row for row in rows if any(row[1:])])
+
+
+def _layout_cell(layout: str, of: Mapping[str, Finding]) -> str:
+    """Return a layout's cases that fail, each with the name of its cause, and how many pass."""
+    cases = {name.partition(": ")[2]: f for name, f in of.items() if name.partition(": ")[0] == layout}
+    verdicts = [finding.verdict for finding in cases.values()]
+    if not {"pass", "fail"} & {*verdicts}:
+        return "; ".join(dict.fromkeys(map(str, cases.values())))
+    causes: dict[str, list[str]] = {}
+    for name, finding in cases.items():
+        if finding.verdict == "fail":
+            # Without the number of ranks before it, and the explanation after it
+            causes.setdefault(re.split("[:;]", finding.figure)[1].strip(), []).append(name)
+    failed = [f"**{cause}** ({', '.join(names)})" for cause, names in causes.items()]
+    return "; ".join([*failed, f"{verdicts.count('pass')} of {len(cases) - verdicts.count('not offered')} pass"])
+
+
+def kept(path: Path, findings: Findings, adapters: Sequence[Checked]) -> dict[str, dict[str, Finding]]:
+    """Write the findings to a JSON file, beside those of other adapters in it, and return all of them."""
+    data = json.loads(path.read_text()) if path.exists() else {}
+    for adapter in adapters:
+        checks = {name: [*filter(None, astuple(finding))] for name, finding in findings[adapter.name].items()}
+        data[adapter.name] = {"ran": ran(adapter), "note": adapter.note, "checks": checks}
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    return read(path)
+
+
+def read(path: Path) -> dict[str, dict[str, Finding]]:
+    """Return the findings of a JSON file, by adapter and by check."""
+    data = json.loads(path.read_text())
+    return {name: {check: Finding(*f) for check, f in one["checks"].items()} for name, one in data.items()}
+
+
+def ran(adapter: Checked) -> str:
+    """Return when an adapter ran over ranks, which are on the CPU, and with which versions."""
+    versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    if adapter.package:
+        versions.append(f"{adapter.package} {installed_version(adapter.package)}")
+    return f"{date.today()}, CPU, {', '.join(versions)}"
 
 
 def _cell(finding: Finding) -> str:
@@ -73,8 +123,11 @@ def heading(adapters: Sequence[Checked], part: str = "losses") -> str:
     option = ""
     if part != "losses":
         option = f"--part {part} "
+    device = DEVICE
+    if part == "layouts":
+        device = "cpu"
     return (
-        f"```\npython -m seqpar.testing.conformance {option}{names}\n```\n\n{date.today()}, {DEVICE.upper()}. {what}."
+        f"```\npython -m seqpar.testing.conformance {option}{names}\n```\n\n{date.today()}, {device.upper()}. {what}."
     )
 
 

@@ -1,0 +1,153 @@
+"""The third part of the conformance suite passes right training steps over ranks and names every planted mistake."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from seqpar.testing import ranks as ranks_module
+from seqpar.testing.conformance import (
+    EVERY_LAYOUT,
+    KNOWN_LAYOUTS,
+    LAYOUT_CHECKS,
+    LayoutAdapter,
+    layout_adapter_of,
+    report,
+    run,
+)
+from seqpar.testing.conformance.__main__ import main
+from seqpar.testing.conformance.layout_adapter import LAYOUTS
+from seqpar.testing.conformance.layout_adapters import torch_step
+from seqpar.testing.conformance.layout_cases import NAMES, cases
+from seqpar.testing.conformance.layout_checks import fault
+from tests.seqpar.testing.planted_layouts import LAYOUT_MISTAKES, OTHER_MISTAKES
+
+pytestmark = pytest.mark.unswitched
+
+DOCS = Path(__file__).parents[3] / "docs"
+BY_NAME = {check.name: check for check in LAYOUT_CHECKS}
+
+
+def planted(name):
+    return layout_adapter_of(f"tests.seqpar.testing.planted_layouts:{name}")
+
+
+def failures(findings):
+    return {name: finding.figure for name, finding in findings.items() if finding.verdict == "fail"}
+
+
+def test_seqpar_is_right_in_every_case_of_every_layout():
+    assert {name: str(f) for name, f in run(KNOWN_LAYOUTS["seqpar"]).items() if f.verdict != "pass"} == {}
+
+
+def test_plain_sums_are_right_and_a_mean_under_ddp_is_named_a_mean_of_means():
+    layouts = ("data parallel", "split sequence", "pipeline")
+    failed = failures(run(KNOWN_LAYOUTS["torch"], tuple(c for c in LAYOUT_CHECKS if c.name.startswith(layouts))))
+    assert failed.keys() == {"data parallel: mean differentiated"}
+    assert "mean of means: each rank divides by its own tokens" in failed["data parallel: mean differentiated"]
+
+
+def test_a_right_split_vocabulary_fails_nothing_but_logits_that_it_cannot_know_to_be_gathered():
+    failed = failures(run(planted("right")))
+    assert {name.partition(": ")[2] for name in failed} == {"the whole head passed as a shard"}
+    assert all("off by log(ranks)" in figure for figure in failed.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_drawn_steps_are_right_too(layout):
+    """By hand: 100 seeds of every case."""
+    adapter = KNOWN_LAYOUTS["seqpar"]
+    for seed, name in enumerate(
+        name for name in NAMES[layout] if name not in ("odd vocabulary", "mean differentiated")
+    ):
+        if not name.startswith("the whole"):
+            assert fault(adapter, cases(layout, seed + 1)[name][-1]) is None, name
+
+
+@pytest.mark.parametrize("name", LAYOUT_MISTAKES)
+def test_a_published_mistake_is_caught_and_its_cause_named(name, monkeypatch):
+    _, about, cause, source = LAYOUT_MISTAKES[name]
+    assert source.startswith("https://github.com/")
+    if "hangs" in cause:
+        monkeypatch.setattr(ranks_module, "COLLECTIVE_TIMEOUT", 3.0)
+        ranks_module.close_all()
+    finding = BY_NAME[about](planted(name))
+    assert finding.verdict == "fail"
+    assert cause in finding.figure
+    assert len(finding.reproduction.splitlines()) == 5
+
+
+@pytest.mark.parametrize("name", OTHER_MISTAKES)
+def test_every_other_cause_is_named_too(name):
+    _, about, cause = OTHER_MISTAKES[name]
+    finding = BY_NAME[about](planted(name))
+    assert (finding.verdict, cause in finding.figure) == ("fail", True), finding.figure
+
+
+def test_a_verdict_has_the_numbers_of_every_rank_and_its_five_lines_print_them(capsys):
+    finding = BY_NAME["data parallel: unequal tokens"](planted("trl_7245"))
+    assert re.search(r"by rank: loss [\d.]+, [\d.]+ \([\d.]+ is right\), \S+ off by [\d.]+, [\d.]+$", finding.figure)
+    exec(finding.reproduction, {})
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said] == ["0", "1", "right"]
+
+
+def test_a_step_that_returns_no_loss_or_has_no_number_is_a_failure():
+    finding = BY_NAME["data parallel: unequal tokens"](planted("returns_nothing"))
+    assert (
+        "not finite, such as 0 / 0 tokens, or no loss at all; only the value is wrong; by rank: loss nan"
+        in finding.figure
+    )
+    finding = BY_NAME["data parallel: unequal tokens"](planted("not_a_number"))
+    assert finding.figure.startswith("2 ranks: a number that is not finite, such as 0 / 0 tokens; the value is right")
+
+
+def test_an_error_is_named_with_its_rank():
+    finding = BY_NAME["data parallel: frozen head"](planted("raises_on_rank_1"))
+    assert finding.figure == "2 ranks: rank 1 raises KeyError: 'nobody'"
+
+
+def test_a_layout_that_is_not_offered_is_no_failure():
+    modest = LayoutAdapter("modest", torch_step, frozenset({"pipeline", "float64"}))
+    findings = run(modest, tuple(check for check in LAYOUT_CHECKS if not check.name.startswith("pipeline")))
+    assert {finding.verdict for finding in findings.values()} == {"not offered"}
+    assert BY_NAME["pipeline: label smoothing"](modest).verdict == "not offered"
+    assert replace(modest, offers=EVERY_LAYOUT).spec == "modest"
+
+
+def test_the_table_of_the_page_is_made_from_the_file_beside_it():
+    found = report.read(DOCS / "conformance-layouts.json")
+    assert report.by_layout(found) in (DOCS / "conformance.md").read_text()
+    assert {*found} == {*KNOWN_LAYOUTS}
+    assert all({*of} == {*BY_NAME} for of in found.values()), (
+        "a check was added or renamed: run the command of the page"
+    )
+    failed = [finding for of in found.values() for finding in of.values() if finding.verdict == "fail"]
+    assert all(len(finding.reproduction.splitlines()) == 5 for finding in failed)
+
+
+def test_every_failure_in_the_tables_of_losses_and_scores_has_its_five_lines_in_the_file_beside_them():
+    noted = json.loads((DOCS / "conformance-failures.json").read_text())
+    assert all(len(one["code"]) <= 5 and one["printed"] for one in noted)
+    for one in noted:
+        compile("\n".join(one["code"]), one["check"], "exec")
+    tables = (DOCS / "conformance.md").read_text().partition("## Layouts")[0]
+    assert sorted(re.findall(r"\*\*fail: (.*?)\*\*", tables)) == sorted(one["figure"] for one in noted)
+
+
+def test_a_run_replaces_its_own_column_of_the_file_and_keeps_the_others(tmp_path, capsys):
+    path = tmp_path / "layouts.json"
+    for adapter in (KNOWN_LAYOUTS["seqpar"], planted("trl_7245"), KNOWN_LAYOUTS["seqpar"]):
+        found = report.kept(path, {adapter.name: run(adapter, LAYOUT_CHECKS[:1])}, [adapter])
+    assert [*json.loads(path.read_text())] == ["seqpar", "trl_7245"]
+    row = "| data parallel | 1 of 1 pass | **not reduced over ranks** (unequal tokens); 0 of 1 pass |"
+    assert report.by_layout(found).splitlines()[2] == row
+    with pytest.raises(
+        SystemExit, match=r"'nobody' is not known; there are torch, torch-loss-parallel, .*LayoutAdapter"
+    ):
+        main(["--part", "layouts", "nobody"])
+    with pytest.raises(SystemExit):
+        main(["--json", str(path), "torch"])
+    assert "--json is for --part layouts, and the part is losses" in capsys.readouterr().err
