@@ -1,0 +1,217 @@
+"""Plant faults one at a time, run the tests that reach the line, and show the faults that no test notices.
+
+    python -m tests.mutants --count 300 --seed 1              # over the library and the recipe
+    python -m tests.mutants --count 20 --wings seqpar/rows
+
+Which tests reach a line is recorded first, once for a commit, by running all tests (`tests/mutants/reach.py`). Of a
+line that is reached only in other processes, such as ranks, the tests of its own wing count. The tests run fastest
+first, each set in a fork of a process that has torch loaded, in a copy of the checkout. A fault that makes them run
+without end is noticed. Faults that change nothing are listed with the reason in `equivalent.json`, and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import NamedTuple
+
+from tests.mutants.faults import Fault, faults_of
+from tests.mutants.in_copy import STATUS, run_tests
+from tests.mutants.reach import ROOT, WINGS
+
+RECORDED = ROOT / ".mutants"
+EQUIVALENT = Path(__file__).with_name("equivalent.json")
+MOST_SECONDS = 60.0
+"""Of the tests of a fault, by what they took when they were recorded; the fastest are taken."""
+SLOWER = 4
+"""How many times longer a run may take before it counts as one without end; and `PATIENCE` seconds more."""
+PATIENCE = 60
+
+
+VERDICTS = {STATUS + 0: "survived", STATUS + 1: "caught", STATUS + 2: "caught", 1: "not run"}
+"""By what a process of tests ends with: pytest's status, where it came so far; 2 is an error while importing."""
+
+
+class Reach(NamedTuple):
+    """Which tests reach which lines."""
+
+    seconds: Mapping[str, float]
+    lines: Mapping[str, Mapping[int, frozenset[str]]]
+
+    def tests_of(self, fault: Fault) -> list[str]:
+        """Return the tests of a fault, the fastest first."""
+        reached = self.lines.get(fault.path, {}).get(fault.line, frozenset())
+        if not reached:
+            mirrored = Path("tests", fault.path).parent.as_posix()
+            reached = frozenset(name for name in self.seconds if name.startswith(mirrored + "/"))
+        chosen = []
+        total = 0.0
+        for name in sorted(reached, key=lambda name: (self.seconds[name], name)):
+            total += self.seconds[name]
+            if total > MOST_SECONDS:
+                break
+            chosen.append(name)
+        return chosen
+
+
+class Outcome(NamedTuple):
+    """What the tests said of a fault."""
+
+    fault: Fault
+    verdict: str
+    """"caught", "survived", "no test", or "not run", where the process failed before its tests."""
+    seconds: float
+
+
+def state_of_checkout() -> str:
+    """Return what the record belongs to: the contents of all tracked Python files."""
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    digest = hashlib.sha256()
+    for name in listed.split():
+        if (ROOT / name).is_file() and not name.startswith("tests/mutants/"):
+            digest.update(name.encode() + (ROOT / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def recorded(workers: int, tests: Sequence[str]) -> Reach:
+    """Return which tests reach which lines; run them where no record of this checkout exists."""
+    folder = RECORDED / f"{state_of_checkout()}-{hashlib.sha256(' '.join(tests).encode()).hexdigest()[:8]}"
+    if not folder.is_dir():
+        print("[mutants] running the tests once, to see which lines they reach", flush=True)
+        whole = folder.with_suffix(".part")
+        shutil.rmtree(whole, ignore_errors=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.reach", "--reach", str(whole)]
+        environment = os.environ | {"HYPOTHESIS_PROFILE": "dev"}
+        subprocess.run([*command, "-n", str(workers), *tests], cwd=ROOT, env=environment, check=False)
+        whole.rename(folder)
+    seconds: dict[str, float] = {}
+    lines: dict[str, dict[int, set[str]]] = {}
+    for file in folder.glob("*.json"):
+        found = json.loads(file.read_text())
+        names = [name for name, _ in found["tests"]]
+        seconds.update(found["tests"])
+        for path, numbers in found["lines"].items():
+            for line, places in numbers.items():
+                lines.setdefault(path, {}).setdefault(int(line), set()).update(names[place] for place in places)
+    return Reach(seconds, {p: {n: frozenset(s) for n, s in each.items()} for p, each in lines.items()})
+
+
+def drawn(wings: Sequence[str], count: int, seed: int) -> list[Fault]:
+    """Draw faults: first a kind, then one of its faults, so that the rare kinds are among them."""
+    equivalent = json.loads(EQUIVALENT.read_text())
+    by_kind: dict[str, list[Fault]] = {}
+    for wing in wings:
+        for path in sorted((ROOT / wing).rglob("*.py")):
+            for fault in faults_of(path.relative_to(ROOT).as_posix(), path.read_bytes()):
+                if fault.key(ROOT) not in equivalent:
+                    by_kind.setdefault(fault.kind, []).append(fault)
+    chance = random.Random(seed)
+    for faults in by_kind.values():
+        chance.shuffle(faults)
+    found: list[Fault] = []
+    while len(found) < count and any(by_kind.values()):
+        kind = chance.choice(sorted(kind for kind, faults in by_kind.items() if faults))
+        found.append(by_kind[kind].pop())
+    return found
+
+
+@contextlib.contextmanager
+def copies(number: int) -> Iterator[Queue[Path]]:
+    """Within the block, lend so many copies of the checkout."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lent: Queue[Path] = Queue()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        for place in range(number):
+            copy = Path(folder, str(place))
+            for name in filter(None, listed.splitlines()):
+                if (ROOT / name).is_file():
+                    (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(ROOT / name, copy / name)
+            lent.put(copy)
+        yield lent
+
+
+def tried(fault: Fault, reach: Reach, lent: Queue[Path]) -> Outcome:
+    """Plant a fault in a copy, and run its tests."""
+    tests = reach.tests_of(fault)
+    began = time.monotonic()
+    if not tests:
+        return Outcome(fault, "no test", 0.0)
+    copy = lent.get()
+    source = (ROOT / fault.path).read_bytes()
+    (copy / fault.path).write_bytes(fault.planted(source))
+    process = multiprocessing.get_context("forkserver").Process(target=run_tests, args=(str(copy), tests))
+    try:
+        process.start()
+        process.join(SLOWER * sum(reach.seconds[name] for name in tests) + PATIENCE)
+        assert process.pid is not None
+        verdict = VERDICTS.get(process.exitcode, "caught")  # by a signal, or because it runs without end
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+    finally:
+        (copy / fault.path).write_bytes(source)
+        lent.put(copy)
+    return Outcome(fault, verdict, time.monotonic() - began)
+
+
+def report(outcomes: Sequence[Outcome]) -> str:
+    """Return the survivors as diffs, and the score of each wing."""
+    lines = []
+    for outcome in outcomes:
+        if outcome.verdict != "caught":
+            lines += [f"--- {outcome.verdict}: {outcome.fault.key(ROOT)}", outcome.fault.diff(ROOT), ""]
+    of_wing: dict[str, Counter[str]] = {}
+    for outcome in outcomes:
+        for wing in ("/".join(Path(outcome.fault.path).parts[:2]), "all"):
+            of_wing.setdefault(wing, Counter())[outcome.verdict] += 1
+    lines += ["| wing | faults | caught | of them |", "|---|---|---|---|"]
+    for wing, verdicts in sorted(of_wing.items()):
+        total = sum(verdicts.values())
+        lines.append(f"| {wing} | {total} | {verdicts['caught']} | {100 * verdicts['caught'] / total:.0f} % |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Draw faults, try them, and print the report."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=300, help="faults (default: 300)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+    parser.add_argument("--wings", nargs="*", default=list(WINGS), help="folders of the code (default: all)")
+    parser.add_argument("--tests", nargs="*", default=["tests"], help="files or folders of the tests (default: all)")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="faults at once")
+    options = parser.parse_args()
+    reach = recorded(options.workers, options.tests)
+    faults = drawn(options.wings, options.count, options.seed)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "pytest", "hypothesis", "numpy"])
+    outcomes = []
+    began = time.monotonic()
+    with copies(options.workers) as lent, ThreadPoolExecutor(options.workers) as threads:
+        for outcome in threads.map(lambda fault: tried(fault, reach, lent), faults):
+            outcomes.append(outcome)
+            minutes = (time.monotonic() - began) / 60
+            left = minutes / len(outcomes) * (len(faults) - len(outcomes))
+            print(f"[mutants] {len(outcomes)} of {len(faults)}, {minutes:.0f} min, {left:.0f} left", flush=True)
+    print(report(outcomes))
+
+
+if __name__ == "__main__":
+    main()

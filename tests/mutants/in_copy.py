@@ -1,0 +1,30 @@
+"""Run tests in a copy of the checkout, in a process forked from one that has torch loaded."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STATUS = 100
+"""Added to pytest's exit status, which tells it from that of a process that has not come so far."""
+
+
+def run_tests(copy: str, tests: Sequence[str]) -> None:
+    """Run tests in a copy until the first one fails; exit with STATUS and pytest's own status."""
+    os.setsid()
+    os.chdir(copy)
+    sys.path[:] = [copy, *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "seqpar", "models", "recipes")]:
+        del sys.modules[name]
+    os.environ["PYTHONPATH"] = copy
+    sys.dont_write_bytecode = True  # a file that is changed twice in a second would be taken from the cache
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    import pytest
+
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "-o", "addopts="]
+    os._exit(STATUS + int(pytest.main([*options, *tests])))
