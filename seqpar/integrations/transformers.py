@@ -40,7 +40,13 @@ from seqpar.integrations.transformers_check import (
     mean_loss,
     own_outputs,
 )
-from seqpar.integrations.transformers_head import logits_for, refuse_sharded_head
+from seqpar.integrations.transformers_head import (
+    gather_in_model,
+    logits_for,
+    number_of_classes,
+    refuse_released_head,
+    refuse_sharded_head,
+)
 from seqpar.integrations.transformers_model import (
     IGNORED,
     Reading,
@@ -169,8 +175,7 @@ class AppliedLoss:
         self.warned = False
         self.checked: dict[Settings, Reading] = {}
         head = model.get_output_embeddings()
-        # Not its `out_features`, which Marian's resize_token_embeddings leaves as it was
-        self.vocab_size = len(head.weight)
+        self.vocab_size = number_of_classes(head)
         self.window_1W = made_up_labels(special_labels(model, self.vocab_size), self.vocab_size)
         self.hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -254,11 +259,12 @@ class AppliedLoss:
     def _check_head(self, head: nn.Linear) -> None:
         """Raise RuntimeError if the output embeddings are not the ones that were hooked."""
         # Tied ones remain the same module, with another weight
-        if self._at_head not in head._forward_pre_hooks.values() or len(head.weight) != self.vocab_size:
+        if self._at_head not in head._forward_pre_hooks.values() or number_of_classes(head) != self.vocab_size:
             raise RuntimeError(
                 "the output embeddings were replaced since apply_seqpar_loss (resize_token_embeddings does that); call "
                 "remove() and apply it again"
             )
+        gather_in_model(self.model, head)
 
     def _with_window(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
         """Return what the loss of this call needs, and the model's arguments with the labels of a window."""
@@ -386,7 +392,7 @@ class AppliedLoss:
             raise RuntimeError(f"{name} adds something to its own loss, and did not when it was checked; {WITHOUT}")
         fields: dict[str, Any] = {"loss": None, "logits": None}
         if call.loss is None:
-            refuse_sharded_head(head)
+            refuse_released_head(head)
             # A Trainer's loss function gets hidden states as logits, and computes the loss of them
             fields["logits"] = UsingParameters.apply(call.hidden_BTD, *head.parameters())
         else:
@@ -408,7 +414,7 @@ class AppliedLoss:
         target_BT = self._target(labels, None)
         head = self.model.get_output_embeddings()
         # In the order of the forwards: hidden states after one in training, logits after one in evaluation
-        expected = len(head.weight) if self.withheld is None else head.in_features
+        expected = number_of_classes(head) if self.withheld is None else head.in_features
         if scores.size(-1) != expected:
             raise RuntimeError(
                 f"the outputs have a last size of {scores.size(-1)}, and those of the latest forward of "

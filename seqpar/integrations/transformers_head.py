@@ -5,6 +5,7 @@ Shape suffixes: D hidden, V vocabulary, W tokens of the window.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -23,12 +24,39 @@ WAY_OUT_OF_SHARDS = (
 )
 
 
+def number_of_classes(head: nn.Linear) -> int:
+    """Return how many classes the output embeddings have, also while other ranks hold them by DeepSpeed's ZeRO-3."""
+    # Not `out_features`, which Marian's resize_token_embeddings leaves as it was
+    return int(getattr(head.weight, "ds_shape", head.weight.shape)[0])
+
+
+def gather_in_model(model: nn.Module, head: nn.Linear) -> None:
+    """Have DeepSpeed's ZeRO-3, if that divides the output embeddings, gather them for the model's forward and backward.
+
+    It gathers them around their own forward, and around the backward of what that returned: the logits of a window.
+    """
+    for parameter in head.parameters():
+        if hasattr(parameter, "ds_id"):
+            # What it is for: a parameter that another module uses (documented with ZeRO-3)
+            sys.modules["deepspeed"].zero.register_external_parameter(model, parameter)
+
+
 def refuse_sharded_head(head: nn.Linear) -> None:
     """Raise RuntimeError if the output embeddings are sharded in another way than by a plan that splits classes."""
     # A tensor-parallel plan of transformers gives them a forward of their own, and a mesh of one axis
     split = "forward" in vars(head) and len(getattr(head.weight, "placements", ())) == 1
     if not split:
         refuse_sharded(head, WAY_OUT_OF_SHARDS)
+
+
+def refuse_released_head(head: nn.Linear) -> None:
+    """Raise RuntimeError if the output embeddings will not be there after the forward, for a `compute_loss_func`."""
+    refuse_sharded_head(head)
+    if any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
+        raise RuntimeError(
+            "DeepSpeed's ZeRO-3 divides the output embeddings, and has released them when a compute_loss_func is "
+            "called; leave that out: with apply_seqpar_loss alone the loss is computed in the forward"
+        )
 
 
 def logits_for(call: Call, head: Any, output: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ def test_there_is_an_example_for_each_way_to_use_it() -> None:
         "grpo",
         "hf_fsdp2",
         "hf_trainer",
+        "hf_translation_lora",
         "language_model",
         "lightning_module",
         "minimum_risk",

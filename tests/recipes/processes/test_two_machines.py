@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from recipes.translation.commands import DEMO_CONFIG, main
 from tests.recipes.processes.layouts import assert_same_weights, records
+from tests.recipes.processes.started import ended, wait_for_steps, workers_of
+from tests.recipes.tiny import options
 
 pytestmark = pytest.mark.launched
 
@@ -52,12 +56,14 @@ def two_machines() -> Iterator[None]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-def on_machine(number: int, run: Path) -> subprocess.Popen[str]:
+def on_machine(
+    number: int, run: Path, settings: Sequence[str] = DEMO, nodes: Sequence[str] = ("2",), meet: str = ""
+) -> subprocess.Popen[str]:
     """The command of docs/scaling.md, on one of the two; here no name resolves to the address, so it says who hosts."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--nnodes", *nodes]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500", "--rdzv-id", "demo"]
-    here = ["--local-addr", ADDRESSES[number], "--rdzv-conf", f"is_host={number == 0},join_timeout=60"]
-    recipe = ["-m", "recipes.translation", "train", "--folder", str(run), *DEMO]
+    here = ["--local-addr", ADDRESSES[number], "--rdzv-conf", f"is_host={number == 0},join_timeout=60{meet}"]
+    recipe = ["-m", "recipes.translation", "train", "--folder", str(run), *settings]
     return subprocess.Popen(
         ["ip", "netns", "exec", NAMES[number], *torchrun, *meeting, *here, *recipe],
         stdout=subprocess.PIPE,
@@ -78,3 +84,23 @@ def test_two_machines_train_the_demo_to_the_weights_of_one_process(tmp_path: Pat
     assert main(["train", "--run", str(tmp_path / "one"), *DEMO]) == 0
     assert_same_weights(tmp_path / "two", tmp_path / "one", 1e-10)
     assert records(tmp_path / "two", "valid_loss") == pytest.approx(records(tmp_path / "one", "valid_loss"), rel=1e-10)
+
+
+@pytest.mark.usefixtures("two_machines")
+def test_when_a_machine_goes_away_the_other_goes_on_alone_where_torchrun_may(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    changes = {"training.devices": "auto", "training.steps": 60, "training.validate_every": 10}
+    settings = [word for word in options(run, changes) if word not in ("--run", str(run))]
+    # torchrun waits for further machines this long once there are enough, where its own default is half a minute
+    elastic = partial(on_machine, nodes=("1:2", "--max-restarts", "1"), meet=",last_call_timeout=3")
+    here, other = (elastic(number, run, settings) for number in (0, 1))
+    wait_for_steps(run, here, 15)
+    (rank,) = workers_of(other, rank=0)
+    for process in (other.pid, rank):
+        os.kill(process, signal.SIGKILL)
+    with other:
+        said = ended(here)[1]
+    assert here.returncode == 0, said
+    assert said.count("2 processes (data 2), here cpu") == 1
+    assert "resuming from step" in said
+    assert records(run, "valid_loss")[-1] < records(run, "valid_loss")[0]

@@ -2,5 +2,5 @@
 
 from importlib.util import find_spec
 
-PACKAGES = ("eole", "fairseq", "onmt", "ray", "torchtitan")
+PACKAGES = ("deepspeed", "eole", "fairseq", "onmt", "ray", "torchtitan")
 collect_ignore = [f"test_{name}_itself.py" for name in PACKAGES if find_spec(name) is None]

@@ -61,9 +61,14 @@ def test_the_gradient_is_that_of_the_whole_batch(count):
     assert moved > 0
 
 
-@pytest.mark.parametrize(("counts", "fsdp"), [([1, 1], None), ([3, 2], None), ([4, 0], None), ([3, 2], 2), ([4, 0], 2)])
-def test_the_gradient_of_two_ranks_is_that_of_the_whole_batch(counts, fsdp):
-    pool = Pool(2)  # of its own, because an Accelerator leaves state behind in its process
+FOUR = pytest.param([3, 1, 2, 0], 2, marks=pytest.mark.hf_models)
+
+
+@pytest.mark.parametrize(
+    ("counts", "fsdp"), [([1, 1], None), ([3, 2], None), ([4, 0], None), ([3, 2], 2), ([4, 0], 2), FOUR]
+)
+def test_the_gradient_of_several_ranks_is_that_of_the_whole_batch(counts, fsdp):
+    pool = Pool(len(counts))  # of its own, because an Accelerator leaves state behind in its process
     try:
         results = pool.call(stepped, counts, fsdp)
     finally:

@@ -22,7 +22,7 @@ def two_ranks():
 def whole_batch(run, world):
     """The gradient of all sentences of all micro-batches and ranks as one batch on one device."""
     model = run.tiny
-    batch = collated(model, sentences(model, world * run.accumulation * BATCH))
+    batch = collated(model, sentences(model, world * run.accumulation * BATCH, run.ranks))
     (plain_loss(model, batch, run.smoothing) / predicted(model, batch["labels"])).backward()
     return gradients(model)
 
@@ -58,6 +58,19 @@ def test_under_fsdp2_as_accelerate_wraps_it_the_gradient_is_that_of_the_whole_ba
     run = Run(name, 2, 0.1, way, "fsdp2")
     expected = whole_batch(run, 2)
     for got in two_ranks.call(trained, run):
+        assert relative_error(got, expected) < 1e-12
+
+
+@pytest.mark.hf_models
+def test_under_fsdp2_four_ranks_of_which_one_has_no_labels_have_the_gradient_of_the_whole_batch():
+    run = Run("llama", 2, 0.1, "applied", "fsdp2", ranks=4)
+    expected = whole_batch(run, 4)
+    pool = Pool(4)
+    try:
+        results = pool.call(trained, run)
+    finally:
+        pool.close()
+    for got in results:
         assert relative_error(got, expected) < 1e-12
 
 

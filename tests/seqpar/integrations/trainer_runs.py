@@ -34,6 +34,8 @@ class Run(NamedTuple):
     """Or "fsdp2", as accelerate shards; or as transformers does, "loaded-fsdp2" and "split", its tensor parallelism."""
     folder: str = ""
     """Of the model, if transformers divides it."""
+    ranks: int = 0
+    """If any, the batches go to them in order, and the labels of the last one are all ignored."""
 
     @property
     def tiny(self) -> Any:
@@ -41,10 +43,14 @@ class Run(NamedTuple):
         return tiny(self.model, **({"num_key_value_heads": 2} if self.layout == "split" else {}))
 
 
-def sentences(model: Any, count: int) -> list[dict[str, Tensor]]:
+def sentences(model: Any, count: int, ranks: int = 0) -> list[dict[str, Tensor]]:
     """Of lengths from 2 to 9, so that micro-batches differ in tokens and in padding."""
     lengths = [2 + (5 * i * i + i) % 8 for i in range(count)]
-    return [{k: v[0] for k, v in batch_of(model, [length], seed=i).items()} for i, length in enumerate(lengths)]
+    found = [{k: v[0] for k, v in batch_of(model, [length], seed=i).items()} for i, length in enumerate(lengths)]
+    for i, sentence in enumerate(found):
+        if ranks and i // BATCH % ranks == ranks - 1:
+            sentence["labels"] = torch.full_like(sentence["labels"], -100)
+    return found
 
 
 def collated(model: Any, rows: list[dict[str, Tensor]], decoder_inputs: bool = False) -> dict[str, Tensor]:
@@ -100,6 +106,7 @@ def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
             save_strategy="no",
             disable_tqdm=True,
             dataloader_pin_memory=False,
+            train_sampling_strategy="sequential" if run.ranks else "random",
             fsdp=run.layout == "fsdp2",
             fsdp_config={"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} if run.layout == "fsdp2" else None,
         )
@@ -107,12 +114,13 @@ def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
             # accelerate shards on accelerators only, which it takes these processes' CPUs for from here on
             assert arguments.device.type == "cpu"
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        # Ranks that split a model have the same sentences
+        readers = 1 if run.layout == "split" else world
         labels_go = function is not None or (run.way in ("stock", "both") and run.smoothing > 0)
         Seq2SeqTrainer(
             model,
             arguments,
-            # Ranks that split a model have the same sentences
-            train_dataset=sentences(model, (1 if run.layout == "split" else world) * run.accumulation * BATCH),  # type: ignore[arg-type]
+            train_dataset=sentences(model, readers * run.accumulation * BATCH, run.ranks),  # type: ignore[arg-type]
             data_collator=lambda rows: collated(model, rows, labels_go),
             compute_loss_func=function,
             callbacks=[kept],
