@@ -10,7 +10,7 @@ SWITCHED := tests/seqpar/core tests/seqpar/engine tests/seqpar/linear tests/seqp
   tests/seqpar/testing tests/seqpar/test_every_option.py tests/recipes/training/test_accelerators.py \
   --ignore tests/seqpar/linear/test_compile.py
 
-.PHONY: help demo test test-launched test-accelerator test-faults test-formats test-tutorial test-hf test-browser test-comet test-newest check bench bench-gpu clean
+.PHONY: help demo test test-launched test-accelerator test-faults test-formats test-tutorial test-hf test-browser test-comet test-newest mutants check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -85,6 +85,11 @@ test-comet: .venv-comet/made  ## check the scores of evaluate --comet against th
 test-newest: .venv-newest/made  ## run the library's tests on the newest torch and trainers, in an environment of their own (about 10 minutes on 2 cores)
 	@.venv-newest/bin/python -c 'import torch, transformers, trl; print(f"[test-newest] pytest, torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}")'
 	@HYPOTHESIS_PROFILE=dev .venv-newest/bin/python -m pytest -n $(WORKERS) --dist loadfile -q --durations=5 tests/seqpar
+
+COUNT ?= 300
+SEED ?= 0
+mutants: .venv/dev  ## plant faults in the code, COUNT=300 of them, drawn by SEED=0, and show those that no test notices
+	@HYPOTHESIS_PROFILE=dev nice $(BIN)/python -m tests.mutants --count $(COUNT) --seed $(SEED)
 
 check: .venv/dev  ## run the linter, the format check, strict type checks and the import contracts
 	@echo "[check] ruff"

@@ -44,8 +44,8 @@ SLOWER = 4
 PATIENCE = 60
 
 
-VERDICTS = {STATUS + 0: "survived", STATUS + 1: "caught", STATUS + 2: "caught", 1: "not run"}
-"""By what a process of tests ends with: pytest's status, where it came so far; 2 is an error while importing."""
+VERDICTS = {STATUS + 0: "survived", STATUS + 1: "caught", STATUS + 2: "caught"}
+"""By what a process of tests ends with; pytest's 2 is an error while importing, its others are those of a bad call."""
 
 
 class Reach(NamedTuple):
@@ -161,7 +161,9 @@ def tried(fault: Fault, reach: Reach, lent: Queue[Path]) -> Outcome:
         process.start()
         process.join(SLOWER * sum(reach.seconds[name] for name in tests) + PATIENCE)
         assert process.pid is not None
-        verdict = VERDICTS.get(process.exitcode, "caught")  # by a signal, or because it runs without end
+        verdict = "caught"  # by a signal, or because it runs without end
+        if process.exitcode is not None and process.exitcode >= 0:
+            verdict = VERDICTS.get(process.exitcode, "not run")
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.join()

@@ -1,0 +1,86 @@
+"""The faults of `python -m tests.mutants` are those of their kind, and what the tests say of one is what they found."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+
+import pytest
+
+from tests.mutants.__main__ import Reach, copies, drawn, report, tried
+from tests.mutants.faults import Fault, faults_of
+from tests.mutants.reach import ROOT
+
+CHUNKS = "seqpar/core/chunks.py"
+NOTICES = "tests/seqpar/core/test_parts.py::test_rows_per_chunk_follows_the_budget_down_to_what_keeps_the_products_busy"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "planted"),
+    [
+        ("a < b", "comparison", "a <= b"),
+        ("a is None", "comparison", "a is not None"),
+        ("a and b", "condition", "a or b"),
+        ("if a: b", "condition", "if not (a): b"),
+        ("f(a, x=g, y=h)", "dropped argument", "f(a, y=h)"),
+        ("f(a, b)", "swapped operands", "f(b, a)"),
+        ("a - b", "swapped operands", "(b) - (a)"),
+        ("x = 3", "constant", "x = 4"),
+        ("x = 0.0", "constant", "x = 1.0"),
+        ("def f(x=True): ...", "default", "def f(x=False): ..."),
+        ("x.to(torch.float64)", "dtype", "x.to(torch.float32)"),
+        ("a += b", "dropped statement", "pass"),
+        ("self.a = b", "dropped statement", "pass"),
+        ("os.fsync(a)", "lock dropped", "pass"),
+        ("with self.lock: a", "lock dropped", 'with __import__("contextlib").nullcontext(): a'),
+        ("y = torch.where(a, b, c)", "mask dropped", "y = b"),
+        ("y = x.masked_fill(a, 0)", "mask dropped", "y = x"),
+        ("try: a\nexcept (B, C): d", "exception narrowed", "try: a\nexcept B: d"),
+        ("try: a\nexcept B: d", "exception narrowed", "try: a\nexcept ZeroDivisionError: d"),
+        ("key = (a, b)", "key shortened", "key = (a,)"),
+    ],
+)
+def test_a_fault_is_one_small_mistake(code: str, kind: str, planted: str) -> None:
+    texts = [fault.planted(code.encode()).decode() for fault in faults_of("a.py", code.encode()) if fault.kind == kind]
+    assert planted in texts
+
+
+@pytest.mark.parametrize(
+    "code", ["raise E(3)", "x: Literal[3]", "def f() -> Literal[3]: ...", "assert a < b", "f'{3}'"]
+)
+def test_messages_and_annotations_have_none(code: str) -> None:
+    assert faults_of("a.py", code.encode()) == []
+
+
+def test_the_same_seed_draws_the_same_faults_of_many_kinds() -> None:
+    first, again, other = (drawn(["seqpar/core"], 20, seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert len({fault.kind for fault in first}) > 5
+
+
+def planted_in(text: str, new: str) -> Fault:
+    source = (ROOT / CHUNKS).read_bytes()
+    begin = source.index(text.encode())
+    return Fault(CHUNKS, source[:begin].count(b"\n") + 1, "by hand", begin, begin + len(text), new.encode())
+
+
+def verdicts_of(*faults: Fault, tests: Sequence[str]) -> list[str]:
+    reach = Reach(dict.fromkeys(tests, 1.0), {CHUNKS: {fault.line: frozenset(tests) for fault in faults}})
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "pytest", "hypothesis", "numpy"])
+    with copies(1) as lent:
+        outcomes = [tried(fault, reach, lent) for fault in faults]
+    assert report(outcomes).count("---") >= sum(outcome.verdict != "caught" for outcome in outcomes)
+    return [outcome.verdict for outcome in outcomes]
+
+
+def test_a_fault_is_caught_if_a_test_fails_and_survives_if_all_pass() -> None:
+    noticed = planted_in("narrow_factor = 2\n", "narrow_factor = 3\n")
+    broken = planted_in("from torch import Tensor\n", "from torch import Tensors\n")
+    comment = planted_in("Bytes of one chunk's logits on a CPU", "Bites of one chunk's logits on a CPU")
+    assert verdicts_of(noticed, broken, comment, tests=[NOTICES]) == ["caught", "caught", "survived"]
+
+
+def test_tests_that_cannot_run_do_not_catch_a_fault() -> None:
+    assert verdicts_of(planted_in("narrow_factor = 2\n", "narrow_factor = 3\n"), tests=["tests/nowhere.py"]) == [
+        "not run"
+    ]
