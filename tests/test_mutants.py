@@ -81,6 +81,5 @@ def test_a_fault_is_caught_if_a_test_fails_and_survives_if_all_pass() -> None:
 
 
 def test_tests_that_cannot_run_do_not_catch_a_fault() -> None:
-    assert verdicts_of(planted_in("narrow_factor = 2\n", "narrow_factor = 3\n"), tests=["tests/nowhere.py"]) == [
-        "not run"
-    ]
+    noticed = planted_in("narrow_factor = 2\n", "narrow_factor = 3\n")
+    assert verdicts_of(noticed, tests=["tests/nowhere.py"]) == ["not run"]

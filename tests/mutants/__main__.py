@@ -44,8 +44,8 @@ SLOWER = 4
 PATIENCE = 60
 
 
-VERDICTS = {STATUS + 0: "survived", STATUS + 1: "caught", STATUS + 2: "caught"}
-"""By what a process of tests ends with; pytest's 2 is an error while importing, its others are those of a bad call."""
+VERDICTS = {STATUS + 0: "survived", STATUS + 1: "caught", STATUS + 2: "caught", STATUS + 4: "caught"}
+"""By what a process of tests ends with; pytest's 2 is an error while importing tests, its 4 one of a conftest.py."""
 
 
 class Reach(NamedTuple):
@@ -153,6 +153,8 @@ def tried(fault: Fault, reach: Reach, lent: Queue[Path]) -> Outcome:
     began = time.monotonic()
     if not tests:
         return Outcome(fault, "no test", 0.0)
+    if not all((ROOT / name.partition("::")[0]).is_file() for name in tests):
+        return Outcome(fault, "not run", 0.0)
     copy = lent.get()
     source = (ROOT / fault.path).read_bytes()
     (copy / fault.path).write_bytes(fault.planted(source))
