@@ -77,9 +77,7 @@ def drawn_later(build: Callable[[], Model]) -> tuple[Model, Iterator[tuple[str, 
 
 
 @torch.no_grad()
-def _drawn(
-    writes: Sequence[_Write], names: dict[int, str], weights: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+def _drawn(writes: Sequence[_Write], names: dict[int, str], weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     # Weights are set when a layer is made, and often once more; what is overwritten is drawn and dropped
     unset = {name: torch.ones(len(weight), dtype=torch.bool) for name, weight in weights.items()}
     needed: set[int] = set()

@@ -61,6 +61,23 @@ class OneByOne(Mapping[str, Tensor]):
         return OneByOne(own, self.__getitem__)
 
 
+class AskedOnce(OneByOne):
+    """The same, of which each must be asked for once, as other processes take part in making it."""
+
+    def __init__(self, described: Mapping[str, Tensor], make: Callable[[str], Tensor]) -> None:
+        super().__init__(described, make)
+        self.left = in_order(described)
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.left.remove(name)
+        return super().__getitem__(name)
+
+    def finish(self) -> None:
+        """Ask for all that nobody has asked for."""
+        while self.left:
+            self[self.left[0]]
+
+
 def described(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return tensors of these shapes and dtypes, without making any."""
     if isinstance(tensors, OneByOne):
