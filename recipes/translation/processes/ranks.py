@@ -54,7 +54,8 @@ class Ranks:
     """The rank among the processes of this machine."""
     local_world: int = 1
     group: ProcessGroup | None = None
-    """All ranks, over gloo, with the timeout PATIENCE."""
+    """All ranks, over gloo, with the timeout PATIENCE: for what is done before and after the steps, and for the thread
+    that saves during them."""
     step_group: ProcessGroup | None = None
     """All ranks, over gloo, with the timeout of the settings: for work that all ranks do at the same time."""
     gloo_groups: list[ProcessGroup] = field(default_factory=list)

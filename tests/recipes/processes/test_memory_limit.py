@@ -23,7 +23,7 @@ from tests.recipes.tiny import options
 
 pytestmark = pytest.mark.launched
 
-LAYERS = 8
+LAYERS = 3
 MIB = 2**20
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(MIB)}
 """One thread, and memory that is free again goes back to the system at once: otherwise gaps of it would count."""
@@ -31,7 +31,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": s
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Layers of 113 MiB in float64, hardly any vocabulary, and few words."""
+    """Layers of 95 MiB in float64, hardly any vocabulary, and few words."""
     folder = tmp_path_factory.mktemp("data")
     for name, start, end in (("train", 0, 60), ("valid", 60, 65)):
         for side, language in (("source", "en"), ("target", "de")):
@@ -44,8 +44,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "data.train": "[train.en, train.de]",
         "data.valid": "[valid.en, valid.de]",
         "subwords.vocab_size": 340,
-        "model.d_model": 256,
-        "model.d_ff": 1024,
+        "model.d_model": 384,
+        "model.d_ff": 1536,
         "model.heads": 4,
         "model.encoder_layers": LAYERS,
         "model.decoder_layers": LAYERS,
@@ -53,9 +53,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "training.precision": "float64",
         "training.batch_tokens": 60,
         "training.validate_every": 2,
-        "training.validate_bleu": 3,
+        "training.validate_bleu": 2,
         "training.devices": "auto",
-        "decoding.max_length": 5,
+        "decoding.max_length": 3,
     }
 
 
@@ -88,8 +88,8 @@ def test_a_run_that_fits_no_process_trains_is_killed_resumes_on_fewer_and_transl
 ) -> None:
     run = tmp_path / "run"
     base = at_import()
-    # Weights, gradient and two moments are 4 x 113 MiB, and what is copied to be saved 3 x 113. Of these 791, each of
-    # four processes has 198, each of two 396, and one gathers a layer of 8 MiB a few times
+    # Weights, gradient and two moments are 4 x 95 MiB, and what is copied to be saved 3 x 95: together 665 for one
+    # process, 332 for each of two and 166 for each of four, which gather a layer of up to 18 MiB a few times
     four, two = base + 330 * MIB, base + 560 * MIB
     alone = {**settings, "training.devices": "[cpu]", "training.steps": 2}
     status, _, errors = ended(limited(two, "train", *options(tmp_path / "alone", alone)))
