@@ -92,7 +92,7 @@ def settings(folder: Path, options: argparse.Namespace, changes: dict[str, Any])
         "run": str(folder / "run"),
         "data.builtin_pairs": 2_000,
         "subwords.vocab_size": options.vocab,
-        "subwords.type": "bpe",
+        "subwords.kind": "bpe",
         "model.d_model": options.d_model,
         "model.d_ff": 4 * options.d_model,
         "model.heads": 4,

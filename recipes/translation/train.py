@@ -278,7 +278,7 @@ class Training:
         layout = self.average.layout
         with self.average.in_place(), layout.independent() as ranks:
             translator = self.translator()
-            if layout.has_whole_weights:
+            if layout.has_whole_model:
                 translator = merged(translator)
             found = validate(translator, self.corpus, layout.plain_loss(translator.model), self.state.step, ranks)
             samples = []

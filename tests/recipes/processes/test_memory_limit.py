@@ -21,7 +21,7 @@ from tests.recipes.processes.started import ended, wait_for_steps, workers_of
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import options
 
-pytestmark = pytest.mark.launched
+pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
 
 LAYERS = 3
 MIB = 2**20
@@ -90,7 +90,7 @@ def test_a_run_that_fits_no_process_trains_is_killed_resumes_on_fewer_and_transl
     base = at_import()
     # Weights, gradient and two moments are 4 x 95 MiB, and what is copied to be saved 3 x 95: together 665 for one
     # process, 332 for each of two and 166 for each of four, which gather a layer of up to 18 MiB a few times
-    four, two = base + 330 * MIB, base + 560 * MIB
+    four, two = base + 430 * MIB, base + 560 * MIB
     alone = {**settings, "training.devices": "[cpu]", "training.steps": 2}
     status, _, errors = ended(limited(two, "train", *options(tmp_path / "alone", alone)))
     assert status != 0
