@@ -1,7 +1,7 @@
 """Measure the most memory that each part of a sharded training takes on a rank, beside what is predicted.
 
     python -m benchmarks.sharded                    # one process, four with layout.shard 4, two with layout.vocab 2
-    python -m benchmarks.sharded --d-model 1024 --layers 12 --vocab 32000
+    python -m benchmarks.sharded --d-model 1024 --layers 12
 
 Each row of the table is what a part adds, on the rank where it adds most, to the process before there is a model:
 memory that is resident, as the system counts it. The prediction is arithmetic, with W the bytes of the weights, N the
@@ -21,6 +21,7 @@ Without shards U is 0.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -38,6 +39,7 @@ from models.sharding import cut
 from models.transformer import DecoderLayer, EncoderLayer, make_transformer
 from recipes.translation import train as training
 from recipes.translation.commands import main as recipe
+from recipes.translation.data import sentence_pairs
 from recipes.translation.run_folder.saving import Saver
 from recipes.translation.settings.config import RunConfig, load_config
 from recipes.translation.text.subwords import Subwords
@@ -61,7 +63,7 @@ def main() -> None:
     )
     parser.add_argument("--d-model", type=int, default=512, help="width of the model (default: 512)")
     parser.add_argument("--layers", type=int, default=4, help="layers of encoder and decoder each (default: 4)")
-    parser.add_argument("--vocab", type=int, default=2_000, help="subwords (default: 2000)")
+    parser.add_argument("--vocab", type=int, default=500, help="subwords (default: 500)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -123,6 +125,10 @@ def started(folder: Path, ranks: int) -> None:
 def work(folder: Path) -> None:
     """Train, resume and export, and write what this rank has measured."""
     config = json.loads((folder / "settings.json").read_text())
+    sentence_pairs.BUILTIN_HELD_OUT = 8  # sentences of a validation
+    # Once with a tiny model, so that all that is imported, and allocated for good, is there
+    small = {"model.d_model": 16, "model.d_ff": 16, "model.encoder_layers": 1, "model.decoder_layers": 1}
+    training.train(load_config(None, {**config, **small, "run": f"{config['run']}-tiny"}))
     found: dict[str, int] = {}
     base = 0
 
@@ -141,6 +147,7 @@ def work(folder: Path) -> None:
 
     def begin(*arguments: Any, **named: Any) -> tuple[Any, Any]:
         nonlocal base
+        gc.collect()
         base = base or peak(now=True)
         return first_model(*arguments, **named)
 
@@ -161,8 +168,11 @@ def work(folder: Path) -> None:
     if rank == 0:
         for name in ("RANK", "WORLD_SIZE"):
             os.environ.pop(name, None)
+        export = ["export", "--to", "safetensors", "--run"]
+        recipe([*export, f"{config['run']}-tiny"])
+        gc.collect()
         base = peak(now=True)
-        measured(lambda: "export", recipe)(["export", "--run", config["run"], "--to", "safetensors"])
+        measured(lambda: "export", recipe)([*export, config["run"]])
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
