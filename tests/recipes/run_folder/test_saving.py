@@ -409,9 +409,9 @@ def test_a_kill_before_any_change_of_the_disk_leaves_the_old_checkpoint_or_the_n
 
     def saved(run: Path) -> None:
         with Saver(run, KEEPS_TWO, 4) as saver:
-            saver.save(
-                translator, {"step": 5}, moments(5), replace(state, step=5, best_step=5), validated=True, better=True
-            )
+            weights = tensors_of(translator.model)
+            of_step = replace(state, step=5, best_step=5)
+            saver.save(translator, {"step": 5}, weights, moments(5), of_step, validated=True, better=True)
 
     seen = []
     for number in range(1, 300):
