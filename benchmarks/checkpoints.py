@@ -123,8 +123,7 @@ def plain_read(file: Path) -> dict[str, torch.Tensor]:
 
 def pause(saver: Saver, translator: Translator, moments: dict[str, torch.Tensor]) -> None:
     """Do what training waits for: copy weights and moments, and begin to save them."""
-    copied = {name: tensor.to("cpu", copy=True) for name, tensor in moments.items()}
-    saver.save(translator, {"step": 1}, copied, TrainingState(step=1))
+    saver.save(translator, {"step": 1}, tensors_of(translator.model), moments, TrainingState(step=1))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -175,11 +174,14 @@ class Attention(nn.Module):
 
 
 @contextmanager
-def inputs_of(attention: nn.Module) -> Iterator[list[tuple[Any, ...]]]:
-    """Within the block, collect the arguments of each call of an attention."""
-    inputs: list[tuple[Any, ...]] = []
-    hook = attention.register_forward_pre_hook(lambda _, given: inputs.append(given))
+def log_weights_of(attention: Attention) -> Iterator[list[Tensor]]:
+    """Within the block, collect the `log_weights` of each call of an attention.
+
+    They are computed within the call, while the weights of a layer that is sharded are gathered.
+    """
+    found: list[Tensor] = []
+    hook = attention.register_forward_pre_hook(lambda _, given: found.append(attention.log_weights(*given[:3])))
     try:
-        yield inputs
+        yield found
     finally:
         hook.remove()

@@ -29,7 +29,7 @@ from models.attention import (
     KeyValues,
     added_scores,
     check_mask,
-    inputs_of,
+    log_weights_of,
     padding_mask,
     subsequent_mask,
 )
@@ -81,9 +81,15 @@ class CausalDecoder(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.heads = config.heads
         self.layers = nn.ModuleList(CausalLayer(config) for _ in range(config.decoder_layers))
         self.norm = final_norm(config)
+
+    @property
+    def heads(self) -> int:
+        """Return the heads of an attention: those of this rank, if they are split."""
+        attention = self.layers[0].self_attention
+        assert isinstance(attention, Attention)
+        return attention.heads
 
     def empty_cache(self) -> DecoderCache:
         """Return a new cache for `DecoderOnly.decode` to decode step by step."""
@@ -222,11 +228,10 @@ class DecoderOnly(EncoderDecoder):
         assert isinstance(attention, Attention)
         src_mask = padding_mask(src, self.pad)
         memory = self.encode(src, src_mask)
-        with inputs_of(attention) as calls:
+        with log_weights_of(attention) as calls:
             self.decode(memory, src_mask, tgt)
-        ((x_BTD, lookup, mask),) = calls
         # The prompt is in the first slots; in logarithms, a small share of it does not underflow
-        log_BHTS = attention.log_weights(x_BTD, lookup, mask)[..., : src.size(1)]
+        (log_BHTS,) = (log_weights[..., : src.size(1)] for log_weights in calls)
         return log_BHTS.logsumexp(1).softmax(-1)
 
     def _prompt(self, src: Tensor, src_mask: Tensor | None) -> Tensor:

@@ -48,15 +48,16 @@ SPLIT = "split_over_ranks"
 def members(model: Models) -> list[EncoderDecoder]:
     """Return the models of an ensemble; raise ValueError for none, and for models that do not belong together.
 
-    A model that is split over ranks is refused as well: its generator may have some rows only.
+    A model that is split over ranks is refused outside `models.sharding.whole_outputs`: its generator may have some
+    rows only.
     """
     models = list(model) if isinstance(model, Sequence) else [model]
     if not models:
         raise ValueError("the ensemble has no models: give at least one")
     if any(hasattr(one, SPLIT) for one in models):
         raise ValueError(
-            "the model is split over ranks, and can only be trained: join its weights by models.sharding.join_over, "
-            "and load them into a whole model"
+            "the model is split over ranks: search within models.sharding.whole_outputs(model), where all ranks that "
+            "split the vocabulary translate the same sentences"
         )
     first = facts_of(models[0])
     for number, other in enumerate(models[1:], start=1):

@@ -54,8 +54,9 @@ class LoraLinear(nn.Module):
         self.bias = linear.bias
         self.requires_grad_(False)  # before it has parameters that are trained
         self.lora_A = nn.Parameter(self.weight.new_empty(blocks * rank, linear.in_features))
-        self.lora_B = nn.Parameter(self.weight.new_zeros(linear.out_features, rank))
+        self.lora_B = nn.Parameter(self.weight.new_empty(linear.out_features, rank))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., D) to (..., O)."""

@@ -12,15 +12,16 @@ modules with a slice of the weight replace the whole ones under the same names, 
                                        bias=model.generator.bias, vocab=vocab)
 
 Each rank then has the complete gradient of its slice of a split weight, but only that of its own time steps, which must
-be summed over the sequence ranks, as over data ranks. A split model can be trained; to translate, join the weights
-again with `join`.
+be summed over the sequence ranks, as over data ranks. A split model translates within `whole_outputs`.
 
 Shape suffixes: B sentences, T time steps, t time steps on this rank, D model width, v classes on this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import seqpar
-from models.attention import Attention, subsequent_mask
+from models.attention import Attention, KeyValues, subsequent_mask
 from models.decoder_only import DecoderOnly
 from models.embedding import Embedding
 from models.ensemble import SPLIT
@@ -126,7 +127,7 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
         return seqpar.VocabShard(None, 0, vocab_size)
     _check_kinds(model)
     _check_divisible(model, world)
-    setattr(model, SPLIT, True)
+    split = _split_of(model)
     # By the identity of the whole weight, so that tied weights share one slice
     slices: dict[int, nn.Parameter] = {}
 
@@ -146,6 +147,8 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
             module.lookup = _SplitLookup(weight, vocabs[name])  # type: ignore[assignment]
         elif isinstance(module, Attention):
             module.heads //= world
+            module.__class__ = _SplitAttention
+            vars(module)["group"] = group
         elif isinstance(module, nn.Linear) and (how := cut_of(f"{name}.weight")):
             weight = slice_of(f"{name}.weight", module.weight)
             bias = slice_of(f"{name}.bias", module.bias)
@@ -155,7 +158,8 @@ def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.V
                 module.out_features = len(weight)
                 continue
             model.set_submodule(name, _SplitLinear(weight, bias, how.axis, group))
-    return vocabs["tgt_embed"]
+    split.vocab = vocabs["tgt_embed"]
+    return split.vocab
 
 
 def split_time_steps(model: EncoderDecoder, group: ProcessGroup | None) -> None:
@@ -177,7 +181,7 @@ def split_time_steps(model: EncoderDecoder, group: ProcessGroup | None) -> None:
     if isinstance(model, DecoderOnly):
         raise ValueError("a decoder-only model packs several pairs into a row, whose time steps are not split")
     split = _TimeSteps(group)
-    setattr(model, SPLIT, True)
+    _split_of(model).time_steps = split
     model.register_forward_pre_hook(split.begin, with_kwargs=True)
     for name, module in model.named_modules():
         side = "tgt"
@@ -189,14 +193,90 @@ def split_time_steps(model: EncoderDecoder, group: ProcessGroup | None) -> None:
             module.register_forward_hook(split.join(side))
 
 
+@dataclass
+class _Split:
+    """How a model is split, for `whole_outputs`."""
+
+    vocab: seqpar.VocabShard | None = None
+    time_steps: _TimeSteps | None = None
+
+
+def _split_of(model: EncoderDecoder) -> _Split:
+    if not hasattr(model, SPLIT):
+        setattr(model, SPLIT, _Split())
+    split: _Split = getattr(model, SPLIT)
+    return split
+
+
+@contextmanager
+def whole_outputs(model: EncoderDecoder) -> Iterator[None]:
+    """Within the block, let a split model compute what the whole one would: all time steps and all logits.
+
+    Ranks that split the vocabulary must call the model alike, and those that split the time steps may call it as they
+    like. A search takes the same steps on all ranks that search the same sentences, since their logits are the same.
+    The loss, which has this rank's classes, is computed as before. A model that is not split stays as it is.
+    """
+    split: _Split | None = getattr(model, SPLIT, None)
+    if split is None:
+        yield
+        return
+    generator = model.generator
+    delattr(model, SPLIT)
+    if split.vocab:
+        model.generator = _JoinedLogits(generator, split.vocab)  # type: ignore[assignment]
+    if split.time_steps:
+        split.time_steps.paused = True
+    try:
+        yield
+    finally:
+        if split.time_steps:
+            split.time_steps.paused = False
+        model.generator = generator
+        setattr(model, SPLIT, split)
+
+
+class _JoinedLogits(nn.Module):
+    """A generator of which each rank has some rows, and the logits of all."""
+
+    def __init__(self, own: nn.Linear, vocab: seqpar.VocabShard) -> None:
+        super().__init__()
+        self.own = own
+        self.vocab = vocab
+        self.out_features = vocab.vocab_size
+
+    @property
+    def weight(self) -> Tensor:
+        """Return this rank's rows, which are on the device and in the dtype of the model."""
+        return self.own.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = part_sizes(self.vocab.vocab_size, world_size(self.vocab.group))
+        return join_from_group(self.own(x), sizes, x.dim() - 1, self.vocab.group)
+
+
+class _SplitAttention(Attention):
+    """An attention with some of the heads."""
+
+    group: ProcessGroup | None
+
+    def log_weights(self, x: Tensor, lookup: KeyValues, mask: Tensor | None = None) -> Tensor:
+        """Compute those of all ranks' heads."""
+        own_BHTS = super().log_weights(x, lookup, mask)
+        return join_from_group(own_BHTS, [self.heads] * world_size(self.group), 1, self.group)
+
+
 class _TimeSteps:
     """The hooks of `split_time_steps`, and the numbers of time steps of the current batch, which they need."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.group = group
+        self.paused = False
+        """Whether every rank computes all time steps."""
         self.sizes: dict[str, list[int]] = {}
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if self.paused:
+            return args, kwargs
         given = dict(zip(("src", "tgt", "src_mask", "tgt_mask"), args, strict=False)) | kwargs
         self.sizes = {side: part_sizes(given[side].size(1), world_size(self.group)) for side in ("src", "tgt")}
         tgt = given["tgt"]
@@ -220,10 +300,12 @@ class _TimeSteps:
         start, stop = self._own("tgt")
         return mask[:, :, start:stop]
 
-    def embed_own(self, side: str) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, int]]:
+    def embed_own(self, side: str) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Any, ...]]:
         """Return a hook that gives an embedding this rank's tokens, and the position of the first one."""
 
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
+            if self.paused:
+                return args
             start, stop = self._own(side)
             return args[0][:, start:stop], start
 
@@ -233,6 +315,8 @@ class _TimeSteps:
         """Return a hook that joins the keys and values of all ranks."""
 
         def hook(_: nn.Module, __: object, output_BtD: Tensor) -> Tensor:
+            if self.paused:
+                return output_BtD
             return join_from_group(output_BtD, self.sizes[side], 1, self.group)
 
         return hook
@@ -250,6 +334,7 @@ class _SplitLookup(nn.Module):
         super().__init__()
         self.weight = weight_vD
         self.vocab = vocab
+        self.num_embeddings = vocab.vocab_size
 
     def forward(self, tokens: Tensor) -> Tensor:
         # Another rank's subword is looked up as any row and multiplied by 0, and so is its gradient

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import Attention, KeyValues, added_scores, check_mask, inputs_of, padding_mask
+from models.attention import Attention, KeyValues, added_scores, check_mask, log_weights_of, padding_mask
 from models.cache import DecoderCache, LayerCache
 from models.dropout import Dropout
 from models.embedding import Embedding
@@ -288,10 +288,10 @@ class EncoderDecoder(nn.Module):
         """
         attention = layer_of(self.decoder.layers, layer).memory_attention
         assert isinstance(attention, Attention)
-        with inputs_of(attention) as calls:
+        with log_weights_of(attention) as calls:
             self(src, tgt)
-        ((x_BTD, lookup, mask),) = calls
-        mean_BTS: Tensor = attention.log_weights(x_BTD, lookup, mask).exp().mean(1)
+        (log_BHTS,) = calls
+        mean_BTS: Tensor = log_BHTS.exp().mean(1)
         return mean_BTS
 
 

@@ -9,6 +9,7 @@ step, so that the gradient equals that of all sentences of the step on one devic
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,9 +22,11 @@ from torch import Tensor
 
 import seqpar
 from models import EncoderDecoder
+from models.drawn_later import drawn_later
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.errors import TrainingError
+from recipes.translation.files.tensors import described
 from recipes.translation.processes.ranks import Ranks, joined
 from recipes.translation.processes.stop import StopSignals
 from recipes.translation.run_folder.checkpoint import SavedTraining, TrainingState, check_moments, saved_config
@@ -37,10 +40,10 @@ from recipes.translation.run_folder.translator import (
     WEIGHTS,
     Translator,
     build_model,
+    check_fits,
     check_sizes,
-    fill_model,
     model_sizes,
-    model_to_fill,
+    tensors_of,
 )
 from recipes.translation.settings.config import RunConfig, TrainingConfig
 from recipes.translation.training.announcement import announce, size_of
@@ -49,13 +52,16 @@ from recipes.translation.training.journal import Journal
 from recipes.translation.training.layout import Axes, Layout, axes_of, devices_of
 from recipes.translation.training.machine import return_free_memory
 from recipes.translation.training.optimizer import check_rate, learning_rate, make_optimizer, update, with_steps
+from recipes.translation.training.parts import local_of
 from recipes.translation.training.positions import check_positions
 from recipes.translation.training.progress import Progress
+from recipes.translation.training.samples import samples_of
 from recipes.translation.training.summary import Summary, summarize
 from recipes.translation.training.trackers import check_installed, open_trackers
 from recipes.translation.training.trained_weights import adapt, freeze, merged
 from recipes.translation.training.utilization import share_of_peak
 from recipes.translation.training.validation import note_validation, out_of_patience, validate
+from seqpar.distributed.collectives import gather_numbers
 
 
 def train(config: RunConfig, *, fresh: bool = False, insist: bool = False, ranks: Ranks | None = None) -> Summary:
@@ -88,7 +94,7 @@ def train_on(
     settings = config.training
     sizes = model_sizes(config.model)
     ranks.run_on_main(lambda: check_installed(settings.trackers))
-    saved = ranks.run_on_main(lambda: begin(config, fresh))
+    saved = resumed(config, fresh, ranks)
     if settings.threads:
         torch.set_num_threads(settings.threads)
 
@@ -103,16 +109,18 @@ def train_on(
     check_same_data(corpus, saved, run)
     check_same_teacher(teacher, state, run)
     ranks.run_on_main(lambda: check_end(config, settings, corpus, saved, insist))
-    model = first_model(config, corpus, saved, ranks)
+    model, weights = first_model(config, corpus, saved, ranks)
     size = size_of(model)
     share = share_of_peak(model, corpus, settings.precision, devices, ranks.world)
-    layout = Layout(model, config, axes, devices, ranks, teacher.model if teacher else None)
+    layout = Layout(model, weights, config, axes, devices, ranks, teacher.model if teacher else None)
     # After the layout, which replaces the parameters that it splits or shards
     optimizer = make_optimizer(model, settings)
     average = WeightAverage(layout, settings.ema)
     if saved:
-        layout.fill_moments(optimizer, saved.moments)
-        average.fill(saved.averages, run / "last")
+        ranks.run_on_main(lambda: average.check(saved.averages, run / "last"))
+        if saved.state.step:
+            layout.fill_moments(optimizer, saved.moments)
+        average.fill(saved.averages)
     announce(config, settings, size, corpus, layout, state, teacher)
 
     steps = Steps(corpus.train, settings.accumulate, layout.data_rank, layout.data_ranks, layout.device)
@@ -127,7 +135,9 @@ def train_on(
     with (
         StopSignals(ranks.world > 1) as stop,
         Journal(config, layout, size, ranks, resumed_at, trackers, progress) as journal,
-        Saver(run, settings, resumed_at, writes=ranks.is_main, main_says=ranks.main_says) as saver,
+        Saver(
+            run, settings, resumed_at, writes=ranks.is_main, main_says=ranks.main_says, copied=layout.parts.copied
+        ) as saver,
         progress,
     ):
         training = Training(config, corpus, optimizer, average, state, ranks, journal, saver)
@@ -178,28 +188,60 @@ def check_end(
         check_rate(was, settings, saved.state.step, model_sizes(config.model).d_model)
 
 
-def first_model(config: RunConfig, corpus: Corpus, saved: SavedTraining | None, ranks: Ranks) -> EncoderDecoder:
-    """Return the whole model with which this process begins: resumed, another run's, or random."""
+def resumed(config: RunConfig, fresh: bool, ranks: Ranks) -> SavedTraining | None:
+    """Return the checkpoint to resume from, of which rank 0 alone has the tensors; None for a new run."""
+    saved = ranks.run_on_all(lambda: begin(config, fresh) if ranks.is_main else None)
+    state = ranks.run_on_main(lambda: saved.state if saved else None)
+    if state is None:
+        return None
+    return saved or SavedTraining({}, {}, state)
+
+
+def first_model(
+    config: RunConfig, corpus: Corpus, saved: SavedTraining | None, ranks: Ranks
+) -> tuple[EncoderDecoder, Iterator[tuple[str, Tensor]]]:
+    """Return the model with which training begins, without memory, and its whole weights, each when it is asked for.
+
+    They are those of the checkpoint, of another run's model, or random.
+    """
     settings = config.training
     sizes = model_sizes(config.model)
     last = Path(config.run) / "last"
-    start = None
-    if saved is None:
-        start = ranks.run_on_main(lambda: starting_weights(config))
-    else:
-        ordinary = {name: each for name, each in saved.weights.items() if not name.endswith((".lora_A", ".lora_B"))}
-        check_sizes(sizes, corpus.source, corpus.target, ordinary, last)
-    # Every rank draws the same weights, so that none need be sent
-    torch.manual_seed(settings.seed)
-    model = build_model(sizes, corpus.source, corpus.target).to(WEIGHTS[settings.precision])
-    if start:
-        fill_model(model, start, settings.start_from)
-    freeze(model, settings.freeze)
-    adapt(model, config)
+
+    def build() -> EncoderDecoder:
+        model = build_model(sizes, corpus.source, corpus.target)
+        freeze(model, settings.freeze)
+        adapt(model, config)
+        return model
+
+    def checked(saved: SavedTraining) -> None:
+        ordinary = described(saved.weights)
+        plain = {name: each for name, each in ordinary.items() if not name.endswith(LORA)}
+        check_sizes(sizes, corpus.source, corpus.target, plain, last)
+
     if saved:
-        fill_model(model, saved.weights, last)
-        check_moments(model, saved, last)
-    return model
+        ranks.run_on_main(lambda: checked(saved))
+    start = None
+    if saved is None and settings.start_from:
+        start = ranks.run_on_all(lambda: starting_weights(config) if ranks.is_main else {})
+    torch.manual_seed(settings.seed)
+    model, drawn = drawn_later(build)
+    model.to(WEIGHTS[settings.precision])
+    own = tensors_of(model)
+    if saved:
+        ranks.run_on_main(lambda: check_fits(own, saved.weights, last))
+        ranks.run_on_main(lambda: check_moments(model, saved, last))
+        return model, ranks.tensors_of_main(saved.weights, own)
+    if start is None:
+        return model, drawn  # by every rank, so that none need be sent
+    plain = {name: each for name, each in own.items() if not name.endswith(LORA)}
+    ranks.run_on_main(lambda: check_fits(plain, start, settings.start_from))
+    of_lora = ((name, weight) for name, weight in drawn if name.endswith(LORA))
+    return model, chain(ranks.tensors_of_main(start, plain), of_lora)
+
+
+LORA = (".lora_A", ".lora_B")
+"""What the names of LoRA's matrices end with."""
 
 
 def must_agree(config: RunConfig) -> dict[str, object]:
@@ -232,17 +274,31 @@ class Training:
 
     def validate_and_save(self) -> None:
         """Validate, and begin to save the model and the state. Every rank calls this."""
-        translator, moments = self.good_state()
-        ordinary = merged(translator)
-        loss_of = self.average.layout.whole_forward(ordinary.model)
-        found = validate(ordinary, self.corpus, loss_of, self.state.step, self.ranks.for_steps())
+        moments = self.good_moments()
+        layout = self.average.layout
+        with self.average.in_place(), layout.independent() as ranks:
+            translator = self.translator()
+            if layout.has_whole_model:
+                translator = merged(translator)
+            found = validate(translator, self.corpus, layout.plain_loss(translator.model), self.state.step, ranks)
+            samples = []
+            if ranks.is_main:
+                samples = samples_of(translator, found.sentences, found.translations)
         loss = found["loss"]
         if loss is None or not math.isfinite(loss):
             raise spoiled(self.state.step, f"the validation loss is {loss}", self.saver)
         better = note_validation(self.state, found, self.config.training.best_by)
         # Before the state: of a process that is killed in between, the one that resumes keeps nothing of these
-        self.journal.keep(ordinary, found)
-        self.saver.save(translator, found.as_dict(), moments, self.state, validated=True, better=better)
+        self.journal.keep(found, samples)
+        self.saver.save(
+            self.translator(),
+            found.as_dict(),
+            self.average.weights(),
+            moments,
+            self.state,
+            validated=True,
+            better=better,
+        )
         self.journal.validated(self.state, found)
         return_free_memory()
 
@@ -254,41 +310,27 @@ class Training:
 
     def save_between(self) -> None:
         """Begin to save the state without a validation. Every rank calls this."""
-        translator, moments = self.good_state()
+        moments = self.good_moments()
         self.journal.flush()
-        self.saver.save(translator, {"step": self.state.step}, moments, self.state)
+        self.saver.save(self.translator(), {"step": self.state.step}, self.average.weights(), moments, self.state)
 
-    def good_state(self) -> tuple[Translator, dict[str, Tensor]]:
-        """Return the whole weights, on every rank, and the whole moments, on rank 0 alone (elsewhere none).
+    def translator(self) -> Translator:
+        """Return the model in training, as this rank has it, with what belongs to it."""
+        return Translator(self.config, self.average.layout.model, self.corpus.source, self.corpus.target)
 
-        With `training.ema` the average takes the place of the weights, which join the moments.
+    def good_moments(self) -> dict[str, Tensor]:
+        """Return the moments, as this rank has them; with `training.ema` also the weights, in whose place averages are.
 
-        Raise TrainingError, on every rank, where any of these numbers is not finite.
+        Raise TrainingError, on every rank, where any of these numbers or of the weights is not finite.
         """
-        translator = whole_translator(self.config, self.corpus, self.average)
-        if not all(bool(tensor.isfinite().all()) for tensor in translator.model.state_dict().values()):
-            raise spoiled(self.state.step, "the weights are no longer finite", self.saver)
-        moments = {}
-        # Every rank sees the same whole tensors, so that all of them raise at the same moment, or none
-        for name, moment in chain(self.average.layout.moments(self.optimizer), self.average.whole_weights()):
-            if not moment.isfinite().all():
-                raise spoiled(self.state.step, "the optimizer's moments are no longer finite", self.saver)
-            if self.ranks.is_main:
-                moments[name] = moment.to("cpu", copy=True)  # which the next step leaves as it is
-        return translator, moments
-
-
-@torch.no_grad()
-def whole_translator(config: RunConfig, corpus: Corpus, average: WeightAverage) -> Translator:
-    """Return the model in training, or its average, as a plain torch model with all its weights, on every rank."""
-    layout = average.layout
-    if layout.has_whole_model and not average.averages:
-        return Translator(config, layout.model, corpus.source, corpus.target)
-    model = model_to_fill(model_sizes(config.model), corpus.source, corpus.target)
-    model = model.to(layout.device, layout.model.generator.weight.dtype)
-    adapt(model, config)
-    fill_model(model, dict(average.whole_averages()), "the layout")
-    return Translator(config, model, corpus.source, corpus.target)
+        moments = self.average.layout.moments(self.optimizer) | self.average.others()
+        parts = {"the weights": self.average.weights(), "the optimizer's moments": moments}
+        good = [all(bool(local_of(each).isfinite().all()) for each in part.values()) for part in parts.values()]
+        everywhere = gather_numbers([int(each) for each in good], self.ranks.for_steps().group)
+        for name, each in zip(parts, zip(*everywhere, strict=True), strict=True):
+            if not all(each):
+                raise spoiled(self.state.step, f"{name} are no longer finite", self.saver)
+        return moments
 
 
 def check_finite(step: int, loss: float, norm: float, saver: Saver) -> None:

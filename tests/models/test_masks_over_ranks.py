@@ -144,8 +144,8 @@ def test_a_split_model_is_not_searched_and_a_whole_one_is():
     for said in ranks(2, searches_of_split_models):
         assert len(said) == 8
         assert set(said) == {
-            "the model is split over ranks, and can only be trained: join its weights by models.sharding.join_over, "
-            "and load them into a whole model"
+            "the model is split over ranks: search within models.sharding.whole_outputs(model), where all ranks that "
+            "split the vocabulary translate the same sentences"
         }
     alone = model()
     split_weights(alone, None)

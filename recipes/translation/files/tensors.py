@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from recipes.translation.errors import CheckpointError
@@ -23,35 +24,97 @@ from recipes.translation.errors import CheckpointError
 MIXED = "restore the folder from a copy: files of two checkpoints have been mixed, or changed"
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """The format's names of the dtypes, in the order in which the package writes tensors."""
+INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+"""Those that are never written here, but may be found in a file."""
+
+
+class OneByOne(Mapping[str, Tensor]):
+    """Tensors of which each exists from when it is asked for until the caller drops it.
+
+    Args:
+        described: every tensor on the device "meta", with its shape and dtype.
+        make: returns the tensor of a name.
+    """
+
+    def __init__(self, described: Mapping[str, Tensor], make: Callable[[str], Tensor]) -> None:
+        self.described = described
+        self.make = make
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.described[name]  # raises for a name that there is not
+        return self.make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.described)
+
+    def __len__(self) -> int:
+        return len(self.described)
+
+    def under(self, prefix: str) -> OneByOne:
+        """Return the tensors whose names begin with `prefix`, by the rest of their names."""
+        own = {name.removeprefix(prefix): each for name, each in self.described.items() if name.startswith(prefix)}
+        return OneByOne(own, lambda name: self[prefix + name])
+
+    def without(self, prefix: str) -> OneByOne:
+        """Return the tensors whose names do not begin with `prefix`."""
+        own = {name: each for name, each in self.described.items() if not name.startswith(prefix)}
+        return OneByOne(own, self.__getitem__)
+
+
+class AskedOnce(OneByOne):
+    """The same, of which each must be asked for once, as other processes take part in making it."""
+
+    def __init__(self, described: Mapping[str, Tensor], make: Callable[[str], Tensor]) -> None:
+        super().__init__(described, make)
+        self.left = in_order(described)
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.left.remove(name)
+        return super().__getitem__(name)
+
+    def finish(self) -> None:
+        """Ask for all that nobody has asked for."""
+        while self.left:
+            self[self.left[0]]
+
+
+def described(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return tensors of these shapes and dtypes, without making any."""
+    if isinstance(tensors, OneByOne):
+        return tensors.described
+    return tensors
+
+
+def in_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names in the order in which the package writes tensors: wide numbers come first, and are aligned."""
+    return sorted(tensors, key=lambda name: ([*DTYPES].index(described(tensors)[name].dtype), name))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write a new file, flush it to the disk, and return its SHA-256."""
+    """Write a new file, flush it to the disk, and return its SHA-256; each tensor is asked for once, `in_order`."""
     digest = hashlib.sha256()
     # Both let go of Python's lock, so that hashing takes place while the disk writes
     with ThreadPoolExecutor(1) as beside, path.open("xb", buffering=0) as file:
         for part in _parts(tensors):
             hashed = beside.submit(digest.update, part)
             _write_all(file.fileno(), part)
+            hashed.result()  # before the next part is in memory
         os.fsync(file.fileno())
-        hashed.result()
     return digest.hexdigest()
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     """Yield the bytes of a file, part by part."""
-    # The package's own order, in which wide numbers come first and are aligned
-    order = sorted(tensors, key=lambda name: ([*DTYPES].index(tensors[name].dtype), name))
     header = {}
     end = 0
-    for name in order:
-        tensor = tensors[name]
+    for name in in_order(tensors):
+        tensor = described(tensors)[name]
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
-    for name in order:
+    for name in header:
         # As bytes, since numpy has no bfloat16
         yield tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -61,9 +124,38 @@ def _write_all(descriptor: int, part: memoryview) -> None:
         part = part[os.write(descriptor, part) :]
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Map a file into memory; raise CheckpointError if it is none of safetensors."""
+def read_tensors(path: Path) -> OneByOne:
+    """Open a file, of which each tensor is mapped into memory when it is asked for, until it is dropped.
+
+    Raises CheckpointError if it is none of safetensors. What is read are the contents as they are now, even if the file
+    is replaced meanwhile.
+    """
     try:
-        return load_file(path)
+        with safe_open(path, framework="np"):  # which checks the header against the file's size
+            descriptor = os.open(path, os.O_RDONLY)
     except SafetensorError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; {MIXED}") from error
+    size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    header = json.loads(os.pread(descriptor, size, 8))
+    header.pop("__metadata__", None)
+    dtypes = {name: dtype for dtype, name in (DTYPES | INTEGERS).items()}
+    found = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in dtypes:
+            os.close(descriptor)
+            raise CheckpointError(f"{path}: {name} is {entry['dtype']}; weights are float32 or float64")
+        found[name] = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]], device="meta")
+
+    def mapped(name: str) -> Tensor:
+        like = found[name]
+        if not like.numel():
+            return torch.empty(like.shape, dtype=like.dtype)
+        begin = 8 + size + header[name]["data_offsets"][0]
+        inside = begin % mmap.ALLOCATIONGRANULARITY
+        # A copy when it is written to, which changes no file
+        part = mmap.mmap(descriptor, inside + like.nbytes, access=mmap.ACCESS_COPY, offset=begin - inside)
+        return torch.frombuffer(part, dtype=like.dtype, count=like.numel(), offset=inside).view(like.shape)
+
+    tensors = OneByOne(found, mapped)
+    weakref.finalize(tensors, os.close, descriptor)
+    return tensors

@@ -26,6 +26,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.rendezvous import rendezvous
 
@@ -53,11 +54,16 @@ class Ranks:
     """The rank among the processes of this machine."""
     local_world: int = 1
     group: ProcessGroup | None = None
-    """All ranks, over gloo, with the timeout PATIENCE."""
+    """All ranks, over gloo, with the timeout PATIENCE: for what is done before and after the steps, and for the thread
+    that saves during them."""
     step_group: ProcessGroup | None = None
     """All ranks, over gloo, with the timeout of the settings: for work that all ranks do at the same time."""
     gloo_groups: list[ProcessGroup] = field(default_factory=list)
     """Every gloo group of the run that this process belongs to: their connections show whether a rank was lost."""
+
+    meet: Callable[[], None] = lambda: None
+    """Called before ranks that have worked on their own exchange what they have found: where a model is sharded, those
+    that have finished help the others until all have."""
 
     @property
     def is_main(self) -> bool:
@@ -125,6 +131,22 @@ class Ranks:
                 raise ConfigError(str(error)) from error
 
         self.run_on_all(check)
+
+    def tensors_of_main(
+        self, tensors: Mapping[str, Tensor], described: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that rank 0 has, one after the other and on every rank, by name.
+
+        They have the shapes and dtypes of `described`, and its order; `tensors` may be empty on other ranks.
+        """
+        for name, like in described.items():
+            if self.is_main:
+                tensor = tensors[name].to(like.dtype).contiguous()
+            else:
+                tensor = torch.empty(like.shape, dtype=like.dtype)
+            if self.world > 1:
+                dist.broadcast(tensor, group=self.group, group_src=0)
+            yield name, tensor
 
     def main_says(self, value: bool) -> bool:
         """Return, on every rank, what rank 0 says; all ranks ask between the same steps."""

@@ -6,6 +6,7 @@ Wortsman et al. 2022, "Model soups": so are models that were trained on, in diff
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,20 +15,22 @@ import torch
 from torch import Tensor
 
 from recipes.translation.errors import CheckpointError
-from recipes.translation.files.atomic_folder import model_folder, sha256, whole_folder
+from recipes.translation.files.atomic_folder import model_folder, sha256, verified_folder, whole_folder
+from recipes.translation.files.tensors import OneByOne, described
 from recipes.translation.run_folder.checkpoint import (
+    BELONGINGS,
+    load_belongings,
     load_facts,
-    load_translator,
     load_weights,
-    save_model,
     saved_config,
     subword_names,
+    write_model,
 )
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.run_folder.resume import MAY_CHANGE, flat, without_paths
 from recipes.translation.run_folder.start import sizes_and_subwords
-from recipes.translation.run_folder.translator import fill_model
+from recipes.translation.run_folder.translator import Translator, build_model, check_sizes, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.settings.metrics import METRICS
 
@@ -116,28 +119,33 @@ def best_first(folders: Sequence[Path]) -> list[Path]:
 def write_average(target: Path, folders: Sequence[Path]) -> Averaged:
     """Write the mean of the models in `folders` to `target`, with the settings and subwords of the last one."""
     weights = mean_of_weights(folders)
-    newest = load_translator(folders[-1])
-    dtype = next(iter(weights.values())).dtype
-    fill_model(newest.model.to(dtype), weights, target)
+    config, source, target_subwords = load_belongings(verified_folder(folders[-1], BELONGINGS))
+    sizes = model_sizes(config.model)
+    check_sizes(sizes, source, target_subwords, weights, folders[-1])
     steps = [int(load_facts(folder)["step"]) for folder in folders]
-    save_model(target, newest, {"step": steps[-1], "averaged_steps": steps})
+    with torch.device("meta"):  # only what belongs to it is written
+        newest = Translator(config, build_model(sizes, source, target_subwords), source, target_subwords)
+    write_model(target, newest, weights, {"step": steps[-1], "averaged_steps": steps})
     return Averaged(target, steps)
 
 
-@torch.no_grad()
-def mean_of_weights(folders: Sequence[Path]) -> dict[str, Tensor]:
-    """Compute the mean of each tensor in float64, rounded once to its own dtype.
+def mean_of_weights(folders: Sequence[Path]) -> OneByOne:
+    """Compute the mean of each tensor, when it is asked for, in float64, rounded once to its own dtype.
 
     Raises CheckpointError if the models' tensors differ in name, shape or dtype.
     """
-    first = load_weights(folders[0])
-    totals = {name: tensor.to(torch.float64, copy=True) for name, tensor in first.items()}
-    for folder in folders[1:]:
-        weights = load_weights(folder)
-        check_same_tensors(first, weights, folders[0], folder)
-        for name, tensor in weights.items():
-            totals[name] += tensor
-    return {name: (total / len(folders)).to(first[name].dtype) for name, total in totals.items()}
+    models = [load_weights(folder) for folder in folders]
+    first = described(models[0])
+    for folder, weights in zip(folders[1:], models[1:], strict=True):
+        check_same_tensors(first, described(weights), folders[0], folder)
+
+    def mean(name: str) -> Tensor:
+        total = models[0][name].to(torch.float64, copy=True)
+        for weights in models[1:]:
+            total += weights[name]
+        return (total / len(models)).to(first[name].dtype)
+
+    return OneByOne(first, mean)
 
 
 def check_same_tensors(
@@ -186,10 +194,16 @@ def check_related(folders: Sequence[Path]) -> None:
     first = load_weights(folders[0])
     for folder in folders[1:]:
         weights = load_weights(folder)
-        check_same_tensors(first, weights, folders[0], folder)
-        names = [name for name, tensor in first.items() if tensor.dim() > 1]
-        here, there = (torch.cat([tensors[name].flatten().double() for name in names]) for tensors in (first, weights))
-        cosine = float(torch.nn.functional.cosine_similarity(here, there, dim=0))
+        check_same_tensors(described(first), described(weights), folders[0], folder)
+        here_there = here_here = there_there = 0.0
+        for name in first:
+            here, there = (tensors[name].flatten().double() for tensors in (first, weights))
+            if described(first)[name].dim() > 1:
+                here_there += float(here @ there)
+                here_here += float(here @ here)
+                there_there += float(there @ there)
+        # Without matrices, or with zeros alone, there is no angle
+        cosine = here_there / math.sqrt(here_here * there_there or math.inf)
         if cosine < LEAST_COSINE:
             raise CheckpointError(
                 f"the weights of {folders[0]} and {folder} have a cosine of {cosine:.2f}, less than {LEAST_COSINE}: a "

@@ -46,7 +46,7 @@ from recipes.translation.files.atomic_folder import (
     whole_folder,
 )
 from recipes.translation.files.json_fields import Check, WrongFieldError
-from recipes.translation.files.tensors import MIXED, read_tensors, write_tensors
+from recipes.translation.files.tensors import MIXED, OneByOne, described, read_tensors, write_tensors
 from recipes.translation.run_folder.fields import FACTS, STATE
 from recipes.translation.run_folder.translator import (
     Translator,
@@ -159,12 +159,17 @@ def load_training(folder: Path) -> SavedTraining:
             f"{there / 'training.json'} belongs to other weights or moments than those beside it; {MIXED}"
         )
     state = _as_state(record, there / "training.json")
-    trained = {name.removeprefix(TRAINED): moments.pop(name) for name in list(moments) if name.startswith(TRAINED)}
+    trained = moments.under(TRAINED)
     if not trained:
         return SavedTraining(weights, moments, state)
-    if {name: each.shape for name, each in trained.items()} != {name: each.shape for name, each in weights.items()}:
+    if _shapes_of(trained) != _shapes_of(weights):
         raise CheckpointError(f"{whole} has weights that do not fit their averages; {MIXED}")
+    moments = moments.without(TRAINED)
     return SavedTraining(trained, moments, state, averages=weights)
+
+
+def _shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in described(tensors).items()}
 
 
 TRAINED = "weights/"
@@ -204,19 +209,20 @@ def load_translator(
     return undisturbed(folder, read)
 
 
-def load_weights(folder: Path) -> dict[str, Tensor]:
+def load_weights(folder: Path) -> Mapping[str, Tensor]:
     """Read and verify the weights of the model in `folder`, in the dtype in which they were saved."""
     weights, _ = load_weights_with_digest(folder)
     return weights
 
 
-def load_weights_with_digest(folder: Path) -> tuple[dict[str, Tensor], str]:
+def load_weights_with_digest(folder: Path) -> tuple[Mapping[str, Tensor], str]:
     """Do the same, and return the SHA-256 of the weights as they were saved, too."""
     return undisturbed(folder, lambda: _merged_weights(verified_folder(folder)))
 
 
-def _merged_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
+def _merged_weights(folder: Path) -> tuple[Mapping[str, Tensor], str]:
     """Read the weights of a verified folder, to which LoRA's change is added, and the SHA-256 of what is saved."""
+    weights: Mapping[str, Tensor]
     weights, digest = _read_weights(folder)
     if has_lora(weights):
         try:
@@ -261,7 +267,7 @@ def check_moments(model: nn.Module, saved: SavedTraining, folder: Path) -> None:
     for key in sorted(shapes.keys() | saved.moments.keys()):
         there = None
         if key in saved.moments:
-            there = saved.moments[key].shape
+            there = described(saved.moments)[key].shape
         if there is None:
             raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {key} is missing there")
         if there != shapes.get(key):
@@ -303,7 +309,7 @@ def _subwords_of(translator: Translator) -> dict[str, Subwords]:
     return {f"{source}.model": translator.source, f"{target}.model": translator.target}
 
 
-def _read_weights(folder: Path) -> tuple[dict[str, Tensor], str]:
+def _read_weights(folder: Path) -> tuple[OneByOne, str]:
     """Read the weights of a verified folder and their SHA-256.
 
     Settings, subwords and weights must be those that `model.json` lists.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -14,10 +14,16 @@ from typing import Self
 from torch import Tensor
 
 from recipes.translation.files.atomic_folder import whole_folder
+from recipes.translation.files.tensors import AskedOnce
 from recipes.translation.run_folder.checkpoint import TrainingState, write_model, write_state
 from recipes.translation.run_folder.numbered import model_at, point_at, state_at
-from recipes.translation.run_folder.translator import Translator, tensors_of
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.training import TrainingConfig, save_interval
+
+
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies in the memory of the CPU."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 class Saver:
@@ -35,14 +41,18 @@ class Saver:
         *,
         writes: bool = True,
         main_says: Callable[[bool], bool] = bool,
+        copied: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = copies,
     ) -> None:
         """Save for the run that was resumed from `saved_step`, if this is the process that `writes`.
 
         Of several processes, all call `is_due` and `save` at the same steps; `main_says` tells them what rank 0 says.
+        `copied` copies a process's own tensors, and returns the whole ones, of which each is asked for once; what the
+        other processes get is of no use, but they must ask, too.
         """
         self.run = run
         self.writes = writes
         self._main_says = main_says
+        self._copied = copied
         self.keep = settings.keep_checkpoints
         self.saved_step = saved_step
         """The step whose checkpoint was last begun to be saved, or was resumed from."""
@@ -63,6 +73,7 @@ class Saver:
         self,
         translator: Translator,
         facts: Mapping[str, object],
+        weights: Mapping[str, Tensor],
         moments: Mapping[str, Tensor],
         state: TrainingState,
         *,
@@ -71,30 +82,37 @@ class Saver:
     ) -> None:
         """Begin to save what training needs to resume, once the save before has ended.
 
-        The model is copied before this returns; the moments must be the caller's copy already.
+        Weights and moments are copied before this returns. Of `translator`, what belongs to the weights is saved.
         """
         self.saved_step = state.step
-        if not self.writes:
-            return
         self.wait()
-        weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors_of(translator.model).items()}
+        weights = self._copied(weights)
+        moments = self._copied(moments)
         state = replace(state)
         facts = dict(facts)
         keep = self.keep if validated else 0
 
         def write() -> None:
+            if not self.writes:
+                return
             digest = write_model(model_at(self.run, state.step), translator, weights, facts)
             write_state(state_at(self.run, state.step), digest, moments, state)
             point_at(self.run, state.step, better=better, keep=keep)
 
         self._saved_at = time.monotonic()
         # A daemon, which does not hold up a process that is told to end at once
-        self._thread = threading.Thread(target=self._run, args=(write,), name="saving", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(write, (weights, moments)), name="saving", daemon=True)
         self._thread.start()
 
-    def _run(self, write: Callable[[], None]) -> None:
+    def _run(self, write: Callable[[], None], tensors: Sequence[Mapping[str, Tensor]]) -> None:
         try:
-            write()
+            try:
+                write()
+            finally:
+                # Those that were not written, which other processes wait to be asked for
+                for each in tensors:
+                    if isinstance(each, AskedOnce):
+                        each.finish()
         except BaseException as error:
             self._error = error
 

@@ -13,6 +13,7 @@ from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.prepare import SHAPING, prepare
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.atomic_folder import model_folder, verified_folder, whole_folder
+from recipes.translation.files.tensors import OneByOne, described
 from recipes.translation.run_folder.checkpoint import BELONGINGS, load_belongings, load_weights, saved_config
 from recipes.translation.run_folder.teacher import teacher_subwords
 from recipes.translation.run_folder.translator import check_layers, model_sizes
@@ -20,7 +21,7 @@ from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import Subwords
 
 
-def starting_weights(config: RunConfig) -> dict[str, Tensor] | None:
+def starting_weights(config: RunConfig) -> Mapping[str, Tensor] | None:
     """Return the weights of the model that a new run starts from; None if it starts from random ones."""
     if not config.training.start_from:
         return None
@@ -35,7 +36,7 @@ def starting_weights(config: RunConfig) -> dict[str, Tensor] | None:
     return weights
 
 
-def spaced_layers(weights: Mapping[str, Tensor], stack: str, layers: int, kept: int) -> dict[str, Tensor]:
+def spaced_layers(weights: Mapping[str, Tensor], stack: str, layers: int, kept: int) -> OneByOne:
     """Return the weights of a model with `kept` of the `layers` layers of `stack`, "encoder" or "decoder".
 
     They are as far apart as can be, the first and the last one among them; of a single one, it is the first (Shleifer
@@ -43,14 +44,15 @@ def spaced_layers(weights: Mapping[str, Tensor], stack: str, layers: int, kept: 
     """
     spaced = [round(place * (layers - 1) / max(kept - 1, 1)) for place in range(kept)]
     new = {f"{stack}.layers.{old}": f"{stack}.layers.{place}" for place, old in enumerate(spaced)}
-    found = {}
-    for name, tensor in weights.items():
+    old_names = {}
+    for name in weights:
         *layer, rest = name.split(".", maxsplit=3)
         if not name.startswith(f"{stack}.layers."):
-            found[name] = tensor
+            old_names[name] = name
         elif ".".join(layer) in new:
-            found[f"{new['.'.join(layer)]}.{rest}"] = tensor
-    return found
+            old_names[f"{new['.'.join(layer)]}.{rest}"] = name
+    shapes = {name: described(weights)[old] for name, old in old_names.items()}
+    return OneByOne(shapes, lambda name: weights[old_names[name]])
 
 
 def run_subwords(corpora: Corpora, *, fresh: bool = False) -> tuple[Subwords, Subwords]:

@@ -22,6 +22,7 @@ from models import (
 from models.presets import Sizes
 from models.undrawn import undrawn
 from recipes.translation.errors import CheckpointError, ConfigError
+from recipes.translation.files.tensors import described
 from recipes.translation.settings.config import ModelConfig, RunConfig
 from recipes.translation.text.subwords import PAD, Subwords
 
@@ -82,14 +83,8 @@ def model_to_fill(sizes: Sizes, source: Subwords, target: Subwords) -> EncoderDe
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's state, a tied tensor only under the first of its names."""
-    seen: set[int] = set()
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:  # tied tensors are different objects in the same memory
-            seen.add(tensor.data_ptr())
-            tensors[name] = tensor
-    return tensors
+    """Return the model's weights, a tied one only under the first of its names; the models here have no buffers."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @torch.no_grad()
@@ -104,6 +99,7 @@ def fill_model(model: nn.Module, saved: Mapping[str, Tensor], folder: Path | str
 
 def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Path | str) -> None:
     """Raise CheckpointError unless saved tensors have the names and shapes of a model's own, in a dtype of weights."""
+    saved = described(saved)
     for name in sorted(own.keys() ^ saved.keys()):
         where = "it is missing there"
         if name in saved:

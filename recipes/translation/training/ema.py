@@ -11,15 +11,16 @@ The smaller d of the first steps lets the average forget the first weights; it i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from recipes.translation.errors import CheckpointError
 from recipes.translation.training.layout import Layout
+from recipes.translation.training.parts import local_of
 
 
 class WeightAverage:
@@ -37,33 +38,51 @@ class WeightAverage:
         """Add the weights after step `step`, counted from 1."""
         if not self.averages:
             return
-        weights = [_local(weight) for weight in self.layout.model.parameters()]
-        averages = [_local(average) for average in self.averages.values()]
+        weights = [local_of(weight) for weight in self.layout.model.parameters()]
+        averages = [local_of(average) for average in self.averages.values()]
         decay = min(self.decay, (1 + step) / (10 + step))
         get_ema_multi_avg_fn(decay)(averages, weights, step)
 
-    @torch.no_grad()
-    def fill(self, saved: Mapping[str, Tensor], folder: Path) -> None:
-        """Set the averages from whole ones, of the checkpoint in `folder`."""
+    def check(self, saved: Mapping[str, Tensor], folder: Path) -> None:
+        """Raise CheckpointError unless the checkpoint in `folder`, with these averages, has those of this model."""
         for name in sorted(self.averages.keys() ^ saved.keys()):
             raise CheckpointError(f"{folder} does not fit training.ema {self.decay:g}: {name} is in one of them alone")
-        for name, average in self.averages.items():
-            _local(average).copy_(_local(self.layout.part(name, saved[name], average)))
 
-    def whole_averages(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each average, whole on every rank; the weights themselves without a decay."""
-        tensors: Mapping[str, Tensor] = self.averages or dict(self.layout.model.named_parameters())
-        for name, tensor in tensors.items():
-            yield name, self.layout.whole(name, tensor)
+    def fill(self, saved: Mapping[str, Tensor]) -> None:
+        """Set the averages from rank 0's whole ones."""
+        parts = self.layout.parts
+        described = {
+            name: torch.empty(parts.shapes[name], dtype=average.dtype, device="meta")
+            for name, average in self.averages.items()
+        }
+        for name, whole in parts.ranks.tensors_of_main(saved, described):
+            parts.fill(name, self.averages[name], whole)
 
-    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight whose average is another number, whole, with its name `weights/<parameter>`."""
-        if self.averages:
-            for name, weight in self.layout.model.named_parameters():
-                yield f"weights/{name}", self.layout.whole(name, weight)
+    def weights(self) -> dict[str, Tensor]:
+        """Return what is validated and translates, as this rank has it: the averages, or without them the weights."""
+        return self.averages or dict(self.layout.model.named_parameters())
 
+    def others(self) -> dict[str, Tensor]:
+        """Return the weights whose averages are other numbers, as this rank has them, as `weights/<parameter>`."""
+        if not self.averages:
+            return {}
+        return {f"weights/{name}": weight for name, weight in self.layout.model.named_parameters()}
 
-def _local(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor.detach()
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the block, let the model have the averages for its weights."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Let weights and averages change places, one after the other."""
+        for name, weight in self.layout.model.named_parameters():
+            if name in self.averages:
+                own, average = local_of(weight), local_of(self.averages[name])
+                kept = own.clone()
+                own.copy_(average)
+                average.copy_(kept)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import seqpar
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import TrainingState
 from recipes.translation.run_folder.resume import flat
-from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.training.layout import Layout
 from recipes.translation.training.machine import hardware, peak_memory, software, started_by
 from recipes.translation.training.outliers import Outliers
 from recipes.translation.training.progress import Metrics, Progress
-from recipes.translation.training.samples import samples_of, write_newest
+from recipes.translation.training.samples import write_newest
 from recipes.translation.training.trackers import Tracker
 from recipes.translation.training.validation import Validation
 from seqpar.distributed.collectives import gather_objects
@@ -101,11 +100,14 @@ class Journal:
         self.machine.write(step=state.step, seconds=round(seconds, 6))
         self.drawn = False
 
-    def keep(self, translator: Translator, found: Validation) -> None:
-        """Write a validation and its translations, and all records so far, to the disk before the state is saved."""
+    def keep(self, found: Validation, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write a validation, its translations and samples of them, and all records so far, to the disk.
+
+        This comes before the state is saved.
+        """
         self.metrics.write(**found.as_dict())
         if self.ranks.is_main and found.translations:
-            self.samples.write(step=found.step, samples=samples_of(translator, found.sentences, found.translations))
+            self.samples.write(step=found.step, samples=samples)
             write_newest(self.run / "validation.json", found.step, found.sentences, found.translations)
         self.flush()
 

@@ -1,7 +1,7 @@
 """Distribution of the model over the devices of one process, or over processes by the setting `layout`.
 
-In every layout the gradient of a step equals that of all its tokens on one device, and weights and moments are gathered
-whole for saving, so that a run can be resumed in another layout.
+In every layout the gradient of a step equals that of all its tokens on one device. `Parts` says which part of each
+weight a process has.
 
 Ranks are numbered by (data, shard, sequence, vocab), the last one fastest: ranks that communicate most are neighbours,
 usually on the same machine.
@@ -9,7 +9,9 @@ usually on the same machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from math import prod
 from typing import NamedTuple
@@ -20,13 +22,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from models import EncoderDecoder
 from models.recurrent import RecurrentEncoderDecoder
-from models.sharding import cut, cut_of, join_over, split_time_steps, split_weights
+from models.sharding import cut_of, split_time_steps, split_weights, whole_outputs
 from models.transformer import DecoderLayer, EncoderLayer
 from recipes.translation.data.batches import Batch
 from recipes.translation.errors import ConfigError
@@ -34,8 +36,10 @@ from recipes.translation.processes.ranks import Ranks
 from recipes.translation.settings.config import LayoutConfig, RunConfig, TrainingConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.training.distillation import Teacher
+from recipes.translation.training.gathering import gathered_together
 from recipes.translation.training.objective import Objective, objective_of
-from seqpar.distributed.collectives import group_sum, rank_in, world_size
+from recipes.translation.training.parts import Parts
+from seqpar.distributed.collectives import group_sum, world_size
 from seqpar.multi_device.devices import check_devices
 
 
@@ -148,7 +152,9 @@ class Layout:
     """A model distributed for training.
 
     Args:
-        model: whole, with the same weights on every rank; it is split in place, not copied.
+        model: on the device "meta"; it is split in place, and gets memory for the parts of this process alone.
+        weights: each weight, whole and the same on every rank, by its name; it is asked for after the one before has
+            been put into its place.
         config: the settings of the training and its layout.
         axes: from `axes_of`.
         devices: from `devices_of`.
@@ -162,6 +168,7 @@ class Layout:
     def __init__(
         self,
         model: EncoderDecoder,
+        weights: Iterable[tuple[str, Tensor]],
         config: RunConfig,
         axes: Axes,
         devices: list[torch.device],
@@ -180,19 +187,30 @@ class Layout:
         # Ranks of a sequence group have the same sentences
         self.data_rank = self.token_rank // axes.sequence
         self.data_ranks = axes.data * axes.shard
-        self.model = model.to(self.device)
+        self.model = model
+        self.parts = Parts(axes, ranks, {name: weight.shape for name, weight in model.named_parameters()})
+        self.layers = [module for module in model.modules() if isinstance(module, EncoderLayer | DecoderLayer)]
         self.reducer: nn.Module | None = None
         beside = None
         if teacher is not None:
             beside = Teacher(teacher, devices, self.groups.sequence)
         objective = objective_of(config.training, beside)
         if ranks.world == 1:
-            self.forward = self.whole_forward(model, objective)
+            allocate(model, self.device)
+            self._fill(weights)
+            self.forward = self.over_devices(model, objective)
         else:
-            self.forward = self._distribute(objective)
+            self.forward = self._distribute(objective, weights)
 
-    def _distribute(self, objective: Objective) -> Callable[[Batch], seqpar.TokenLoss]:
-        """Split and wrap the model together with its loss; return the forward of a batch."""
+    def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, whole in weights:
+            self.parts.fill(name, parameters[name], whole)
+
+    def _distribute(
+        self, objective: Objective, weights: Iterable[tuple[str, Tensor]]
+    ) -> Callable[[Batch], seqpar.TokenLoss]:
+        """Split and wrap the model together with its loss, and fill it; return the forward of a batch."""
         if isinstance(self.model, RecurrentEncoderDecoder) and not self.has_whole_model:
             raise ConfigError(f"{self}: an LSTM can be copied (layout.data), not split or sharded")
         try:
@@ -205,13 +223,20 @@ class Layout:
         if self.axes.vocab > 1:  # a shard of the vocabulary stays on the device it is on
             vocab = shard
             own_devices = None
-        both = seqpar.ModelWithLoss(objective.passes(self.model), objective.loss(self.model, own_devices, vocab))
         if self.groups.shards is not None:
-            # Each layer is gathered for its own forward and backward; the last call shards what is in none of them
-            layers = [module for module in self.model.modules() if isinstance(module, EncoderLayer | DecoderLayer)]
-            for layer in layers:
+            # Each layer is gathered for its own forward and backward
+            for layer in self.layers:
+                allocate(layer, self.device)  # and, by the next line, freed but for this rank's rows
                 fully_shard(layer, mesh=self.groups.shards)
+        allocate(self.model, self.device)
+        if self.groups.shards is None:
+            self._fill(weights)  # before DDP sends rank 0's to all, whatever processors have drawn them
+        both = seqpar.ModelWithLoss(objective.passes(self.model), objective.loss(self.model, own_devices, vocab))
+        self.usual_loss = Objective(self.settings).loss(self.model, own_devices, vocab)
+        if self.groups.shards is not None:
+            # What is in none of the layers
             fully_shard(both, mesh=self.groups.shards)
+            self._fill(weights)
             self.reducer = both
         elif self.groups.tokens is not None:
             device_ids = None
@@ -235,14 +260,8 @@ class Layout:
         axes = " x ".join(f"{name} {size}" for name, size in self.axes._asdict().items() if size > 1)
         return f"{prod(self.axes)} processes ({axes}), here {self.device}"
 
-    def whole_forward(
-        self, model: EncoderDecoder, objective: Objective | None = None
-    ) -> Callable[[Batch], seqpar.TokenLoss]:
-        """Return the forward of a batch by a whole model over the devices of this process; hidden states stay there.
-
-        Without an objective the loss is the usual one.
-        """
-        objective = objective or Objective(self.settings)
+    def over_devices(self, model: EncoderDecoder, objective: Objective) -> Callable[[Batch], seqpar.TokenLoss]:
+        """Return the forward of a batch over the devices of this process alone; hidden states stay on them."""
         passes = seqpar.DataParallel(objective.passes(model), self.devices, gather_outputs=False)
         loss = objective.loss(model, self.devices, None)
 
@@ -253,6 +272,42 @@ class Layout:
                 hidden, more = zip(*hidden, strict=True)
                 per_token = {name: [tensors[name] for tensors in more] for name in more[0]}
             found: seqpar.TokenLoss = loss(list(hidden), batch.tgt_out, **per_token)
+            return found
+
+        return forward
+
+    @contextmanager
+    def independent(self) -> Iterator[Ranks]:
+        """Within the block, let each rank call the model for sentences of its own, without gradients.
+
+        Yield the ranks that divide the sentences: those that split the vocabulary are one. Every rank must enter the
+        block, leaves it when all others do, and calls `meet` of these ranks before any collective.
+        """
+        ranks = self.parts.ranks.for_steps()
+        if self.axes.vocab > 1:
+            world = ranks.world // self.axes.vocab
+            ranks = replace(ranks, rank=self.token_rank, world=world, group=self.groups.tokens)
+        with ExitStack() as held:
+            held.enter_context(whole_outputs(self.model))
+            if self.groups.shards is not None:
+                assert self.reducer is not None
+                shards = self.groups.shards.get_group("shard")
+                ranks = replace(ranks, meet=held.enter_context(gathered_together(self.reducer, self.layers, shards)))
+            yield ranks
+
+    def plain_loss(self, model: EncoderDecoder) -> Callable[[Batch], seqpar.TokenLoss]:
+        """Return the usual loss of a batch, whatever is trained, within `independent`.
+
+        `model` is that of this layout, or, where no part of it is elsewhere, one that takes its place.
+        """
+        usual = Objective(self.settings)
+        if self.has_whole_weights:
+            return self.over_devices(model, usual)
+
+        def forward(batch: Batch) -> seqpar.TokenLoss:
+            on_device = Batch(*(ids.to(self.device) for ids in batch))
+            hidden = self.model(on_device.src, on_device.tgt_in)
+            found: seqpar.TokenLoss = self.usual_loss(hidden, on_device.tgt_out)
             return found
 
         return forward
@@ -290,39 +345,50 @@ class Layout:
         """Return whether `model` was neither split nor sharded."""
         return self.axes[1:] == (1, 1, 1)
 
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Gather a parameter, or one of its moments, whole on every rank; every rank must call it."""
-        if tensor.dim() == 0:  # Adam's number of steps
-            return tensor
-        return join_over(name, _whole(tensor.detach()), self.groups.vocab)
+    @property
+    def has_whole_weights(self) -> bool:
+        """Return whether every rank has all weights, though perhaps not all time steps."""
+        return self.axes.shard == self.axes.vocab == 1
 
-    def moments(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-        """Yield each of the optimizer's moments, whole, with its name `optimizer/<parameter>/<what>`.
-
-        Gathering one is a collective, so every rank must iterate to the end; a rank that does not need the moments
-        drops each one before the next, and never holds more than one parameter's.
-        """
-        for name, parameter in self.model.named_parameters():
-            for what, value in sorted(optimizer.state.get(parameter, {}).items()):
-                yield f"optimizer/{name}/{what}", self.whole(name, torch.as_tensor(value))
+    def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Return the optimizer's moments, as this rank has them, by their names `optimizer/<parameter>/<what>`."""
+        return {
+            f"optimizer/{name}/{what}": torch.as_tensor(value)
+            for name, parameter in self.model.named_parameters()
+            for what, value in sorted(optimizer.state.get(parameter, {}).items())
+        }
 
     def fill_moments(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
-        """Set the optimizer's moments from whole ones, as `moments` yields them, in this layout."""
+        """Set the optimizer's moments from rank 0's whole ones, as `parts.copied` makes them of `moments`."""
+        described: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                # In the weights' dtype, which differs if the run is resumed in another precision
+                like = torch.empty(self.parts.shapes[name], dtype=parameter.dtype, device="meta")
+                of_step = torch.empty((), device="meta")
+                described |= {f"optimizer/{name}/{what}": like for what in ("exp_avg", "exp_avg_sq")}
+                described[f"optimizer/{name}/step"] = of_step
         parameters = dict(self.model.named_parameters())
-        for key, value in saved.items():
-            name, _, what = key.removeprefix("optimizer/").rpartition("/")
+        for key, whole in self.parts.ranks.tensors_of_main(saved, described):
+            _, name, what = key.split("/")
             parameter = parameters[name]
-            optimizer.state[parameter][what] = self.part(name, value, parameter)
+            if what == "step":
+                optimizer.state[parameter][what] = whole.to(parameter.device)
+                continue
+            optimizer.state[parameter][what] = torch.zeros_like(parameter, requires_grad=False)
+            self.parts.fill(name, optimizer.state[parameter][what], whole)
 
-    def part(self, name: str, whole: Tensor, parameter: Tensor) -> Tensor:
-        """Return this rank's part of a parameter, or of one of its moments, given the whole one; undoes `whole`."""
-        value = whole.to(parameter.device)
-        if value.dim():  # Adam's number of steps has no dimensions, and is whole on every rank
-            value = value.to(parameter.dtype)  # which differs if the run was resumed in another precision
-            value = cut(name, value, rank_in(self.groups.vocab), world_size(self.groups.vocab))
-            if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        return value
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give memory, whose contents mean nothing yet, to the parameters that are on "meta"; tied ones stay tied."""
+    allocated: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_meta:
+                if id(parameter) not in allocated:
+                    empty = torch.empty_like(parameter, device=device)
+                    allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                setattr(owner, name, allocated[id(parameter)])
 
 
 def _whole(tensor: Tensor) -> Tensor:

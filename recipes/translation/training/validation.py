@@ -100,7 +100,7 @@ def validate(
 ) -> Validation:
     """Compute the loss of all validation pairs, BLEU and chrF of the first ones, each rank a subset of them.
 
-    `loss_of` computes the loss of a batch by the translator's model, which is whole on every rank.
+    `loss_of` computes the loss of a batch by the translator's model, of which `ranks` can call it independently.
     """
     translator.model.eval()
     losses = [_loss(translator, valid.batches, loss_of, ranks) for valid in corpus.valid]
@@ -141,8 +141,9 @@ def _loss(
 ) -> seqpar.TokenLoss:
     # Sums of losses and tokens, divided once: a mean over the ranks' means would weigh their tokens differently
     mine = batches.epoch(0)[ranks.rank :: ranks.world]
-    losses = (loss_of(batches.batch(indices)) for indices in mine)
-    return seqpar.sum_over_ranks(sum(losses, start=nothing(translator.model)), ranks.group)
+    loss = sum((loss_of(batches.batch(indices)) for indices in mine), start=nothing(translator.model))
+    ranks.meet()
+    return seqpar.sum_over_ranks(loss, ranks.group)
 
 
 def _of_set(

@@ -41,6 +41,7 @@ def in_batches(
             rows = mine[start : start + size]
             found.update(zip(rows, search(rows), strict=True))
             progress.done(len(rows))
+    ranks.meet()
     return ChainMap(*gather_objects(found, ranks.group))
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Exit status, output and errors."""
     with process:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=300)
     return process.returncode, output, errors
 
 
 def wait_for_steps(run: Path, process: subprocess.Popen[str], steps: int) -> None:
     """Until that many steps are done and one validation is saved."""
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     metrics = run / "metrics.jsonl"
     while not (run / "last").exists() or not metrics.exists() or metrics.read_text().count("\n") < steps:
         assert time.monotonic() < deadline

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.train import train
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import LAYOUTS, assert_same_weights, records
-from tests.recipes.tiny import few_held_out, tiny
+from tests.recipes.tiny import few_held_out, tiny, tiny_decoder_only
 
 pytestmark = [pytest.mark.launched, pytest.mark.usefixtures("short_validations")]
 
@@ -88,3 +90,29 @@ def test_lora_gives_the_same_weights_in_every_layout(start: Path, tmp_path: Path
     for kind in ("loss", "gradient_norm", "tokens"):
         found, expected = records(tmp_path / "run", kind), records(tmp_path / "one", kind)
         assert found == pytest.approx(expected, rel=1e-10), kind
+
+
+@pytest.mark.parametrize("layout", ["shard 2", "vocab 2"])
+def test_a_decoder_alone_is_trained_in_parts_and_its_samples_are_those_of_one_device(
+    layout: str, tmp_path: Path
+) -> None:
+    world, sizes = LAYOUTS[layout]
+    changes = {
+        "subwords.vocab_size": 600,  # so that sentences are short enough for maps of attention
+        "training.precision": "float64",
+        "training.steps": 3,
+        "training.validate_bleu": 5,
+        "model.dropout": 0,
+    }
+    train(tiny_decoder_only(tmp_path / "one", {**changes, "training.devices": "[cpu]"}))
+    config = tiny_decoder_only(tmp_path / "run", {**changes, "training.devices": "auto", **sizes})
+    assert ranks(world, trained, config) == [3] * world
+    assert_same_weights(tmp_path / "run", tmp_path / "one", 1e-10)
+    for kind in ("loss", "valid_loss", "valid_chrf"):
+        assert records(tmp_path / "run", kind) == pytest.approx(records(tmp_path / "one", kind), rel=1e-10), kind
+    found, expected = (read_metrics(tmp_path / run / "samples.jsonl")[0]["samples"] for run in ("run", "one"))
+    assert [one["translation"] for one in found] == [one["translation"] for one in expected]
+    assert any("attention" in one for one in expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        weights, true = (torch.tensor(each.get("attention", {}).get("weights", [])) for each in (ours, theirs))
+        torch.testing.assert_close(weights, true, rtol=0, atol=1.1e-3)  # they are rounded to three decimals

@@ -5,27 +5,26 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import OtherRankError
 from recipes.translation.processes.ranks import joined
-from recipes.translation.run_folder.saving import Saver
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.train import train
-from recipes.translation.training.layout import Layout
+from recipes.translation.training.parts import Parts
 from seqpar.rows.conventions import CONVENTIONS
 from seqpar.testing.ranks import ranks
-from tests.recipes.processes.layouts import EXACT, LAYOUTS, assert_same_weights, records
+from tests.recipes.processes.layouts import EXACT, LAYOUTS, assert_same_weights, records, weights
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import tiny
 from tests.seqpar.published import Smoothing
@@ -289,44 +288,74 @@ def test_only_rank_0_prints_and_only_once(tmp_path: Path) -> None:
     assert os.environ.get("RANK") is None
 
 
-def most_moments_at_once(rank: int, world: int, config: RunConfig) -> tuple[int, int, int]:
-    """Return how many moments a rank saw whole, how many of them were in memory at once, and how many it saves."""
+def most_whole_at_once(rank: int, world: int, config: RunConfig) -> tuple[int, int, int]:
+    """Return how many whole tensors a rank has seen, how many of them at once, and the bytes that it has copied."""
     seen: list[weakref.ref[torch.Tensor]] = []
     most = 0
-    saved = 0
-    moments = Layout.moments
-    save = Saver.save
+    copied = 0
+    fill, gathered, copy = Parts.fill, Parts._gathered, Parts.copied
 
-    def watched(self: Layout, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    def see(whole: torch.Tensor) -> None:
         nonlocal most
-        for name, moment in moments(self, optimizer):
-            if moment.dim():  # a number of steps is no copy
-                seen.append(weakref.ref(moment))
-            most = max(most, sum(each() is not None for each in seen))
-            yield name, moment
-            del moment
+        if whole.dim() and not whole.is_meta:  # a number of steps is no copy
+            seen.append(weakref.ref(whole))
+        most = max(most, sum(each() is not None for each in seen))
 
-    def counted(self: Saver, translator: Any, facts: Any, copies: Any, *state: Any, **kind: Any) -> None:
-        nonlocal saved
-        saved = sum(moment.dim() > 0 for moment in copies.values())
-        save(self, translator, facts, copies, *state, **kind)
+    def filled(self: Parts, name: str, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+        see(whole)
+        fill(self, name, tensor, whole)
+
+    def joined(self: Parts, *arguments: Any) -> torch.Tensor:
+        whole = gathered(self, *arguments)
+        see(whole)
+        return whole
+
+    def counted(self: Parts, tensors: dict[str, torch.Tensor]) -> Any:
+        nonlocal copied
+        tracked = TrackedCopies()
+        with tracked:
+            found = copy(self, tensors)
+        copied += tracked.bytes
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Layout, "moments", watched)
-        patch.setattr(Saver, "save", counted)
+        patch.setattr(Parts, "fill", filled)
+        patch.setattr(Parts, "_gathered", joined)
+        patch.setattr(Parts, "copied", counted)
         train(config)
-    return len(seen), most, saved
+    return len(seen), most, copied
+
+
+class TrackedCopies(TorchFunctionMode):
+    """Counts the bytes that are copied to the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function.__name__ == "to":
+            self.bytes += found.nbytes
+        return found
 
 
 @pytest.mark.parametrize("layout", ["data 2", "shard 2", "vocab 2"])
-def test_only_rank_0_holds_all_moments(layout: str, tmp_path: Path) -> None:
+def test_no_rank_holds_more_whole_tensors_than_one_nor_copies_more_than_its_part(layout: str, tmp_path: Path) -> None:
+    """When a run begins, is resumed, and is saved."""
     world, changes = LAYOUTS[layout]
-    config = tiny(tmp_path / "run", {**EXACT, **changes, "training.steps": 1, "training.validate_bleu": 0})
-    (seen, first, saved), (others_seen, other, others_saved) = ranks(world, most_moments_at_once, config)
-    assert seen == others_seen > 10
-    assert saved == seen
-    assert others_saved == 0
-    assert max(first, other) <= 2  # the one at hand, and the one that it replaces
+    for steps in (1, 2):
+        config = tiny(tmp_path / "run", {**EXACT, **changes, "training.steps": steps, "training.validate_bleu": 0})
+        (first, most, copied), (others, other_most, other_copied) = ranks(world, most_whole_at_once, config)
+        assert others > 10
+        assert first > others  # rank 0 has also gathered some
+        assert max(most, other_most) <= 2  # the one at hand, and the one that it replaces
+        size = sum(tensor.nbytes for tensor in weights(tmp_path / "run").values())
+        if layout == "data 2":
+            assert (copied, other_copied) == (size, 0)
+        else:
+            assert copied + other_copied == size
+            assert max(copied, other_copied) < 0.6 * size
 
 
 def groups_made(rank: int, world: int, config: RunConfig) -> int:

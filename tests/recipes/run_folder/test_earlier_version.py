@@ -23,7 +23,7 @@ from recipes.translation.run_folder.checkpoint import (
 )
 from recipes.translation.run_folder.numbered import kept_models
 from recipes.translation.run_folder.saving import Saver
-from recipes.translation.run_folder.translator import fingerprint
+from recipes.translation.run_folder.translator import fingerprint, tensors_of
 from recipes.translation.settings.training import TrainingConfig
 from recipes.translation.train import train
 from tests.recipes.run_folder.made import MADE, contents, refused
@@ -93,7 +93,8 @@ def test_it_goes_on_as_the_uninterrupted_run_with_pointers(earlier: Path, made: 
 def test_a_best_that_stays_the_best_stays_where_it_is(earlier: Path) -> None:
     state = load_training(earlier / "last").state
     with Saver(earlier, TrainingConfig(), 4) as saver:
-        saver.save(load_translator(earlier / "last"), {"step": 5}, {}, replace(state, step=5))
+        translator = load_translator(earlier / "last")
+        saver.save(translator, {"step": 5}, tensors_of(translator.model), {}, replace(state, step=5))
     assert (earlier / "best").is_dir()
     assert load_facts(earlier / "best")["step"] == 4
     assert [load_facts(folder)["step"] for folder in kept_models(earlier)] == [2, 3, 4]
@@ -127,7 +128,8 @@ def test_a_kill_before_any_change_of_the_disk_leaves_a_checkpoint_of_one_form_or
     def save(run: Path) -> None:
         with Saver(run, TrainingConfig(keep_checkpoints=2), 4) as saver:
             state = replace(saved.state, step=5, best_step=5)
-            saver.save(translator, {"step": 5}, dict(saved.moments), state, validated=True, better=True)
+            weights = tensors_of(translator.model)
+            saver.save(translator, {"step": 5}, weights, dict(saved.moments), state, validated=True, better=True)
 
     seen = []
     for number in range(1, 600, 2):  # every other one: two changes lie between any two of the pointers

@@ -57,7 +57,9 @@ def moments(number: float) -> dict[str, Tensor]:
 
 
 def save(saver: Saver, translator: Translator, step: int, **how: bool) -> None:
-    saver.save(translator, {"step": step, "valid_loss": 1.0}, moments(step), TrainingState(step=step, data="x"), **how)
+    weights = tensors_of(translator.model)
+    state = TrainingState(step=step, data="x")
+    saver.save(translator, {"step": step, "valid_loss": 1.0}, weights, moments(step), state, **how)
 
 
 class Held:
@@ -84,16 +86,18 @@ def test_what_is_saved_is_the_step_at_which_it_began_whatever_the_training_does_
     state = TrainingState(step=7, tokens=5, data="x")
     facts = {"step": 7}
     with Saver(tmp_path / "run", KEEPS_TWO, None) as saver:
-        saver.save(translator, facts, moments(7), state)
+        of_step = moments(7)
+        saver.save(translator, facts, tensors_of(translator.model), of_step, state)
         assert disk.asked.wait(30)
-        for parameter in translator.model.parameters():
-            parameter.data.add_(1)
+        for tensor in (*tensors_of(translator.model).values(), *of_step.values()):
+            tensor.add_(1)
         state.step = state.tokens = 99
         facts["step"] = 99
         assert whole_folder(tmp_path / "run" / "last") is None
         disk.free.set()
     saved = load_training(tmp_path / "run" / "last")
     assert all(torch.equal(saved.weights[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(saved.moments[name], tensor) for name, tensor in moments(7).items())
     assert (saved.state.step, saved.state.tokens, load_facts(tmp_path / "run" / "last")["step"]) == (7, 5, 7)
 
 
@@ -103,9 +107,9 @@ def test_a_run_on_a_slow_disk_is_the_same_run_bit_for_bit(
     begun, written = [], []
     save, write_model, write_state = Saver.save, saving.write_model, saving.write_state
 
-    def noted(saver: Saver, translator: Translator, facts: Any, moments: Any, *given: Any, **how: bool) -> None:
-        begun.append((fingerprint(tensors_of(translator.model)), fingerprint(moments)))
-        save(saver, translator, facts, moments, *given, **how)
+    def noted(saver: Saver, translator: Translator, facts: Any, *tensors: Any, **how: bool) -> None:
+        begun.append((fingerprint(tensors[0]), fingerprint(tensors[1])))
+        save(saver, translator, facts, *tensors, **how)
 
     def slowly(folder: Path, translator: Translator, weights: Any, facts: Any) -> str:
         time.sleep(0.3)  # in which the next step is made
@@ -405,9 +409,9 @@ def test_a_kill_before_any_change_of_the_disk_leaves_the_old_checkpoint_or_the_n
 
     def saved(run: Path) -> None:
         with Saver(run, KEEPS_TWO, 4) as saver:
-            saver.save(
-                translator, {"step": 5}, moments(5), replace(state, step=5, best_step=5), validated=True, better=True
-            )
+            weights = tensors_of(translator.model)
+            of_step = replace(state, step=5, best_step=5)
+            saver.save(translator, {"step": 5}, weights, moments(5), of_step, validated=True, better=True)
 
     seen = []
     for number in range(1, 300):

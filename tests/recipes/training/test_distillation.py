@@ -171,8 +171,8 @@ def test_the_teacher_is_no_part_of_the_model_in_training(teacher: Path, tmp_path
     assert beside is not None
     assert torch.equal(torch.get_rng_state(), drawn)
     before = {name: tensor.clone() for name, tensor in beside.model.state_dict().items()}
-    model = first_model(config, corpus, None, ALONE)
-    layout = Layout(model, config, Axes(1, 1, 1, 1), [torch.device("cpu")] * 2, ALONE, beside.model)
+    model, weights = first_model(config, corpus, None, ALONE)
+    layout = Layout(model, weights, config, Axes(1, 1, 1, 1), [torch.device("cpu")] * 2, ALONE, beside.model)
     own = {id(parameter) for parameter in layout.model.parameters()}
     both = WithTeacher(layout.model, Teacher(beside.model, layout.devices))
     assert {id(parameter) for parameter in both.parameters()} == own

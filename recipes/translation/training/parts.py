@@ -1,0 +1,134 @@
+"""The part of each weight, moment and average that a process has, and how whole ones are divided and put together.
+
+The vocabulary ranks cut a weight by the table of `models.sharding`; FSDP2 divides the rows of what is left among the
+ranks that shard. Only one whole tensor exists at a time: when a run begins every rank draws it, or receives it from
+rank 0, and keeps its part; when a run is saved rank 0 receives the parts, and writes the tensor to a file. So what is
+saved fits any layout, and no rank needs room for all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from models.sharding import cut, cut_of, join
+from recipes.translation.files.tensors import AskedOnce
+from recipes.translation.processes.ranks import Ranks
+from recipes.translation.run_folder.saving import copies
+
+
+class Axes(Protocol):
+    """The number of processes along each axis of a layout, as far as it decides who has which part."""
+
+    @property
+    def shard(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+
+
+class Parts:
+    """How the tensors of a model are divided among the ranks, by the names of its parameters.
+
+    Ranks are numbered by (copy, shard, vocab), the last one fastest. The first copy's save their parts.
+    """
+
+    def __init__(self, axes: Axes, ranks: Ranks, shapes: Mapping[str, torch.Size]) -> None:
+        self.ranks = ranks
+        self.shapes = shapes
+        """Of each whole parameter."""
+        self.cuts = axes.vocab
+        self.shards = 1
+        if axes.shard > 1:
+            # Ranks with other time steps have other tokens too, so FSDP2 shards the weights over them as well
+            self.shards = axes.shard * axes.sequence
+        self.mine = divmod(ranks.rank % (self.shards * self.cuts), self.cuts)
+        """Which shard of which cut this rank has."""
+
+    def part(self, name: str, whole: Tensor, shard: int, cut_index: int) -> Tensor:
+        """Return one rank's part of a whole parameter, or of a moment; it may be a view."""
+        if not whole.dim():  # Adam's number of steps, which every rank has
+            return whole
+        rows = cut(name, whole, cut_index, self.cuts)
+        shards = rows.chunk(self.shards)  # as FSDP2 divides them: the last ranks may have fewer rows, or none
+        if shard < len(shards):
+            return shards[shard]
+        return rows[:0]
+
+    @torch.no_grad()
+    def fill(self, name: str, tensor: Tensor, whole: Tensor) -> None:
+        """Copy this rank's part of a whole tensor into its own parameter, moment or average."""
+        local_of(tensor).copy_(self.part(name, whole, *self.mine))
+
+    def copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Copy this rank's parts to the CPU; return the whole tensors, which rank 0 receives when it asks for them.
+
+        Every rank must ask for every tensor that it finds in the result, in the same order, though only rank 0 gets
+        what it asks for. The others may do so in a thread of their own, as rank 0 may: the group over which parts are
+        sent is in use by nothing else while a run trains.
+
+        Args:
+            tensors: this rank's parameters, or moments as `optimizer/<parameter>/<what>`, or `weights/<parameter>`.
+        """
+        if self.ranks.world == 1:
+            return copies(tensors)
+        if self.ranks.rank >= self.shards * self.cuts:
+            return AskedOnce({}, tensors.__getitem__)
+        described = {}
+        own = {}
+        for key, tensor in tensors.items():
+            name = _parameter_of(key)
+            shape = tensor.shape
+            if tensor.dim():
+                shape = self.shapes[name]
+            described[key] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            if self.mine in self._owners(name, described[key]):
+                own[key] = local_of(tensor).to("cpu", copy=True)
+        return AskedOnce(described, lambda key: self._gathered(_parameter_of(key), described[key], own.pop(key, None)))
+
+    def _owners(self, name: str, whole: Tensor) -> list[tuple[int, int]]:
+        """Return who has a part of a tensor that no other one has, cut by cut."""
+        shards = self.shards if whole.dim() else 1
+        cuts = self.cuts if whole.dim() and cut_of(name) else 1
+        return [(shard, cut_index) for cut_index in range(cuts) for shard in range(shards)]
+
+    def _gathered(self, name: str, whole: Tensor, own: Tensor | None) -> Tensor:
+        """Return a whole tensor on rank 0, put together from the parts of all, and `whole` elsewhere."""
+        if not self.ranks.is_main:
+            if own is not None and own.numel():
+                dist.send(own.contiguous(), 0, group=self.ranks.group)
+            return whole
+        assert own is not None  # rank 0 has a part of everything
+        slices: list[list[Tensor]] = []
+        for shard, cut_index in self._owners(name, whole):
+            if shard == 0:
+                slices.append([])
+            part = own
+            if (shard, cut_index) != self.mine:
+                part = torch.empty(self.part(name, whole, shard, cut_index).shape, dtype=whole.dtype)
+                if part.numel():
+                    dist.recv(part, shard * self.cuts + cut_index, group=self.ranks.group)
+            slices[-1].append(part)
+        if not whole.dim():
+            return own
+        return join(name, [torch.cat(rows) if len(rows) > 1 else rows[0] for rows in slices])
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part of a parameter, or a tensor like it, that is in this rank's memory."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
+
+
+def _parameter_of(key: str) -> str:
+    """Return the parameter that a key of a file of weights or moments is about."""
+    first, *rest = key.split("/")
+    return rest[0] if rest else first

@@ -1,0 +1,131 @@
+"""A model whose weights, moments and gradient do not fit is trained in parts, each process under a limit of memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.translation.commands import main
+from recipes.translation.data.builtin_corpus import pairs
+from recipes.translation.run_folder.checkpoint import load_facts
+from recipes.translation.run_folder.step_records import read_metrics
+from tests.recipes.processes.layouts import assert_same_weights
+from tests.recipes.processes.started import ended, wait_for_steps, workers_of
+from tests.recipes.saved import saved_file
+from tests.recipes.tiny import options
+
+pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
+
+LAYERS = 3
+MIB = 2**20
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(MIB)}
+"""One thread, and memory that is free again goes back to the system at once: otherwise gaps of it would count."""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Layers of 95 MiB in float64, hardly any vocabulary, and few words."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, start, end in (("train", 0, 60), ("valid", 60, 65)):
+        for side, language in (("source", "en"), ("target", "de")):
+            (folder / f"{name}.{language}").write_text(
+                "".join(f"{getattr(pair, side)}\n" for pair in pairs(65, 3)[start:end])
+            )
+    return {
+        "data.format": "text",
+        "data.path": str(folder),
+        "data.train": "[train.en, train.de]",
+        "data.valid": "[valid.en, valid.de]",
+        "subwords.vocab_size": 340,
+        "model.d_model": 384,
+        "model.d_ff": 1536,
+        "model.heads": 4,
+        "model.encoder_layers": LAYERS,
+        "model.decoder_layers": LAYERS,
+        "model.dropout": 0,
+        "training.precision": "float64",
+        "training.batch_tokens": 60,
+        "training.validate_every": 2,
+        "training.validate_bleu": 2,
+        "training.devices": "auto",
+        "decoding.max_length": 3,
+    }
+
+
+def at_import() -> int:
+    """The bytes of data of a process that has imported what training needs."""
+    read = "print(next(line for line in open('/proc/self/status') if line.startswith('VmData')).split()[1])"
+    said = subprocess.run(
+        [sys.executable, "-c", f"import recipes.translation.train, torch._dynamo; {read}"],
+        stdout=subprocess.PIPE,
+        env=ENVIRONMENT,
+        check=True,
+    )
+    return 1024 * int(said.stdout)
+
+
+def limited(limit: int, *words: str) -> subprocess.Popen[str]:
+    """The recipe, in processes of which each has at most `limit` bytes of data; files that are mapped do not count."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "recipes.translation", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+    )
+
+
+def test_a_run_that_fits_no_process_trains_is_killed_resumes_on_fewer_and_translates(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    base = at_import()
+    # Weights, gradient and two moments are 4 x 95 MiB, and what is copied to be saved 3 x 95: together 665 for one
+    # process, 332 for each of two and 166 for each of four, which gather a layer of up to 18 MiB a few times
+    four, two = base + 430 * MIB, base + 560 * MIB
+    alone = {**settings, "training.devices": "[cpu]", "training.steps": 2}
+    status, _, errors = ended(limited(two, "train", *options(tmp_path / "alone", alone)))
+    assert status != 0
+    assert "not enough memory" in errors or "can't allocate memory" in errors
+    assert not (tmp_path / "alone" / "last").exists()
+
+    endless = {**settings, "layout.shard": 4, "training.steps": 100_000}
+    process = limited(four, "train", *options(run, endless), "--processes", "4")
+    wait_for_steps(run, process, 2)
+    (victim,) = workers_of(process, rank=1)
+    os.kill(victim, signal.SIGKILL)
+    assert ended(process)[0] != 0
+    made = int(load_facts(run / "last")["step"])
+
+    resumed = {**settings, "layout.shard": 2, "training.steps": made + 2}
+    status, output, errors = ended(limited(two, "train", *options(run, resumed), "--processes", "2"))
+    assert status == 0, errors
+    assert f"resuming from step {made}" in output
+
+    usual = {**alone, "training.steps": made + 2}
+    assert main(["train", *options(tmp_path / "usual", usual)]) == 0
+    assert_same_weights(run, tmp_path / "usual", 1e-10)
+    found, expected = (read_metrics(folder / "metrics.jsonl") for folder in (run, tmp_path / "usual"))
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == {name: pytest.approx(value, rel=1e-10) for name, value in theirs.items()}
+
+    status, _, errors = ended(limited(two, "export", "--run", str(run), "--to", "safetensors"))
+    assert status == 0, errors
+    capsys.readouterr()
+    said = []
+    for folder in (run, tmp_path / "usual"):
+        assert main(["translate", "--run", str(folder), "the red house"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert (run / "safetensors" / "model.safetensors").stat().st_size > saved_file(
+        run, "best", "model.safetensors"
+    ).stat().st_size / 3
