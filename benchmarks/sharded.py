@@ -10,8 +10,8 @@ ranks, U the largest unit that FSDP2 gathers (a layer, or embeddings and generat
 
     begin       W/N + 2 T         what is kept, and a whole tensor with its part
     step        4 W/N + 4 U + L   weights, gradient, moments; a unit and the buffer it comes in, and so for its gradient
-    validation  3 W/N + 2 U + E   U is a layer; E are embeddings and generator, gathered throughout; one process
-                                  has W more, oneDNN's packed weights
+    validation  3 W/N + 2 U + E   U is a layer; E are embeddings and generator, gathered throughout. One process has
+                                  W more, oneDNN's packed weights
     save        6 W/N + 2 T       weights and moments, and a copy
     resume      3 W/N + 2 T
     export      W                 in one process

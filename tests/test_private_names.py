@@ -31,6 +31,7 @@ LIBRARIES = {
         "_compute_score_from_stats",
         "_extract_corpus_statistics",
     },
+    ("torch", "models/drawn_later.py"): {"_base", "_is_view"},
     ("torch", "models/packed.py"): {"_linear_pointwise", "_reorder_linear_weight"},
     ("torch", "seqpar/core/graphs.py"): {"_C", "_autograd", "_dynamo", "_top_saved_tensors_default_hooks"},
     ("torch", "seqpar/core/checks.py"): {"_C", "_assert_async", "_current_level", "_functorch"},
