@@ -43,6 +43,7 @@ LIBRARIES = {
         "_get_ddp_logging_data",
         "_get_fsdp_state",
         "_module_parameters",
+        "_post_forward_indices",
         "_static_graph_delay_allreduce_enqueued",
         "_unsharded_param",
         "_use_python_reducer",

@@ -67,6 +67,12 @@ class ParameterGroup:
             if gathered is not None:
                 yield gathered
 
+    def forget_forwards(self) -> None:
+        """Drop the record of forwards by which FSDP2 gathers ahead in the next backward."""
+        of_all_groups = _private(self.group, "comm_ctx")
+        _private(of_all_groups, "post_forward_order").clear()
+        _private(self.group, "_post_forward_indices").clear()
+
     def forget_gradients(self) -> None:
         """Drop the gradients that were added up and not reduced."""
         for p in _private(self.group, "fsdp_params"):
@@ -95,6 +101,12 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, ParameterGroup]]:
             groups = [group for group in [_private(state, "_fsdp_param_group")] if group is not None]
         for group in groups:
             yield name, ParameterGroup(group)
+
+
+def forget_forwards(model: nn.Module) -> None:
+    """Let FSDP2 forget the forwards that no backward follows."""
+    for _, group in parameter_groups(model):
+        group.forget_forwards()
 
 
 def forget_step(model: nn.Module) -> None:

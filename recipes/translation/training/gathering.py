@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from seqpar.distributed.collectives import gather_numbers
+from seqpar.distributed.torch_private import forget_forwards
 
 
 @contextmanager
@@ -56,4 +57,4 @@ def gathered_together(
                 hook.remove()
             root.reshard()
             # FSDP2 gathers ahead, in backward, what was called before; other ranks have made other calls
-            root.reset_iter_state()
+            forget_forwards(root)

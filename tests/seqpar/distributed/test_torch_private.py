@@ -31,7 +31,7 @@ def missing(rank, world):
     model(torch.ones(1, 2)).sum().backward()
     state = model._get_fsdp_state()
     (group,) = (group.group for _, group in torch_private.parameter_groups(model))
-    objects = [ddp, static, model, state, group, group.mesh_info, *group.fsdp_params]
+    objects = [ddp, static, model, state, group, group.mesh_info, group.comm_ctx, *group.fsdp_params]
     return sorted(name for name in NAMES | READS if not any(hasattr(each, name) for each in objects))
 
 
@@ -46,6 +46,30 @@ def test_a_name_that_this_torch_lacks_is_named():
     said = f"torch {re.escape(torch.__version__)} has no SimpleNamespace._module_parameters, which seqpar needs of DDP"
     with pytest.raises(RuntimeError, match=said):
         torch_private.reduced_by_ddp(SimpleNamespace())
+
+
+def remembered(rank, world):
+    """How many forwards FSDP2 remembers after some without gradients, and after they are forgotten."""
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for module in (*layers, layers):
+        fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
+    with torch.no_grad():
+        for _ in range(3):
+            layers(torch.ones(1, 2))
+    groups = [group.group for _, group in torch_private.parameter_groups(layers)]
+
+    def forwards():
+        return [len(each) for g in groups for each in (g.comm_ctx.post_forward_order, g._post_forward_indices)]
+
+    before = forwards()
+    torch_private.forget_forwards(layers)
+    return before, forwards()
+
+
+def test_forwards_that_no_backward_follows_are_forgotten():
+    for before, after in ranks(2, remembered):
+        assert all(before)
+        assert not any(after)
 
 
 class Settable:
