@@ -257,18 +257,21 @@ class Steps(Dataset[tuple[Position, list[Batch]]]):
 
     def after(self, epoch: int, done: int) -> Iterator[tuple[Position, list[Batch]]]:
         """Yield steps without end, starting after `done` batches of `epoch`; a step may cross the end of an epoch."""
-        steps = self._indices(epoch, done)
-        return iter(
-            DataLoader(
-                self,
-                batch_size=None,
-                sampler=steps,
-                collate_fn=_as_it_is,
-                num_workers=self.workers,
-                pin_memory=self.device.type == "cuda",
-                worker_init_fn=_leave_signals_to_the_parent,
-            )
+        loader = DataLoader(
+            self,
+            batch_size=None,
+            sampler=self._indices(epoch, done),
+            collate_fn=_as_it_is,
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=_leave_signals_to_the_parent,
         )
+        # Workers are born with these signals blocked: one that comes at once must not end them
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_THE_PARENT)
+        try:
+            return iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _indices(self, epoch: int, done: int) -> Iterator[tuple[Position, list[list[int]]]]:
         step: list[list[int]] = []
@@ -291,12 +294,16 @@ def _as_it_is(step: T) -> T:
     return step
 
 
-def _leave_signals_to_the_parent(_: int) -> None:
-    # A terminal sends Ctrl-C, and Slurm SIGTERM, to the workers too, but the parent finishes a step
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+LEFT_TO_THE_PARENT = {signal.SIGINT, signal.SIGTERM}
+"""A terminal sends Ctrl-C, and Slurm SIGTERM, to the workers too, but the parent finishes a step."""
+if sys.platform == "darwin":
     # macOS does not say who sent a signal; blocked there, SIGTERM would never end a worker
-    if sys.platform != "darwin":
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    LEFT_TO_THE_PARENT.remove(signal.SIGTERM)
+
+
+def _leave_signals_to_the_parent(_: int) -> None:
+    """Let only the parent end this process, which was born with LEFT_TO_THE_PARENT blocked."""
+    if signal.SIGTERM in LEFT_TO_THE_PARENT:
         threading.Thread(target=_end_by_parent, daemon=True).start()
 
 

@@ -129,16 +129,16 @@ def test_worker_processes_make_the_same_batches() -> None:
 
 
 def test_worker_processes_end_by_a_sigterm_of_their_parent_alone() -> None:
-    """Slurm sends it to every process of a job; a step that is to be finished and saved needs its batches."""
+    """Slurm sends it, and a terminal Ctrl-C, to every process of a job; a step that is to be saved needs its batches."""
     sentences = [[4 + index % 5] * (1 + index % 7) for index in range(50)]
     steps = Steps(TokenBatches(sentences, sentences, batch_tokens=30), 2, 0, 1, torch.device("cpu"))
     steps.workers = 2
     of_earlier_tests = multiprocessing.active_children()
     made = steps.after(0, 0)
-    next(made)
     workers = [child for child in multiprocessing.active_children() if child not in of_earlier_tests]
     assert len(workers) == 2
-    for worker in workers:
+    for worker in workers:  # which may not have run a line yet
+        subprocess.run(["kill", "-INT", str(worker.pid)], check=True)
         subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
     for _ in range(8):
         next(made)
