@@ -31,7 +31,7 @@ from pathlib import Path
 from queue import Queue
 from typing import NamedTuple
 
-from tests.mutants.faults import Fault, faults_of
+from tests.mutants.faults import Fault, faults_of, parses
 from tests.mutants.in_copy import STATUS, run_tests
 from tests.mutants.reach import ROOT, WINGS
 
@@ -119,15 +119,16 @@ def drawn(wings: Sequence[str], count: int, seed: int) -> list[Fault]:
     for wing in wings:
         for path in sorted((ROOT / wing).rglob("*.py")):
             for fault in faults_of(path.relative_to(ROOT).as_posix(), path.read_bytes()):
-                if fault.key(ROOT) not in equivalent:
-                    by_kind.setdefault(fault.kind, []).append(fault)
+                by_kind.setdefault(fault.kind, []).append(fault)
     chance = random.Random(seed)
     for faults in by_kind.values():
         chance.shuffle(faults)
     found: list[Fault] = []
     while len(found) < count and any(by_kind.values()):
         kind = chance.choice(sorted(kind for kind, faults in by_kind.items() if faults))
-        found.append(by_kind[kind].pop())
+        fault = by_kind[kind].pop()
+        if parses(fault.planted((ROOT / fault.path).read_bytes())) and fault.key(ROOT) not in equivalent:
+            found.append(fault)
     return found
 
 

@@ -58,15 +58,17 @@ class Fault(NamedTuple):
 
 
 def faults_of(path: str, source: bytes) -> list[Fault]:
-    """Return all faults of a file that still parse, in the order of its lines."""
-    found = []
-    for fault in _Finder(path, source).all():
-        try:
-            ast.parse(fault.planted(source))
-        except SyntaxError:
-            continue
-        found.append(fault)
-    return sorted(set(found), key=lambda fault: (fault.begin, fault.end, fault.kind))
+    """Return all faults of a file, in the order of its lines; the few that do not parse are among them."""
+    return sorted(set(_Finder(path, source).all()), key=lambda fault: (fault.begin, fault.end, fault.kind))
+
+
+def parses(source: bytes) -> bool:
+    """Return whether a file is Python."""
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        return False
+    return True
 
 
 class _Finder:

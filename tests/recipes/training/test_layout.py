@@ -129,7 +129,7 @@ def test_worker_processes_make_the_same_batches() -> None:
 
 
 def test_worker_processes_end_by_a_sigterm_of_their_parent_alone() -> None:
-    """Slurm sends it, and a terminal Ctrl-C, to every process of a job; a step that is to be saved needs its batches."""
+    """Slurm sends it, a terminal Ctrl-C, to every process of a job; a step that is to be saved needs its batches."""
     sentences = [[4 + index % 5] * (1 + index % 7) for index in range(50)]
     steps = Steps(TokenBatches(sentences, sentences, batch_tokens=30), 2, 0, 1, torch.device("cpu"))
     steps.workers = 2
