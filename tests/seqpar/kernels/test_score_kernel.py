@@ -270,7 +270,7 @@ def test_batch_invariant_scores_have_the_same_bits_in_any_batch(monkeypatch):
     assert launched == ["_row_sums"] * 3
 
 
-DRAWS = 5
+DRAWS = 3
 
 
 def problem(dtype, shape, seed, scale, options):
