@@ -23,8 +23,8 @@ pytestmark = pytest.mark.launched
 NAMES = (f"seqpar-a-{os.getpid()}", f"seqpar-b-{os.getpid()}")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 DEMO = [
-    *("--config", str(DEMO_CONFIG), "--training.precision", "float64", "--data.builtin_pairs", "10000"),
-    *("--training.steps", "20", "--training.validate_every", "20", "--training.validate_bleu", "0"),
+    *("--config", str(DEMO_CONFIG), "--training.precision", "float64", "--data.builtin_pairs", "5000"),
+    *("--training.steps", "5", "--training.validate_every", "5", "--training.validate_bleu", "0"),
 ]
 
 
@@ -89,7 +89,7 @@ def test_two_machines_train_the_demo_to_the_weights_of_one_process(tmp_path: Pat
 @pytest.mark.usefixtures("two_machines")
 def test_when_a_machine_goes_away_the_other_goes_on_alone_where_torchrun_may(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    changes = {"training.devices": "auto", "training.steps": 60, "training.validate_every": 10}
+    changes = {"training.devices": "auto", "training.steps": 40, "training.validate_every": 10}
     settings = [word for word in options(run, changes) if word not in ("--run", str(run))]
     # torchrun waits for further machines this long once there are enough, where its own default is half a minute
     elastic = partial(on_machine, nodes=("1:2", "--max-restarts", "1"), meet=",last_call_timeout=3")
