@@ -35,11 +35,11 @@ help:  ## list the targets
 demo: .venv/recipes  ## train, evaluate and try a translation model on the built-in corpus (2 to 4 minutes on 2 cores)
 	@$(BIN)/python -m recipes.translation demo --processes auto
 
-test: check  ## run the checks and the tests (about 15 minutes on 2 cores)
+test: check  ## run the checks and the tests (15 to 19 minutes on 2 cores)
 	@echo "[test] pytest, hypothesis profile $${HYPOTHESIS_PROFILE:-ci}"
 	@HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
-test-launched: .venv/dev  ## check the recipe over several processes: layouts, launchers, signals, lost processes, two machines, the service (about 7 minutes on 2 cores)
+test-launched: .venv/dev  ## check the recipe over several processes: layouts, launchers, signals, lost processes, two machines, limits of memory, the service (about 9 minutes on 2 cores)
 	@echo "[test-launched] pytest, the recipe over several processes"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m launched -q --durations=5 tests/recipes
 
@@ -55,11 +55,11 @@ test-formats: .venv/dev  ## check imports from and exports to other programs' fo
 	@echo "[test-formats] pytest, models of Hugging Face transformers, CTranslate2 and ONNX"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m formats -q --durations=5 tests/recipes/importing tests/recipes/export
 
-test-accelerator: .venv/dev  ## run the library's tests on two emulated accelerators, which have the CPU's memory (about 3 minutes on 2 cores)
+test-accelerator: .venv/dev  ## run the library's tests on two emulated accelerators, which have the CPU's memory (about 5 minutes on 2 cores)
 	@echo "[test-accelerator] pytest, tensors on another device than the CPU"
 	@SEQPAR_TEST_DEVICE=emulated HYPOTHESIS_PROFILE=dev $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -q --durations=5 $(SWITCHED)
 
-test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Face transformers (about a minute on 2 cores)
+test-hf: .venv/dev  ## check loss and scores in every model class of Hugging Face transformers (about 5 minutes on 2 cores)
 	@echo "[test-hf] pytest, every causal and conditional model class, and decoders under TRL"
 	@$(BIN)/python -m pytest -n $(WORKERS) -m hf_models -q --durations=5 tests/seqpar/integrations
 

@@ -205,7 +205,8 @@ class Layout:
     def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         parameters = dict(self.model.named_parameters())
         for name, whole in weights:
-            self.parts.fill(name, parameters[name], whole)
+            self.parts.fill(name, parameters.pop(name), whole)
+        assert not parameters, f"without weights: {', '.join(parameters)}"
 
     def _distribute(
         self, objective: Objective, weights: Iterable[tuple[str, Tensor]]

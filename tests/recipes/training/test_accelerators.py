@@ -16,8 +16,7 @@ import seqpar
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.processes.ranks import ALONE
 from recipes.translation.run_folder.step_records import read_metrics
-from recipes.translation.run_folder.translator import build_model, model_sizes
-from recipes.translation.train import train
+from recipes.translation.train import first_model, train
 from recipes.translation.training.layout import Layout, axes_of, devices_of
 from tests.recipes.tiny import tiny, tiny_decoder_only, tiny_lstm
 
@@ -109,8 +108,8 @@ def test_the_host_waits_for_five_numbers_of_a_step(tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", STEPS | {"training.devices": on([0]), "training.chunk_tokens": 8})
     corpus = load_corpus(config)
     devices = devices_of(config.training, ALONE)
-    model = build_model(model_sizes(config.model), corpus.source, corpus.target)
-    layout = Layout(model, config, axes_of(config.layout, 1), devices, ALONE)
+    model, weights = first_model(config, corpus, None, ALONE)
+    layout = Layout(model, weights, config, axes_of(config.layout, 1), devices, ALONE)
     batch = corpus.train.batch(corpus.train.epoch(0)[0])
 
     def step() -> None:
