@@ -39,7 +39,6 @@ from models.lora import LoraLinear
 from models.transformer import EncoderDecoder, FeedForward
 from seqpar.distributed.collectives import (
     copy_to_group,
-    gather_numbers,
     join_from_group,
     rank_in,
     sum_from_group,
@@ -98,16 +97,6 @@ def join(name: str, slices: Sequence[Tensor]) -> Tensor:
         return slices[0]
     blocks = zip(*(own.chunk(how.blocks, how.axis) for own in slices), strict=True)
     return torch.cat([torch.cat(block, how.axis) for block in blocks], how.axis)
-
-
-def join_over(name: str, own: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Gather a weight from the slices of the group's ranks, whole and detached on every rank."""
-    how = cut_of(name)
-    world = world_size(group)
-    if how is None or world == 1:
-        return own.detach()
-    sizes = [size for (size,) in gather_numbers([own.size(how.axis)], group)]
-    return join(name, join_from_group(own.detach(), sizes, how.axis, group).split(sizes, how.axis))
 
 
 def split_weights(model: EncoderDecoder, group: ProcessGroup | None) -> seqpar.VocabShard:

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import seqpar
 from models import RecurrentConfig, TransformerConfig, make_recurrent, make_transformer
 from models.lora import add_lora
-from models.sharding import cut, cut_of, join, join_over, split_time_steps, split_weights
+from models.sharding import cut, cut_of, join, split_time_steps, split_weights
+from seqpar.distributed.collectives import gather_objects
 from seqpar.testing import assert_same_results
 from seqpar.testing.ranks import ranks
 
@@ -113,7 +114,7 @@ def over_ranks(rank, world, case, sequence, vocab):
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None and parameter.requires_grad else parameter.grad
         if grad is not None:
-            grad = join_over(name, seqpar.group_sum(grad, groups["sequence"]), groups["vocab"])
+            grad = join(name, gather_objects(seqpar.group_sum(grad, groups["sequence"]), groups["vocab"]))
         gradients[name] = grad
     return seqpar.sum_over_ranks(loss, groups["sequence"]).total, gradients
 

@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+
+def recipe(*words: str, environment: Mapping[str, str], **keywords: Any) -> subprocess.Popen[str]:
+    """The recipe as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "recipes.translation", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **keywords,
+    )
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:

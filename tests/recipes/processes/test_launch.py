@@ -6,8 +6,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from recipes.translation.commands import main
 from recipes.translation.processes import launch
 from recipes.translation.run_folder.step_records import read_metrics
+from tests.recipes.processes import started
 from tests.recipes.processes.started import ended, wait_for_steps, workers_of
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import options
@@ -25,14 +26,7 @@ pytestmark = pytest.mark.launched
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
 
-def recipe(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "recipes.translation", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-    )
+recipe = partial(started.recipe, environment=ENVIRONMENT)
 
 
 def test_two_processes_train_and_evaluate(tmp_path: Path) -> None:

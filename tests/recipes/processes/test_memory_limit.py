@@ -17,7 +17,7 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.run_folder.checkpoint import load_facts
 from recipes.translation.run_folder.step_records import read_metrics
 from tests.recipes.processes.layouts import assert_same_weights
-from tests.recipes.processes.started import ended, wait_for_steps, workers_of
+from tests.recipes.processes.started import ended, recipe, wait_for_steps, workers_of
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import options
 
@@ -73,12 +73,9 @@ def at_import() -> int:
 
 def limited(limit: int, *words: str) -> subprocess.Popen[str]:
     """The recipe, in processes of which each has at most `limit` bytes of data; files that are mapped do not count."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "recipes.translation", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
+    return recipe(
+        *words,
+        environment=ENVIRONMENT,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
     )
 

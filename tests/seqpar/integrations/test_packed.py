@@ -10,7 +10,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from seqpar.integrations.transformers import apply_seqpar_loss
 from tests.seqpar.integrations.tiny_models import VOCAB, gradients, relative_error, tiny
-from tests.seqpar.integrations.trainer_runs import Gradients
+from tests.seqpar.integrations.trainer_runs import ONE_STEP, Gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -83,13 +83,7 @@ def test_the_trainer_keeps_none_and_a_step_of_two_packed_rows_has_the_gradients_
             folder,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
-            max_steps=1,
-            max_grad_norm=0.0,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
+            **ONE_STEP,
         )
         Trainer(
             model,

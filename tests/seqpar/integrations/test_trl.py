@@ -9,7 +9,7 @@ from trl import SFTConfig, SFTTrainer
 
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
 from tests.seqpar.integrations.tiny_models import relative_error, tiny
-from tests.seqpar.integrations.trainer_runs import Gradients
+from tests.seqpar.integrations.trainer_runs import ONE_STEP, Gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -26,15 +26,9 @@ def trained(way, folder):
         str(folder),
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-        max_steps=1,
-        max_grad_norm=0.0,
-        use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
+        **ONE_STEP,
     )
     SFTTrainer(
         model,

@@ -22,6 +22,16 @@ from tests.seqpar.integrations.tiny_models import batch_of, gradients, is_seq2se
 
 BATCH = 2
 """Sentences of one micro-batch."""
+ONE_STEP: dict[str, Any] = {
+    "max_steps": 1,
+    "max_grad_norm": 0.0,
+    "use_cpu": True,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+"""Arguments of any trainer built on transformers': a step whose gradients stay as they are, and no files."""
 
 
 class Run(NamedTuple):
@@ -99,13 +109,7 @@ def trained(rank: int, world: int, run: Run) -> dict[str, Tensor]:
             per_device_train_batch_size=BATCH,
             gradient_accumulation_steps=run.accumulation,
             label_smoothing_factor=run.smoothing if run.way in ("stock", "both") else 0.0,
-            max_steps=1,
-            max_grad_norm=0.0,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
+            **ONE_STEP,
             train_sampling_strategy="sequential" if run.ranks else "random",
             fsdp=run.layout == "fsdp2",
             fsdp_config={"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} if run.layout == "fsdp2" else None,
