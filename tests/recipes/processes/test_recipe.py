@@ -13,15 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from recipes.translation import train as training
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.errors import OtherRankError
+from recipes.translation.errors import OtherRankError, TrainingError
 from recipes.translation.processes.ranks import joined
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.run_folder.translator import build_model, model_sizes
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import PAD
 from recipes.translation.train import train
-from recipes.translation.training.parts import Parts
+from recipes.translation.training.optimizer import update
+from recipes.translation.training.parts import Parts, local_of
 from seqpar.rows.conventions import CONVENTIONS
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import EXACT, LAYOUTS, assert_same_weights, records, weights
@@ -356,6 +358,31 @@ def test_no_rank_holds_more_whole_tensors_than_one_nor_copies_more_than_its_part
         else:
             assert copied + other_copied == size
             assert max(copied, other_copied) < 0.6 * size
+
+
+def said_where_rank_1_is_spoiled(rank: int, world: int, config: RunConfig) -> str:
+    """The error of a training in which rank 1 has an infinite number in its own part of a moment."""
+
+    def spoiling(optimizer: torch.optim.Optimizer, rate: float) -> None:
+        update(optimizer, rate)
+        if rank == 1:
+            local_of(next(iter(optimizer.state.values()))["exp_avg_sq"]).view(-1)[0] = torch.inf
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "update", spoiling)
+        # The second one may hear of the first one's before it raises its own
+        with pytest.raises((TrainingError, OtherRankError)) as error:
+            train(config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["shard 2", "vocab 2"])
+def test_a_part_that_is_not_finite_on_one_rank_ends_all_before_it_is_saved(layout: str, tmp_path: Path) -> None:
+    world, changes = LAYOUTS[layout]
+    config = tiny(tmp_path / "run", {**EXACT, **changes, "training.steps": 1, "training.validate_bleu": 0})
+    for said in ranks(world, said_where_rank_1_is_spoiled, config):
+        assert "step 1: the optimizer's moments are no longer finite: try " in said
+    assert not (tmp_path / "run" / "last").exists()
 
 
 def groups_made(rank: int, world: int, config: RunConfig) -> int:
