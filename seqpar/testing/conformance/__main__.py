@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from seqpar.testing.conformance import report
+from seqpar.testing.conformance import page, report
 from seqpar.testing.conformance.adapter import loaded
 from seqpar.testing.conformance.finding import Checked, Finding
 from seqpar.testing.conformance.parts import LAYOUTS, LOSSES, PARTS, SCORES, Part, run
@@ -21,9 +21,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that counts products says when it starts and stops
     sys.path.insert(0, os.getcwd())  # where module:object is looked for
     try:
+        if given.page:
+            given.page.write_text(page.filled(given.page))
+            return
         columns = {part: _columns(part, given.names, given.part == "both") for part in _chosen(given.part)}
         _check_used(given.names, columns)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"conformance: {error}")
     everyone = [adapter for adapters in columns.values() for adapter in adapters.values()]
     # All of them first: Triton's interpreter must be chosen before anything loads Triton, as some packages do
@@ -43,11 +46,13 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--part", choices=[*PARTS, "both"], default="losses", help="what to check (losses); both is losses and scores"
     )
-    where = "for layouts: write verdicts and reproductions to this file, beside those of other implementations in it"
+    where = "write verdicts and reproductions to this file, beside those of other implementations in it"
     parser.add_argument("--json", type=Path, metavar="FILE", help=where)
+    made = "run nothing, and make the tables of this page from the JSON files beside it: PAGE-losses.json, ..."
+    parser.add_argument("--page", type=Path, metavar="FILE", help=made)
     parsed = parser.parse_args(arguments)
-    if parsed.json and parsed.part != LAYOUTS.name:
-        parser.error(f"--json is for --part {LAYOUTS.name}, and the part is {parsed.part}")
+    if parsed.json and parsed.part == "both":
+        parser.error("--json is for one part, and the part is both")
     return parsed
 
 
@@ -84,14 +89,14 @@ def _check_used(names: Sequence[str], columns: dict[Part[Any], dict[str, Checked
 
 
 def _report(part: Part[Any], adapters: dict[str, Checked], path: Path | None) -> str:
-    """Return the report of one part; with a path, the table of all that the file has."""
+    """Return the report of one part; with a path, the verdicts of all that the file has."""
     findings: dict[str, dict[str, Finding]] = {}
     for name, adapter in adapters.items():
         print(f"[{part.name}: {name}]", file=sys.stderr, flush=True)
         findings[name] = run(adapter)  # type: ignore[type-var]
     columns = [*adapters.values()]
     if path:
-        return report.by_layout(report.kept(path, findings, columns))
+        return page.table(part, page.kept(path, findings, columns))
     said = [
         report.heading(columns, part.name),
         report.by_layout(findings) if part is LAYOUTS else report.table(findings, part.checks),

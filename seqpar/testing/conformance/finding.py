@@ -31,6 +31,8 @@ class Finding:
     figure: str = ""
     reproduction: str = ""
     """Five lines that show the failure."""
+    is_raised: bool = False
+    """Whether the failure is an error, or ranks that hang, which nobody overlooks."""
 
     def __str__(self) -> str:
         return ": ".join(filter(None, [self.verdict, self.figure]))
@@ -62,4 +64,4 @@ class Check(Generic[Kind]):
         except RaisedError as raised:
             text = next(iter(str(raised.__cause__).strip().splitlines()), "")
             figure = f"{type(raised.__cause__).__name__}: {text[:80]}"
-            return Finding("fail", figure, str(raised))
+            return Finding("fail", figure, str(raised), is_raised=True)

@@ -51,7 +51,7 @@ def layout_check(adapter: LayoutAdapter, layout: Layout, name: str, seed: int = 
             said = _ended(str(raised))
             if name in MAY_RAISE and " raises " in said:
                 return Finding("pass", said.partition(" raises ")[2].partition(":")[0])
-            return Finding("fail", f"{case.ranks} ranks: {said}", shown(adapter, case))
+            return Finding("fail", f"{case.ranks} ranks: {said}", shown(adapter, case), is_raised=True)
         if found:
             case, found = _smallest(adapter, case, found)
             figure = f"{case.ranks} ranks: {found.cause}; {found.numbers}"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
 import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,30 +52,6 @@ def _layout_cell(layout: str, of: Mapping[str, Finding]) -> str:
             causes.setdefault(re.split("[:;]", finding.figure)[1].strip(), []).append(name)
     failed = [f"**{cause}** ({', '.join(names)})" for cause, names in causes.items()]
     return "; ".join([*failed, f"{verdicts.count('pass')} of {len(cases) - verdicts.count('not offered')} pass"])
-
-
-def kept(path: Path, findings: Findings, adapters: Sequence[Checked]) -> dict[str, dict[str, Finding]]:
-    """Write the findings to a JSON file, beside those of other adapters in it, and return all of them."""
-    data = json.loads(path.read_text()) if path.exists() else {}
-    for adapter in adapters:
-        checks = {name: [*filter(None, astuple(finding))] for name, finding in findings[adapter.name].items()}
-        data[adapter.name] = {"ran": ran(adapter), "note": adapter.note, "checks": checks}
-    path.write_text(json.dumps(data, indent=1) + "\n")
-    return read(path)
-
-
-def read(path: Path) -> dict[str, dict[str, Finding]]:
-    """Return the findings of a JSON file, by adapter and by check."""
-    data = json.loads(path.read_text())
-    return {name: {check: Finding(*f) for check, f in one["checks"].items()} for name, one in data.items()}
-
-
-def ran(adapter: Checked) -> str:
-    """Return when an adapter ran over ranks, which are on the CPU, and with which versions."""
-    versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
-    if adapter.package:
-        versions.append(f"{adapter.package} {installed_version(adapter.package)}")
-    return f"{date.today()}, CPU, {', '.join(versions)}"
 
 
 def _cell(finding: Finding) -> str:

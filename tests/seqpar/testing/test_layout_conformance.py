@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +13,7 @@ from seqpar.testing.conformance import (
     LAYOUT_CHECKS,
     LayoutAdapter,
     layout_adapter_of,
+    page,
     report,
     run,
 )
@@ -22,11 +22,11 @@ from seqpar.testing.conformance.layout_adapter import LAYOUTS
 from seqpar.testing.conformance.layout_adapters import torch_step
 from seqpar.testing.conformance.layout_cases import NAMES, cases
 from seqpar.testing.conformance.layout_checks import fault
+from seqpar.testing.conformance.parts import PARTS
 from tests.seqpar.testing.planted_layouts import LAYOUT_MISTAKES, OTHER_MISTAKES
 
 pytestmark = pytest.mark.unswitched
 
-DOCS = Path(__file__).parents[3] / "docs"
 BY_NAME = {check.name: check for check in LAYOUT_CHECKS}
 
 
@@ -117,37 +117,18 @@ def test_a_layout_that_is_not_offered_is_no_failure():
     assert replace(modest, offers=EVERY_LAYOUT).spec == "modest"
 
 
-def test_the_table_of_the_page_is_made_from_the_file_beside_it():
-    found = report.read(DOCS / "conformance-layouts.json")
-    assert report.by_layout(found) in (DOCS / "conformance.md").read_text()
-    assert {*found} == {*KNOWN_LAYOUTS}
-    assert all({*of} == {*BY_NAME} for of in found.values()), (
-        "a check was added or renamed: run the command of the page"
-    )
-    failed = [finding for of in found.values() for finding in of.values() if finding.verdict == "fail"]
-    assert all(len(finding.reproduction.splitlines()) == 5 for finding in failed)
-
-
-def test_every_failure_in_the_tables_of_losses_and_scores_has_its_five_lines_in_the_file_beside_them():
-    noted = json.loads((DOCS / "conformance-failures.json").read_text())
-    assert all(len(one["code"]) <= 5 and one["printed"] for one in noted)
-    for one in noted:
-        compile("\n".join(one["code"]), one["check"], "exec")
-    tables = (DOCS / "conformance.md").read_text().partition("## Layouts")[0]
-    assert sorted(re.findall(r"\*\*fail: (.*?)\*\*", tables)) == sorted(one["figure"] for one in noted)
-
-
 def test_a_run_replaces_its_own_column_of_the_file_and_keeps_the_others(tmp_path, capsys):
     path = tmp_path / "layouts.json"
     for adapter in (KNOWN_LAYOUTS["seqpar"], planted("trl_7245"), KNOWN_LAYOUTS["seqpar"]):
-        found = report.kept(path, {adapter.name: run(adapter, LAYOUT_CHECKS[:1])}, [adapter])
+        found = page.kept(path, {adapter.name: run(adapter, LAYOUT_CHECKS[:1])}, [adapter])
     assert [*json.loads(path.read_text())] == ["seqpar", "trl_7245"]
     row = "| data parallel | 1 of 1 pass | **not reduced over ranks** (unequal tokens); 0 of 1 pass |"
     assert report.by_layout(found).splitlines()[2] == row
+    assert page.table(PARTS["layouts"], found).splitlines()[2] == "| data parallel | ✓ | **✗ silent** 1 of 1 |"
     with pytest.raises(
         SystemExit, match=r"'nobody' is not known; there are torch, torch-loss-parallel, .*LayoutAdapter"
     ):
         main(["--part", "layouts", "nobody"])
     with pytest.raises(SystemExit):
-        main(["--json", str(path), "torch"])
-    assert "--json is for --part layouts, and the part is losses" in capsys.readouterr().err
+        main(["--part", "both", "--json", str(path), "torch"])
+    assert "--json is for one part, and the part is both" in capsys.readouterr().err
