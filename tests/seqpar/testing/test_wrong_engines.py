@@ -11,7 +11,8 @@ from torch import nn
 
 import seqpar
 from seqpar.testing import assert_same_gradients, assert_same_loss, plain_loss
-from seqpar.testing.ranks import ranks
+from seqpar.testing import ranks as ranks_module
+from seqpar.testing.ranks import RankError, ranks
 
 PADDING = 0
 TOKENS = 14
@@ -292,6 +293,18 @@ def test_a_part_of_a_step_is_divided_by_its_own_tokens():
         assert_same_loss(generator, criterion, torch.randn(2, 3, 4), target, loss=wrong_for_three, tokens=6)
 
 
+def test_a_loss_that_divides_by_the_steps_tokens_by_itself_is_not_wrong_for_every_part():
+    """Its smallest failing part has what is wrong, and not one token fewer because of the count."""
+
+    def wrong_for_three(generator, criterion, hidden, target):
+        return plain_loss(generator, criterion, hidden, target) / 6 * (1 + (target == 3).sum())
+
+    generator, target = nn.Linear(4, 6), torch.tensor([[1, 2, 4], [2, 3, 1]])
+    criterion = nn.CrossEntropyLoss(ignore_index=PADDING, reduction="sum")
+    with pytest.raises(AssertionError, match=r"target \[\[1, 2\], \[2, 3\]\](.|\n)*tokens=4\)$"):
+        assert_same_loss(generator, criterion, torch.randn(2, 3, 4), target, loss=wrong_for_three, tokens=6)
+
+
 STEP = 12
 """Tokens that are not ignored, over both ranks."""
 
@@ -311,6 +324,10 @@ def on_a_rank(rank, world, wrong):
     }
 
     def chosen(*given):
+        if wrong == "on rank 1 alone":
+            given[0].weight.register_hook(lambda grad: dist.all_reduce(grad.clone()) and None)
+            # Twice the gradient of this rank's own tokens
+            given = *given[:2], given[2] + rank * (given[2] - given[2].detach()), given[3]
         loss = plain_loss(*given) * factors.get(wrong, world / STEP)
         if wrong == "reduced twice" and not given[0].weight._backward_hooks:
             given[0].weight.register_hook(lambda grad: dist.all_reduce(grad := grad.clone()) or grad)
@@ -352,3 +369,100 @@ def test_a_wrong_count_over_ranks_is_named_on_every_rank(wrong, cause):
     first, second = ranks(2, on_a_rank, wrong)
     assert re.match(f"rank 0: Likely cause: {cause}", first.splitlines()[0])
     assert first == second
+
+
+def test_a_rank_that_looks_for_the_cause_alone_does_not_wait_in_a_hook_for_the_others():
+    first, second = ranks(2, on_a_rank, "on rank 1 alone")
+    assert first.startswith("rank 1: Likely cause: none of the usual ones")
+    assert "the gradient of hidden is off by" in first
+    assert first == second
+
+
+def of_all_ranks(target):
+    count = (target != PADDING).sum()
+    dist.all_reduce(count)
+    return count
+
+
+def right_in_ranks(generator, criterion, hidden, target):
+    return plain_loss(generator, criterion, hidden, target) * dist.get_world_size() / of_all_ranks(target)
+
+
+def own_mean_in_ranks(generator, criterion, hidden, target):
+    return plain_loss(generator, criterion, hidden, target) / (target != PADDING).sum().clamp(min=1)
+
+
+def without_the_world_size(generator, criterion, hidden, target):
+    return plain_loss(generator, criterion, hidden, target) / of_all_ranks(target)
+
+
+def otherwise_smoothed_in_ranks(generator, criterion, hidden, target):
+    other = seqpar.LabelSmoothing(0.1, "torch", ignore_index=PADDING)
+    return right_in_ranks(generator, other, hidden, target)
+
+
+def raises_in_rank_1(generator, criterion, hidden, target):
+    if dist.get_rank() == 1:
+        raise KeyError("nobody")
+    return plain_loss(generator, criterion, hidden, target)
+
+
+def whole_batch():
+    """Five sentences of three words, of which two are padded, and how many words count."""
+    torch.manual_seed(0)
+    target = torch.arange(15).reshape(5, 3) % 6 + 1
+    target[2:4, 1:] = PADDING
+    head = nn.Linear(4, 7), seqpar.LabelSmoothing(0.1, "fairseq", ignore_index=PADDING)
+    return *head, torch.randn(5, 3, 4), target
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("loss", [None, right_in_ranks], ids=["seqpar's", "own"])
+def test_one_call_proves_a_loss_over_ranks_with_unequal_tokens(world, loss):
+    assert_same_loss(*whole_batch(), loss=loss, ranks=world, tokens=11)
+
+
+@pytest.mark.parametrize(
+    ("loss", "cause"),
+    [
+        (
+            own_mean_in_ranks,
+            r"the local token count, .*: here 3 of the step's 11 tokens, and hidden's gradient is 11/6",
+        ),
+        (without_the_world_size, "the world size: all gradients are 1/2 times the plain ones"),
+        (otherwise_smoothed_in_ranks, "the smoothing convention 'torch', where the criterion has 'fairseq'"),
+    ],
+)
+def test_one_call_over_ranks_names_the_cause_and_the_smallest_part_that_fails(loss, cause):
+    generator, criterion, hidden, target = whole_batch()
+    with pytest.raises(AssertionError) as caught:
+        assert_same_loss(generator, criterion, hidden, target, loss=loss, ranks=2, tokens=11)
+    first, *more = str(caught.value).splitlines()
+    assert re.match(f"rank 0: Likely cause: {cause}", first)
+    assert "the loss is off by" in str(caught.value)
+    assert more[-2].startswith("Smallest part of these inputs that fails: hidden (3, 1, 4), target [[")
+    assert more[-1].endswith("ranks=2)")
+    with pytest.raises(AssertionError, match=cause.split(":")[0]):
+        eval(more[-1].strip(), globals(), locals())
+
+
+def test_an_error_of_a_rank_is_shown_with_its_number(monkeypatch):
+    monkeypatch.setattr(ranks_module, "COLLECTIVE_TIMEOUT", 3.0)
+    ranks_module.close_all()
+    with pytest.raises(RankError, match=r"rank 1: (.|\n)*KeyError: 'nobody'"):
+        assert_same_loss(*whole_batch(), loss=raises_in_rank_1, ranks=2)
+
+
+def test_what_cannot_be_proved_over_ranks_is_refused_in_one_line():
+    generator, criterion, hidden, target = whole_batch()
+    given = generator, criterion, hidden
+    with pytest.raises(ValueError, match="group is for a call in every rank, and ranks for one call"):
+        assert_same_loss(*given, target, ranks=2, group=object())
+    with pytest.raises(ValueError, match="ranks is 1; it must be a whole number of at least 2"):
+        assert_same_loss(*given, target, ranks=1)
+    with pytest.raises(ValueError, match=r"target has shape \(5, 3\) and ranks is 6; its first dimension"):
+        assert_same_loss(*given, target, ranks=6)
+    with pytest.raises(ValueError, match="each of 2 ranks has 3 tokens that count, and with equal counts a mean of m"):
+        assert_same_loss(generator, criterion, hidden[:2], target[:2], ranks=2)
+    with pytest.raises(TypeError, match=r"cannot be sent to the ranks \(.*<lambda>.*\); define it at the top level of"):
+        assert_same_loss(*given, target, loss=lambda *given: plain_loss(*given), ranks=2)
