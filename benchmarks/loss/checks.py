@@ -12,6 +12,7 @@ from seqpar.testing.conformance import problem as kit
 from seqpar.testing.conformance.adapter import Feature
 from seqpar.testing.conformance.checks import factor_errors
 from seqpar.testing.conformance.inputs import Inputs as KitInputs
+from seqpar.testing.precision import TWICE
 
 
 def kit_inputs(implementation: Implementation, problem: Problem, device: str) -> KitInputs:
@@ -74,9 +75,7 @@ def what_is_wrong(implementation: Implementation, problem: Problem, device: str)
     except kit.RaisedError as raised:  # the kit's own, around the error that says what the implementation refused
         raise raised.__cause__ or raised from None
     words = [
-        f"{d.label} off by {d.error:.1e} ({kit.TWICE * d.of_allowed:.1f} x plain's)"
-        for d in deviations
-        if d.of_allowed > 1
+        f"{d.label} off by {d.error:.1e} ({TWICE * d.of_allowed:.1f} x plain's)" for d in deviations if d.of_allowed > 1
     ]
     if ignores_factor:
         words.append("ignores a factor on the loss")

@@ -29,7 +29,7 @@ from benchmarks.loss.timing import (
 )
 from benchmarks.scores.ways import CASES, WAYS, Case, Way, plain
 from seqpar.testing import peak_memory
-from seqpar.testing.conformance.problem import DRAWS, EXACT, TWICE, error
+from seqpar.testing.precision import DRAWS, EXACT, TWICE, error
 
 SHAPES = [
     Problem(4096, 512, 32_000, bias=False),

@@ -48,6 +48,8 @@ class Evidence:
     """The plain loss, computed some more times."""
     imagined: Sequence[tuple[str, Callable[[], Result]]] = ()
     """Mistakes, and functions that compute the plain loss with each of them; the first has none, and no name."""
+    is_float64: bool = True
+    """Whether the loss under test could be computed in float64, which some devices lack."""
 
     def pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield name, gradient and plain gradient, where the plain one is not 0 and the shapes agree."""

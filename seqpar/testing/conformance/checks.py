@@ -20,7 +20,7 @@ from seqpar.testing.conformance.adapters import capped
 from seqpar.testing.conformance.finding import Check, Finding
 from seqpar.testing.conformance.inputs import Inputs
 from seqpar.testing.conformance.memory import Growth, growth_finding
-from seqpar.testing.conformance.problem import Answer, Deviation, as_float64, deviations, error, leaves
+from seqpar.testing.conformance.problem import Answer, Deviation, as_float64, deviations, leaves
 from seqpar.testing.conformance.verdicts import (
     ROUNDING,
     error_finding,
@@ -30,6 +30,7 @@ from seqpar.testing.conformance.verdicts import (
 )
 from seqpar.testing.evidence import FACTOR
 from seqpar.testing.forks import autograd_works_in_a_fork
+from seqpar.testing.precision import error
 
 PRODUCTS = {f"aten::{name}{suffix}" for name in ("mm", "addmm", "bmm", "baddbmm") for suffix in ("", "_")}
 HALF = 0.6

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.testing.conformance.layout_cases import IGNORED, SHAPE, SPLIT, Answer, Case, Model, gradients
-from seqpar.testing.conformance.problem import error
 from seqpar.testing.evidence import ratio, spelt
+from seqpar.testing.precision import error
 
 SAME = 1e-5
 """The relative difference up to which numbers count as equal: mistakes are recognised in float32, too."""

@@ -20,7 +20,7 @@ from seqpar.testing.conformance.layout_adapter import LAYOUTS, Layout, LayoutAda
 from seqpar.testing.conformance.layout_cases import MAY_RAISE, NAMES, NEEDS, SPLIT, Answer, Case, cases
 from seqpar.testing.conformance.layout_causes import Evidence, likely_cause
 from seqpar.testing.conformance.layout_known import KNOWN_LAYOUTS
-from seqpar.testing.conformance.problem import EXACT, error
+from seqpar.testing.precision import EXACT, error
 from seqpar.testing.ranks import RankError, ranks
 
 FLOAT32 = 1e-5

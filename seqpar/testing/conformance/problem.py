@@ -8,7 +8,6 @@ Shape suffixes: N rows, D hidden, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -18,13 +17,8 @@ from torch import Tensor
 
 from seqpar.testing.conformance.adapter import DEVICE, on_device
 from seqpar.testing.conformance.finding import RaisedError
+from seqpar.testing.precision import DRAWS, EXACT, TWICE, error
 
-TWICE = 2.0
-"""The error allowed to an implementation, relative to that of plain PyTorch in the same dtype."""
-DRAWS = 3
-"""The number of draws over which plain PyTorch's own error is the largest: on one, a number may be right by luck."""
-EXACT = 1e-12
-"""The relative error allowed in float64."""
 GRADIENTS = ("hidden", "weight", "bias")
 
 Answer = dict[str, Tensor | None]
@@ -184,17 +178,6 @@ def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def as_float64(found: Mapping[str, Tensor | None]) -> Answer:
     """Return the numbers without a graph, in float64; a missing one is still missing."""
     return {name: t if t is None else t.detach().double() for name, t in found.items()}
-
-
-def error(found: Tensor | None, right: Tensor | None) -> float:
-    """Return |found - right| / |right| in the Euclidean norm; infinite if it is missing or not a number."""
-    assert right is not None
-    if found is None:
-        return float("inf")
-    relative = float((found - right).norm() / right.norm().clamp(min=1e-300))
-    if math.isnan(relative):
-        return float("inf")
-    return relative
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from seqpar.testing.conformance.finding import Finding, RaisedError
-from seqpar.testing.conformance.problem import GRADIENTS, Deviation, Problem, error, leaves
+from seqpar.testing.conformance.problem import GRADIENTS, Deviation, Problem, leaves
 from seqpar.testing.evidence import FACTOR
+from seqpar.testing.precision import error
 
 ROUNDING = 1e-6
 """The relative difference allowed between two float32 gradients that should be equal."""

@@ -1,0 +1,77 @@
+"""State how far a loss may be from the truth: 1e-12 in float64, and else at most twice as far as plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from seqpar.testing.evidence import Result
+
+TWICE = 2.0
+"""The error allowed to an implementation, relative to that of plain PyTorch in the same dtype."""
+DRAWS = 3
+"""The number of draws over which plain PyTorch's own error is the largest: on one, a number may be right by luck."""
+EXACT = 1e-12
+"""The relative error allowed in float64."""
+
+
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device has float64, which mps has not."""
+    try:
+        torch.empty(0, dtype=torch.float64, device=device)
+    except TypeError:
+        return False
+    return True
+
+
+def error(found: Tensor | None, right: Tensor | None) -> float:
+    """Return |found - right| / |right| in the Euclidean norm; infinite if it is missing or not a number."""
+    assert right is not None
+    if found is None:
+        return float("inf")
+    relative = float((found - right).norm() / right.norm().clamp(min=1e-300))
+    if math.isnan(relative):
+        return float("inf")
+    return relative
+
+
+def farther_than_twice_plain(got: Result, plain: Sequence[Result], truth: Result) -> str:
+    """Return the first number that is more than twice as far from the truth as plain PyTorch's; empty if none is.
+
+    `plain` are draws of the same numbers. As in the checks of conformance, one rounding is always allowed.
+    """
+    right = _named(truth)
+    own = [_named(one) for one in plain]
+    for name, found in _named(got).items():
+        exact = right[name]
+        # No gradient is a gradient of 0
+        if found is None and exact is None:
+            continue
+        if exact is None:
+            exact = torch.zeros(())
+        off = error(found, exact)
+        plainly = max(error(one[name], exact) for one in own)
+        # Not `off > allowed`, which is false for nan
+        if not off <= max(TWICE * plainly, torch.finfo(torch.float32).eps / 2):
+            return (
+                f"{name} is off by {off:.2g} of its size, where plain PyTorch in float32 is off by {plainly:.2g}; "
+                "twice as much is allowed where the device has no float64"
+            )
+    return ""
+
+
+def as_float64(result: Result) -> Result:
+    """Return a loss and its gradients in float64, on the CPU if their device has none."""
+    value, gradients = result
+    if has_float64(value.device):
+        return value.double(), {name: g if g is None else g.double() for name, g in gradients.items()}
+    return value.cpu().double(), {name: g if g is None else g.cpu().double() for name, g in gradients.items()}
+
+
+def _named(result: Result) -> dict[str, Tensor | None]:
+    """Return the loss and its gradients by what a message calls them."""
+    value, gradients = as_float64(result)
+    return {"the loss": value, **{f"the gradient of {name}": g for name, g in gradients.items()}}
