@@ -2,6 +2,7 @@
 
 - `assert_same_loss`, `assert_same_gradients`: compare your generator, criterion, devices and loss with the plain
   single-device computation; a failure names the likely cause.
+- `assert_numerical_gradients`: compare a loss's gradients with differences of its values (`torch.autograd.gradcheck`).
 - `plain_linear_cross_entropy`, `plain_value_and_gradients`: the plain reference of `linear_cross_entropy` with every
   option, in a few lines of torch without chunks; `plain_rank`: that of `token_scores(..., rank=True)`.
 - `seqpar.testing.strategies` (needs hypothesis) draws the cases.
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from seqpar.testing.gradients import assert_same_gradients, assert_same_results, plain_loss
+    from seqpar.testing.numerical import assert_numerical_gradients
     from seqpar.testing.plain_reference import (
         plain_linear_cross_entropy,
         plain_rank,
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from seqpar.testing.same_loss import assert_same_loss
 
 _FILES = {
+    "assert_numerical_gradients": "numerical",
     "assert_same_gradients": "gradients",
     "assert_same_loss": "same_loss",
     "assert_same_results": "gradients",
@@ -33,6 +36,7 @@ _FILES = {
 """The file of each public name."""
 
 __all__ = [
+    "assert_numerical_gradients",
     "assert_same_gradients",
     "assert_same_loss",
     "assert_same_results",

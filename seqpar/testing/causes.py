@@ -174,7 +174,13 @@ def _rounding(e: Evidence) -> str | None:
     if not all(error <= FLOAT32 for error in errors):
         return None
     worst = max(errors)
-    return f"float32 on the way: nothing is off by more than {worst:.1g} of its size, and float64 keeps 1e-16"
+    said = f"float32 on the way: nothing is off by more than {worst:.1g} of its size, and float64 keeps 1e-16"
+    if e.got[0].dtype == torch.float32:
+        said += (
+            "; the loss is float32 itself, as that of decoder-only models of transformers is, which cast their logits: "
+            "take the loss of the same logits in float64, or pass rtol=1e-5"
+        )
+    return said
 
 
 def _narrow_sums(e: Evidence) -> str | None:

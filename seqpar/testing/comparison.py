@@ -28,6 +28,7 @@ from seqpar.testing.gradients import (
     assert_same_results,
     first_line,
     plain_loss,
+    proving,
     refuse_no_gradients,
     value_and_gradients,
     with_straight_tanh,
@@ -101,7 +102,8 @@ class Comparison:
 
         plain = partial(truth._plain, true, whole)
         expected = value_and_gradients(plain, true.tensors)
-        got = self._reduced(candidate, leaves.tensors)
+        with proving():
+            got = self._reduced(candidate, leaves.tensors)
         refuse_no_gradients(got, expected, true.tensors)
         eighth = self._reduced(lambda: candidate() * FACTOR, leaves.tensors)
         if truth is self:

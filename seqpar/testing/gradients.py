@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,13 +57,10 @@ def assert_same_gradients(
         TypeError: a loss that is not a function, or does not return a tensor.
     """
     check_tolerance(rtol)
-    _check_leaves(tensors)
+    check_leaves(tensors)
     expected = value_and_gradients(reference, tensors, "reference")
-    proved = PROVED.set(True)
-    try:
+    with proving():
         got = value_and_gradients(candidate, tensors, "candidate")
-    finally:
-        PROVED.reset(proved)
     refuse_no_gradients(got, expected, tensors)
     # Both may be right about the rest, so this has to be looked at by itself
     for name, tensor in tensors.items():
@@ -80,6 +78,16 @@ def assert_same_gradients(
         ]
         cause = likely_cause(Evidence(got, expected, eighth, uses, per_token, tokens, again=again, imagined=imagined))
         raise AssertionError(f"{cause}\n{first_line(error)}") from None
+
+
+@contextmanager
+def proving() -> Iterator[None]:
+    """Compute the loss under test where an adapter that would leave the plain one in place is refused."""
+    before = PROVED.set(True)
+    try:
+        yield
+    finally:
+        PROVED.reset(before)
 
 
 def assert_same_results(got: Result, expected: Result, rtol: float = 1e-12) -> None:
@@ -171,7 +179,7 @@ def an_eighth(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> Resu
         return None
 
 
-def _check_leaves(tensors: Mapping[str, Tensor]) -> None:
+def check_leaves(tensors: Mapping[str, Tensor]) -> None:
     """Raise TypeError or ValueError unless they are named leaves, at least one."""
     if not isinstance(tensors, Mapping):
         raise TypeError(f"tensors is a {type(tensors).__name__}; it must be a dict of names and tensors")

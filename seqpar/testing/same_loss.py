@@ -38,7 +38,8 @@ def assert_same_loss(
 
     Plain equivalent: `criterion(generator(hidden).flatten(0, -2), target.flatten()) / tokens` on the tokens of all
     ranks at once, and its gradients by autograd. The loss is compared as it is and times 1/8, because a factor on the
-    loss must reach every gradient.
+    loss must reach every gradient. Both losses use the generator's and the criterion's own backward: whether a custom
+    one is right is what `assert_numerical_gradients` asks.
 
         assert_same_loss(my_generator, my_criterion, hidden, target, devices=["cuda:0", "cuda:1"], chunk_size=5)
         assert_same_loss(my_generator, my_criterion, hidden, target, loss=my_training_loss)

@@ -11,7 +11,7 @@ import transformers as hf
 
 from seqpar.integrations.transformers import apply_seqpar_loss, compute_loss_func
 from seqpar.integrations.transformers_model import key_of
-from seqpar.testing import assert_same_gradients
+from seqpar.testing import assert_same_gradients, assert_same_loss
 from tests.seqpar.integrations.own_loss import outcome
 from tests.seqpar.integrations.shrunk_models import working
 from tests.seqpar.integrations.tiny_models import (
@@ -364,13 +364,20 @@ def test_of_a_decoder_that_rounds_its_logits_the_proof_says_so_and_how_it_is_pro
         return F.cross_entropy(model(**inputs).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
     assert_same_gradients(chunked, uncast, tensors)
-    with pytest.raises(AssertionError, match="Likely cause: float32 on the way"):
+    with pytest.raises(
+        AssertionError, match=r"Likely cause: float32 on the way.*is, which cast their logits: take the"
+    ):
         assert_same_gradients(stock, uncast, tensors)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "t5", "marian"])
 def test_a_proof_in_evaluation_mode_would_compare_the_stock_loss_with_itself_and_is_refused(name):
     chunked, stock, model, _ = proof(name, "eval")
-    with pytest.raises(TypeError, match=rf"{type(model).__name__} is in evaluation mode, .*: call train\(\) before"):
+    refused = rf"{type(model).__name__} is in evaluation mode, .*: call train\(\) before"
+    with pytest.raises(TypeError, match=refused):
         assert_same_gradients(chunked, stock, dict(model.named_parameters()))
+    hidden, target = torch.randn(2, model.config.hidden_size), torch.tensor([1, 2])
+    head, criterion = model.get_output_embeddings(), torch.nn.CrossEntropyLoss(reduction="sum")
+    with pytest.raises(TypeError, match=refused):
+        assert_same_loss(head, criterion, hidden, target, loss=lambda *given: chunked())
     chunked()

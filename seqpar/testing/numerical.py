@@ -1,0 +1,85 @@
+"""Compare a loss's gradients with differences of its values, by `torch.autograd.gradcheck`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
+
+from seqpar.testing.evidence import Result, repeated
+from seqpar.testing.gradients import check_leaves, value_and_gradients
+
+
+def assert_numerical_gradients(loss: Callable[[], Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Assert that a loss's gradients are the derivatives of its values, by `torch.autograd.gradcheck` in its fast mode.
+
+    It says what a comparison of two losses cannot: where both use the same operation, whose backward is wrong, both
+    have the same wrong gradient. So does `assert_same_loss`, whose plain loss uses the generator and the criterion that
+    it is given.
+
+        assert_numerical_gradients(lambda: criterion(generator(hidden), target), dict(generator.named_parameters()))
+
+    Of an operator made with `torch.library`, `torch.library.opcheck` says what neither does: whether its schema, its
+    shapes for `torch.compile` and the registration of its backward are right.
+
+    Args:
+        loss: returns the loss, a float64 scalar; called a few times for each tensor, each time with one backward, and
+            if a gradient is wrong twice for each of that tensor's numbers.
+        tensors: float64 leaves by name; those that require no gradient are left out.
+
+    Raises:
+        AssertionError: the message names the tensor and has both numbers, along a random direction.
+        ValueError: no tensors, one that is not a leaf, a loss or a tensor that is not float64, or a loss that is
+            another number in every call.
+        TypeError: a loss that is not a function, or does not return a tensor.
+    """
+    check_leaves(tensors)
+    value, _ = value_and_gradients(loss, tensors)
+    wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    for name, tensor in {"the loss": value, **wanted}.items():
+        if tensor.dtype != torch.float64:
+            raise ValueError(
+                f"{name} is {tensor.dtype}; differences of values need float64, from the inputs to the loss"
+            )
+    other = next((again for again in repeated(loss) if again != float(value)), None)
+    if other is not None:
+        raise ValueError(
+            f"the loss is {float(value):.6g} in one call and {other:.6g} in another, so differences of it say "
+            "nothing; call .eval() before, where dropout draws no numbers"
+        )
+    for name, tensor in wanted.items():
+
+        def of_one(leaf: Tensor, name: str = name) -> Any:
+            # gradcheck changes the leaf in place, so the loss need not be given it
+            return _Once.apply(lambda: value_and_gradients(loss, wanted), name, leaf)
+
+        try:
+            torch.autograd.gradcheck(of_one, (tensor,), fast_mode=True)
+        except GradcheckError as error:
+            raise AssertionError(f"the gradient of {name} is not the derivative of the loss: {_said(error)}") from error
+
+
+class _Once(torch.autograd.Function):
+    """A loss and its gradient as constants, because gradcheck runs backward twice, which not every loss allows."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: Callable[[], Result], name: str, leaf: Tensor) -> Tensor:
+        """Return the loss."""
+        with torch.enable_grad():
+            value, gradients = computed()
+        gradient = gradients[name]
+        ctx.gradient = torch.zeros_like(leaf) if gradient is None else gradient
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, None, Tensor]:
+        """Return the gradient times the factor from above."""
+        return None, None, upstream * ctx.gradient
+
+
+def _said(error: GradcheckError) -> str:
+    """Return gradcheck's message in one line, without its advice."""
+    return " ".join(str(error).split("\n\n")[0].split())
