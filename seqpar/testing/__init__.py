@@ -1,7 +1,7 @@
 """Compare any implementation of the loss with the plain one, by value and by every gradient.
 
 - `assert_same_loss`, `assert_same_gradients`: compare your generator, criterion, devices and loss with the plain
-  single-device computation; a failure names the likely cause.
+  single-device computation; a failure names the likely cause. `assert_same_loss(ranks=2)` does so over live ranks.
 - `assert_numerical_gradients`: compare a loss's gradients with differences of its values (`torch.autograd.gradcheck`).
 - `plain_linear_cross_entropy`, `plain_value_and_gradients`: the plain reference of `linear_cross_entropy` with every
   option, in a few lines of torch without chunks; `plain_rank`: that of `token_scores(..., rank=True)`.

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from seqpar.testing.evidence import SAME, Evidence, ratio, spelt
+
+MOST_ALIKE = 16
+"""How many parts of equally many tokens, of the rarest size, are recognised."""
 
 
 class Rows(NamedTuple):
@@ -69,7 +73,7 @@ def mean_of_means(e: Evidence) -> str | None:
     """Recognise parts of the tokens that are each divided by their own number.
 
     sum_c (1/C) mean_c has in part c, of n_c tokens, divisor / (C n_c) times the plain gradient: ratio x count is the
-    same for every part, or a whole multiple of it where several parts have equally many tokens.
+    same for every part, and k times as large where k parts, as sentences often do, have equally many tokens.
     """
     if e.tokens is None or e.world > 1:
         return None
@@ -80,13 +84,22 @@ def mean_of_means(e: Evidence) -> str | None:
         for r in rows.ratios:
             near = next((known for known in counts if math.isclose(known, r, rel_tol=SAME)), r)
             counts[near] = counts.get(near, 0) + 1
-        shares = [r * n for r, n in counts.items()]
-        if len(shares) < 2 or min(shares) <= 0:
+        if len(counts) < 2 or min(counts) <= 0:
             continue
-        if all(math.isclose(s / min(shares), round(s / min(shares)), rel_tol=SAME) for s in shares):
+        if any(_are_parts(counts, fewest) for fewest in range(1, MOST_ALIKE + 1)):
             parts = ", ".join(f"{spelt(r)} times the plain one in {n} rows" for r, n in counts.items())
             return f"a mean of means: each part is divided by its own tokens, so {rows.name}'s gradient is {parts}"
     return None
+
+
+def _are_parts(counts: Mapping[float, int], fewest: int) -> bool:
+    """Return whether rows with one ratio are k parts of equally many rows; `fewest` is the smallest k of all ratios."""
+    smallest = min(r * n for r, n in counts.items())
+    for r, n in counts.items():
+        parts = r * n / smallest * fewest
+        if not math.isclose(parts, round(parts), rel_tol=SAME) or n % round(parts):
+            return False
+    return True
 
 
 def counted_padding(e: Evidence) -> str | None:

@@ -279,6 +279,27 @@ def test_a_missing_softcap_derivative_is_named_in_two_functions_of_ones_own():
         assert_same_gradients(lambda: loss(straight=True), loss, {"weight": weight})
 
 
+@pytest.mark.parametrize("lengths", [[3, 3, 4, 4, 4], [1, 5, 5, 2, 2], [2, 5, 5, 5, 3, 3, 3]])
+def test_the_mean_of_the_sentences_means_is_named_where_several_are_equally_long(lengths):
+    def mean_of_sentences(generator, criterion, hidden, target):
+        sentences = zip(hidden, target, strict=True)
+        return sum(plain_loss(generator, criterion, h, t) / (t != PADDING).sum() for h, t in sentences) / len(target)
+
+    torch.manual_seed(0)
+    target = torch.arange(1, 6).repeat(len(lengths), 1)
+    target[torch.arange(5) >= torch.tensor(lengths)[:, None]] = PADDING
+    criterion = nn.CrossEntropyLoss(ignore_index=PADDING, reduction="sum")
+    with pytest.raises(AssertionError, match=r"^Likely cause: a mean of means: each part is divided by its own tokens"):
+        assert_same_loss(
+            nn.Linear(4, 6),
+            criterion,
+            torch.randn(len(lengths), 5, 4),
+            target,
+            loss=mean_of_sentences,
+            tokens=sum(lengths),
+        )
+
+
 def test_a_part_of_a_step_is_divided_by_its_own_tokens():
     """Not by the whole step's, which would make every loss of a part wrong."""
 
