@@ -27,7 +27,7 @@ are `selective_log_softmax` and `entropy_from_logits` of all logits; "TRL, tiles
 rows x 32,768 classes; "logsumexp" is `logits.gather(...) - logits.logsumexp(-1)` in float32. Measure again, or print
 the tables of every case:
 """
-SHOWN = (Case("hidden and projection", entropy=False), Case("nothing", entropy=False))
+SHOWN = [Case("hidden and projection", entropy=False)]
 """The cases on the page; `--render` prints all of them."""
 
 
@@ -73,7 +73,7 @@ def heading(case: Case) -> str:
         "nothing": "Without gradients",
     }
     products = sum(case.products.values())
-    with_entropy = "with entropy" if case.entropy else "log-probabilities alone"
+    with_entropy = "with entropy" if case.entropy else "only log-probabilities"
     return f"{titles[case.gradients]}, {with_entropy}: {products} product{'s' * (products > 1)}"
 
 
