@@ -30,7 +30,6 @@ from tests.recipes.run_folder.made import MADE, contents, refused
 from tests.recipes.saved import model_in, saved_file
 from tests.recipes.tiny import tiny
 
-pytestmark = pytest.mark.usefixtures("short_validations")
 LONGER = {**MADE, "training.steps": 6}
 
 

@@ -37,7 +37,6 @@ from tests.recipes.run_folder.made import MADE, contents
 from tests.recipes.saved import saved_file
 from tests.recipes.tiny import options, tiny
 
-pytestmark = pytest.mark.usefixtures("short_validations")
 EVERY: dict[str, Any] = {
     **MADE,
     "training.validate_every": 3,
