@@ -29,7 +29,7 @@ def printed(example: Path, name: str) -> list[float]:
 
 
 def without_numbers(text: str) -> str:
-    return re.sub(r"[-+]?\d[\d,.]*", "#", text)
+    return re.sub(r"[-+]?\d[\d,.]*(e[-+]?\d+)?", "#", text)
 
 
 @pytest.mark.parametrize("example", [path for path in RUNNING if path.stem not in RISING], ids=lambda path: path.stem)
