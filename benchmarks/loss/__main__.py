@@ -2,7 +2,7 @@
 
     python -m benchmarks.loss                           # every part, on the CPU or the GPU where there is one
     python -m benchmarks.loss shapes --only V=32000     # one part, the problems with that in their name
-    python -m benchmarks.loss --render                  # tables and plots again, from the newest file
+    python -m benchmarks.loss --render                  # every table, and page and plots again, from the newest file
 
 Times are medians of interleaved runs, shown as ratios to the three matrix products that any exact implementation needs
 (logits, hidden gradient, weight gradient, over the rows that are not padding). Memory is an implementation's peak above
@@ -38,13 +38,17 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure again what the file already has")
     parser.add_argument("--out", type=Path, help=f"the file; default is {results.default_path('cpu')}, by date")
     parser.add_argument("--dry-run", action="store_true", help="try the part gpu on the CPU, on one small problem")
-    parser.add_argument("--render", action="store_true", help="measure nothing; write tables and plots from the file")
+    parser.add_argument(
+        "--render", action="store_true", help="print every table, write page and plots; measure nothing"
+    )
     options = parser.parse_args()
     unknown = set(options.parts) - set(PARTS)
     if unknown:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if options.render:
-        report.write(options.out or results.newest_path(options.device))
+        path = options.out or results.newest_path(options.device)
+        print("\n".join(report.tables(path)))
+        report.write(path)
         return
     if options.dry_run:
         print("\n".join(gpu.tried_on_the_cpu()))

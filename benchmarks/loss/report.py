@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.loss import gpu, plots, targets
-from benchmarks.loss.implementations import ENGINE, PLAIN, known
+from benchmarks.loss.implementations import ENGINE, OWN, PLAIN, TORCH_BEST, known
 from benchmarks.loss.results import MIB, Entry, Results, fastest_to_floor, floor_seconds, median, stem
 from benchmarks.loss.targets import shape_title, title
 from benchmarks.loss.timing import CHUNKED
 from seqpar.testing.markdown_table import markdown_table
 
 GLOSSARY = """\
-`LossCompute` and `linear_cross_entropy` are seqpar's, with gradients in closed form; "own generator" is the engine
-with a projection for which it has no closed form, so autograd computes the gradient. "Three products" are the matrix
-products that any exact implementation needs (logits, hidden gradient, weight gradient) for the rows that are not
-padding, written to memory that is already allocated: all rows at once or 512 at a time, whichever is faster here.
+`LossCompute` has a gradient in closed form; with its "own generator", a projection of yours, it uses autograd. "Three
+products" are the matrix products that any exact implementation needs (logits, hidden gradient, weight gradient).
 "Plain" is `F.cross_entropy` of `F.linear`. The memory "allowed" is the hidden gradient, the weight gradient, and 1.3
-times the engine's chunk of logits in float32 or wider. "Three products' libraries" is the additional memory, in MiB,
-that MKL and oneDNN take for the bare products.
+times the engine's chunk of logits.
+"""
+BY_SHAPE = """\
+Each cell gives time / plain, and peak memory in MiB, without label smoothing. A `*` marks what "Correctness" lists.
 """
 LEGEND = """\
 Each cell gives time / three products (in brackets: fastest run / the products' fastest run); time / plain; peak
@@ -29,31 +29,20 @@ memory. A `*` marks an implementation that is more than twice as far from float6
 on the loss; "Correctness" says which.
 """
 CHECKED = """\
-The loss and the gradients of a small problem (N=2,048, D=16, V=1,024, 30% padding) are compared with the plain loss
-in float64. The table lists everything that is more than twice as far from it as plain in the same dtype, and further
-than that dtype's rounding of one number. In float32 this can come down to the last digits.
+N=2,048, D=16, V=1,024, 30% padding, against the plain loss in float64: everything more than twice as far from it as
+plain in the same dtype, and further than that dtype's rounding.
 """
 MEASURED = """\
-Every implementation takes hidden states, a projection (weight and bias) and targets to a mean loss over the tokens
-that are not padding, and back to all three gradients. The implementations take turns in one process, round after
-round, and a figure is the median over the rounds. Where a table says 2 steps in a row, only the second is timed,
-because the first one runs in memory that another implementation used last. Compilation is finished before timing
-starts. The machine is shared: of a problem that was measured more than once, the run with the least scatter is kept
-(median over fastest run, averaged over all implementations). Memory is the peak above the inputs, in a fresh process,
-as the operating system reports it.
+Every implementation takes hidden states, weight, bias and targets to a mean loss, and back to all three gradients.
+They take turns in one process; a figure is the median over the rounds, after compilation. Of problems measured more
+than once, the run with the least scatter counts. Memory is the peak above the inputs in a fresh process.
 
-- **plain**: `F.cross_entropy` of `F.linear`; **torch.compile**: the same, compiled; **auto_chunker**: the same, cut
-  into 8 chunks by Inductor's option of that name; **checkpointed chunks**: `torch.utils.checkpoint` around 512 rows at
-  a time.
-- **torch op**: `F.linear_cross_entropy`, once with the default `LinearCrossEntropyOptions()` and once with the
-  fastest of the options that were tried.
-- **cut_cross_entropy**: Apple's, with `impl="torch_compile"` on a CPU; **torchtune**: `CEWithChunkedOutputLoss` with
-  8 chunks.
-- **torchtitan-style** and **2018 loop**: rewritten from their descriptions, with one backward for each of 8 chunks
-  over time, and for every 5 time steps of sentences of 64, respectively.
-- **LossCompute**, **linear_cross_entropy**: seqpar's, with gradients in closed form; **own generator**: the engine
-  with a projection for which it has no closed form, by autograd.
+- **torch op**: `F.linear_cross_entropy`, with its default options or the fastest of those tried.
+- **cut_cross_entropy**: Apple's, `impl="torch_compile"` on a CPU, without bias.
+- **torchtitan-style**, **2018 loop**: rewritten from their descriptions, with a backward for each chunk.
 """
+SHOWN = (PLAIN, "torch.compile", TORCH_BEST, "cut_cross_entropy", ENGINE, OWN)
+"""The implementations on the page; `--render` prints all of them."""
 HEADINGS = {
     "shapes": "Shapes",
     "small": "A custom generator with few rows per chunk",
@@ -66,7 +55,7 @@ HEADINGS = {
 
 
 def write(path: Path) -> None:
-    """Write tables and plots next to the file of measurements."""
+    """Write the page and the plots next to the file of measurements."""
     results: Results = json.loads(path.read_text())
     beside = path.parent / stem(results["device"])
     pictures = plots.draw(results, beside)
@@ -75,24 +64,37 @@ def write(path: Path) -> None:
 
 
 def document(results: Results, source: str, pictures: list[str]) -> list[str]:
-    """Return the lines of the whole page."""
+    """Return the lines of the page: what a reader needs first, without the tables that `--render` prints."""
     page = ["# The loss over a vocabulary, forward and backward", ""]
     goals = targets.targets(results)
     if goals:
-        page += [*target_table(goals), verdict(goals), "", GLOSSARY]
+        missed = [goal for goal in goals if not goal.reached]
+        page += [verdict(goals), "", *(f"- {g.claim}: {g.measured}, goal {g.limit}; {g.where}" for g in missed), ""]
+        page += [GLOSSARY]
     for name in pictures:
         page += [f"![{name}]({name})", ""]
+    if "shapes" in results["parts"]:
+        page += ["## Time and memory by shape", "", BY_SHAPE, *_in_short(results)]
+    if "gpu" in results["parts"]:
+        page += [f"## {HEADINGS['gpu']}", "", *part_table(results, "gpu"), ""]
+    if results["checks"]:
+        page += ["## Correctness", "", *check_table(results)]
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    page += ["## How it was measured", "", MEASURED]
+    where = f"{results['hardware']}, {results['threads']} threads, {results['device']}"
+    page += [f"{results['date']}, {where}; {versions}.", ""]
+    page += [f"[{source}]({source}) has every figure. Measure again, or print every table:"]
+    return [*page, "", "```", "make bench", "python -m benchmarks.loss --render", "```"]
+
+
+def tables(path: Path) -> list[str]:
+    """Return the lines of every table, with headings."""
+    results: Results = json.loads(path.read_text())
+    page = target_table(targets.targets(results))
     for part, heading in HEADINGS.items():
         if part in results["parts"]:
             page += [f"## {heading}", "", *part_table(results, part), ""]
-    if results["checks"]:
-        page += ["## Correctness", "", *check_table(results), *option_table(results)]
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    page += ["## How it was measured", ""]
-    page += [f"{results['date']}, {results['hardware']}, {results['threads']} threads, {results['device']}."]
-    page += [f"{versions}."]
-    page += [f"[{source}]({source}) has every figure, run by run; `--render` makes this page from it.", "", MEASURED]
-    return [*page, "```", *results["commands"], "```"]
+    return [*page, *option_table(results)]
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
@@ -112,10 +114,9 @@ def target_table(goals: list[targets.Target]) -> list[str]:
 
 
 def verdict(goals: list[targets.Target]) -> str:
-    """Return how many goals are reached, and how to read their table."""
+    """Return how many goals are reached and how many missed, which follow."""
     reached = sum(goal.reached for goal in goals)
-    count = f"{reached} of {len(goals)} goals are reached."
-    return f"{count} The table gives the worst case of each goal, and how many cases are inside the limit."
+    return f"{reached} of {len(goals)} goals are reached, and {len(goals) - reached} missed, here with the worst case:"
 
 
 def part_table(results: Results, part: str) -> list[str]:
@@ -161,6 +162,25 @@ def _shape_table(results: Results, corner: str, entries: list[Entry]) -> list[st
         ["steps in a row", *(str(entry.get("steps in a row", 1)) for entry in entries)],
     ]
     return table([corner, *map(shape_title, entries)], rows)
+
+
+def _in_short(results: Results) -> list[str]:
+    """Return time and memory of some implementations over those of plain, a table for each dtype."""
+    page = []
+    for dtype in ("float32", "bfloat16"):
+        found = results["parts"]["shapes"].values()
+        entries = [e for e in found if e["problem"]["dtype"] == dtype and not e["problem"]["smoothing"]]
+        if entries:
+            rows = [[n + _mark(results, entries[0], n), *(_short_cell(e, n) for e in entries)] for n in SHOWN]
+            page += table([dtype, *map(shape_title, entries)], rows)
+    return page
+
+
+def _short_cell(entry: Entry, name: str) -> str:
+    time = targets.time_ratio(name, PLAIN)(entry)
+    if time is None:
+        return "-"
+    return f"{time:.2f}; {_mib(entry['peak bytes'].get(name))}"
 
 
 def _cell(entry: Entry, name: str) -> str:
@@ -255,11 +275,12 @@ def _devices(entries: list[Entry]) -> list[str]:
 
 def check_table(results: Results) -> list[str]:
     """Return what is further from the truth than it may be, at a small problem."""
-    rows = []
+    where_of: dict[tuple[str, str], list[str]] = {}
     for where, names in results["checks"].items():
         for name, checked in names.items():
             if checked["wrong"]:
-                rows.append([name, where, "; ".join(checked["wrong"])])
+                where_of.setdefault((name, "; ".join(checked["wrong"])), []).append(where)
+    rows = [[name, ", ".join(where), wrong] for (name, wrong), where in where_of.items()]
     return [CHECKED, *table(["way", "in", "what is wrong"], rows)]
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.scores                                # everything, on the CPU or the GPU where there is one
     python -m benchmarks.scores --only V=32000 --cases nothing  # some problems, some cases
-    python -m benchmarks.scores --render                       # the page again, from the newest file
+    python -m benchmarks.scores --render                       # every table, and the page again, from the newest file
 
 Times are the fastest of interleaved runs (and medians), shown as ratios to the bare matrix products that the case
 needs: 4 if the projection is trained, 2 or 3 (entropy) if it is frozen, 1 without gradients. Memory is the peak above
@@ -13,6 +13,7 @@ again.
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import warnings
@@ -23,6 +24,7 @@ import torch
 from benchmarks.loss import results
 from benchmarks.scores import page
 from benchmarks.scores.measure import PROBLEMS, ROUNDS, Run, measure
+from benchmarks.scores.ways import CASES
 
 PEERS = ["trl", "transformers"]
 
@@ -41,10 +43,12 @@ def main() -> None:
     parser.add_argument("--cases", default="", metavar="TEXT", help="only cases with this text in their name")
     parser.add_argument("--again", action="store_true", help="measure again what the file already has")
     parser.add_argument("--out", type=Path, help="the file; default is by date, in docs/results")
-    parser.add_argument("--render", action="store_true", help="measure nothing; write the page from the file")
+    parser.add_argument("--render", action="store_true", help="print every table, write the page; measure nothing")
     options = parser.parse_args()
     if options.render:
-        page.write(options.out or results.newest_path(options.device, "scores"))
+        path = options.out or results.newest_path(options.device, "scores")
+        print("\n".join(page.tables(json.loads(path.read_text()), CASES)))
+        page.write(path)
         return
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")  # of peers, about what is not installed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.loss.results import MIB, Entry, Results, stem
@@ -14,21 +15,20 @@ from seqpar.testing.markdown_table import markdown_table
 QUIET = 1.0
 """Load average above which something else ran when a measurement began."""
 LEGEND = """\
-A cell has the time over that of the bare matrix products that a way without kept logits needs (fastest runs, which a
-shared machine disturbs least; in brackets the medians, below 1 where other work slowed the products more), and the
-peak memory above inputs and gradients. The products write into memory that is already there, all rows at once or 512
-at a time, whichever is faster. Ways marked (k) keep all logits for backward, and so make one product less where the
+A cell has the time over that of the bare matrix products (fastest runs; in brackets the medians), and the peak memory
+above inputs and gradients. Ways marked (k) keep all logits for backward, and so make one product less where the
 projection is trained. A `*` marks scores or gradients that are more than twice as far from float64 as plain
-`log_softmax` in the same dtype; where there are any, a table at the end says which.
+`log_softmax` in the same dtype.
 """
 MEASURED = """\
-The ways take turns in one process, round after round, and all of one column are measured in the same rounds. A step is
-forward, and backward from one random number per score. Compilation is finished before the timing starts. Memory is
-measured in a process of its own, as the operating system reports it. `product_dtype=float32` is compared with products
-in float32. "TRL, functions of logits" are `selective_log_softmax` and `entropy_from_logits` of all logits; "TRL, tiles"
-is what TRL's trainers use by default, with tiles of 4,096 rows x 32,768 classes. "logsumexp" is written by hand:
-`logits.gather(...) - logits.logsumexp(-1)` in float32.
+The ways take turns in one process; all of one column are measured in the same rounds. A step is forward, and backward
+from one random number per score, after compilation. Memory is measured in a fresh process. "TRL, functions of logits"
+are `selective_log_softmax` and `entropy_from_logits` of all logits; "TRL, tiles", TRL's default, has tiles of 4,096
+rows x 32,768 classes; "logsumexp" is `logits.gather(...) - logits.logsumexp(-1)` in float32. Measure again, or print
+the tables of every case:
 """
+SHOWN = [Case("hidden and projection", entropy=False)]
+"""The cases on the page; `--render` prints all of them."""
 
 
 def write(path: Path) -> None:
@@ -45,17 +45,24 @@ def document(results: Results, source: str) -> list[str]:
     page = ["# Log-probabilities and entropies of tokens, forward and backward", "", *findings(entries), ""]
     # What a reader must know of figures that were measured before a change, and what was measured since
     page += [disturbance(entries), "", *results.get("remarks", []), LEGEND]
-    for case in CASES:
-        of_case = [entry for entry in entries if str(case) in entry["cases"]]
-        if of_case:
-            page += [f"## {heading(case)}", "", *case_table(results, case, of_case), ""]
+    page += tables(results, SHOWN)
     page += [*check_table(results), "## How it was measured", ""]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     page += [
         f"{results['date']}, {results['hardware']}, {results['threads']} threads, {results['device']}; {versions}."
     ]
-    page += [f"[{source}]({source}) has every figure, run by run; `--render` makes this page from it.", "", MEASURED]
-    return [*page, "```", *results["commands"], "```"]
+    page += [f"[{source}]({source}) has every figure.", "", MEASURED]
+    return [*page, "```", "python -m benchmarks.scores", "python -m benchmarks.scores --render", "```"]
+
+
+def tables(results: Results, cases: Iterable[Case]) -> list[str]:
+    """Return a table for each case that has figures, under its title."""
+    page = []
+    for case in cases:
+        of_case = [entry for entry in results["parts"].values() if str(case) in entry["cases"]]
+        if of_case:
+            page += [f"## {heading(case)}", "", *case_table(results, case, of_case), ""]
+    return page
 
 
 def heading(case: Case) -> str:
@@ -66,7 +73,7 @@ def heading(case: Case) -> str:
         "nothing": "Without gradients",
     }
     products = sum(case.products.values())
-    with_entropy = "with entropy" if case.entropy else "log-probabilities alone"
+    with_entropy = "with entropy" if case.entropy else "only log-probabilities"
     return f"{titles[case.gradients]}, {with_entropy}: {products} product{'s' * (products > 1)}"
 
 
