@@ -16,7 +16,7 @@ version = release = seqpar.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["llms.txt"]
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence"]
 html_theme = "furo"
 html_title = "seqpar"
 html_show_sourcelink = False
