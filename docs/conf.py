@@ -21,6 +21,7 @@ html_theme = "furo"
 html_title = "seqpar"
 html_show_sourcelink = False
 html_copy_source = False
+html_show_copyright = False
 html_extra_path = ["llms.txt"]
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
