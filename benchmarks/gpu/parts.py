@@ -57,7 +57,7 @@ def parts() -> dict[str, list[Step]]:
         ],
         "loss": [
             _own("loss", 210, "benchmarks.loss", "gpu", "--out", str(out() / "loss-cuda.json")),
-            _own("scores", 100, "benchmarks.scores.gpu"),
+            _own("scores", 100, "benchmarks.scores", "gpu", "--out", str(out() / "scores-cuda.json")),
             Step("conformance", 220, (*conformance, "--part", "both"), (*conformance, "torch")),
         ],
         "recipe": [

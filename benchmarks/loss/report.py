@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.loss import gpu, plots, targets
-from benchmarks.loss.implementations import ENGINE, PLAIN, known
-from benchmarks.loss.results import MIB, Entry, Results, fastest_to_floor, floor_seconds, median, stem
-from benchmarks.loss.targets import shape_title, title
+from benchmarks.loss.implementations import ENGINE, ON_A_CPU, OWN_SMALL, PLAIN
+from benchmarks.loss.results import (
+    MIB,
+    Entry,
+    Results,
+    entries_of,
+    fastest_to_floor,
+    floor_seconds,
+    median,
+    problem_of,
+    read,
+    stem,
+)
 from benchmarks.loss.timing import CHUNKED
 from seqpar.testing.markdown_table import markdown_table
 
@@ -66,101 +75,112 @@ HEADINGS = {
 
 
 def write(path: Path) -> None:
-    """Write tables and plots next to the file of measurements."""
-    results: Results = json.loads(path.read_text())
-    beside = path.parent / stem(results["device"])
-    pictures = plots.draw(results, beside)
-    beside.with_suffix(".md").write_text("\n".join(document(results, path.name, pictures)) + "\n")
-    print(f"written: {beside}.md {' '.join(str(path.parent / name) for name in pictures)}")
-
-
-def document(results: Results, source: str, pictures: list[str]) -> list[str]:
-    """Return the lines of the whole page."""
+    """Write tables and picture next to the file of measurements."""
+    results = read(path)
+    beside = path.parent / stem(results["device"], "loss")
+    picture = beside.with_name(f"{beside.name}-memory.svg")
+    shown = [f"![{picture.name}]({picture.name})", ""] if plots.draw(results, picture) else []
     page = ["# The loss over a vocabulary, forward and backward", ""]
     goals = targets.targets(results)
     if goals:
-        page += [*target_table(goals), verdict(goals), "", GLOSSARY]
-    for name in pictures:
-        page += [f"![{name}]({name})", ""]
+        page += [*target_table(goals), GLOSSARY]
+    page += shown
     for part, heading in HEADINGS.items():
         if part in results["parts"]:
             page += [f"## {heading}", "", *part_table(results, part), ""]
-    if results["checks"]:
-        page += ["## Correctness", "", *check_table(results), *option_table(results)]
+    page += [*check_table(results, CHECKED), *option_table(results), *how_measured(results, path, MEASURED)]
+    beside.with_suffix(".md").write_text("\n".join(page) + "\n")
+    print(f"written: {beside}.md")
+
+
+def how_measured(results: Results, path: Path, words: str) -> list[str]:
+    """Return the end of a page: when, where, with what, and the commands."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    page += ["## How it was measured", ""]
-    page += [f"{results['date']}, {results['hardware']}, {results['threads']} threads, {results['device']}."]
-    page += [f"{versions}."]
-    page += [f"[{source}]({source}) has every figure, run by run; `--render` makes this page from it.", "", MEASURED]
-    return [*page, "```", *results["commands"], "```"]
+    return [
+        "## How it was measured",
+        "",
+        f"{results['date']}, {results['hardware']}, {results['threads']} threads, {results['device']}; {versions}.",
+        f"[{path.name}]({path.name}) has every figure, run by run; `--render` makes this page from it.",
+        "",
+        words,
+        "```",
+        *results["commands"],
+        "```",
+    ]
 
 
-def table(header: list[str], rows: list[list[str]]) -> list[str]:
+def check_table(results: Results, words: str) -> list[str]:
+    """Return what is further from the truth than it may be, at a small problem."""
+    rows = []
+    for where, names in results["checks"].items():
+        rows += [[name, where, "; ".join(wrong)] for name, wrong in names.items() if wrong]
+    return [
+        "## Correctness",
+        "",
+        words,
+        *(table(["way", "in", "what is wrong"], rows) if rows else ["Nothing is.", ""]),
+    ]
+
+
+def table(header: Sequence[str], rows: list[list[str]]) -> list[str]:
     """Return the lines of a Markdown table and an empty one."""
     return [*markdown_table(header, rows).splitlines(), ""]
 
 
 def target_table(goals: list[targets.Target]) -> list[str]:
-    """Return goals, limits, and the worst that was measured."""
-    rows = []
-    for goal in goals:
-        reached = "**no**"
-        if goal.reached:
-            reached = "yes"
-        rows.append([goal.claim, goal.limit, goal.measured, goal.where, reached])
-    return table(["goal", "limit", "worst case", "where", "reached"], rows)
-
-
-def verdict(goals: list[targets.Target]) -> str:
-    """Return how many goals are reached, and how to read their table."""
-    reached = sum(goal.reached for goal in goals)
-    count = f"{reached} of {len(goals)} goals are reached."
-    return f"{count} The table gives the worst case of each goal, and how many cases are inside the limit."
+    """Return goals, limits, the worst that was measured, and how many goals are reached."""
+    rows = [[goal.claim, goal.limit, goal.measured, goal.where, "yes" if goal.reached else "**no**"] for goal in goals]
+    count = f"{sum(goal.reached for goal in goals)} of {len(goals)} goals are reached."
+    return [
+        *table(["goal", "limit", "worst case", "where", "reached"], rows),
+        f"{count} The table gives the worst case of each goal, and how many cases are inside the limit.",
+        "",
+    ]
 
 
 def part_table(results: Results, part: str) -> list[str]:
     """Return the figures of one part."""
-    entries = list(results["parts"].get(part, {}).values())
-    tables: dict[str, Callable[[list[Entry]], list[str]]] = {
-        "shapes": lambda found: _shapes(results, found),
-        "small": lambda found: _shapes(results, found),
-        "padding": _padding,
-        "memory": _memory,
-        "linear": lambda _: _linear(results),
-        "devices": _devices,
-        "gpu": gpu.table,
+    entries = entries_of(results, part)
+    tables: dict[str, Callable[[], list[str]]] = {
+        "shapes": lambda: _shapes(results, entries),
+        "small": lambda: _shapes(results, entries),
+        "padding": lambda: _padding(entries),
+        "memory": lambda: _memory(entries),
+        "linear": lambda: _linear(results),
+        "devices": lambda: _devices(entries),
+        "gpu": lambda: gpu.table(entries),
     }
     if not entries:
         return ["nothing measured", ""]
-    return tables[part](entries)
+    return tables[part]()
 
 
 def _shapes(results: Results, entries: list[Entry]) -> list[str]:
     """Return time and memory of every implementation, a table for each dtype and smoothing."""
+    tables: dict[str, list[Entry]] = {}
+    for entry in sorted(entries, key=lambda e: (problem_of(e).dtype_name != "float32", problem_of(e).smoothing)):
+        problem = problem_of(entry)
+        tables.setdefault(f"{problem.dtype_name}, smoothing {problem.smoothing:g}", []).append(entry)
     page = [LEGEND]
-    for dtype in ("float32", "bfloat16"):
-        for smoothing in (0.0, 0.1):
-            of_table = []
-            for entry in entries:
-                problem = entry["problem"]
-                if problem["dtype"] == dtype and problem["smoothing"] == smoothing:
-                    of_table.append(entry)
-            if of_table:
-                page += _shape_table(results, f"{dtype}, smoothing {smoothing:g}", of_table)
+    for corner, of_table in tables.items():
+        page += _shape_table(results, corner, of_table)
     return page + _remarks(entries)
 
 
 def _shape_table(results: Results, corner: str, entries: list[Entry]) -> list[str]:
-    names = [name for name in known({}) if any(name in e["seconds"] or name in e["not run"] for e in entries)]
+    names = [
+        name for name in [*ON_A_CPU, OWN_SMALL] if any(name in e["seconds"] or name in e["not run"] for e in entries)
+    ]
+    checked = results["checks"].get(corner.replace(", smoothing ", " smoothing="), {})
     rows = [["three products, s", *(f"{floor_seconds(entry):.2f}" for entry in entries)]]
-    rows += [[name + _mark(results, entries[0], name), *(_cell(entry, name) for entry in entries)] for name in names]
+    rows += [[name + " *" * bool(checked.get(name)), *(_cell(entry, name) for entry in entries)] for name in names]
     rows += [
         ["three products' libraries", *(_mib(entry["peak bytes"].get(CHUNKED)) for entry in entries)],
         ["allowed memory", *(f"{entry['allowed bytes'] / MIB:,.0f} MiB" for entry in entries)],
         ["rounds", *(str(len(entry["seconds"][PLAIN])) for entry in entries)],
         ["steps in a row", *(str(entry.get("steps in a row", 1)) for entry in entries)],
     ]
-    return table([corner, *map(shape_title, entries)], rows)
+    return table([corner, *(problem_of(entry).shape_title for entry in entries)], rows)
 
 
 def _cell(entry: Entry, name: str) -> str:
@@ -177,55 +197,40 @@ def _cell(entry: Entry, name: str) -> str:
     return f"{text}; {peak or 'memory not measured'}"  # text says what became of the process
 
 
-def _mark(results: Results, entry: Entry, name: str) -> str:
-    problem = entry["problem"]
-    checked = results["checks"].get(f"{problem['dtype']} smoothing={problem['smoothing']:g}", {}).get(name)
-    if checked and checked["wrong"]:
-        return " *"
-    return ""
-
-
 def _remarks(entries: list[Entry]) -> list[str]:
     """Return why cells are empty, and what else a reader must know, each remark once."""
     problems_of: dict[str, list[str]] = {}
     for entry in entries:
         for name, why in entry["not run"].items():
-            problems_of.setdefault(f"{name}: not run: {why}", []).append(title(entry))
+            problems_of.setdefault(f"- {name}: not run: {why}", []).append(problem_of(entry).title)
         for name, notes in entry["notes"].items():
             for note in notes:
-                problems_of.setdefault(f"{name}: {note}", []).append(title(entry))
-    remarks = []
-    for text, problems in sorted(problems_of.items()):
-        if len(problems) == 1:
-            text = f"{text} ({problems[0]})"
-        remarks.append(f"- {text}")
-    return [*remarks, ""]
+                problems_of.setdefault(f"- {name}: {note}", []).append(problem_of(entry).title)
+    lines = [text if len(where) > 1 else f"{text} ({where[0]})" for text, where in sorted(problems_of.items())]
+    return [*lines, ""]
 
 
 def _padding(entries: list[Entry]) -> list[str]:
-    by_padding = {bool(entry["problem"]["padding"]): entry for entry in entries}
-    if len(by_padding) < 2:
-        return ["only one of the two problems is measured", ""]
-    whole = by_padding[False]
-    padded = by_padding[True]
+    whole, padded = sorted(entries, key=lambda entry: problem_of(entry).padding)
     floors = [floor_seconds(whole), floor_seconds(padded)]
     rows = [["three products", *(f"{time:.2f}" for time in floors), f"{floors[0] / floors[1]:.2f} x"]]
     for name in whole["seconds"]:
-        times = [f"{median(whole, name):.2f}", f"{median(padded, name):.2f}"]
-        rows.append([name, *times, f"{targets.faster(whole, padded, name):.2f} x"])
-    header = [title(whole), "no padding, s", "30 % padding, s", "faster with padding"]
+        times = [median(entry, name) or 0.0 for entry in (whole, padded)]
+        rows.append([name, *(f"{time:.2f}" for time in times), f"{times[0] / times[1]:.2f} x"])
+    header = [problem_of(whole).title, "no padding, s", "30 % padding, s", "faster with padding"]
     return table(header, rows) + _remarks(entries)
 
 
 def _memory(entries: list[Entry]) -> list[str]:
-    header = ["peak memory, MiB", *(f"N={entry['problem']['rows']:,}" for entry in entries)]
+    problems = [problem_of(entry) for entry in entries]
+    header = ["peak memory, MiB", *(f"N={problem.rows:,}" for problem in problems)]
     rows = [[name, *(_mib(entry["peak bytes"].get(name)) for entry in entries)] for name in entries[0]["peak bytes"]]
     rows += [
         ["allowed", *(_mib(entry["allowed bytes"]) for entry in entries)],
-        [f"{ENGINE}, without the hidden gradient", *(_mib(targets.beyond_hidden(e, ENGINE)) for e in entries)],
+        [f"{ENGINE}, without the hidden gradient", *(_mib(targets.beyond_hidden(e)) for e in entries)],
     ]
-    problem = entries[0]["problem"]
-    return [f"D={problem['width']}, V={problem['vocab_size']:,}, {problem['dtype']}.", "", *table(header, rows)]
+    sizes = f"D={problems[0].width}, V={problems[0].vocab_size:,}, {problems[0].dtype_name}."
+    return [sizes, "", *table(header, rows)]
 
 
 def _mib(value: Any) -> str:
@@ -236,11 +241,12 @@ def _mib(value: Any) -> str:
 
 def _linear(results: Results) -> list[str]:
     rows = []
-    for name, (sizes, times) in targets.lines(results).items():
-        start, slope, deviations = targets.fit(sizes, times)
+    for name, line in targets.lines(results).items():
+        sizes, times = targets.points(name, line)
+        start, slope, deviations = targets.straight_line(sizes, times)
         points = ", ".join(f"{size:,}: {time * 1e3:.0f} ms" for size, time in zip(sizes, times, strict=True))
-        line = f"{start * 1e3:.0f} ms + {slope * 1e6:.2f} us each"
-        rows.append([name, points, line, f"{max(map(abs, deviations)):.1%}"])
+        text = f"{start * 1e3:.0f} ms + {slope * 1e6:.2f} us each"
+        rows.append([name, points, text, f"{max(map(abs, deviations)):.1%}"])
     return table([f"`{ENGINE}`, size", "median time", "line", "largest deviation"], rows)
 
 
@@ -249,18 +255,8 @@ def _devices(entries: list[Entry]) -> list[str]:
     for entry in entries:
         for name in entry["seconds"]:
             time = median(entry, name) or 0.0
-            rows.append([title(entry), name, f"{time:.3f}", f"{time / floor_seconds(entry):.2f}"])
+            rows.append([problem_of(entry).title, name, f"{time:.3f}", f"{time / floor_seconds(entry):.2f}"])
     return table(["problem", "engine", "seconds", "time / three products"], rows)
-
-
-def check_table(results: Results) -> list[str]:
-    """Return what is further from the truth than it may be, at a small problem."""
-    rows = []
-    for where, names in results["checks"].items():
-        for name, checked in names.items():
-            if checked["wrong"]:
-                rows.append([name, where, "; ".join(checked["wrong"])])
-    return [CHECKED, *table(["way", "in", "what is wrong"], rows)]
 
 
 def option_table(results: Results) -> list[str]:

@@ -5,9 +5,9 @@ import torch
 
 from benchmarks.loss.problems import Inputs, Problem
 from benchmarks.loss.timing import bare_products
-from benchmarks.scores import gpu
-from benchmarks.scores.measure import fastest_products, what_is_wrong
-from benchmarks.scores.page import ratio
+from benchmarks.scores import parts
+from benchmarks.scores.page import products_seconds, ratio
+from benchmarks.scores.parts import what_is_wrong
 from benchmarks.scores.ways import BY_HAND, CASES, INVARIANT, OURS, WAYS, Case, Way
 
 TINY = Problem(6, 4, 11, bias=False)
@@ -28,7 +28,7 @@ def test_a_wrong_gradient_and_a_wrong_score_are_named():
         return scores
 
     wrong = what_is_wrong(Way(shifted), Case("hidden and projection", True), torch.float32, "cpu")
-    assert [words.split(" off")[0] for words in wrong] == ["log-probability", "weight gradient"]
+    assert [words.split(" off")[0] for words in wrong] == ["log_prob", "weight gradient"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -41,8 +41,8 @@ def test_the_products_of_a_case_are_those_it_needs(case):
     }
     wanted = {("hidden and projection", False): 112, ("hidden and projection", True): 112, ("hidden", False): 11}
     wanted |= {("hidden", True): 21, ("nothing", False): 1, ("nothing", True): 1}
-    assert fastest_products(entry, case, "float32") == wanted[case]
-    way = {"problem": {"dtype": "float32"}, "cases": {str(case): entry | {"seconds": {OURS: [2.0, 8.0, 4.0]}}}}
+    assert products_seconds(entry, case, "float32", min) == wanted[case]
+    way = {"problem": TINY.as_json(), **entry, "seconds": {OURS: [2.0, 8.0, 4.0]}}
     median = sum(900.0 * count for count in case.products.values())
     assert ratio(way, case, OURS) == 4.0 / median
 
@@ -65,8 +65,8 @@ def test_the_table_of_a_gpu_has_a_row_for_each_way_and_says_what_did_not_run(mon
     def missing(x, entropy):
         raise ModuleNotFoundError("No module named 'peer'")
 
-    monkeypatch.setattr(gpu, "WAYS", {OURS: WAYS[OURS], BY_HAND: WAYS[BY_HAND], "peer": Way(missing)})
-    *table, _, remark = gpu.measured(TINY, "cpu", 1)
+    monkeypatch.setattr(parts, "WAYS", {OURS: WAYS[OURS], BY_HAND: WAYS[BY_HAND], "peer": Way(missing)})
+    *table, _, remark = parts.table_of_gpu(TINY, "cpu", 1)
     assert remark == "- peer: ModuleNotFoundError: No module named 'peer'"
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in table[2:]]
     assert [row[1] for row in cells] == [way for n in (4, 3, 1) for way in (f"{n} products", OURS, BY_HAND)]
