@@ -6,9 +6,11 @@ import argparse
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -18,6 +20,7 @@ from benchmarks.loss.memory import in_fresh_process, peak_of
 from benchmarks.loss.problems import Inputs, Problem
 from benchmarks.loss.results import Entry, Results
 from benchmarks.loss.timing import Progress, Runs, forward_and_backward, interleaved, runs_in_a_row, seconds
+from seqpar.testing.peak_memory import peak_bytes
 
 FEWEST_ROUNDS = 3
 MOST_ROUNDS = 7
@@ -25,8 +28,6 @@ BUDGET = 180.0
 """Seconds that the rounds of one problem may take, as long as the fewest rounds are run."""
 TYPICAL = 1.4
 """First guess of an implementation's time over that of the products."""
-Options = dict[str, Any]
-"""What implementations are made with."""
 
 
 class Part(NamedTuple):
@@ -46,12 +47,13 @@ class Subject:
     modules: ClassVar[list[str]]
     """What a process imports before memory is measured in it."""
     parts: ClassVar[dict[str, Part]]
+    """What is measured on a CPU."""
+    gpu_parts: ClassVar[dict[str, Part]]
+    """What is measured on a GPU, each of one group of problems."""
+    ours: ClassVar[Sequence[str]]
+    """Implementations that may not fail; where another one does, that is a remark on the page."""
 
-    def options(self, run: Run, problem: Problem) -> Options:
-        """Return what implementations are made with."""
-        return {}
-
-    def ways(self, part: str, problem: Problem, options: Options) -> dict[str, Implementation]:
+    def ways(self, part: str, problem: Problem) -> dict[str, Implementation]:
         """Return the implementations that are wanted in a part, also those that cannot run, by name."""
         raise NotImplementedError
 
@@ -78,14 +80,6 @@ class Subject:
     def about(self, problem: Problem, device: str, ways: dict[str, Implementation]) -> Entry:
         """Return what an entry has beside seconds and peaks."""
         return {}
-
-    def on_a_gpu(self, run: Run) -> None:
-        """Measure what a GPU shows, and keep or print it."""
-        raise NotImplementedError
-
-    def tried_on_the_cpu(self) -> list[str]:
-        """Return the table of the same for one small problem on the CPU."""
-        raise NotImplementedError
 
     def part_table(self, results: Results, part: str) -> list[str]:
         """Return the figures of one part."""
@@ -133,45 +127,52 @@ class Run(NamedTuple):
             self.checked.add((key, name))
 
 
-def measure(run: Run, part: str) -> None:
+def measure(run: Run, part: str, asked: Part) -> None:
     """Measure what is asked for of a part, and keep it."""
-    groups = [group for group in run.subject.parts[part].groups if run.todo(part, group)]
+    groups = [group for group in asked.groups if run.todo(part, group)]
     for number, problems in enumerate(groups, 1):
-        options = run.subject.options(run, problems[0])
-        ways = run.subject.ways(part, problems[0], options)
+        ways = run.subject.ways(part, problems[0])
         not_run = {name: reason for name, way in ways.items() if (reason := way.why_not(problems[0]))}
-        ways = {name: way for name, way in ways.items() if name not in not_run}
         torch.compiler.reset()  # torch stops compiling after a few shapes of one function
-        for name, way in ways.items():
-            run.check(part, name, way, problems[0])
+        for name in [name for name in ways if name not in not_run]:
+            with _tolerated(run, name, not_run):
+                run.check(part, name, ways[name], problems[0])
         title = f"{part}, {number} of {len(groups)}"
-        entries: dict[Problem, Entry] = {
-            problem: {
-                **run.subject.about(problem, run.device, ways),
-                "not run": not_run,
-                "floor seconds": {},
-                "seconds": {},
-            }
-            for problem in problems
-        }
-        if run.subject.parts[part].times:
+        entries: dict[Problem, Entry] = {}
+        for problem in problems:
+            entries[problem] = {"not run": not_run, **run.subject.about(problem, run.device, ways)}
+            entries[problem] |= {"floor seconds": {}, "seconds": {}, "peak bytes": {}}
+        if asked.times:
             _time(run, part, ways, entries, title)
         for problem, entry in entries.items():
-            if run.subject.parts[part].memory:
-                entry["peak bytes"] = _peaks(run, part, list(ways), problem, options, title)
+            if asked.memory and run.device == "cpu":
+                entry["peak bytes"] = _peaks(run, part, [name for name in ways if name not in not_run], problem, title)
             run.keep(part, problem, entry)
+
+
+@contextmanager
+def _tolerated(run: Run, name: str, not_run: dict[str, str]) -> Iterator[None]:
+    """Note why an implementation fails, unless it is one of ours."""
+    try:
+        yield
+    except Exception as error:
+        if name in run.subject.ours:
+            raise
+        not_run[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
 
 
 def _time(run: Run, part: str, ways: dict[str, Implementation], entries: dict[Problem, Entry], title: str) -> None:
     """Time the products and every implementation in turn, and add their seconds to the entries.
 
-    Only the products, whose time decides how many rounds there are, and implementations that compile are warmed up.
+    Only the products, whose time decides how many rounds there are, and implementations that compile are warmed up. On
+    a GPU all are, and their memory is that of the second step.
     """
     torch.compiler.reset()
     runs: Runs = {}
     inputs = []
     round_seconds = 0.0
-    for problem in entries:
+    on_a_gpu = run.device != "cpu"
+    for problem, entry in entries.items():
         x = Inputs.drawn(problem, run.device)
         inputs.append(x)
         # Implementations without a bias are measured with the same tensors: they never look at it
@@ -179,12 +180,20 @@ def _time(run: Run, part: str, ways: dict[str, Implementation], entries: dict[Pr
         fastest = min(seconds(product, [x]) for product in (*products.values(), *products.values()))
         round_seconds += fastest * runs_in_a_row(problem) * TYPICAL * (len(ways) + len(products))
         runs |= {(problem, name): product for name, product in products.items()}
-        entries[problem]["floor seconds"] = dict.fromkeys(products)
+        entry["floor seconds"] = dict.fromkeys(products)
         for name, way in ways.items():
-            step = forward_and_backward(way.prepare(x))
-            if way.compiles:
-                seconds(step, [x])
-            runs[problem, name] = step
+            if name in entry["not run"]:
+                continue
+            with _tolerated(run, name, entry["not run"]):
+                step = forward_and_backward(way.prepare(x))
+                if way.compiles or on_a_gpu:
+                    seconds(step, [x])
+                    x.clear()
+                if on_a_gpu:
+                    entry["peak bytes"][name] = peak_bytes(step, run.device)
+                    entry["peak bytes"][name] -= run.subject.uncounted_bytes(part, problem)
+                runs[problem, name] = step
+            x.clear()
     rounds = run.repeats or rounds_within_budget(round_seconds)
     progress = Progress(title, rounds * len(runs))
     for (problem, name), taken in interleaved(runs, inputs, rounds, progress.add).items():
@@ -198,19 +207,28 @@ def rounds_within_budget(round_seconds: float) -> int:
     return fitting - (fitting % 2 == 0)
 
 
-def _peaks(
-    run: Run, part: str, names: list[str], problem: Problem, options: Options, title: str
-) -> dict[str, int | str]:
+def _peaks(run: Run, part: str, names: list[str], problem: Problem, title: str) -> dict[str, int | str]:
     """Return the peak of each in a process of its own, or what became of the process."""
     names = run.subject.weighed(names, problem)
     uncounted = run.subject.uncounted_bytes(part, problem)
     progress = Progress(f"{title}, memory", len(names))
     found: dict[str, int | str] = {}
     for name in names:
-        peak = in_fresh_process(run.subject.modules, peak_of, run.subject, part, name, problem, run.device, options)
+        peak = in_fresh_process(run.subject.modules, peak_of, run.subject, part, name, problem)
         found[name] = peak - uncounted if isinstance(peak, int) else peak
         progress.add(name)
     return found
+
+
+def try_on_the_cpu(subject: Subject) -> None:
+    """Print the tables of a GPU, each of one small problem on the CPU, where what needs a GPU does not run."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "tried.json")
+        run = Run(subject, files.load(path, "cpu", "", []), path, "cpu", 1, "", False, set())
+        for part, asked in subject.gpu_parts.items():
+            small = asked.groups[0][0]._replace(rows=64, width=8, vocab_size=50)
+            measure(run, part, Part([[small]]))
+            print("\n".join(subject.part_table(run.results, part)))
 
 
 def main(subject: Subject, description: str) -> None:
@@ -220,7 +238,7 @@ def main(subject: Subject, description: str) -> None:
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    known = [*subject.parts, "gpu"]
+    known = {**subject.parts, **subject.gpu_parts}
     parser.add_argument("parts", nargs="*", metavar="part", help=f"any of {'; '.join(known)}; default is all")
     parser.add_argument("--cases", default="", metavar="TEXT", help="only parts with this text in their name")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to measure")
@@ -229,7 +247,7 @@ def main(subject: Subject, description: str) -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="only problems with this text in their name")
     parser.add_argument("--again", action="store_true", help="measure again what the file already has")
     parser.add_argument("--out", type=Path, help="the file; default is by subject and date, in docs/results")
-    parser.add_argument("--dry-run", action="store_true", help="try the part gpu on the CPU, on one small problem")
+    parser.add_argument("--dry-run", action="store_true", help="try what is measured on a GPU on the CPU, small")
     parser.add_argument("--render", action="store_true", help="measure nothing; write the pages from the file")
     options = parser.parse_args()
     unknown = sorted(set(options.parts) - set(known))
@@ -240,17 +258,15 @@ def main(subject: Subject, description: str) -> None:
         return
     warnings.simplefilter("ignore")  # the peers warn of what the tables already state
     if options.dry_run:
-        print("\n".join(subject.tried_on_the_cpu()))
+        try_on_the_cpu(subject)
         return
     torch.set_num_threads(options.threads)
     path = options.out or files.default_path(options.device, subject.name)
     command = shlex.join(["python", "-m", f"benchmarks.{subject.name}", *sys.argv[1:]])
     measured = files.load(path, options.device, command, subject.peers.get(torch.device(options.device).type, []))
     run = Run(subject, measured, path, options.device, options.rounds, options.only, options.again, set())
-    for part in [part for part in options.parts or known if options.cases in part]:
-        if part != "gpu":
-            measure(run, part)
-        elif run.device != "cpu":
-            subject.on_a_gpu(run)
+    here = subject.parts if options.device == "cpu" else subject.gpu_parts
+    for part in [part for part in options.parts or here if options.cases in part and part in here]:
+        measure(run, part, here[part])
         print("\n".join(subject.part_table(measured, part)), flush=True)
     subject.write(path)

@@ -52,7 +52,7 @@ def _send(pipe: Connection, threads: int, measure: Callable[..., int], *argument
     pipe.send(measure(*arguments))
 
 
-def peak_of(subject: Any, part: str, name: str, problem: Problem, device: str, options: dict[str, Any]) -> int:
+def peak_of(subject: Any, part: str, name: str, problem: Problem) -> int:
     """Return this process's peak during one step of an implementation, or of the bare products (`CHUNKED`).
 
     Lazily loaded code is not the step's memory: a tiny step goes first. An implementation that compiles has compiled
@@ -61,17 +61,17 @@ def peak_of(subject: Any, part: str, name: str, problem: Problem, device: str, o
     small = problem._replace(rows=64, width=8, vocab_size=16)
     if name == CHUNKED:
         # What the matrix libraries take for the three products, their operands and results aside
-        warm_up, step = (bare_products(Inputs.drawn(each, device), CHUNK_ROWS) for each in (small, problem))
+        warm_up, step = (bare_products(Inputs.drawn(each, "cpu"), CHUNK_ROWS) for each in (small, problem))
         warm_up()
-        return peak_memory.peak_bytes(step, device)
-    way = subject.ways(part, problem, options)[name]
+        return peak_memory.peak_bytes(step)
+    way = subject.ways(part, problem)[name]
     warm_up, step = (
-        forward_and_backward(way.prepare(Inputs.drawn(each, device, bias=way.bias))) for each in (small, problem)
+        forward_and_backward(way.prepare(Inputs.drawn(each, "cpu", bias=way.bias))) for each in (small, problem)
     )
     warm_up()
     if way.compiles:
         step()
-    return peak_memory.peak_bytes(step, device)
+    return peak_memory.peak_bytes(step)
 
 
 def allowed_bytes(problem: Problem, device: str) -> int:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.loss import checks, gpu, report
-from benchmarks.loss.engine import Options, Part, Run, Subject
+from benchmarks.loss import checks, report
+from benchmarks.loss.engine import Part, Subject
 from benchmarks.loss.implementations import (
     CHECKPOINTED,
     CUT,
     ENGINE,
     LINEAR,
     ON_A_CPU,
+    ON_A_GPU,
+    OURS,
     OWN,
     OWN_SMALL,
     PLAIN,
@@ -26,15 +27,13 @@ from benchmarks.loss.implementations import (
     known,
 )
 from benchmarks.loss.memory import allowed_bytes
-from benchmarks.loss.peers import torch_op, torch_op_choices
 from benchmarks.loss.problems import SHAPES, Inputs, Problem
-from benchmarks.loss.results import Entry, Results, save
-from benchmarks.loss.timing import CHUNKED, LARGE, floors, forward_and_backward, runs_in_a_row, seconds
+from benchmarks.loss.results import Entry, Results
+from benchmarks.loss.timing import CHUNKED, LARGE, floors, runs_in_a_row
 
 HUGE = 3e12
 """Operations from which on only the main implementations run; from `LARGE` on, memory is measured unsmoothed only."""
 MAIN = [PLAIN, TORCH_BEST, ENGINE, LINEAR]
-TUNED = Problem(2048, 512, 8_000)
 NAMES = {
     "shapes": ON_A_CPU,
     "small": [PLAIN, OWN, OWN_SMALL],
@@ -42,6 +41,7 @@ NAMES = {
     "memory": ON_A_CPU,
     "linear": [ENGINE],
     "devices": list(REPLICAS),
+    "gpu": ON_A_GPU,
 }
 """What is measured in each part."""
 VARIANTS = itertools.product(SHAPES, (torch.float32, torch.bfloat16), (0.0, 0.1))
@@ -52,6 +52,16 @@ LINES = [
     *(Problem(2048, 256, vocab_size, 0.1) for vocab_size in (8_000, 32_000, 48_000, 64_000)),
 ]
 """Each of the three sizes alone grows."""
+ON_GPUS = [
+    Problem(8192, 512, 32_768, bias=False),
+    Problem(16_384, 1024, 37_000, bias=False),
+    Problem(8192, 4096, 128_256, bias=False),
+    Problem(8192, 2304, 256_000, bias=False),
+    Problem(16_384, 2048, 248_320, bias=False),
+    Problem(8192, 512, 32_768, smoothing=0.1),
+]
+"""Shapes of translation and language models."""
+GPU_PROBLEMS = [problem._replace(dtype=torch.bfloat16) for problem in ON_GPUS]
 
 
 class Loss(Subject):
@@ -71,25 +81,13 @@ class Loss(Subject):
         "linear": Part([LINES], memory=False),
         "devices": Part(SMOOTHED, memory=False),
     }
+    gpu_parts = {"gpu": Part([[problem] for problem in GPU_PROBLEMS])}  # noqa: RUF012 - never written
+    ours = OURS
 
-    def options(self, run: Run, problem: Problem) -> Options:
-        """Return the fastest options of torch's op at a problem of middle size, among the right ones if any is."""
-        tuned = TUNED._replace(dtype=problem.dtype)
-        stored = run.results["torch op options"]
-        if tuned.dtype_name not in stored:
-            tried = _try_options(tuned, run.device)
-            best = min(tried, key=lambda one: (bool(one["wrong"]), one["seconds"]))
-            stored[tuned.dtype_name] = {"problem": tuned.as_json(), "best": best["options"], "tried": tried}
-            save(run.results, run.path)
-        chosen = dict(stored[tuned.dtype_name]["best"])
-        # In the file it is text: "float32", or "None" for the weight's own dtype
-        chosen["acc_dtype"] = getattr(torch, chosen["acc_dtype"], None)
-        return chosen
-
-    def ways(self, part: str, problem: Problem, options: Options) -> dict[str, Implementation]:
+    def ways(self, part: str, problem: Problem) -> dict[str, Implementation]:
         """Return the part's implementations; of the largest problems the main ones alone can run."""
-        found = {name: known(options)[name] for name in NAMES[part]}
-        if problem.products > HUGE:
+        found = {name: known()[name] for name in NAMES[part]}
+        if problem.products > HUGE and part != "gpu":
             for name in found.keys() - MAIN:
                 found[name] = found[name]._replace(missing=found[name].missing or "left out at this size")
         return found
@@ -120,16 +118,6 @@ class Loss(Subject):
             "notes": {name: way.notes(problem) for name, way in ways.items()},
         }
 
-    def on_a_gpu(self, run: Run) -> None:
-        """Measure bfloat16 on a GPU, at the shapes of translation and language models."""
-        for problem in run.todo("gpu", gpu.PROBLEMS):
-            run.keep("gpu", problem, gpu.of_loss(problem, run.device, run.repeats))
-            torch.cuda.empty_cache()
-
-    def tried_on_the_cpu(self) -> list[str]:
-        """Return the GPU's table of one small problem on the CPU, where what needs a GPU does not run."""
-        return gpu.tried_on_the_cpu()
-
     def part_table(self, results: Results, part: str) -> list[str]:
         """Return the figures of one part."""
         return report.part_table(results, part)
@@ -137,15 +125,3 @@ class Loss(Subject):
     def write(self, path: Path) -> None:
         """Write tables and picture next to the file of measurements."""
         report.write(path)
-
-
-def _try_options(problem: Problem, device: str) -> list[dict[str, Any]]:
-    x = Inputs.drawn(problem, device)
-    tried = []
-    for options in torch_op_choices(problem.dtype):
-        step = forward_and_backward(torch_op(options)(x))
-        fastest = min(seconds(step, [x]) for _ in range(3))  # the first run warms up
-        wrong = checks.what_is_wrong(Implementation(torch_op(options)), problem, device)
-        written = {**options, "acc_dtype": str(options["acc_dtype"]).removeprefix("torch.")}
-        tried.append({"options": written, "seconds": fastest, "wrong": wrong})
-    return tried

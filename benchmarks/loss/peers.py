@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -43,15 +42,6 @@ def torch_op(options: dict[str, Any]) -> Callable[[Inputs], Step]:
         return step
 
     return prepare
-
-
-def torch_op_choices(dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Return the options of torch's op worth trying: those its documentation names, over sensible chunks."""
-    sum_dtypes: list[torch.dtype | None] = [None]
-    if dtype.itemsize < 4:
-        sum_dtypes.append(torch.float32)
-    tried = itertools.product(["compact", "balanced", "accurate"], [512, 1024, 2048], sum_dtypes)
-    return [{"acc_policy": policy, "batch_chunk_size": rows, "acc_dtype": kind} for policy, rows, kind in tried]
 
 
 def cut_cross_entropy(x: Inputs) -> Step:

@@ -1,7 +1,6 @@
 """Read and write the file of measurements: what was measured on what, and the figures, part by part.
 
 {"date", "device", "hardware", "threads", "versions", "commands": [...],
- "torch op options": {dtype: {"best": {...}, "tried": [...]}},
  "checks": {dtype and kind: {name: [what is wrong]}},
  "parts": {part: {problem: {...}}}}
 """
@@ -68,7 +67,6 @@ def load(path: Path, device: str, command: str, peers: Sequence[str]) -> Results
             "device": device,
             **here,
             "commands": [],
-            "torch op options": {},
             "checks": {},
             "parts": {},
         }

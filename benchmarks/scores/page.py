@@ -44,7 +44,7 @@ def write(path: Path) -> None:
     page += [disturbance(results), "", *results.get("remarks", []), LEGEND]
     for case in CASES:
         if of_case := entries_of(results, str(case)):
-            page += [f"## {heading(case)}", "", *case_table(results, case, of_case), ""]
+            page += [f"## {heading(case)}", "", *case_table(results, case, of_case)]
     page += [*check_table(results, CHECKED), *how_measured(results, path, MEASURED)]
     written = path.parent / f"{stem(results['device'], 'scores')}.md"
     written.write_text("\n".join(page) + "\n")
@@ -73,7 +73,8 @@ def case_table(results: Results, case: Case, entries: list[Entry]) -> list[str]:
         if any(cell != "-" for cell in cells):
             kept = " (k)" if way.kept and case.gradients != "nothing" else ""
             rows.append([name + kept, *cells])
-    return markdown_table(["", *titles], rows).splitlines()
+    reasons = {f"- {name}: not run: {why}" for entry in entries for name, why in entry["not run"].items()}
+    return [*markdown_table(["", *titles], rows).splitlines(), "", *sorted(reasons)]
 
 
 def _cell(results: Results, entry: Entry, case: Case, name: str) -> str:

@@ -9,19 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.loss import gpu
 from benchmarks.loss.checks import deviating, given_inputs
-from benchmarks.loss.engine import Options, Part, Run, Subject
+from benchmarks.loss.engine import Part, Subject
 from benchmarks.loss.implementations import Implementation
 from benchmarks.loss.problems import Inputs, Problem
 from benchmarks.loss.results import Entry, Results, entries_of
 from benchmarks.loss.timing import PRODUCTS, Products, bare_products, sizes_of_products
 from benchmarks.scores import page
-from benchmarks.scores.ways import CASES, OURS, WAYS, Case, Way
+from benchmarks.scores.ways import CASES, FLOAT32, INVARIANT, OURS, WAYS, Case, Way
 from seqpar import TokenScores
 from seqpar.testing.conformance.score_adapter import ScoreAdapter, ScoreOptions
 from seqpar.testing.conformance.score_inputs import ScoreInputs
-from seqpar.testing.markdown_table import markdown_table
 
 SHAPES = [
     Problem(4096, 512, 32_000, bias=False),
@@ -30,7 +28,6 @@ SHAPES = [
 PROBLEMS = [shape._replace(dtype=dtype) for shape in SHAPES for dtype in (torch.float32, torch.bfloat16)]
 ON_A_GPU = Problem(8192, 4096, 151_936, dtype=torch.bfloat16, bias=False)
 BY_NAME = {str(case): case for case in CASES}
-GPU_ROUNDS = 7
 
 
 class Scores(Subject):
@@ -40,8 +37,10 @@ class Scores(Subject):
     peers = {"cpu": ["trl", "transformers"]}  # noqa: RUF012 - never written
     modules = ["benchmarks.scores.parts", "trl.trainer.utils"]  # noqa: RUF012 - never written
     parts = dict.fromkeys(BY_NAME, Part([[problem] for problem in PROBLEMS]))
+    gpu_parts = {str(case): Part([[ON_A_GPU]]) for case in CASES if case.entropy}  # noqa: RUF012 - never written
+    ours = (OURS, INVARIANT, FLOAT32)
 
-    def ways(self, part: str, problem: Problem, options: Options) -> dict[str, Implementation]:
+    def ways(self, part: str, problem: Problem) -> dict[str, Implementation]:
         """Return the ways that are measured in a case of that problem."""
         case = BY_NAME[part]
         return {
@@ -74,19 +73,9 @@ class Scores(Subject):
         """Return how busy the machine is before anything is timed."""
         return {"load average before": os.getloadavg()[0]}
 
-    def on_a_gpu(self, run: Run) -> None:
-        """Print the cases with entropy, in bfloat16 at the shape of a language model."""
-        print("\n".join(table_of_gpu(ON_A_GPU, run.device, run.repeats or GPU_ROUNDS)))
-
-    def tried_on_the_cpu(self) -> list[str]:
-        """Return the same table of one small problem on the CPU."""
-        return table_of_gpu(ON_A_GPU._replace(rows=64, width=8, vocab_size=50), "cpu", 1)
-
     def part_table(self, results: Results, part: str) -> list[str]:
-        """Return the figures of a case; those of a GPU are printed alone."""
-        if part not in BY_NAME:
-            return []
-        return [*page.case_table(results, BY_NAME[part], entries_of(results, part)), ""]
+        """Return the figures of a case."""
+        return [str(part), "", *page.case_table(results, BY_NAME[part], entries_of(results, part))]
 
     def write(self, path: Path) -> None:
         """Write the page next to the file of measurements."""
@@ -146,33 +135,3 @@ def products(x: Inputs) -> dict[str, Callable[[], None]]:
         for size, rows in sizes.items()
         for name in PRODUCTS
     }
-
-
-def table_of_gpu(problem: Problem, device: str, rounds: int) -> list[str]:
-    """Return a table with a row for every way in every case with entropy, and the remarks below it."""
-    x = Inputs.drawn(problem, device)
-    candidates = {
-        f"{case}: {name}": gpu.Candidate(
-            lambda x, way=way, case=case: step_of(x, way, case),  # type: ignore[misc]
-            lambda way=way, case=case: what_is_wrong(way, case, problem.dtype, device),  # type: ignore[misc]
-            name != OURS,
-        )
-        for case in CASES
-        if case.entropy
-        for name, way in WAYS.items()
-        if way.measured(case, problem)
-    }
-    entry = gpu.measured(x, candidates, products(x), rounds)
-    rows = []
-    for case in [case for case in CASES if case.entropy]:
-        floor = page.products_seconds(entry, case, problem.dtype_name)
-        rows.append([str(case), f"{sum(case.products.values())} products", f"{floor * 1e3:.2f}", "", ""])
-        for name in [name for name in WAYS if f"{case}: {name}" in entry["seconds"]]:
-            entry["peak bytes"][f"{case}: {name}"] -= gradient_bytes(problem, case)
-            _, *figures = gpu.figures(entry, f"{case}: {name}", floor)
-            rows.append([str(case), name + " *" * (f"{case}: {name}" in entry["wrong"]), *figures])
-    header = [f"scores, {problem.shape} {problem.dtype_name}", *gpu.COLUMNS]
-    for found in (entry["not run"], entry["wrong"]):
-        for name in list(found):
-            found[name.partition(": ")[2]] = found.pop(name)  # of the way, whatever the case
-    return [*markdown_table(header, rows).splitlines(), "", *gpu.remarks([entry])]

@@ -1,7 +1,5 @@
 """The implementations in the loss benchmark are right where it says so, and its figures are those of the runs."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -9,14 +7,13 @@ from torch._inductor import metrics
 from torch.testing import assert_close
 
 import seqpar
-from benchmarks.gpu.training import plain_loss
-from benchmarks.loss import engine, gpu, ours, peers, plain_ways, report, results, targets
+from benchmarks.loss import engine, ours, peers, plain_ways, report, results, targets
 from benchmarks.loss.checks import kit_inputs, what_is_wrong
 from benchmarks.loss.implementations import ENGINE, LINEAR, PLAIN, Implementation
 from benchmarks.loss.parts import Loss
 from benchmarks.loss.problems import IGNORED, Inputs, Problem
 from benchmarks.loss.timing import floors
-from seqpar.core.chunks import rows_per_chunk
+from benchmarks.seq2seq_peers import plain_loss
 from seqpar.testing.conformance.problem import deviations
 
 TINY = Problem(128, 6, 11, dtype=torch.float64, padding=0.3)
@@ -101,50 +98,65 @@ def test_a_target_is_reached_only_if_every_problem_is_inside():
         assert target.measured.startswith(f"{second:.3g}")
 
 
-def test_the_part_for_a_gpu_measures_what_runs_and_says_why_the_rest_does_not(monkeypatch, tmp_path):
-    """Run on the CPU instead of a GPU."""
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Return a function that measures a part with tiny problems, in this process, and returns the file."""
+    monkeypatch.setattr(engine, "in_fresh_process", lambda _, measure, *arguments: max(1, measure(*arguments)))
     for name in ("compiled", "auto_chunked"):
         monkeypatch.setattr(plain_ways, name, plain_ways.plain)
-    problem = Problem(64, 8, 50, dtype=torch.bfloat16, bias=False)
-    entry = {"problem": problem.as_json(), **gpu.of_loss(problem, "cpu", 1)}
-    assert {PLAIN, ENGINE, LINEAR} <= set(entry["seconds"])
-    assert "Liger" in entry["not run"]
-    assert not {PLAIN, ENGINE, LINEAR} & set(entry["wrong"])
-    lines = gpu.table([entry])
-    assert any(line.startswith("| 64 x 8 x 50 | LossCompute | ") for line in lines)
-    assert any(line.startswith("- Liger: not installed") for line in lines)
-    path = tmp_path / "loss-cuda.json"
-    path.write_text(
-        json.dumps(results.load(path, "cpu", "a command", []) | {"device": "cuda", "parts": {"gpu": {"": entry}}})
-    )
-    report.write(path)
-    assert "| 64 x 8 x 50 | LossCompute | " in (tmp_path / "loss-cuda.md").read_text()
-    assert gpu.least_bytes(Problem(16_384, 512, 32_000, dtype=torch.bfloat16)) == (
-        32_000 * 512 * 4 + (16_384 * 512 + rows_per_chunk(32_000, torch.bfloat16, "cuda") * 32_000) * 2
-    )
+
+    def measure(part, asked):
+        run = engine.Run(Loss(), results.load(path, "cpu", "a command", []), path, "cpu", 1, "", False, set())
+        group = [p._replace(rows=64, width=4, vocab_size=11 + n) for n, p in enumerate(asked.groups[0])]
+        engine.measure(run, part, asked._replace(groups=[group]))
+        assert not run.todo(part, group)
+        return path
+
+    path = tmp_path / "loss.json"
+    return measure
 
 
 @pytest.mark.parametrize("part", Loss.parts)
-def test_every_part_is_measured_kept_and_shown(part, monkeypatch, tmp_path):
-    """Each with tiny problems, without the check, and without the processes that memory is measured in."""
-    monkeypatch.setattr(engine, "in_fresh_process", lambda modules, measure, *arguments: measure(*arguments))
-    first, *_ = Loss.parts[part].groups
-    group = [problem._replace(rows=64, width=4, vocab_size=11 + number) for number, problem in enumerate(first)]
-    monkeypatch.setitem(Loss.parts, part, Loss.parts[part]._replace(groups=[group]))
-    monkeypatch.setattr(Loss, "options", lambda *_: {})
+def test_every_part_is_measured_kept_and_shown(part, measured, monkeypatch):
     monkeypatch.setattr(Loss, "what_is_wrong", lambda *_: [])
-    for name in ("compiled", "auto_chunked"):
-        monkeypatch.setattr(plain_ways, name, plain_ways.plain)
-    path = tmp_path / "loss.json"
-    run = engine.Run(Loss(), results.load(path, "cpu", "a command", []), path, "cpu", 1, "", False, set())
-    engine.measure(run, part)
+    path = measured(part, Loss.parts[part])
     kept = results.read(path)["parts"][part]
-    assert [*kept] == [str(problem) for problem in group]
+    assert len(kept) == len(Loss.parts[part].groups[0])
     for entry in kept.values():
         assert Loss.parts[part].times is bool(entry["seconds"])
-        assert Loss.parts[part].memory is ("peak bytes" in entry)
-    assert len(report.part_table(results.read(path), part)) > 1
-    assert not run.todo(part, group)
+        assert Loss.parts[part].memory is bool(entry["peak bytes"])
+    report.write(path)
+    assert f"## {report.HEADINGS[part]}" in (path.parent / "loss.md").read_text()
+
+
+def test_the_part_for_a_gpu_measures_what_runs_and_says_why_the_rest_does_not(measured, monkeypatch):
+    """Run on the CPU instead of a GPU."""
+
+    def broken(x):
+        raise RuntimeError("no kernel\nfor this device")
+
+    monkeypatch.setattr(peers, "torch_op", lambda options: broken)
+    path = measured("gpu", Loss.gpu_parts["gpu"])
+    found = results.read(path)
+    (entry,) = found["parts"]["gpu"].values()
+    assert {PLAIN, ENGINE, LINEAR} <= set(entry["seconds"])
+    assert entry["not run"]["Liger"] == "not installed"
+    assert entry["not run"]["torch op, default"] == "RuntimeError: no kernel"
+    (checked,) = found["checks"].values()
+    assert not any(checked[name] for name in (PLAIN, ENGINE, LINEAR))
+    report.write(path)
+    page = (path.parent / "loss.md").read_text()
+    assert "| LossCompute |" in page
+    assert "- Liger: not run: not installed" in page
+
+
+def test_one_of_ours_that_fails_ends_the_run(measured, monkeypatch):
+    def broken(x):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(ours, "linear_cross_entropy", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        measured("gpu", Loss.gpu_parts["gpu"])
 
 
 @pytest.mark.parametrize("scattered", [False, True])
